@@ -5,7 +5,7 @@
       middleware.py   checks host, origin and key; refuses with 4xx before the body is read
       app.py          the route reads the body (`read_limited`), at most 1 MiB
       schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked (responses.py: -> `ChatBody`)
-      grammar.py      where the reply follows a JSON schema: schema -> which tokens may come next
+      grammar.py      if the reply follows a JSON schema: schema -> which tokens may come next
       prompts.py      body -> token ids -> one `Request` per choice, submitted together
       scheduler.py    queues each request, then puts it into a slot of the running batch; its thread owns the device
       engine.py       decodes one token for all slots at once
@@ -14,8 +14,8 @@
       replies.py      chunks -> the event loop -> OpenAI's JSON, whole or as server-sent events
     bytes on a socket
 
-An error at any step is an `ApiError` and leaves in OpenAI's form. The event loop only waits and formats; whatever takes
-longer runs on other threads. What users write is never logged.
+An error at any step is an `ApiError` and leaves in OpenAI's form. The event loop only waits and formats; longer work
+runs on other threads. The text of users is never logged.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody,
 BodyType = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-GRACE_SECONDS = 8.0  # running replies have so long to finish when the server closes
+GRACE_SECONDS = 8.0  # time for running replies to finish when the server closes
 
 
 def create_app(
@@ -73,7 +73,7 @@ def create_app(
     use it. `on_failure` is called with the error when the model could not be loaded or its device stopped working.
     """
     state = ServerState(load, grace, on_failure)
-    disable_created_metrics()  # the times at which each metric was made
+    disable_created_metrics()  # drops the creation time of each metric
     files = load_page()
 
     @contextlib.asynccontextmanager
@@ -103,7 +103,7 @@ def create_app(
             error = ApiError(error.status_code, error.detail, headers=error.headers)
         return error_response(error)
 
-    # ------------------------------------------------------------------ routes for people and machines that watch
+    # ------------------------------------------------------------------ the page, and routes for monitoring
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
     async def index(request: Request) -> Response:
@@ -130,7 +130,7 @@ def create_app(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
-        """For Prometheus."""
+        """The metrics, for Prometheus."""
         return Response(state.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     # ------------------------------------------------------------------ OpenAI's routes
@@ -158,7 +158,7 @@ def create_app(
 
     @app.post("/tokenize", openapi_extra=_describe(TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        """vLLM's: token ids of a text or of a conversation."""
+        """A route of vLLM: the token ids of a text or a conversation."""
         content = await read_limited(request)
         return await parsed(
             content, lambda: JSONResponse(prompts.tokenize(state.ready_model(), read_body(TokenizeBody, content)))
@@ -166,7 +166,7 @@ def create_app(
 
     @app.post("/detokenize", openapi_extra=_describe(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        """vLLM's: the text of token ids."""
+        """A route of vLLM: the text of token ids."""
         content = await read_limited(request)
         return await parsed(
             content, lambda: JSONResponse(prompts.detokenize(state.ready_model(), read_body(DetokenizeBody, content)))
@@ -174,7 +174,7 @@ def create_app(
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str]:
-        """vLLM's, as far as lm-eval needs it: it then tokenizes with this server, and needs no other tokenizer."""
+        """A route of vLLM, with the fields that lm-eval needs to tokenize with this server."""
         model = state.ready_model()
         tokenizer = model.tokenizer
         bos, eos = (tokenizer.decode([token]) for token in (tokenizer.get_bos_token_id(), model.end))
@@ -182,7 +182,7 @@ def create_app(
 
     @app.post("/update_weights_from_disk", openapi_extra=_describe(UpdateWeightsBody))
     async def update_weights(request: Request) -> dict[str, Any]:
-        """SGLang's: a trainer (chat_rl) hands over the weights to sample with, as a folder of this machine."""
+        """A route of SGLang: a trainer (chat_rl) hands over weights for sampling, as a folder on this machine."""
         body = read_body(UpdateWeightsBody, await read_limited(request))
         updated = await asyncio.to_thread(state.update, body.model_path)
         return {"success": True, "message": f"{updated.name} has the weights {updated.fingerprint}"}
@@ -191,16 +191,16 @@ def create_app(
     compiling = asyncio.Lock()
 
     async def parsed(content: bytes, parse: Callable[[], Result]) -> Result:
-        # A long body is parsed on another thread. Only one at a time, because parsing holds Python's lock, and between
-        # two bodies the event loop must get its turn.
+        # A long body is parsed on another thread, one body at a time: parsing holds Python's lock, and the event loop
+        # must get its turn between two bodies.
         if len(content) <= INLINE_BYTES:
             return parse()
         async with parsing:
             return await asyncio.to_thread(parse)
 
     async def generate(request: Request, body_type: BodyType) -> Response:
-        # 1. Take in the body. FastAPI could read and check it by itself, but it describes every mistake in it: a body
-        #    with 100,000 unknown fields would hold the event loop for seconds.
+        # 1. Read the body. FastAPI could read and check it, but it would describe every mistake in it: a body with
+        #    100,000 unknown fields would hold the event loop for seconds.
         content = await read_limited(request)
 
         # 2. Check its fields and tokenize its prompts.
@@ -212,7 +212,7 @@ def create_app(
 
         loaded, received, body, encoded = await parsed(content, parse)
 
-        # A schema becomes a grammar, one at a time too: compiling one takes a core.
+        # A schema becomes a grammar, also one at a time: compiling takes a whole core.
         grammar = None
         schema = body.reply_schema
         if schema is not None:
@@ -257,7 +257,7 @@ def create_app(
 
 
 def _describe(body: type[Strict]) -> dict[str, Any]:
-    """What /openapi.json says of a route that reads its body by itself."""
+    """The description in /openapi.json of a route that reads its body itself."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
     errors = {str(status): {"description": "an error, in OpenAI's form"} for status in (400, 401, 404, 413, 429, 503)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}, "responses": errors}

@@ -1,14 +1,14 @@
-"""Many prompts from a file, their replies into another: through the server's checks and its scheduler, without HTTP.
+"""Reply to many prompts from a file: through the server's checks and its scheduler, without HTTP.
 
-A line of the input file is one of these, and becomes the line with its reply in the output, in the same order:
+The output file has a line with the reply for each line of the input, in the same order. The forms of a line:
 
     {"custom_id": "a", "body": {"messages": [...], "max_tokens": 9}}    {"custom_id": "a", "response": {...}, ...}
     {"messages": [...], ...}                                            the same, and the reply among the messages
     {"prompt": "...", ...} or a JSON text                               {"prompt": "...", "completion": "...", ...}
 
-The first form is a line of OpenAI's batches: its body may have all fields of the API, its `response` is the API's.
-The others draw by the command's settings, and what they become is training data. In a file that is no .jsonl every
-line is a prompt. A line that gets no reply has an `error` instead, and the others are answered.
+The first form is a line of OpenAI's batches: its body may have all fields of the API, and its `response` is as in the
+API. The other forms use the command's settings, and their output is training data. If the file is not a .jsonl, every
+line is a prompt. A line without a reply has an `error` instead; all other lines are answered.
 """
 
 import json
@@ -33,8 +33,8 @@ from nanochat.serve.state import LoadedModel
 class Line:
     """A line of the input that is not empty."""
 
-    number: int  # in its file, from 1
-    record: Any  # from JSON; None: it is none
+    number: int  # its number in the file, from 1
+    record: Any  # parsed from JSON; None: the line is not JSON
 
 
 @dataclass(eq=False)
@@ -70,9 +70,9 @@ def _parsed(text: str) -> Any:
 
 
 def answered(path: Path, lines: list[Line]) -> int:
-    """How many lines have their replies in the output already. A last line that a kill cut is removed.
+    """The number of lines whose replies are already in the output. Removes a last line that a kill has cut.
 
-    Raises UserError: when it holds replies to something else.
+    Raises UserError: when the output holds replies to other prompts.
     """
     if not path.exists():
         return 0
@@ -86,7 +86,7 @@ def answered(path: Path, lines: list[Line]) -> int:
 
 
 def _subject(record: Any) -> Any:
-    """What an input's line and its output have in common."""
+    """The part that a line of the input and its output have in common."""
     if not isinstance(record, dict):
         return record
     for name in ("custom_id", "prompt"):
@@ -97,25 +97,25 @@ def _subject(record: Any) -> Any:
 
 
 class Batch:
-    """Answers the lines of a file, with twice as many replies under way as there are slots: a slot that becomes free
+    """Answers the lines of a file. It keeps twice as many replies in progress as there are slots, so that a free slot
     finds the next prompt."""
 
     def __init__(self, model: LoadedModel, max_tokens: int, system: str = ""):
         self.model = model
         self.max_tokens = max_tokens  # tokens of a reply whose line sets no limit
-        self.system = system  # for conversations without a system message; bodies stay as they are
+        self.system = system  # for conversations without a system message; bodies do not change
         self.failed = 0  # lines without a reply
-        self.running: dict[int, Running] = {}  # by the line's place among all
+        self.running: dict[int, Running] = {}  # by place of the line
         self.chunks: SimpleQueue[tuple[int, int, Chunk]] = SimpleQueue()  # (place, number of the choice, chunk)
 
     def answer(self, lines: list[Line], out: Path) -> None:
-        """Append to `out` the lines that it lacks, each as soon as those before it are there.
+        """Append the missing lines to `out`, each as soon as all earlier lines are written.
 
-        Raises UserError: when the device fails, or `out` cannot be written. Whole lines stay in it.
+        Raises UserError: when the device fails, or `out` cannot be written. Whole lines stay in the file.
         """
         place = answered(out, lines)  # the next line to write
         waiting = deque(range(place, len(lines)))
-        results: dict[int, dict[str, Any]] = {}  # that wait for an earlier one
+        results: dict[int, dict[str, Any]] = {}  # results that wait for an earlier line
         with out.open("a", encoding="utf-8", errors="replace") as file, bar("replies", len(lines)) as progress:
             while place < len(lines):
                 while waiting and sum(one.unfinished for one in self.running.values()) < self.model.scheduler.size * 2:
@@ -133,7 +133,7 @@ class Batch:
                 progress.done = place
 
     def start(self, place: int, record: Any) -> Running:
-        """Submit a line's replies. Raises ApiError or ValueError: when it is none that can be answered."""
+        """Submit a line's replies. Raises ApiError or ValueError: when the line cannot be answered."""
         body_type, fields = self.request_of(record)
         fields = {"seed": seed_of(self.model.sampling.seed, place), **fields}
         body = read_body(body_type, json.dumps(fields).encode())
@@ -155,13 +155,13 @@ class Batch:
         return Running(serializer, streams, lengths, len(streams))
 
     def request_of(self, record: Any) -> tuple[type[ChatBody] | type[CompletionBody], dict[str, Any]]:
-        """What a client would send. Raises ValueError: when the line has none of the forms."""
+        """The request that a client would send. Raises ValueError: when the line has an unknown form."""
         if isinstance(record, str):
             record = {"prompt": record}
         if not isinstance(record, dict):
             raise ValueError("it is no JSON object")
         if isinstance(record.get("body"), dict):
-            # The model is the one that is loaded, whatever the file calls it.
+            # The loaded model replies, whatever model the file names.
             left_out = ("model", "stream", "stream_options")
             body = {name: value for name, value in record["body"].items() if name not in left_out}
             return (ChatBody if "messages" in body else CompletionBody), body
@@ -179,9 +179,9 @@ class Batch:
         return ChatBody, {"messages": messages}
 
     def take(self, lines: list[Line], results: dict[int, dict[str, Any]]) -> None:
-        """Wait for the next chunk; the last one of a line makes its result."""
+        """Wait for the next chunk; the last chunk of a line completes its result."""
         place, choice, chunk = self.chunks.get()
-        if place not in self.running:  # another choice of it has failed
+        if place not in self.running:  # another choice of the line has failed
             return
         one = self.running[place]
         if chunk.finish_reason == "error" and chunk.is_clients_error:

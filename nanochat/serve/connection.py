@@ -1,7 +1,7 @@
 """One client's connection, before a request's headers are complete: how much it may send, and for how long.
 
-uvicorn's parser waits without an end for headers of any size. `Connection` counts and times them, responds with 431 or
-408, and closes. What follows the headers is bounded by `middleware.py`.
+uvicorn's parser waits without a limit for headers of any size. `Connection` counts and times them, responds with 431
+or 408, and closes. `middleware.py` limits everything after the headers.
 """
 
 import json
@@ -12,14 +12,14 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from nanochat.serve.middleware import MAX_HEAD
 from nanochat.serve.schema import error_body
 
-HEAD_SECONDS = 10.0  # a client has so long to send a request's headers
+HEAD_SECONDS = 10.0  # time for a client to send a request's headers
 
 
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with a limit on the size and the time of everything that is not a body."""
 
     pending_bytes = 0  # since the last byte of a body or of complete headers: headers, trailers, chunk sizes
-    timer: TimerHandle | None = None  # runs while headers are awaited
+    timer: TimerHandle | None = None  # runs while the headers arrive
 
     def connection_made(self, transport: Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)

@@ -1,11 +1,11 @@
 """Replies that follow a JSON schema: which tokens may come next, computed by llguidance.
 
-The decoder (engine.py) asks a row's grammar before each token, and gives every other token the logit -inf. So even a
-model that has never seen JSON writes what the schema allows; what it writes there is its own. The reply ends where the
-schema is complete, or is cut off by `max_tokens`.
+Before each token the decoder (engine.py) asks a row's grammar for the allowed tokens, and gives all others the logit
+-inf. So even a model that has never seen JSON follows the schema; the model chooses the content. The reply ends when
+the schema is complete, or when `max_tokens` cuts it off.
 
-Schemas are written by strangers. Compiling one happens off the event loop, and what it may cost is bounded: by the
-limits below, and by llguidance's own, which count steps of work.
+Strangers write schemas. So they are compiled off the event loop, and the cost is bounded: by the limits below, and by
+llguidance's limits, which count steps of work.
 """
 
 import json
@@ -20,9 +20,9 @@ from nanochat.tokenizer import Tokenizer
 
 MAX_SCHEMA = 16_384  # characters of JSON
 MAX_REPEATS = 1_000  # llguidance writes out every repetition
-MAX_LEAST_LENGTH = 10_000  # characters: a text that must be longer than the reply may be is never closed
-# Where several patterns are for one text, llguidance's work doubles with each: 20 took 3 s, 24 minutes. Which ones meet
-# is hard to tell (allOf, $ref and anyOf with others beside them), so all of a schema count.
+MAX_LEAST_LENGTH = 10_000  # characters; a text with a minimum length beyond the longest reply would never end
+# If several patterns apply to one text, llguidance's work doubles with each: 20 took 3 s, 24 minutes. It is hard to
+# find out which patterns apply together (allOf, $ref, anyOf next to others), so the limit counts all of a schema.
 MAX_PATTERNS = 12
 MOST = {
     "minItems": MAX_REPEATS, "maxItems": MAX_REPEATS, "minProperties": MAX_REPEATS, "maxProperties": MAX_REPEATS,
@@ -34,8 +34,8 @@ EXPLAINED = {
     "recursion limit exceeded": "it is nested more than 128 levels deep",
     "Expecting object schema": "it must be an object",
 }
-# Compact JSON with one optional space, as models write it. With free white space a weak model writes nothing else.
-# `oneOf` means `anyOf`: to check that no two alternatives both hold is not possible while writing.
+# Compact JSON with one optional space, as models write it. With free white space a weak model writes only spaces.
+# `oneOf` means `anyOf`: during writing it is impossible to check that only one alternative holds.
 OPTIONS: Any = {
     "whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?", "coerce_one_of": True,
     "lenient": False,
@@ -48,7 +48,7 @@ class SchemaError(UserError):
 
 
 class Vocabulary:
-    """A tokenizer's tokens as llguidance needs them. `end` is the token that ends a reply."""
+    """A tokenizer's tokens in the form for llguidance. `end` is the token that ends a reply."""
 
     def __init__(self, tokenizer: Tokenizer, end: int):
         try:
@@ -56,8 +56,8 @@ class Vocabulary:
         except ImportError as error:
             raise SchemaError("replies that follow a schema need llguidance: pip install -e '.[serve]'") from error
         self._library = llguidance
-        # The attributes that llguidance's wrapper reads. No text becomes a special token: llguidance takes a token that
-        # begins with the byte 0xff for one. So are ids that a vocabulary leaves out.
+        # The attributes that llguidance's wrapper reads. Text never becomes a special token: llguidance treats a token
+        # that begins with the byte 0xff as special. Unused ids of the vocabulary get this form too.
         self.tokens = [text or b"\xff<%d>" % index for index, text in enumerate(tokenizer.token_texts)]
         for name, index in tokenizer.special_ids.items():
             self.tokens[index] = b"\xff" + name.encode()
@@ -74,7 +74,7 @@ class Vocabulary:
         )  # fmt: skip
 
     def __call__(self, text: str) -> list[int]:
-        """The tokens of a text: what a schema leaves no choice about is written as the model has learned it."""
+        """The tokens of a text that a schema determines: it is written with the tokens that the model has learned."""
         if not isinstance(text, str):
             raise TypeError("this tokenizer takes texts")  # llguidance tries bytes first
         return self._encode(text)
@@ -100,7 +100,7 @@ class Vocabulary:
 
 
 def _check_size(schema: Any) -> None:
-    """Raises SchemaError: for what would take long to compile."""
+    """Raises SchemaError: when the schema would take long to compile."""
     patterns = 0
     stack = [schema]
     while stack:
@@ -122,19 +122,19 @@ def _check_size(schema: Any) -> None:
 
 
 class Grammar:
-    """Where one reply is in its schema."""
+    """The state of one reply in its schema."""
 
     def __init__(self, matcher: Any, width: int):
         self._matcher = matcher
-        self._width = width  # tokens of the vocabulary
+        self._width = width  # size of the vocabulary
 
     def copy(self) -> "Grammar":
-        """For another reply of the same request."""
+        """A copy, for another reply of the same request."""
         return Grammar(self._matcher.deep_copy(), self._width)
 
     @property
     def error(self) -> str:
-        """Why the schema can be followed no further; empty: it can."""
+        """Why the reply cannot follow the schema any further; empty: it can."""
         return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def allowed(self) -> Tensor:
@@ -146,7 +146,7 @@ class Grammar:
         return torch.from_numpy(allowed)
 
     def accept(self, token: int) -> None:
-        """Take in the token that the row has drawn."""
+        """Advance by the token that the row has sampled."""
         self._matcher.consume_token(token)
 
 

@@ -1,4 +1,4 @@
-"""The socket that a server listens on, and how uvicorn serves an app there."""
+"""The socket on which a server listens, and uvicorn's server for an app."""
 
 import contextlib
 import ipaddress
@@ -9,8 +9,8 @@ from typing import Any
 
 from nanochat.cli import UserError
 
-IDLE_SECONDS = 5  # a connection may wait so long for its next request
-STALL_SECONDS = 20.0  # a client that reads nothing for so long is dropped
+IDLE_SECONDS = 5  # a connection may wait this long for its next request
+STALL_SECONDS = 20.0  # a client that reads nothing for this long is dropped
 
 
 def is_loopback(host: str) -> bool:
@@ -25,7 +25,7 @@ def is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens. Raises UserError: when the port is taken, or the host is not this machine's."""
+    """A listening socket. Raises UserError: when the port is taken, or the host is not an address of this machine."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listener = socket.create_server((host, port), family=family, backlog=1024)
@@ -42,7 +42,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def address_of(host: str, listener: socket.socket) -> str:
-    """What a client on this machine or another one calls it by."""
+    """The address of the server for a client on this machine or another one."""
     name = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
     if ":" in name:  # IPv6
         name = f"[{name}]"
@@ -50,12 +50,12 @@ def address_of(host: str, listener: socket.socket) -> str:
 
 
 def make_server(app: Any, grace_seconds: float) -> Any:
-    """uvicorn's server of an app; `run(sockets=[listener])` serves until a signal ends the process."""
+    """uvicorn's server for an app; `run(sockets=[listener])` serves until a signal ends the process."""
     import uvicorn
 
     from nanochat.serve.connection import Connection
 
-    if sys.platform == "linux":  # a connection is an open file, and 1,024, the usual limit, are few
+    if sys.platform == "linux":  # a connection is an open file, and the usual limit is only 1,024
         import resource
 
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -67,7 +67,7 @@ def make_server(app: Any, grace_seconds: float) -> Any:
         timeout_keep_alive=IDLE_SECONDS,
         timeout_graceful_shutdown=int(grace_seconds) + 1,
         log_level="error",
-        access_log=False,  # no addresses, and none of what users write
+        access_log=False,  # log neither addresses nor the text of users
         server_header=False,
     )
     return uvicorn.Server(settings)

@@ -1,4 +1,4 @@
-"""Clients that put load on a server, and what they measure; for `python -m scripts.bench serve`.
+"""Clients that put load on a server and measure it, for `python -m scripts.bench serve`.
 
 Each client streams completions over plain HTTP/1.1 and sends its next request when its reply is complete. Run them in a
 separate process, so that they do not share the server's Python lock.
@@ -16,7 +16,7 @@ from typing import Any
 
 @dataclass
 class LoadStats:
-    """What the clients measured; times in seconds."""
+    """The measurements of the clients; times in seconds."""
 
     seconds: float = 0.0  # from the first request to the end of the last reply
     tokens: int = 0
@@ -42,7 +42,7 @@ class LoadStats:
 
 
 def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, requests: int) -> LoadStats:
-    """`clients` at once, `requests` in all."""
+    """Send `requests` requests in all, from `clients` clients at once."""
     stats = LoadStats()
     numbers = iter(range(requests))
 
@@ -61,7 +61,7 @@ def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, reques
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """The server's kind of event loop where it is installed, which takes half of asyncio's time for an event."""
+    """The server's kind of event loop, if it is installed: it takes half of asyncio's time per event."""
     if importlib.util.find_spec("uvloop"):
         return importlib.import_module("uvloop").new_event_loop()
     return asyncio.new_event_loop()
@@ -81,9 +81,9 @@ async def request(host: str, port: int, body: dict[str, Any], stats: LoadStats) 
 
 
 class Client(asyncio.Protocol):
-    """Sends a request and takes in its events as they arrive.
+    """Sends a request and reads its events as they arrive.
 
-    Only the last one is parsed, and no coroutine runs for the others: the cores are the server's.
+    It parses only the last event, and runs no coroutine for the others, to leave the cores to the server.
     """
 
     def __init__(self, request: bytes, stats: LoadStats):
@@ -92,7 +92,7 @@ class Client(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.began = time.perf_counter()
         self.last = 0.0  # time of the last token
-        self.pending = b""  # the beginning of an event; at first also the response's headers
+        self.pending = b""  # the beginning of an event; at first, the response's headers too
 
     def connection_made(self, transport: Any) -> None:
         transport.write(self.request)
@@ -103,7 +103,7 @@ class Client(asyncio.Protocol):
             self.take(event)
 
     def take(self, event: bytes) -> None:
-        """Count an event, which has the size of its HTTP chunk before it."""
+        """Count an event. The size of its HTTP chunk precedes it."""
         stats = self.stats
         if b'data: {"error"' in event:
             stats.failed += 1

@@ -1,4 +1,4 @@
-"""What `/metrics` reports for Prometheus: counts and times, nothing of what any client wrote."""
+"""The metrics of `/metrics` for Prometheus: counts and times, never the text of clients."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class SchedulerMetrics:
-    """A scheduler's part; the server's own is in state.py."""
+    """The metrics of a scheduler; the metrics of the server are in state.py."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()  # one per scheduler: prometheus_client's own registry is global
+        self.registry = CollectorRegistry()  # one per scheduler, because prometheus_client's default registry is global
         options: dict[str, Any] = {"namespace": "nanochat", "registry": self.registry}
         self.running = Gauge("requests_running", "Requests that hold a slot.", **options)
         self.queued = Gauge("requests_queued", "Requests that wait for a slot.", **options)

@@ -1,7 +1,7 @@
-"""Who may call the server, and how much they may send: this runs before every route.
+"""Access to the server: who may call it, and how much they may send. This runs before every route.
 
-A request with a foreign Host or Origin, without the API key, or with too large a body is answered here. Every response
-leaves with the headers that limit what a browser may do with it.
+It refuses a request with a foreign Host or Origin, without the API key, or with too large a body. Every response gets
+headers that limit what a browser may do with it.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from nanochat.serve.state import ServerState
 
 MAX_BODY = 1 << 20  # bytes
 MAX_HEAD = 1 << 16  # bytes of a request's address and headers
-BODY_SECONDS = 30.0  # a client has so long to send a body
-LINGER_SECONDS = 2.0  # the server discards so much of a refused body before it closes the connection
-ANY_ADDRESS = "any address"  # among the hosts: an IP address instead of a name
+BODY_SECONDS = 30.0  # time for a client to send a body
+LINGER_SECONDS = 2.0  # the server discards a refused body for this long before it closes the connection
+ANY_ADDRESS = "any address"  # as a host: any IP address instead of a name
 SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
@@ -37,8 +37,8 @@ class AccessMiddleware:
     """Checks each request before any route runs, and adds the security headers to each response.
 
     `hosts` are the names that a request's Host header may contain, () for any. ANY_ADDRESS among them allows every IP
-    address: a browser sends one only to the server that has it. `origins` are the other sites whose pages may use the
-    server, such as "https://chat.example.org". `open_paths` need no key, and tell nothing of the model.
+    address: a browser sends an address only to the server that has it. `origins` are the other sites whose pages may
+    use the server, such as "https://chat.example.org". `open_paths` need no key, and reveal nothing about the model.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class AccessMiddleware:
         self.api_key = api_key
         self.hosts = hosts
         self.origins = origins
-        # Inside of it runs the check of the key: a browser sends none when it asks whether a page may send a request
-        # (preflight), and shows a page the 401 only with the headers that this adds.
+        # The check of the key runs inside of it: a browser sends no key when it asks whether a page may send a request
+        # (preflight), and shows a 401 to a page only with the headers that this adds.
         methods = ("GET", "POST")
         self.answer: ASGIApp = self.answer_caller
         if origins:
@@ -108,7 +108,7 @@ class AccessMiddleware:
             await _refuse(refusal, receive, send)
 
     def check_origin(self, scope: Scope) -> ApiError | None:
-        """Returns the error to refuse this request with because of where it comes from, or None."""
+        """Returns the error that refuses this request because of its origin, or None."""
         # The size of the head. connection.py bounds it earlier; this check also holds under gunicorn.
         lengths = [len(name) + len(value) + len(b": \r\n") for name, value in scope["headers"]]
         if len(scope["path"]) + len(scope["query_string"]) + sum(lengths) > MAX_HEAD:
@@ -126,7 +126,7 @@ class AccessMiddleware:
             message = "this server is not known by that host name: add it to --allowed_hosts"
             return ApiError(403, message, code="host_not_allowed")
 
-        # The Origin: a browser names the page that sends a request. It is our own page, or one that is allowed by name.
+        # The Origin: a browser names the page that sends a request. It must be our page, or a page allowed by name.
         origin = headers.get("origin")
         if origin is not None and origin.lower().partition("://")[2] != host and origin not in self.origins:
             message = "requests from other sites' pages are refused: --allowed_origins names those that are not"
@@ -134,7 +134,7 @@ class AccessMiddleware:
         return None
 
     def check_key(self, scope: Scope) -> ApiError | None:
-        """Returns the error to refuse this request with because of its key or size, or None."""
+        """Returns the error that refuses this request because of its key or size, or None."""
         headers = Headers(scope=scope)
         # The key, compared in constant time: how long a wrong one takes does not depend on how wrong it is.
         is_open = scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
@@ -174,7 +174,7 @@ async def _refuse(error: ApiError, receive: Receive, send: Send) -> None:
     """Respond before the body is read, then close the connection.
 
     Closing at once would reset a connection on which the body is still arriving, and the client would see the reset
-    before the response. So the server takes in and discards the body for a moment.
+    before the response. So the server reads and discards the body for a moment.
     """
     response = error_response(error)
     response.headers["connection"] = "close"

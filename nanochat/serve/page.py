@@ -1,4 +1,4 @@
-"""The chat page and its libraries: what the server sends to a browser that has no key yet."""
+"""The chat page and its libraries. The server sends them to a browser that has no key yet."""
 
 import base64
 import gzip
@@ -22,7 +22,7 @@ MEDIA_TYPES = {
 
 @dataclass(frozen=True)
 class StaticFile:
-    """A file in memory, also compressed: on a phone's network the size is the time to the first paint."""
+    """A file in memory, also compressed: on a phone's network the size decides the time to the first paint."""
 
     content: bytes
     compressed: bytes
@@ -37,7 +37,7 @@ class StaticFile:
         return cls(content, gzip.compress(content, mtime=0), MEDIA_TYPES[path.suffix], cache_control, etag)
 
     def response(self, request: Request) -> Response:
-        """The file, or 304 without it to a browser that still has it."""
+        """The file, or 304 without it for a browser that still has it."""
         headers = {"cache-control": self.cache_control, "etag": self.etag, "vary": "accept-encoding"}
         if self.etag in request.headers.get("if-none-match", ""):
             return Response(status_code=304, headers=headers)
@@ -61,11 +61,11 @@ def load_page() -> dict[str, StaticFile]:
 
 
 def content_policy(page: str) -> str:
-    """The policy that lets a browser run the page's own script and style and this server's files, nothing else.
+    """The policy that lets a browser run only the page's script and style and this server's files.
 
-    It names the SHA-256 of script and style, so that a script that a model writes into a reply could not run. Trusted
-    types refuse text where a browser would read HTML or an address of code: `innerHTML = text` is an error. The one
-    policy for addresses is the page's, and it makes addresses of libraries only.
+    It names the SHA-256 of script and style, so a script that a model writes into a reply cannot run. Trusted types
+    refuse text where a browser would read HTML or an address of code: `innerHTML = text` is an error. The page defines
+    the only policy for addresses, which allows only addresses of libraries.
     """
     sources = {}
     for tag in ("script", "style"):

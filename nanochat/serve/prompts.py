@@ -1,4 +1,4 @@
-"""From a checked body to requests for the scheduler: which tokens the model reads, and whether they fit its context."""
+"""Turn a checked body into requests for the scheduler: encode its prompts, and check that they fit the context."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
 
-# Logprobs in one request, of all its replies and tokens, alternatives included. They are what makes a reply large: so
-# many are 15 MB and take half a second to write, spread over the reply's tokens.
+# The most logprobs in one request, over all its replies and tokens, alternatives included. Logprobs make a reply large:
+# this many take 15 MB and half a second to write, spread over the reply's tokens.
 MAX_LOGPROBS = 250_000
 MAX_TOKENIZED = 100_000  # tokens of /tokenize and /detokenize
-ALIAS = "nanochat"  # a name for whatever model is loaded, so that a client's settings survive the next training
+ALIAS = "nanochat"  # a name for every loaded model, so that a client's settings survive the next training
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class EncodedPrompt:
     """The tokens of a prompt."""
 
     ids: list[int]
-    first_message_read: int | None = None  # its index in the request; None: the prompt is not to be shortened
+    first_message_read: int | None = None  # index in the request; None: the prompt must not be shortened
 
 
 def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[EncodedPrompt]:
@@ -43,7 +43,7 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
         return [EncodedPrompt(encode_text(model, prompt)) for prompt in body.prompts]
     check_chats(model)
     prompt = encode_chat(model, body)
-    if body.calls in ("calculator", "schema"):  # the reply is a call: its mark is given
+    if body.calls in ("calculator", "schema"):  # the reply is a call: the prompt includes its first token
         prompt = replace(prompt, ids=[*prompt.ids, model.tokenizer.encode_special("<|python_start|>")])
     return [prompt]
 
@@ -55,8 +55,8 @@ def check_chats(model: LoadedModel) -> None:
 
 
 def check_family(model: LoadedModel, body: ChatBody) -> None:
-    """Raises ApiError: 400 for tools where the model writes calls in a form that this server does not read, and for
-    settings of a chat template where it has none."""
+    """Raises ApiError: 400 for tools, if the model writes calls in a form that this server does not read, and for
+    settings of a chat template, if the model has none."""
     if not isinstance(model.tokenizer, ImportedTokenizer):
         if body.chat_template_kwargs:
             message = f"chat_template_kwargs: {model.name} has no chat template"
@@ -68,7 +68,7 @@ def check_family(model: LoadedModel, body: ChatBody) -> None:
 
 
 def make_grammar(model: LoadedModel, body: ChatBody | CompletionBody, schema: dict[str, Any]) -> Grammar:
-    """What the reply must follow, from its schema. It takes milliseconds, for a hostile schema half a second.
+    """The grammar of a reply, from its schema. This takes milliseconds, for a hostile schema half a second.
 
     Raises ApiError: 400 when the schema cannot be followed.
     """
@@ -80,7 +80,7 @@ def make_grammar(model: LoadedModel, body: ChatBody | CompletionBody, schema: di
 
 
 def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
-    """The model that a request names: the loaded one, or it with an adapter. Raises ApiError: 404 for any other."""
+    """The model that a request names: the loaded one, with or without an adapter. Raises ApiError: 404 otherwise."""
     if name in (None, ALIAS):
         return model
     for one in (model, *model.adapted):
@@ -95,7 +95,7 @@ def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
     check_family(model, body)
     try:
         return _encode_chat(model, body)
-    except UserError as error:  # a chat template's own complaint, such as "roles must alternate"
+    except UserError as error:  # an error of the chat template, such as "roles must alternate"
         raise ApiError(400, str(error), param="messages") from error
 
 
@@ -116,9 +116,9 @@ def _encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
 
 
 def exact_ids(model: LoadedModel, prompt: str | list[int]) -> list[int]:
-    """The prompt of a trainer, which holds the special tokens of a conversation.
+    """The prompt of a trainer, which contains the special tokens of a conversation.
 
-    Raises ApiError: 400 for others than a server's that samples for a trainer, and for a text.
+    Raises ApiError: 400 for a text, and on a server that does not sample for a trainer.
     """
     if model.read_update is None:
         message = "return_token_ids is for trainers: this server samples for one when it is started with --for_rl"
@@ -130,7 +130,7 @@ def exact_ids(model: LoadedModel, prompt: str | list[int]) -> list[int]:
 
 
 def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
-    """The begin token, then a text's tokens or the given ids. Special tokens are not accepted from a client."""
+    """The begin token, then the tokens of a text or the given ids. A client must not send special tokens."""
     bos = model.tokenizer.get_bos_token_id()
     if isinstance(prompt, str):
         check_length(model, [prompt])
@@ -144,7 +144,7 @@ def encode_text(model: LoadedModel, prompt: str | list[int]) -> list[int]:
 
 
 def _is_begun(model: LoadedModel, prompt: str | list[int]) -> bool:
-    """Whether a client's prompt has the begin token; clients that tokenize by themselves (lm-eval) may send it."""
+    """Whether a client's prompt has the begin token; clients that tokenize themselves (lm-eval) may send it."""
     return isinstance(prompt, list) and prompt[:1] == [model.tokenizer.get_bos_token_id()]
 
 
@@ -171,7 +171,7 @@ def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
 
 
 def detokenize(model: LoadedModel, body: DetokenizeBody) -> dict[str, Any]:
-    """The text of token ids; a special token gives its name."""
+    """The text of token ids; a special token becomes its name."""
     choose_model(model, body.model)
     if len(body.tokens) > MAX_TOKENIZED:
         raise _too_many_tokens("tokens")
@@ -180,7 +180,7 @@ def detokenize(model: LoadedModel, body: DetokenizeBody) -> dict[str, Any]:
 
 
 def check_ids(model: LoadedModel, param: str, ids: Iterable[int]) -> None:
-    """Raises ApiError: 400 when one is not in the vocabulary, special tokens included."""
+    """Raises ApiError: 400 when an id is not in the vocabulary, which includes special tokens."""
     if not all(0 <= token < model.tokenizer.vocab_size for token in ids):
         message = f"{param}: token ids are 0 to {model.tokenizer.vocab_size - 1}"
         raise ApiError(400, message, param=param, code="invalid_value")
@@ -191,7 +191,7 @@ def _too_many_tokens(param: str) -> ApiError:
 
 
 def check_length(model: LoadedModel, contents: Sequence[str | list[Part]]) -> None:
-    """Refuse texts far too long before any work on them. Raises ApiError: 400."""
+    """Refuse texts that are far too long, before any work on them. Raises ApiError: 400."""
     characters = 0
     for content in contents:
         characters += sum(len(part["text"]) for part in parts_of(content))
@@ -201,7 +201,7 @@ def check_length(model: LoadedModel, contents: Sequence[str | list[Part]]) -> No
 
 
 def _too_long(model: LoadedModel, prompt: str, requested: int | None) -> ApiError:
-    # OpenAI's words and plain digits: from them litellm and others find out that the prompt is too long.
+    # OpenAI's words and plain digits: litellm and others recognise by them that the prompt is too long.
     message = f"This model's maximum context length is {model.context} tokens. However, "
     if requested is None:
         message += f"your messages resulted in {prompt} tokens. Please reduce the length of the messages."
@@ -245,7 +245,7 @@ def submit(
     requests = []
     for place, prompt in enumerate(prompts):
         room = model.context - len(prompt.ids)
-        # `truncation: auto` also shortens the reply; otherwise what the client requested must fit.
+        # `truncation: auto` also shortens the reply; otherwise the requested length must fit.
         shortens = isinstance(body, ChatBody) and body.truncation == "auto"
         required = None if shortens else body.requested_tokens
         if room < (1 if required is None else required):

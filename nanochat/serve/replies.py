@@ -1,11 +1,12 @@
 """From the scheduler's chunks to an HTTP response: one JSON object, or server-sent events as the chunks arrive.
 
 One HTTP request has one or more streams (`n` choices of each prompt). A `ChunkQueue` carries their chunks from the
-scheduler's thread to the event loop, a `Serializer` writes them as a route of OpenAI's API does, a `Reply` sends what
-it writes. A client that leaves, or stops reading, cancels its streams, and so frees their slots.
+scheduler's thread to the event loop, a `Serializer` writes them in the form of a route of OpenAI's API, and a `Reply`
+sends the result. A client that leaves, or stops reading, cancels its streams, and so frees their slots.
 
-The largest reply in one piece has megabytes of logprobs. Written at its end, it would hold the event loop for seconds,
-and with it every other client. So each chunk becomes JSON when it arrives, a few at a time, and the end only joins.
+The largest reply in one piece has megabytes of logprobs. If it were written at the end, it would block the event loop,
+and so every other client, for seconds. So each chunk becomes JSON when it arrives, a few at a time, and the end only
+joins.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ from nanochat.serve.schema import ApiError
 from nanochat.serve.state import LoadedModel
 from nanochat.serve.tools import Calls, CallWriter
 
-CHUNKS_AT_ONCE = 64  # written before the event loop's other clients get their turn; 3 ms with 20 logprobs each
+CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
 
 # ---------------------------------------------------------------------- from the scheduler's thread to the event loop
@@ -55,18 +56,18 @@ class ChunkQueue:
             self._loop.call_soon_threadsafe(self._arrived.set)
 
     async def take(self, seconds: float) -> dict[int, list[Chunk]]:
-        """The oldest chunks, by the number of their stream; none when none arrives for `seconds`.
+        """The oldest chunks, by the number of their stream; empty when none arrives for `seconds`.
 
-        Neighbours of one kind are merged: a slow reader gets larger chunks, not more of them.
+        Neighbours of one kind are merged: a slow reader gets larger chunks, not more chunks.
         """
         if self._chunks:
-            await asyncio.sleep(0)  # more are waiting: now it is the other clients' turn
+            await asyncio.sleep(0)  # more chunks are waiting, but it is the other clients' turn
         else:
             timer = self._loop.call_later(seconds, self._arrived.set)
             await self._arrived.wait()
             timer.cancel()
         self._arrived.clear()
-        self._notified = False  # before the chunks are taken: one that arrives meanwhile must notify again
+        self._notified = False  # before taking the chunks: a chunk that arrives in the meantime must notify again
         taken: dict[int, list[Chunk]] = defaultdict(list)
         for _ in range(min(len(self._chunks), CHUNKS_AT_ONCE)):
             number, chunk = self._chunks.popleft()
@@ -78,7 +79,7 @@ class ChunkQueue:
 
 
 def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks of a stream, neighbours of one kind as one."""
+    """The chunks of a stream, with neighbours of one kind merged."""
     merged = []
     for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.kind):
         together = list(group)
@@ -93,13 +94,13 @@ def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 class Serializer(Protocol):
-    """How a route of OpenAI's API writes its replies; `number` identifies a stream. responses.py has one more."""
+    """The form of the replies of one OpenAI route; `number` identifies a stream. responses.py has one more."""
 
     # A reply in one piece, which `whole` yields in pieces, so that nothing large is copied at every join.
     def add(self, number: int, chunk: Chunk) -> object: ...
     def whole(self, usage: dict[str, Any]) -> Iterator[bytes]: ...
 
-    # Server-sent events. `event` is empty where there is nothing to show of a chunk.
+    # Server-sent events. `event` is empty if a chunk has nothing to show.
     def begin(self, streams: int) -> bytes: ...
     def event(self, number: int, chunk: Chunk) -> bytes: ...
     def end(self, usage: dict[str, Any]) -> bytes: ...
@@ -108,7 +109,7 @@ class Serializer(Protocol):
 
 @dataclass
 class WholeChoice:
-    """A choice of a reply in one piece, as far as it has arrived."""
+    """A choice of a reply in one piece, with the chunks so far."""
 
     parts: list[tuple[str, list[str]]] = field(default_factory=list)  # (kind, texts), neighbours of different kinds
     token_ids: list[int] = field(default_factory=list)
@@ -118,10 +119,10 @@ class WholeChoice:
 
 
 class _ChoicesSerializer:
-    """What the two routes share whose replies are a list of choices."""
+    """The common part of the two routes whose replies are a list of choices."""
 
-    prefix = ""  # how the response's id begins
-    object = ""  # what a reply in one piece calls itself
+    prefix = ""  # the beginning of the response's id
+    object = ""  # the field `object` of a reply in one piece
     stream_object = ""
     first_message_read: int | None = None
     returns_token_ids = False
@@ -135,29 +136,29 @@ class _ChoicesSerializer:
             "model": model.name,
             "system_fingerprint": model.fingerprint or None,
         }
-        # An event up to its choices. A stream has one for every token, and they differ only in their choices.
+        # An event up to its choices. A stream has an event for every token, and they differ only in their choices.
         self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # for a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
-        """Lists with an entry per token. None for one that OpenAI has, and of which there is nothing here."""
+        """Lists with an entry per token. None for a list of OpenAI's that is empty here."""
         raise NotImplementedError
 
     def listed(self, chunk: Chunk) -> Sequence[TokenLogprob]:
-        """The logprobs of a chunk that the client gets."""
+        """The logprobs of a chunk that go to the client."""
         return chunk.logprobs
 
     def content(
         self, parts: Sequence[tuple[str, str]], facts: dict[str, Any], finish_reason: str | None
     ) -> dict[str, Any]:
-        """What a choice in one piece says, from (kind, text), with `facts` of our own about it.
+        """The content of a choice in one piece, from (kind, text), with our additional `facts` about it.
 
         It may replace the finish_reason.
         """
         raise NotImplementedError
 
     def facts(self, limit: str) -> dict[str, Any]:
-        """What OpenAI's fields leave open about a reply that has ended."""
+        """Facts about a finished reply that OpenAI's fields lack."""
         facts: dict[str, Any] = {}
         if self.first_message_read is not None:
             facts["first_message_read"] = self.first_message_read
@@ -170,7 +171,7 @@ class _ChoicesSerializer:
         raise NotImplementedError
 
     def choice_object(self, number: int, chunk: Chunk, **content: Any) -> dict[str, Any]:
-        """What `chunk` returns, with `content` of the route's own."""
+        """The result of `chunk`, with the route's `content`."""
         listed = self.listed(chunk)
         logprobs = self.logprobs(number, listed) if listed else None
         return {"index": number, **content, "logprobs": logprobs, "finish_reason": chunk.finish_reason}
@@ -179,7 +180,7 @@ class _ChoicesSerializer:
         return b""
 
     def event(self, number: int, chunk: Chunk) -> bytes:
-        if not (chunk.text or chunk.logprobs or chunk.finish_reason):  # half a character
+        if not (chunk.text or chunk.logprobs or chunk.finish_reason):  # only half a character
             return b""
         return self.choices_event(self.chunk(number, chunk))
 
@@ -234,7 +235,7 @@ class _ChoicesSerializer:
 class ChatSerializer(_ChoicesSerializer):
     """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`.
 
-    Calls for the client are in `tool_calls` instead: `calls` says which those are (tools.py).
+    Calls for the client are in `tool_calls` instead: `calls` selects them (tools.py).
     """
 
     prefix = "chatcmpl"
@@ -295,14 +296,14 @@ class ChatSerializer(_ChoicesSerializer):
         return {"message": message, "finish_reason": finish_reason}
 
     def listed(self, chunk: Chunk) -> Sequence[TokenLogprob]:
-        # `logprobs.content` has the tokens of the message's content: a call is not in it.
+        # `logprobs.content` has the tokens of the message's content, without calls.
         return chunk.logprobs if chunk.kind == "text" and self.calls != "schema" else ()
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         content = []
         for one in logprobs:
             alternatives = [self.token(token, logprob) for token, logprob in one.alternatives]
-            assert one.logprob is not None  # no prompt is echoed here
+            assert one.logprob is not None  # this route does not echo prompts
             content.append({**self.token(one.token_id, one.logprob), "top_logprobs": alternatives})
         return {"content": content, "refusal": None}
 
@@ -333,7 +334,7 @@ class CompletionSerializer(_ChoicesSerializer):
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for one in logprobs:
-            is_forced = one.logprob is None  # the first token of a prompt, or one that the model has not chosen
+            is_forced = one.logprob is None  # the first token of a prompt, or a token that the model did not choose
             token = self.token(one.token_id, one.logprob or 0.0)
             alternatives = [self.token(*alternative) for alternative in one.alternatives]
             best = {_token_name(other): other["logprob"] for other in alternatives}
@@ -342,7 +343,7 @@ class CompletionSerializer(_ChoicesSerializer):
             lists["top_logprobs"].append(None if is_forced else best)
             lists["text_offset"].append(self._offsets[number])
             texts = self.tokenizer.token_texts
-            if one.token_id < len(texts) and texts[one.token_id]:  # a special token has a name and no text
+            if one.token_id < len(texts) and texts[one.token_id]:  # a special token has a name but no text
                 self._offsets[number] += len(self._decoders[number].decode(texts[one.token_id]))
         return lists
 
@@ -353,7 +354,7 @@ def _token_fields(data: bytes) -> dict[str, Any]:
 
 
 def _token_name(token: dict[str, Any]) -> str:
-    """A token's text; the bytes of a token with part of a character, or several would share a name."""
+    """A token's text, or its bytes if it has only part of a character: otherwise several would share a name."""
     data = bytes(token["bytes"])
     try:
         return data.decode()
@@ -366,10 +367,10 @@ def _token_name(token: dict[str, Any]) -> str:
 
 @dataclass(eq=False)
 class Reply(Response):
-    """Everything that one HTTP request gets back, whole or as server-sent events, unless its client leaves first.
+    """The response to one HTTP request, whole or as server-sent events, unless its client leaves first.
 
-    `stall_seconds` bounds how long a client of a stream may read nothing. Starlette's StreamingResponse would wait for
-    it for ever.
+    `stall_seconds` limits the time for which a client of a stream may read nothing. Starlette's StreamingResponse would
+    wait for it for ever.
     """
 
     serializer: Serializer
@@ -395,7 +396,7 @@ class Reply(Response):
             listener.cancel()
             await asyncio.wait({worker, listener})
             for stream in self.streams:
-                stream.cancel()  # frees the slots of those that still run
+                stream.cancel()  # frees the slots of running streams
         if not worker.cancelled():
             worker.result()
 
@@ -467,10 +468,10 @@ class Reply(Response):
 
 
 def usage_of(streams: Sequence[Stream], prompt_tokens: Sequence[int]) -> dict[str, Any]:
-    """The tokens of each prompt and of its choices, which are neighbours in `streams`, added up."""
+    """The sum of the tokens of all prompts and their choices, which are neighbours in `streams`."""
     prompt = sum(prompt_tokens)
     generated = sum(stream.completion_tokens for stream in streams)
-    # A prompt counts once, however many choices it has. It is cached where even its first choice did not read it.
+    # A prompt counts once, whatever the number of its choices. It is cached if even its first choice did not read it.
     first_choices = streams[:: len(streams) // len(prompt_tokens)]
     cached = sum(stream.cached_tokens for stream in first_choices)
     return {
@@ -485,7 +486,7 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # m
 
 
 def _opened(name: str, fields: dict[str, Any]) -> bytes:
-    """An object as JSON, up to where the value of one more field begins."""
+    """An object as JSON, up to the value of one more field."""
     return f'{encode(fields)[:-1]},"{name}":'.encode()
 
 

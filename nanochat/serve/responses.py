@@ -1,6 +1,6 @@
-"""POST /v1/responses for text: a request becomes one for chat, and its chunks become items and events of this route.
+"""POST /v1/responses for text: a request becomes a chat request, and its chunks become items and events of this route.
 
-The server keeps no conversations: a client sends all items each time, as it does with `store: false`.
+The server does not keep conversations: a client sends all items each time, as with `store: false`.
 """
 
 import itertools
@@ -40,7 +40,7 @@ class InputText(Strict):
 
 
 class InputItem(Strict):
-    """A message, a call, or its result; a client sends back what it received."""
+    """A message, a call, or its result; a client sends received items back."""
 
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -54,7 +54,7 @@ class InputItem(Strict):
     status: str | None = None
 
     def message(self) -> dict[str, Any]:
-        """As a message of the chat route."""
+        """The item as a message of the chat route."""
         needed = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments")}
         for name in needed.get(self.type, ("call_id", "output")):
             if getattr(self, name) is None:
@@ -135,7 +135,7 @@ class ResponsesBody(SamplingFields):
     user: str | None = None
 
     def chat(self) -> ChatBody:
-        """The same request to the chat route. Raises ApiError: 400."""
+        """The equivalent request to the chat route. Raises ApiError: 400."""
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -166,7 +166,7 @@ class ResponsesBody(SamplingFields):
 
 
 def _joined_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Several calls of one turn are separate items here, and one message of the chat route."""
+    """Join the calls of one turn: they are separate items here, but one message of the chat route."""
     joined: list[dict[str, Any]] = []
     for message in messages:
         if "tool_calls" in message and joined and "tool_calls" in joined[-1]:
@@ -180,7 +180,7 @@ def _joined_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class ResponsesSerializer:
-    """One response, from chunks to output items, and to the events that announce them."""
+    """Turns the chunks of one response into output items, and into the events that announce them."""
 
     def __init__(self, model: LoadedModel, body: ResponsesBody, chat: ChatBody | CompletionBody):
         self.output: list[dict[str, Any]] = []
@@ -248,7 +248,7 @@ class ResponsesSerializer:
         wrong = error.body["error"]
         return self._event("error", code=wrong["code"], message=wrong["message"], param=wrong["param"])
 
-    add = event  # in one piece, its events are not sent
+    add = event  # for a reply in one piece; its events are not sent
 
     def whole(self, usage: dict[str, Any]) -> Iterator[bytes]:
         yield encode(self._ended(usage)).encode()

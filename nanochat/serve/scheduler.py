@@ -3,15 +3,15 @@
 A request is in one of four states:
 
     waiting   `submit` has queued it, from any thread
-    reading   it has a slot, into which its prompt is read, piece by piece
+    reading   it has a slot, and its prompt is read piece by piece
     read      its prompt is read; it joins the running rows in one of the next turns
     running   it gets a token each turn, until it ends
 
-One thread owns the device and runs `_turn` for as long as there is work. Chunks of new tokens and their text come out
-of the request's `Stream`. What a request gets does not depend on its neighbours, and nothing of a prompt is reused for
-another request: the time to a first token would tell one client what another one wrote.
+One thread owns the device and runs `_turn` while there is work. The request's `Stream` returns chunks of new tokens and
+their text. The reply to a request does not depend on its neighbours. Prompts are not reused for other requests: the
+time to a first token would reveal to one client what another one wrote.
 
-Requests are not checked here. serve/prompts.py passes on only what the model's vocabulary and context can hold.
+The scheduler does not check requests. serve/prompts.py passes on only requests that fit the vocabulary and the context.
 """
 
 import codecs
@@ -32,7 +32,7 @@ from nanochat.serve.grammar import Grammar
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
-STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most as long as this many steps
+STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most the time of this many steps
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 
 
@@ -44,34 +44,34 @@ class Request:
     """One generation; prompt and `max_tokens` together fit the model's context."""
 
     prompt: tuple[int, ...]  # token ids, begin token first
-    max_tokens: int  # 0: the prompt is read, and that is all
+    max_tokens: int  # 0: only read the prompt
     sampling: SamplingParams = SamplingParams()
     stop: tuple[str, ...] = ()  # the text ends before the first of these
-    logprobs: int = -1  # -1: none; n: of the token and n alternatives
+    logprobs: int = -1  # -1: none; n: for the token and n alternatives
     echo: int = 0  # this many of the prompt's last tokens precede the reply, with `logprobs` as well
     strips_space: bool = False  # its text begins without the space before its first word
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
-    limit: Literal["max_tokens", "context"] = "max_tokens"  # which of the two `max_tokens` is
-    grammar: Grammar | None = None  # what the reply must follow; only this request uses it
+    limit: Literal["max_tokens", "context"] = "max_tokens"  # the origin of `max_tokens`
+    grammar: Grammar | None = None  # the grammar of the reply; only this request uses it
     calls: Calls = "own"  # see serve/tools.py
     adapter: int = 0  # see Row
-    every_token: bool = False  # chunks have every token with its logprob, the one that ends the reply among them
+    every_token: bool = False  # chunks have every token with its logprob, including the token that ends the reply
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The logprob of a token and of its likeliest alternatives."""
+    """The logprob of a token and of its most likely alternatives."""
 
     token_id: int
-    # None: of the first token of an echoed prompt, and with `every_token` of a token that the model has not chosen.
+    # None for the first token of an echoed prompt, and with `every_token` for a token that the model did not choose.
     logprob: float | None
-    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+    alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is new since the last chunk of a request."""
+    """The new part since the last chunk of a request."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""  # complete characters only; what may be the start of a stop string is held back
@@ -80,7 +80,7 @@ class Chunk:
     # On the last chunk only: "stop", "tool_calls", "length", "cancelled" or "error".
     finish_reason: str | None = None
     error: str = ""
-    limit: str = ""  # what a reply that ended with "length" reached, "max_tokens" or "context"
+    limit: str = ""  # the limit of a reply that ended with "length": "max_tokens" or "context"
     is_clients_error: bool = False  # the request was wrong, not the server
 
 
@@ -92,7 +92,7 @@ class Overloaded(Exception):
 
 
 class Stream:
-    """One request as its client sees it. Its chunks go to `on_chunk`, on the device's thread, or are iterated over."""
+    """A request for its client. Its chunks go to `on_chunk`, on the device's thread, or are iterated over."""
 
     def __init__(self, wake: Callable[[], None], on_chunk: Callable[[Chunk], None] | None = None):
         self.completion_tokens = 0
@@ -108,7 +108,7 @@ class Stream:
         self._wake()
 
     def __iter__(self) -> Iterator[Chunk]:
-        """Chunks as they come; blocks, for threads and tests."""
+        """Chunks as they arrive; blocks, for threads and tests."""
         while True:
             chunk = self._chunks.get()
             yield chunk
@@ -116,16 +116,16 @@ class Stream:
                 return
 
     def put(self, chunk: Chunk) -> None:
-        """Hand out a chunk; the scheduler's side."""
+        """Pass a chunk to the client; the scheduler calls it."""
         self.completion_tokens += len(chunk.token_ids)
         try:
             self._on_chunk(chunk)
-        except RuntimeError:  # a closed event loop takes no more calls: nobody listens
+        except RuntimeError:  # a closed event loop accepts no more calls: nobody listens
             self.cancelled = True
 
 
 class TextOut:
-    """Turns token ids into text that may be shown: whole characters, no special tokens, nothing of a stop string."""
+    """Turns token ids into visible text: whole characters, without special tokens and stop strings."""
 
     def __init__(self, tokens: list[bytes], stop: tuple[str, ...], strips_space: bool = False):
         self.tokens = tokens
@@ -134,14 +134,14 @@ class TextOut:
         self.longest = max((len(one) for one in stop), default=0)
         self.stopped = False  # a stop string is complete; nothing follows
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.held = ""  # may be the beginning of a stop string
+        self.held = ""  # text that may be the beginning of a stop string
 
     def add(self, token: int) -> str:
-        """The text that may be shown after this token."""
+        """The text that becomes visible with this token."""
         return self.cut(self.plain(token))
 
     def plain(self, token: int) -> str:
-        """The same where stop strings do not count."""
+        """The same without stop strings."""
         data = self.tokens[token] if token < len(self.tokens) else b""  # the output layer may be wider
         if self.strips_space and data:
             data = data.removeprefix(b" ")
@@ -149,13 +149,13 @@ class TextOut:
         return self.decoder.decode(data)
 
     def flush(self) -> str:
-        """The rest, where a text ends: half a character becomes U+FFFD."""
+        """The rest at the end of a text: half a character becomes U+FFFD."""
         text = self.cut(self.decoder.decode(b"", True)) + self.held
         self.held = ""
         return text
 
     def cut(self, text: str) -> str:
-        """What may be shown of further text."""
+        """The visible part of further text."""
         if self.stopped:
             return ""
         text = self.held + text
@@ -164,7 +164,7 @@ class TextOut:
         if found:
             self.stopped = True
             return text[: min(found)]
-        # Hold back the longest end of the text with which a stop string begins.
+        # Hold back the longest end of the text that is the beginning of a stop string.
         for size in range(min(len(text), self.longest - 1), 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self.stop):
@@ -180,11 +180,11 @@ class TextOut:
 class _Group:
     """The requests of one `submit_all`."""
 
-    turn: int  # the number of its last turn, in which one of them got a slot; at first of its submission
+    turn: int  # the last turn in which one of them got a slot; at first the turn of its submission
 
 
 class _RequestRow(Row):
-    """The engine's row of a request, with what the scheduler knows of it on its way through the states."""
+    """The engine's row of a request, with the scheduler's data about its state."""
 
     def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: _Group):
         super().__init__(
@@ -192,7 +192,7 @@ class _RequestRow(Row):
             logit_bias=request.logit_bias, stop_ids=request.stop_ids, grammar=request.grammar, adapter=request.adapter,
         )  # fmt: skip
         if request.calls == "calculator":
-            self.tool_call = []  # the prompt ends with the mark of a call
+            self.tool_call = []  # the prompt ends with the token that begins a call
         self.state: Literal["waiting", "reading", "read", "running"] = "waiting"
         self.request = request
         self.stream = stream
@@ -200,15 +200,15 @@ class _RequestRow(Row):
         self.filled = 0  # tokens of the prompt in the cache
         self.kind = "text"  # the kind of its last token
         self.echoed: list[TokenLogprob] = []  # logprobs of the prompt, as far as it is read
-        self.held: list[tuple[TokenLogprob, str]] = []  # with their text, of tokens that are not shown yet
-        self.shown = 0  # characters of the first of these tokens that are shown
-        self.open_call: list[Chunk] = []  # held back until it is closed; see `_hand_out`
+        self.held: list[tuple[TokenLogprob, str]] = []  # tokens that are not shown yet, with their text
+        self.shown = 0  # number of shown characters of the first of these tokens
+        self.open_call: list[Chunk] = []  # a call that is held back until it is complete; see `_hand_out`
         self.out = TextOut(tokens, request.stop, request.strips_space)
         self.submitted = time.monotonic()
         self.last_time = self.submitted  # when it got its last token
 
     def hand_out_call(self, kind: str) -> None:
-        """Put the tokens of a call into the stream: as the call that it is, or as text where it was never closed."""
+        """Put the tokens of a call into the stream: as a call, or as text if it was never closed."""
         for chunk in self.open_call:
             self.stream.put(replace(chunk, kind=kind))
         self.open_call = []
@@ -220,7 +220,7 @@ class _RequestRow(Row):
 
 
 class Scheduler:
-    """Serves requests from one engine, whose cache of `slots` rows is allocated here, once.
+    """Serves requests with one engine. It allocates the engine's cache of `slots` rows once.
 
     `queue` more requests may wait. Between two decoded tokens of the running rows at most `prefill_chunk` tokens of new
     prompts are read.
@@ -230,17 +230,17 @@ class Scheduler:
         self.engine = engine
         self.slots = Slots(engine, slots, prefill_chunk=min(prefill_chunk, engine.model.config.sequence_len))
         self.size = slots  # requests that run at once
-        self.capacity = slots + queue  # requests that it holds at most, in slots and waiting
+        self.capacity = slots + queue  # the most requests, in slots and waiting
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._turns = itertools.count()
 
         self.changed = threading.Condition()  # guards the next three
-        # All that have not ended, oldest first; `slots.rows` are the running ones.
+        # All unfinished requests, oldest first; `slots.rows` are the running ones.
         self.requests: list[_RequestRow] = []
-        self.closing = False  # takes no more requests
-        self.killed = False  # ends those that it has
+        self.closing = False  # accepts no more requests
+        self.killed = False  # ends the present requests
 
-        # Running means in seconds, and what /metrics reports.
+        # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
         self.prompt_token_seconds = 0.0  # per token of a prompt
         self.request_seconds = 0.0  # the time of a request, from `submit` to its end
@@ -256,16 +256,16 @@ class Scheduler:
         self.thread.start()
 
     def submit(self, request: Request) -> Stream:
-        """Queue a request; its chunks come out of the stream. Raises what `submit_all` raises."""
+        """Queue a request; the stream returns its chunks. Raises the errors of `submit_all`."""
         return self.submit_all([request])[0]
 
     def submit_all(
         self, requests: Sequence[Request], on_chunk: Callable[[int, Chunk], None] | None = None
     ) -> list[Stream]:
-        """Queue several, or none of them; `on_chunk` gets each chunk with the number of its request.
+        """Queue all requests, or none of them; `on_chunk` gets each chunk with the number of its request.
 
-        They belong to one client, so a prompt that several of them share is read once.
-        Raises Overloaded: when not all find room, or the scheduler is closing.
+        The requests belong to one client, so a prompt that several of them share is read once.
+        Raises Overloaded: when there is not enough room for all, or the scheduler is closing.
         """
         tokens = self.engine.tokenizer.token_texts
         group = _Group(next(self._turns))
@@ -282,7 +282,7 @@ class Scheduler:
         return [row.stream for row in rows]
 
     def while_idle(self, change: Callable[[], None]) -> None:
-        """Call `change` once no request is left, and submit none until it returns; its caller keeps new ones out.
+        """Call `change` when no request is left. The caller must keep new requests out until it returns.
 
         Raises Overloaded: when the scheduler closes.
         """
@@ -293,8 +293,8 @@ class Scheduler:
             change()
 
     def close(self, grace: float = 10.0) -> None:
-        """Take no new requests, cancel the waiting ones, let the others finish within `grace` seconds, cancel what is
-        left, and join the thread."""
+        """Accept no new requests, cancel the waiting ones, let the others finish within `grace` seconds, cancel the
+        rest, and join the thread."""
         with self.changed:
             self.closing = True
             for row in self._rows("waiting"):
@@ -328,7 +328,7 @@ class Scheduler:
                     return
                 try:
                     self._turn()
-                except Exception as error:  # one request's trouble (memory, say) must not end the server
+                except Exception as error:  # a failed request (out of memory, for example) must not end the server
                     log_failure("generation failed: the requests in the slots end, later ones are served", error)
                     failed = self._with_slot()
                     self.slots.reset()
@@ -344,14 +344,14 @@ class Scheduler:
         """One decoded token for all running rows, and what has to happen before it."""
         began = time.perf_counter()
 
-        # 1. Cancelled requests leave, whatever state they are in.
+        # 1. Cancelled requests leave, in any state.
         with self.changed:
             cancelled = [row for row in self.requests if row.stream.cancelled]
         self.slots.release(cancelled)
         self._finish(cancelled, "cancelled")
 
         # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
-        #    running a turn never does both, so that it takes about two steps at most (docs/archive.md).
+        #    running, a turn never does both, so it takes at most about two steps (docs/archive.md).
         computed = 0
         if not (self.slots.rows and self._rows("read")):
             computed = self._read_prompts()
@@ -393,7 +393,7 @@ class Scheduler:
         return budget - left
 
     def _echo_text(self, row: _RequestRow) -> None:
-        """Put the text of the echoed prompt into the stream, and the entry of its first token."""
+        """Put the text of the echoed prompt, and the entry of its first token, into the stream."""
         tokens = self.engine.tokenizer.token_texts
         echoed = row.prompt[-row.request.echo :]
         text = b"".join(tokens[token] for token in echoed)
@@ -419,8 +419,8 @@ class Scheduler:
         """The row to read next, with a slot; None when no row waits, or no slot is free."""
         for row in self._rows("reading"):
             return row
-        # Clients take turns: next is the one whose last turn is the longest ago. By age only, the many choices of one
-        # client would keep out the clients after it.
+        # Clients take turns: the next client is the one whose last turn is the longest ago. Ordered only by age, the
+        # many choices of one client would keep out the clients after it.
         row = min(self._rows("waiting"), key=lambda row: row.group.turn, default=None)
         if row is None or not self._take_slot(row):
             return None
@@ -491,12 +491,12 @@ class Scheduler:
             row.stream.put(Chunk((new.id,), row.out.plain(new.id), "text", logprobs))
             return new.finish_reason
         if new.finish_reason == "stop":
-            # Who measures a text by echo (lm-eval) expects an entry for every token that the model chose.
+            # A client that measures a text by echo (lm-eval) expects an entry for every token that the model chose.
             if row.request.echo and row.request.logprobs >= 0:
                 row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), ""))
             return "stop"
 
-        # Where one kind of text ends, what is held back of it goes first.
+        # At the end of one kind of text, its held-back rest goes out first.
         if new.kind != row.kind:
             text = row.out.flush()
             logprobs = self._shown(row, text, is_end=True)
@@ -515,8 +515,8 @@ class Scheduler:
             row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), own_text))
             logprobs = self._shown(row, text, is_end=False)
         chunk = Chunk((new.id,), text, new.kind, logprobs)
-        # A call is handed out when it is complete. Where the reply ends before, what there is of it is text: a client
-        # that shows only a reply's text would show nothing.
+        # A call is handed out when it is complete. If the reply ends earlier, the part of the call is text: otherwise a
+        # client that shows only a reply's text would show nothing.
         if new.kind == "python" and row.answers_calls:
             row.open_call.append(chunk)
         else:
@@ -526,8 +526,8 @@ class Scheduler:
         return "stop" if row.out.stopped else new.finish_reason
 
     def _shown(self, row: _RequestRow, text: str, is_end: bool) -> tuple[TokenLogprob, ...]:
-        """The logprobs that go with a text: one for each token that it completes. At the end of a text they are all
-        that are left, but for the tokens that a stop string has cut off."""
+        """The logprobs of a text: one for each token that it completes. At the end of a text they are all the remaining
+        ones, except for tokens that a stop string has cut off."""
         row.shown += len(text)
         count = 0
         for _, own_text in row.held:
@@ -536,7 +536,7 @@ class Scheduler:
             row.shown -= len(own_text)
             count += 1
         if row.out.stopped and row.shown:
-            count += 1  # a part of this one is shown
+            count += 1  # a part of this token is shown
         elif is_end and not row.out.stopped:
             count = len(row.held)
         logprobs = tuple(one for one, _ in row.held[:count])
@@ -547,7 +547,7 @@ class Scheduler:
         return logprobs
 
     def _finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "", *, is_clients: bool = False) -> None:
-        """End requests, whatever state they are in; running ones have been released."""
+        """End requests in any state; running ones have already been released."""
         for row in rows:
             self.metrics.finished.labels(reason).inc()
             self.request_seconds = _mean(self.request_seconds, time.monotonic() - row.submitted)
@@ -564,7 +564,7 @@ class Scheduler:
 
 
 def log_failure(what: str, error: Exception) -> None:
-    """Log where an error happened, not its message, which may quote what a user wrote."""
+    """Log the place of an error, but not its message, which may quote a user's text."""
     where = "".join(traceback.format_tb(error.__traceback__))
     logging.getLogger(__name__).error("%s\n%s%s", what, where, type(error).__name__)
 
@@ -574,7 +574,7 @@ def _mean(mean: float, newest: float) -> float:
 
 
 def _logprob(token: int, numbers: Sequence[float], alternatives: int) -> TokenLogprob:
-    """From `NewToken.logprobs`, which has the most alternatives that any running request wants."""
+    """Convert `NewToken.logprobs`, which has as many alternatives as any running request wants."""
     most = (len(numbers) - 1) // 2
     values = numbers[1 : 1 + most]
     ids = numbers[1 + most :]

@@ -1,8 +1,8 @@
-"""The bodies of the API, in OpenAI's field names, and the form of every error.
+"""The bodies of the API, with OpenAI's field names, and the form of every error.
 
 `read_body` turns the bytes of a request into a checked `ChatBody` or `CompletionBody`, or raises an `ApiError` that
 names the wrong field. A field that OpenAI has and this server does not implement is refused by name, never ignored. A
-field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignored. Fields of our own: `top_k`, `min_p`,
+field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignored. Additional fields: `top_k`, `min_p`,
 `repetition_penalty`, `truncation`, and `nanochat` in a message.
 """
 
@@ -35,11 +35,11 @@ MAX_STOP_IDS = 64
 SEED_BITS = 64  # the sampler's seeds are whole numbers below 2**64
 CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
-# pydantic holds Python's lock while it reads a body, so another thread would not keep the event loop free: what
-# the body contains must be bounded. A body of 1 MiB then takes 60 ms at most; 350,000 empty lists took 0.4 s, 10,000
-# items of /v1/responses 0.12 s (docs/archive.md).
+# pydantic holds Python's lock while it reads a body, so another thread would not keep the event loop free. The content
+# of a body must be bounded. A body of 1 MiB then takes at most 60 ms; 350,000 empty lists took 0.4 s, 10,000 items of
+# /v1/responses 0.12 s (docs/archive.md).
 MAX_CONTAINERS = 20_000  # lists and objects in a body; 5,000 messages of one part each have 15,000
-MAX_ERRORS = 100  # described in one body; pydantic takes seconds to describe 100,000
+MAX_ERRORS = 100  # errors to describe in one body; pydantic takes seconds to describe 100,000
 
 
 # ---------------------------------------------------------------------- errors
@@ -63,7 +63,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 # ---------------------------------------------------------------------- types of fields
 
 Item = TypeVar("Item")
-# `fail_fast` ends at the first wrong item of a list. Describing every one of 250,000 wrong ids took 5.3 s.
+# `fail_fast` ends at the first wrong item of a list. The description of 250,000 wrong ids took 5.3 s.
 Items = Annotated[list[Item], Field(fail_fast=True)]
 Prompts = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 TokenIds = Annotated[list[int], Field(fail_fast=True, min_length=1)]
@@ -78,11 +78,11 @@ def _refuse(value: Any) -> Any:
     return value
 
 
-Unsupported = Annotated[Any, AfterValidator(_refuse)]  # null, 0, false and empty request nothing and pass
+Unsupported = Annotated[Any, AfterValidator(_refuse)]  # null, 0, false and empty values request nothing, and pass
 
 
 class Strict(BaseModel):
-    """A number in quotes is not a number, NaN and infinity are refused, and so is every unknown field."""
+    """A strict model: it refuses numbers in quotes, NaN, infinity, and unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
@@ -101,10 +101,10 @@ class ContentPart(Strict):
 
 
 class EarlierReply(Strict):
-    """The `nanochat` field of an assistant's message, which a client sends back as it received it."""
+    """The `nanochat` field of an assistant's message, which a client sends back unchanged."""
 
     parts: Items[ContentPart] | None = None
-    # Ignored: about the request that the message was the reply to.
+    # Ignored: these fields describe the request to which the message was the reply.
     first_message_read: int | None = None
     limit: str | None = None
 
@@ -128,7 +128,7 @@ class ChatMessage(Strict):
     content: str | Items[ContentPart] | None = None  # None: an empty reply of the assistant
     nanochat: EarlierReply | None = None  # replaces `content`, because it also holds the calculator calls
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None  # from an assistant
-    tool_call_id: str | None = None  # from a tool: whose result it is
+    tool_call_id: str | None = None  # from a tool: the call that it answers
     # Refused.
     name: Unsupported = None
     function_call: Unsupported = None
@@ -143,7 +143,7 @@ class ChatMessage(Strict):
         return text_of(_joined(self.groups()))
 
     def groups(self) -> list[list[Part]]:
-        """The content: texts, each a group, or a reply as it was sent. See `_joined`."""
+        """The content: each text is a group, or a reply as it was sent. See `_joined`."""
         if self.role == "assistant" and self.nanochat is not None and self.nanochat.parts is not None:
             return [[part.model_dump() for part in self.nanochat.parts]]
         if isinstance(self.content, list):
@@ -202,7 +202,7 @@ class ResponseFormat(Strict):
 
     @property
     def schema_object(self) -> dict[str, Any] | None:
-        """The schema that a reply follows; None: it is text."""
+        """The schema that a reply follows; None: the reply is text."""
         if self.type == "text":
             return None
         if self.json_schema is None or self.json_schema.content is None:
@@ -227,7 +227,7 @@ SamplingFields = create_model("SamplingFields", __base__=Strict, **sampling_fiel
 
 
 class RequestBody(SamplingFields):
-    """The fields that both routes share: the sampling settings, and these."""
+    """The common fields of both routes: the sampling settings, and the following."""
 
     model: str | None = None  # None: the loaded model
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -255,7 +255,7 @@ class RequestBody(SamplingFields):
 
     @property
     def reply_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the reply follows; None: it is free."""
+        """The JSON schema that the reply follows; None: the reply is free text."""
         return self.response_format.schema_object if self.response_format is not None else None
 
     @property
@@ -272,7 +272,7 @@ class RequestBody(SamplingFields):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def sampling(self, defaults: SamplingParams) -> SamplingParams:
-        """The settings of the body, the others from `defaults`; a random seed where it has none."""
+        """The settings of the body, and `defaults` for the others; a random seed if the body has none."""
         settings = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
         settings["seed"] = settings.get("seed", secrets.randbits(SEED_BITS)) % 2**SEED_BITS
         return replace(defaults, **settings)
@@ -282,7 +282,7 @@ class RequestBody(SamplingFields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-# Variables of a model's chat template, such as enable_thinking of Qwen3's. A template can repeat a text.
+# Variables of a model's chat template, such as enable_thinking in Qwen3's. A template can repeat a text.
 TemplateSettings = dict[Annotated[str, Field(max_length=64)], bool | int | Annotated[str, Field(max_length=64)]]
 
 
@@ -302,7 +302,7 @@ class ChatBody(RequestBody):
     )
     # Refused.
     functions: Unsupported = None
-    # vLLM's. Both follow from who has the last message, and are refused where they contradict it.
+    # vLLM's. The role of the last message decides both; they are refused if they contradict it.
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[TemplateSettings, Field(max_length=16)] | None = None
@@ -329,7 +329,7 @@ class ChatBody(RequestBody):
 
     @property
     def must_call(self) -> bool:
-        """Whether the reply is a call, and nothing else."""
+        """Whether the reply must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
@@ -364,9 +364,9 @@ class ChatBody(RequestBody):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     def conversation(self) -> list[Message]:
-        """The messages as `conversation.py` takes them; where the last one is the assistant's, the reply continues it.
+        """The messages in the form of `conversation.py`; if the last one is the assistant's, the reply continues it.
 
-        Clients send messages in any order; the model has learned from one system message at most, at the beginning,
+        Clients send messages in any order. The model has learned from at most one system message, at the beginning,
         and from strict turns. So system messages join at the beginning, and messages of one role in a row become one.
         Raises ApiError: when there is nothing to reply to.
         """
@@ -415,7 +415,7 @@ class ChatBody(RequestBody):
         return messages
 
     def index_of_turn(self, number: int) -> int:
-        """The index in the request of where turn `number` of `conversation` begins; 0 for the first: all is read."""
+        """The index in the request at which turn `number` of `conversation` begins; 0 for the first: all is read."""
         starts: list[int] = []
         role = ""
         for index, message in enumerate(self.messages):
@@ -432,7 +432,7 @@ def _check_answered(unanswered: Mapping[str, Any]) -> None:
 
 
 def _joined(groups: list[list[Part]]) -> list[Part]:
-    """The parts of several groups; where one ends and the next begins with a text, the texts join with a newline."""
+    """The parts of several groups. If one ends and the next begins with a text, a newline joins the texts."""
     runs: list[tuple[str, list[str]]] = []  # (type, texts)
     for group in groups:
         for place, part in enumerate(group):
@@ -450,8 +450,8 @@ class CompletionBody(RequestBody):
     max_tokens: int | None = Field(None, ge=0, le=2**31)  # 0: with `echo` and `logprobs`, the prompt is measured
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None  # the prompt comes before the reply, with its logprobs
-    # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read as they are, and the reply is RL's
-    # own engine, with the token that ends it and with the calculator's answers, whose logprob is null.
+    # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read unchanged, and the reply equals the reply
+    # of RL's engine, with the token that ends it and with the calculator's answers, whose logprob is null.
     return_token_ids: bool | None = None
     best_of: Literal[1] | None = None
     # Refused.
@@ -527,8 +527,8 @@ Body = TypeVar("Body", bound=Strict)
 
 
 def read_body(body_type: type[Body], content: bytes) -> Body:
-    """The checked body. Raises ApiError: 400, with the field that is wrong."""
-    # Brackets inside texts count too: a text with more than one in twenty characters is far over any context.
+    """The checked body. Raises ApiError: 400, which names the wrong field."""
+    # Brackets inside texts count too: a text with this many brackets, one in twenty characters, exceeds any context.
     if content.count(b"[") + content.count(b"{") > MAX_CONTAINERS:
         raise ApiError(400, f"the body has more than {MAX_CONTAINERS:,} lists and objects", code="invalid_value")
     try:
@@ -538,16 +538,16 @@ def read_body(body_type: type[Body], content: bytes) -> Body:
 
 
 def first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiError:
-    """The mistake in a body that its author most probably needs to know of."""
+    """The mistake in a body that most probably matters to its author."""
     if error.error_count() > MAX_ERRORS:
         return ApiError(400, f"the body has {error.error_count():,} mistakes", code="invalid_value")
-    # Where a field may have several types, pydantic reports an error for each. The client most probably meant the type
-    # whose error is deepest or, at the same depth, is not about the type itself: `stop` of 17 texts is too long a list.
+    # If a field may have several types, pydantic reports an error for each. The client most probably meant the type
+    # whose error is deepest or, at the same depth, not about the type itself: `stop` with 17 texts is too long a list.
     mistakes = error.errors(include_url=False, include_input=False)
     mistake = max(mistakes, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if mistake["type"] == "json_invalid":
         why = mistake["msg"].partition(": ")[2]
-        if why.startswith("recursion limit exceeded"):  # pydantic's own, of 200 levels
+        if why.startswith("recursion limit exceeded"):  # pydantic's limit of 200 levels
             return ApiError(400, "lists and objects of the body are nested too deeply", code="invalid_value")
         return ApiError(400, f"the body is not JSON: {_shortened(why)}", code="invalid_json")
     if mistake["type"] == "extra_forbidden":

@@ -18,13 +18,13 @@ from nanochat.serve.scheduler import Overloaded, Scheduler
 from nanochat.serve.schema import ApiError
 from nanochat.tokenizer import Tokenizer
 
-# Reads other weights from a folder; returns their fingerprint, and what takes them over while no request runs.
+# Reads other weights from a folder; returns their fingerprint, and a function that loads them while no request runs.
 ReadUpdate = Callable[[str], tuple[str, Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that takes requests."""
+    """A model that accepts requests."""
 
     scheduler: Scheduler  # started
     tokenizer: Tokenizer
@@ -33,12 +33,12 @@ class LoadedModel:
     chats: bool  # False: a base model, which continues text
     created: int = 0  # seconds since 1970
     fingerprint: str = ""  # identifies the weights; every reply names it
-    sampling: SamplingParams = SamplingParams()  # what a request's missing settings are
-    # What the page shows of it: tasks, parameters, data, trained_at, step, stage.
+    sampling: SamplingParams = SamplingParams()  # defaults of a request's missing settings
+    # For the page: tasks, parameters, data, trained_at, step, stage.
     about: Mapping[str, Any] = field(default_factory=dict)
     adapter: int = 0  # its number in the engine; 0: the base itself
     adapted: tuple["LoadedModel", ...] = ()  # the same model with each of its adapters, under other names
-    read_update: ReadUpdate | None = None  # None: its weights stay
+    read_update: ReadUpdate | None = None  # None: its weights never change
 
     @cached_property
     def longest_token(self) -> int:
@@ -47,19 +47,19 @@ class LoadedModel:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens for grammars; made at first use, which takes a second for a large vocabulary."""
+        """The tokens for grammars; built on first use, which takes a second for a large vocabulary."""
         return Vocabulary(self.tokenizer, self.end)
 
     @property
     def end(self) -> int:
-        """The token after a reply; of a base model, after a text."""
+        """The token after a reply; for a base model, after a text."""
         return self.tokenizer.reply_ends[0] if self.chats else self.tokenizer.text_end
 
 
 class ServerState:
-    """Written by the thread that loads the model, by the signal to end and by the event loop; read by the routes.
+    """State that the loading thread, the signal to end and the event loop write, and the routes read.
 
-    `load` returns the model. `grace` is how many seconds running replies have when the server closes. `on_failure` is
+    `load` returns the model. `grace` is the time in seconds for running replies when the server closes. `on_failure` is
     called with the error when the model could not be loaded or its device stopped working.
     """
 
@@ -67,8 +67,8 @@ class ServerState:
         self.model: LoadedModel | None = None
         self.closing = False
         self.failed = ""  # why there will be no more replies
-        self.updating = False  # other weights are taken over
-        self._updates = threading.Lock()  # one at a time
+        self.updating = False  # other weights are being loaded
+        self._updates = threading.Lock()  # one update at a time
         self.registry = CollectorRegistry()
         self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
         ready = Gauge("nanochat_ready", "1 when the model is loaded and takes requests.", registry=self.registry)
@@ -80,8 +80,8 @@ class ServerState:
     def load(self) -> None:
         """Load the model; runs on a separate thread.
 
-        That thread must end. Its OpenMP workers and the workers of the decoding thread would together be more than the
-        cores; they would fall asleep between two matrix products, and decoding would take twice as long.
+        That thread must end. Its OpenMP workers and the workers of the decoding thread would together outnumber the
+        cores. They would sleep between two matrix products, and decoding would take twice as long.
         """
         try:
             self.model = self._load()
@@ -99,9 +99,9 @@ class ServerState:
             self._fail("has lost its device", error)
 
     def update(self, path: str) -> LoadedModel:
-        """Take over the weights in a folder; running replies end with the old ones, new requests are refused meanwhile.
+        """Load the weights in a folder. Running replies finish with the old ones; new requests are refused meanwhile.
 
-        Raises ApiError: 403 where the weights stay, 400 when the folder does not fit, 503 when another update runs.
+        Raises ApiError: 403 if the weights never change, 400 if the folder does not fit, 503 if another update runs.
         """
         model = self.ready_model()
         if model.read_update is None:
@@ -110,7 +110,7 @@ class ServerState:
         if not self._updates.acquire(blocking=False):
             raise ApiError(503, "another update is under way", code="not_ready", headers={"retry-after": "1"})
         try:
-            with ThreadPoolExecutor(1) as thread:  # one that ends, as in `load`
+            with ThreadPoolExecutor(1) as thread:  # a thread that ends, as in `load`
                 return thread.submit(self._update, model, model.read_update, path).result()
         finally:
             self._updates.release()
@@ -131,7 +131,7 @@ class ServerState:
         return self.model
 
     def metrics(self) -> bytes:
-        """In Prometheus' text format."""
+        """The metrics in Prometheus' text format."""
         scheduler = b"" if self.model is None else generate_latest(self.model.scheduler.metrics.registry)
         return generate_latest(self.registry) + scheduler
 
@@ -140,7 +140,7 @@ class ServerState:
         self._on_failure(error)
 
     def close(self) -> None:
-        """Let running replies finish within the grace, end the others; blocks. It may be called more than once."""
+        """Let running replies finish within the grace, and end the others; blocks. May be called more than once."""
         self.closing = True
         if self.model is not None:
             self.model.scheduler.close(self._grace)
@@ -150,7 +150,7 @@ class ServerState:
         return self.model is not None and not (self.closing or self.failed or self.updating)
 
     def ready_model(self) -> LoadedModel:
-        """Raises ApiError: 503 while the model loads, when it failed, and when the server closes."""
+        """The model. Raises ApiError: 503 while it loads, after it has failed, and when the server closes."""
         if self.model is not None and self.is_ready:
             return self.model
         why = "is closing" if self.closing else self.failed or "is loading its model"

@@ -1,10 +1,10 @@
 """Calls of a client's tools: how the model writes them, and how they become OpenAI's `tool_calls`.
 
 The models are trained with one tool, a calculator, whose calls are `python` parts (conversation.py). The client owns
-that tool if it lists one by the name `calculator` with the single parameter `expression`: then a call ends the reply
-and goes to the client, instead of being answered here. Any other tool is called only when the client requires it: the
-reply is then constrained to `{"name":...,"arguments":...}` by the schemas of the tools (grammar.py). Calls and results
-of earlier turns are read as `python` and `python_output` parts, the only form of a call that the chat format has.
+that tool if it lists a tool `calculator` with the single parameter `expression`: then a call ends the reply and goes to
+the client, instead of being answered here. Any other tool is called only if the client requires it: the schemas of the
+tools then constrain the reply to `{"name":...,"arguments":...}` (grammar.py). Calls and results of earlier turns are
+read as `python` and `python_output` parts, the only form of a call in the chat format.
 """
 
 import json
@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 CALCULATOR = "calculator"
 
-# What calls a reply may contain. "none": of nobody's tools, it is plain text. "own": the calculator's, answered by the
-# server. "client": the calculator's, handed to the client. "calculator": it is such a call from its first token on.
-# "schema": it is a call by the tools' schemas.
+# The calls that a reply may contain. "none": no calls, only plain text. "own": calls of the calculator, answered by the
+# server. "client": calls of the calculator, passed to the client. "calculator": the whole reply is such a call.
+# "schema": the reply is a call by the tools' schemas.
 Calls = Literal["none", "own", "client", "calculator", "schema"]
 
 
@@ -27,13 +27,13 @@ def is_calculator(name: str, parameters: dict[str, Any] | None) -> bool:
 
 
 def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str, Any]:
-    """The schema of a call of one of the tools, from names and parameters."""
+    """The schema of a call to one of the tools, from their names and parameters."""
     branches = []
     for number, (name, parameters) in enumerate(tools):
         # A reference such as "#/$defs/City" is relative to the nearest "$id": each tool keeps its own definitions.
         arguments: dict[str, Any] = {"type": "object", **(parameters or {}), "$id": f"tool:{number}"}
         if arguments.get("properties"):
-            # A model that does not read the schema would write other arguments, to the end of its reply.
+            # A model that does not read the schema would add other arguments until the end of its reply.
             arguments.setdefault("additionalProperties", False)
         branches.append(
             {
@@ -47,7 +47,7 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str,
 
 
 def call_text(name: str, arguments: str) -> str:
-    """An earlier call as the text of a `python` part; `arguments` is JSON, or what a model wrote in its place."""
+    """An earlier call as the text of a `python` part; `arguments` is JSON, or a model's attempt at it."""
     if name == CALCULATOR:
         try:
             values = json.loads(arguments)
@@ -59,10 +59,10 @@ def call_text(name: str, arguments: str) -> str:
 
 
 class CallWriter:
-    """The client's call in one reply, from the text as it arrives to the fragments of OpenAI's `tool_calls`."""
+    """Turns the text of the client's call in one reply, as it arrives, into fragments of OpenAI's `tool_calls`."""
 
     def __init__(self, calls: Calls):
-        # Chunks of this kind are the call; "": there is none.
+        # Chunks of this kind are the call; "" without a call.
         self.kind = {"client": "python", "calculator": "python", "schema": "text"}.get(calls, "")
         self.id = f"call_{uuid.uuid4().hex}"
         self.name = CALCULATOR
@@ -70,7 +70,7 @@ class CallWriter:
         self._text = ""  # not handed out yet
 
     def add(self, text: str, finish_reason: str | None) -> dict[str, Any] | None:
-        """The next fragment; None: nothing yet. `finish_reason` is why the reply ends, where it ends here."""
+        """The next fragment; None: nothing yet. `finish_reason` is set if the reply ends here."""
         arguments = self._arguments(text) if self.kind == "text" else self._expression(text, finish_reason)
         if arguments is None or (self.has_begun and not arguments):
             return None
@@ -82,7 +82,7 @@ class CallWriter:
 
     def _expression(self, text: str, finish_reason: str | None) -> str | None:
         """The next piece of `{"expression":"2+3"}` for a call of the calculator, `2+3`."""
-        if not self.has_begun and not text and finish_reason != "tool_calls":  # that is a call of nothing
+        if not self.has_begun and not text and finish_reason != "tool_calls":  # with it, the call is empty
             return None
         opening = "" if self.has_begun else '{"expression":"'
         closing = "" if finish_reason in (None, "length") else '"}'

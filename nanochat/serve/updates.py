@@ -1,4 +1,4 @@
-"""Other weights for a running server, from a folder: how a trainer hands over what its sampler samples with."""
+"""Load other weights into a running server, from a folder: a trainer hands over weights for sampling."""
 
 from collections.abc import Callable
 from dataclasses import asdict
@@ -13,14 +13,14 @@ from nanochat.serve.state import ReadUpdate
 
 
 def fingerprint_of(folder: Path) -> str:
-    """What identifies a checkpoint's weights: every reply names it as its `system_fingerprint`."""
+    """An identifier of a checkpoint's weights, which every reply has as its `system_fingerprint`."""
     return f"fp_{weights_sha256(folder)[:12]}"
 
 
 def reader_of_updates(engine: Engine, max_seq_len: int = 0) -> ReadUpdate:
-    """For `LoadedModel.read_update`: reads weights of the same model for this engine.
+    """A function for `LoadedModel.read_update`, which reads weights of the same model for this engine.
 
-    What it returns raises UserError: for a folder outside of NANOCHAT_BASE_DIR, or of another model or tokenizer.
+    It raises UserError: for a folder outside of NANOCHAT_BASE_DIR, or of another model or tokenizer.
     """
 
     def read(path: str) -> tuple[str, Callable[[], None]]:

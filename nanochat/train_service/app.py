@@ -7,8 +7,8 @@
     tenants.py, losses.py, sampling.py         compute it, on the one thread that owns the device
     app.py                                     the client asks for the promise until it is kept
 
-A mistake in a request is answered with 400 at once, one that shows only when it is computed by the promise. Both are
-one line that says what to change.
+A mistake in a request is answered with 400 at once. A mistake that appears only in the computation is reported by the
+promise. Both are one line that names the fix.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from nanochat.train_service.tenants import Trained
 MAX_BODY = 64 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
 MAX_JSON = 4 << 20  # bytes of any other body: a prompt of half a million tokens
 INLINE_BYTES = 4096  # a longer body is parsed off the event loop
-POLL_SECONDS = 20.0  # a question for a promise waits so long before the client has to ask again
+POLL_SECONDS = 20.0  # a request for a promise waits this long before the client has to ask again
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False,
     "sample_use_retrieve_futures": False, "custom_loss_server_side": False, "pjwt_auth_enabled": False,
@@ -55,7 +55,7 @@ class _Access(AccessMiddleware):
         is_open = scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
         if self.keys and not is_open and not any(hmac.compare_digest(key, one.encode()) for one in self.keys):
             return ApiError(401, "the API key is missing or wrong: set TINKER_API_KEY", code="invalid_api_key")
-        # Clients of a server without keys share all they make.
+        # On a server without keys, all clients share everything.
         scope["state"]["owner"] = hashlib.sha256(key if self.keys else b"").hexdigest()[:16]
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length[:20]) > MAX_BODY:
@@ -64,7 +64,7 @@ class _Access(AccessMiddleware):
 
 
 class _State:
-    """What the middleware counts in."""
+    """The counter of the middleware."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -79,7 +79,7 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application; it closes the service when the server ends.
 
-    `keys` are those that clients may use; each sees what it has made, and no other's. `hosts` as in serve/app.py.
+    `keys` are the keys of the clients; each client sees only its own models. `hosts` as in serve/app.py.
     """
 
     @contextlib.asynccontextmanager
@@ -124,7 +124,7 @@ def create_app(
 
     @app.post("/api/v1/telemetry")
     async def telemetry(request: Request) -> dict[str, str]:
-        """What the client reports of itself: read, and not kept."""
+        """Reports of the client about itself: read, but not kept."""
         await read_limited(request, MAX_JSON)
         return {"status": "accepted"}
 
@@ -150,7 +150,7 @@ def create_app(
 
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(request: Request, session: str) -> dict[str, Any]:
-        """Nothing ends with a session: its models can be trained on, and its samplers sampled from."""
+        """The end of a session ends nothing else: its models can be trained on, and its samplers can sample."""
         await read_limited(request, MAX_JSON)
         service.require_session(_owner(request), session)
         return {}
@@ -201,7 +201,7 @@ def create_app(
         load = {"path": body.path, "optimizer": body.optimizer}
         if body.model_id is not None:
             return await _queued(request, bodies.LoadWeightsBody, "load_weights", lambda body: load, content)
-        # A new model, with what the checkpoint's model trains.
+        # A new model that trains the same parts as the checkpoint's model.
         if body.session_id is None or body.model_seq_id is None:
             raise ApiError(400, "load_weights: model_id and seq_id, or session_id and model_seq_id", param="model_id")
         if body.base_model is not None:
@@ -214,7 +214,7 @@ def create_app(
     async def _queued(
         request: Request, body_type: type[Strict], kind: str, entry: Callable[[Any], Any], content: bytes | None = None
     ) -> dict[str, Any]:
-        """Queue a request of JSON; `entry` is what its log entry holds."""
+        """Queue a JSON request; `entry` is the content of its log entry."""
         owner = _owner(request)
         content = await read_limited(request, MAX_JSON) if content is None else content
         try:
@@ -266,7 +266,7 @@ def create_app(
             pending = {"type": "try_again", "request_id": job.id, "queue_state": "active"}
             return JSONResponse(pending, 408)
         content = waited.result()
-        # A result is an object of JSON, or a message whose first byte is another.
+        # A result is a JSON object, or a message with another first byte.
         media_type = "application/json" if content.startswith(b"{") else wire.CONTENT_TYPE
         return Response(content, media_type=media_type)
 
@@ -342,7 +342,7 @@ def _forward_backward(service: Service, owner: str, content: bytes) -> dict[str,
 
 
 def _use_up(service: Service, owner: str, content: bytes) -> None:
-    """Use up the number of a refused body, where it has one."""
+    """Use up the number of a refused body, if it has one."""
     with contextlib.suppress(ValueError, RecursionError):
         body = json.loads(content)
         if isinstance(body, dict) and isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:

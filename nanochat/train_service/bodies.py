@@ -1,4 +1,4 @@
-"""The JSON bodies of the tinker client, every field checked; a field that this server does not know is refused by name.
+"""The JSON bodies of the tinker client. Every field is checked; an unknown field is refused by name.
 
 `read_body` of serve/schema.py turns bytes into one of them, or raises an `ApiError` that names the wrong field.
 """
@@ -90,10 +90,10 @@ class LoadWeightsBody(Strict):
 
 
 def trained_of(body: LoraBody) -> Trained:
-    """Raises ApiError: 400 for only the head."""
+    """The trained parts of a model. Raises ApiError: 400 when only the head would be trained."""
     if not body.train_attn and not body.train_mlp:
         raise ApiError(400, "train_unembed: set train_attn or train_mlp as well", param="lora_config")
-    # Without a seed each model has other adapters.
+    # Without a seed each model gets different adapters.
     seed = secrets.randbits(61) if body.seed is None else body.seed
     return Trained(body.rank, seed, body.train_attn, body.train_mlp, body.train_unembed)
 
@@ -128,7 +128,7 @@ class SaveWeightsBody(Strict):
     seq_id: Number | None = None
     path: Name | None = None
     sampling_session_seq_id: Number | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"  # an inflight sampler may keep the weights that it began with
+    kind: Literal["snapshot", "inflight"] = "snapshot"  # an inflight sampler may keep its initial weights
     ttl_seconds: int | None = None  # not used: a checkpoint stays until it is deleted
     overwrite: bool = False
     user_metadata: Metadata = None
@@ -153,7 +153,7 @@ class PromptBody(Strict):
 
 
 class SamplingBody(Strict):
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # none: as many as the context has room for
+    max_tokens: Annotated[int, Field(ge=0)] | None = None  # None: as many as fit the context
     seed: Annotated[int, Field(ge=0, lt=2**62)] | None = None
     stop: str | list[str] | list[int] | None = None  # none: the tokenizer's end tokens; a list replaces them
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -184,7 +184,7 @@ class SampleBody(Strict):
         prompt = [token for chunk in self.prompt.chunks for token in chunk.tokens]
         require_tokens(prompt, vocab_size, "prompt")
         room = context - len(prompt)
-        # Where the prompt's logprobs are wanted it may fill the context: the sample is then empty.
+        # If the prompt's logprobs are requested, the prompt may fill the context: the sample is then empty.
         is_scored = bool(self.prompt_logprobs or self.topk_prompt_logprobs)
         longest = context if is_scored else context - 1
         if not 1 <= len(prompt) <= longest:
@@ -228,14 +228,14 @@ class CancelBody(Strict):
 
 
 def require_tokens(tokens: "Sequence[int] | np.ndarray", vocab_size: int, what: str) -> None:
-    """Raises ApiError: 400 when a token is not the model's."""
+    """Raises ApiError: 400 when a token is not in the model's vocabulary."""
     ids = np.asarray(tokens, dtype=object if isinstance(tokens, list) else None)  # a list may hold any whole number
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ApiError(400, f"{what}: tokens from 0 to {vocab_size - 1}, and one is not", param=what)
 
 
 def check_batch(request: ForwardBackward, vocab_size: int, context: int) -> None:
-    """Raises ApiError or UserError: when a loss cannot be computed on a batch, before it is in any log."""
+    """Raises ApiError or UserError: when a loss cannot be computed on a batch. It runs before the batch is logged."""
     loss, _ = find_loss(request.loss, request.settings)
     if not request.data:
         raise ApiError(400, "the request has no data", param="data")

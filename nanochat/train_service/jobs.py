@@ -1,4 +1,4 @@
-"""What the service keeps in memory: the limits, the requests in the queue with their results, and the models."""
+"""The service's data in memory: the limits, the queued requests with their results, and the models."""
 
 import json
 import re
@@ -17,13 +17,13 @@ from nanochat.train_service.tenants import Trained, TrainedModel
 
 
 def is_name(name: str) -> bool:
-    """Whether a checkpoint may be called so: it is a folder, and part of an address."""
+    """Whether a checkpoint may have this name, which becomes a folder and a part of an address."""
     return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", name))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one server takes on."""
+    """The limits of one server."""
 
     queue: int = 1024  # requests that wait
     slots: int = 16  # sequences sampled at once
@@ -34,7 +34,7 @@ class Limits:
 
 def _started_future() -> "Future[bytes]":
     future: Future[bytes] = Future()
-    future.set_running_or_notify_cancel()  # nobody who waits for it can cancel it
+    future.set_running_or_notify_cancel()  # clients that wait for it cannot cancel it
     return future
 
 
@@ -56,15 +56,15 @@ class Model:
     id: str
     owner: str
     settings: Trained
-    facts: dict[str, Any]  # what model.json says
+    facts: dict[str, Any]  # content of model.json
     log: RequestLog
     next: int = 1  # the number of the request that is queued next
-    parked: dict[int, Job] = field(default_factory=dict)  # those that came before their turn
+    parked: dict[int, Job] = field(default_factory=dict)  # requests that came before their turn
     live: TrainedModel | None = None
     used: float = 0.0
     done: int = 0  # the last request that has run
     saved_steps: int = 0  # optimizer steps that the snapshot covers
-    results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
+    results: dict[int, bytes] = field(default_factory=dict)  # results since the snapshot
 
 
 # ---------------------------------------------------------------------- results
@@ -85,7 +85,7 @@ def finished(request_id: str, content: bytes) -> Job:
 
 
 def failure(error: Exception) -> bytes:
-    """The result of a request that failed: one line, and whose fault it is."""
+    """The result of a failed request: one line, and whether the client or the server is at fault."""
     if isinstance(error, UserError):
         return as_json({"error": str(error), "category": "user"})
     if isinstance(error, ApiError):

@@ -1,14 +1,15 @@
 """A training client's requests on the disk, so that no kill loses an acknowledged one.
 
-    models/<model>/model.json                 what is trained, and whose it is
+    models/<model>/model.json                 the trained parts, and the owner
     models/<model>/log/<number>.<kind>        the body of each request since the last snapshot
     models/<model>/state/<number>/step_<n>/   the last snapshot: weights and optimizer after request <number>
-    models/<model>/state/<number>/results/    the results of the requests that it covers, for a client that still asks
+    models/<model>/state/<number>/results/    the results of the covered requests, for a client that still asks
 
 A request is in the log, and the log on the disk, before the client gets its promise. A restarted server loads the
-snapshot and runs the log after it. Why a log, and not the state after every step: a batch has kilobytes, and the state
-of a model that is trained whole gigabytes; and gradients since the last step are not lost either. The price is
-that a restart computes up to `snapshot_steps` steps again, on a CPU to the same bits, on an accelerator up to rounding.
+snapshot and replays the log after it. The reason for a log instead of the state after every step: a batch has
+kilobytes, but the state of a fully trained model gigabytes. A log also keeps the gradients since the last step. The
+cost is that a restart repeats up to `snapshot_steps` steps: with the same bits on a CPU, up to rounding on an
+accelerator.
 """
 
 import shutil
@@ -40,7 +41,7 @@ class RequestLog:
         (folder / "state").mkdir(exist_ok=True)
 
     def append(self, entry: Entry) -> None:
-        """Returns once it is on the disk."""
+        """Append an entry; returns when it is on the disk."""
         path = self.folder / "log" / f"{entry.number:09d}.{entry.kind}"
         unfinished = path.with_name(path.name + ".tmp")
         storage.write_file(unfinished, [entry.content])
@@ -48,7 +49,7 @@ class RequestLog:
         storage.flush(path.parent)
 
     def entries(self) -> list[Entry]:
-        """Those after the snapshot, in order."""
+        """The entries after the snapshot, in order."""
         found = []
         for path in sorted((self.folder / "log").iterdir()):
             number, _, kind = path.name.partition(".")
@@ -66,7 +67,7 @@ class RequestLog:
     def snapshot(self) -> Path | None:
         """The checkpoint to resume from; None: the model begins as it was created.
 
-        Raises UserError: when it is damaged.
+        Raises UserError: when the checkpoint is damaged.
         """
         if not self.covered:
             return None
@@ -76,12 +77,12 @@ class RequestLog:
         return found[0]
 
     def results(self) -> dict[int, bytes]:
-        """By number: the results of the requests that the snapshot covers and the one before it did not."""
+        """The results, by number, of the requests that this snapshot covers and the previous one does not."""
         folder = self._state(self.covered) / "results"
         return {int(path.name): path.read_bytes() for path in folder.glob("*")}
 
     def begin_snapshot(self, number: int, results: Mapping[int, bytes]) -> Path:
-        """Where the caller then saves the checkpoint after request `number`; `end_snapshot` comes next."""
+        """The folder in which the caller saves the checkpoint after request `number`; then it calls `end_snapshot`."""
         folder = self._state(number)
         (folder / "results").mkdir(parents=True, exist_ok=True)
         for its_number, result in results.items():
@@ -89,15 +90,15 @@ class RequestLog:
         return folder
 
     def end_snapshot(self) -> None:
-        """Forget what the new snapshot covers, once it is read back and whole."""
+        """Remove the log entries that the new snapshot covers, after reading it back to check that it is whole."""
         covered = self.covered
         if model_folder.newest(self._state(covered)) is None:
-            shutil.rmtree(self._state(covered), ignore_errors=True)  # the log and the snapshot before stay
+            shutil.rmtree(self._state(covered), ignore_errors=True)  # the log and the previous snapshot stay
             return
         for path in (self.folder / "log").iterdir():
             if int(path.name.partition(".")[0]) <= covered:
                 path.unlink(missing_ok=True)
-        for path in (self.folder / "state").iterdir():  # also one that a kill has left half-way
+        for path in (self.folder / "state").iterdir():  # also an unfinished one that a kill has left
             if int(path.name) < covered:
                 shutil.rmtree(path, ignore_errors=True)
 

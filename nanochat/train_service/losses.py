@@ -1,12 +1,12 @@
 """The losses that a client names in forward_backward, each a function of token-level tensors.
 
-    L(logp, inputs) -> loss of each token (N, T), which its weight multiplies; backward runs from the sum
+    L(logp, inputs) -> loss of each token (N, T), times its weight; backward runs from the sum
 
-Sums, not means, and no weighting by length: what a batch is divided by is the client's to decide, in its weights, its
-advantages or its learning rate. Without `weights` each is 1. With p the probability of a token, q that at sampling,
-r = p / q, A its advantage and s the geometric mean of r over a sample:
+The losses are sums, not means, and are not weighted by length: the client chooses the divisor, in its weights, its
+advantages or its learning rate. Without `weights` each weight is 1. p is the probability of a token, q its probability
+at sampling, r = p / q, A its advantage and s the geometric mean of r over a sample:
 
-    loss                   of a token
+    loss                   formula for a token
     cross_entropy          -log p
     importance_sampling    -r A
     ppo                    -min(r A, clip(r) A)
@@ -14,8 +14,8 @@ r = p / q, A its advantage and s the geometric mean of r over a sample:
     dro                    -(A log p - beta / 2 (log p - log q)^2)
     gspo                   -min(s A, clip(s) A), where s has the gradient of the token's r
 
-cross_entropy takes several targets a token as well, (N, T, K): with a teacher's probabilities as their weights it is
-distillation from its K likeliest tokens.
+cross_entropy also takes several targets per token, (N, T, K). With a teacher's probabilities as weights this is
+distillation from its K most likely tokens.
 
 Legend: N rows, T tokens a row, K targets a token.
 """
@@ -47,8 +47,8 @@ def cross_entropy(logp: Tensor) -> Tensor:
 
 
 def importance_sampling(logp: Tensor, old_logp: Tensor, advantages: Tensor) -> Tensor:
-    # r corrects for samples that another policy has drawn. Where it was this one, r is 1 and has the gradient of
-    # log p: REINFORCE.
+    # r corrects for samples that another policy has drawn. If it was this policy, r is 1 and has the gradient of log p:
+    # REINFORCE.
     return -torch.exp(logp - old_logp) * advantages
 
 
@@ -63,13 +63,14 @@ def ppo(
 def cispo(
     logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
 ) -> Tensor:
-    # Where PPO's clip wins, a token has no gradient. Here every token has one: the clip bounds only its weight.
+    # Where PPO's clip applies, a token has no gradient. Here every token has a gradient: the clip bounds only its
+    # weight.
     ratio = torch.exp(logp - old_logp)
     return -weighted_log_objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
 
 
 def dro(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, beta: float) -> Tensor:
-    # The square pulls the policy back towards the one that sampled, at every token, also where A is 0.
+    # The square pulls the policy back towards the sampling policy at every token, even if A is 0.
     return -(logp * advantages - beta / 2 * (logp - old_logp).square())
 
 
@@ -82,8 +83,8 @@ def gspo(
     clip_low_threshold: float,
     clip_high_threshold: float,
 ) -> Tensor:
-    # The mask is 1 at the tokens that were sampled. Every token has the sample's ratio and its own gradient: the
-    # difference of log p and the same number without a gradient is 0.
+    # The mask is 1 at the sampled tokens. Every token has the sample's ratio and its own gradient: the difference of
+    # log p and the same number without a gradient is 0.
     is_sampled = (sequence_ratio_mask != 0).to(logp.dtype)
     total = ((logp - old_logp).detach() * is_sampled).sum(dim=1, keepdim=True)
     ratio = torch.exp(total / is_sampled.sum(dim=1, keepdim=True).clamp(min=1) + logp - logp.detach())
@@ -104,16 +105,16 @@ TOKEN_LOSSES = {
     "gspo": TokenLoss(
         gspo,
         (*POLICY_INPUTS, "sequence_ratio_mask"),
-        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},  # the paper's
+        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},  # the paper's values
         "Zheng et al. 2025, Group Sequence Policy Optimization",
     ),
 }
 
 
 def find_loss(name: str, config: Mapping[str, float]) -> tuple[TokenLoss, dict[str, float]]:
-    """A loss, and all of its settings.
+    """A loss, and all its settings.
 
-    Raises UserError: for a loss or a setting that is not in the table; none is replaced by another.
+    Raises UserError: for a loss or a setting that is not in the table; it never substitutes another one.
     """
     loss = TOKEN_LOSSES.get(name)
     if loss is None:

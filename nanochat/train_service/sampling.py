@@ -1,7 +1,7 @@
-"""Samples for clients: requests for one model are decoded together, each as if it were the only one.
+"""Samples for clients: requests for one model are decoded together, but do not affect each other.
 
-The logprobs belong to the model as it is, at temperature 1 and before top_k and top_p: the ones that `forward`
-computes for the same tokens, which the losses of RL compare with.
+The logprobs are for temperature 1 and before top_k and top_p. `forward` computes the same values for the same tokens,
+and the losses of RL compare the two.
 """
 
 import math
@@ -27,7 +27,7 @@ NOT_FINITE = "sample: these weights give logits that are not finite; load weight
 
 @dataclass(frozen=True)
 class SampleJob:
-    """What one request wants."""
+    """The parameters of one request."""
 
     prompt: list[int]
     num_samples: int
@@ -35,14 +35,14 @@ class SampleJob:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     stop_texts: tuple[str, ...] = ()
-    topk: int = 0  # likeliest tokens at each sampled one
+    topk: int = 0  # number of most likely tokens to return at each sampled token
     prompt_logprobs: bool = False
     prompt_topk: int = 0
     prompt_last: int = 0  # score only the last tokens of the prompt; 0: all
 
 
 def make_engine(model: GPT, tokenizer: Tokenizer, device: Device) -> Engine:
-    """An engine that ends a sequence only where its request says so, and answers no tool calls."""
+    """An engine that ends a sequence only as its request requires, and does not answer tool calls."""
     engine = Engine(model, tokenizer, device)
     engine.stop_ids = set()
     engine.call_start = engine.call_end = -1
@@ -61,7 +61,7 @@ class _Sample:
 
 def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> list[bytes]:
     """The results of all jobs, in the form of the wire."""
-    # Every sample is a row of the decoder. Samples of one prompt are neighbours, so that its tokens are read once.
+    # Every sample is a row of the decoder. Samples of one prompt are neighbours, so its tokens are read once.
     waiting: deque[Row] = deque()
     samples: list[_Sample] = []
     for job in jobs:
@@ -82,7 +82,7 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> list[bytes]
             new_tokens = decoder.decode(topk)
             decoder.release({new.row for new in new_tokens if _take(samples[new.row.number], new, engine.tokenizer)})
 
-    # Each job's own samples, and what it wants to know of its prompt.
+    # Each job's samples, and the requested data about its prompt.
     results = []
     first = 0
     for job in jobs:
@@ -127,9 +127,9 @@ def _finished(sample: _Sample, topk: int) -> Sampled:
 
 @torch.inference_mode()
 def score_prompt(model: GPT, job: SampleJob) -> tuple[np.ndarray | None, Likeliest | None]:
-    """The logprob of each of a prompt's tokens (T,), and the likeliest tokens in its place (T, k)."""
+    """The logprob of each of a prompt's tokens (T,), and the most likely tokens in its place (T, k)."""
     T = len(job.prompt)
-    first = max(1, T - job.prompt_last) if job.prompt_last else 1  # nothing comes before the first token
+    first = max(1, T - job.prompt_last) if job.prompt_last else 1  # the first token has no predecessor
     k = min(job.prompt_topk, model.config.vocab_size)
     logprobs = np.full(T, math.nan)
     ids = np.zeros((T, k))

@@ -6,7 +6,7 @@
     the worker          runs them one at a time; samples of one model together
     Promise             the result, which the client fetches by the request's id
 
-All of it except running requests is guarded by one lock. What users write is never logged.
+One lock guards everything except running requests. The text of users is never logged.
 """
 
 import json
@@ -33,9 +33,9 @@ from nanochat.train_service.log import REFUSED, Entry, RequestLog
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
 
-KEPT_RESULTS = 5_000  # finished requests whose results can still be fetched,
-KEPT_BYTES = 1 << 28  # and how large these are together
-LOG_FACTOR = 16  # a snapshot also comes after this many requests for each step of `snapshot_steps`
+KEPT_RESULTS = 5_000  # finished requests whose results can still be fetched
+KEPT_BYTES = 1 << 28  # the total size of these results
+LOG_FACTOR = 16  # a snapshot also follows after this many requests per step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
 KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
@@ -44,7 +44,7 @@ EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
 
 class Service:
-    """One base model, and all that clients make of it, in `folder`."""
+    """One base model and all models of the clients, in `folder`."""
 
     def __init__(self, base: Base, folder: Path, name: str, limits: Limits | None = None):
         self.base = base
@@ -55,7 +55,7 @@ class Service:
         self.wake = threading.Condition(self.lock)
         self.queue: deque[Job] = deque()
         self.promises: OrderedDict[str, Job] = OrderedDict()
-        self.kept_bytes = 0  # held by the promises' results
+        self.kept_bytes = 0  # size of the kept results
         self.models: dict[str, Model] = {}
         self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
         self.closing = False
@@ -76,7 +76,7 @@ class Service:
         self.thread.start()
 
     def _require_base(self) -> None:
-        """Raises UserError: when the folder holds models over another base."""
+        """Raises UserError: when the folder holds models of another base."""
         path = self.folder / "base.json"
         if not path.exists():
             storage.write_json(path, self.base.about)
@@ -105,7 +105,7 @@ class Service:
     # ------------------------------------------------------------------ models
 
     def _restore(self) -> None:
-        """Find the models of an earlier start, and queue what their logs hold."""
+        """Find the models of an earlier start, and queue the requests in their logs."""
         for path in sorted((self.folder / "models").glob("*/model.json")):
             model = self._add_model(path.parent.name, _read_json(path))
             model.done = model.log.covered
@@ -128,7 +128,7 @@ class Service:
     ) -> str:
         """Create a model, with `load` from a checkpoint; returns the promise's id.
 
-        A request that is sent again creates nothing more.
+        A repeated request does not create another model.
         """
         self.require_session(owner, session)
         model_id = f"{session}:train:{number}"
@@ -166,7 +166,7 @@ class Service:
     def submit(self, owner: str, model_id: str, number: int | None, kind: str, content: bytes) -> str:
         """Put a request into a model's log and queue; returns the promise's id.
 
-        Raises ApiError: 400 without a number, 429 when too much waits. One with a known number is not run again.
+        Raises ApiError: 400 without a number, 429 when too many requests wait. A known number is not run again.
         """
         model = self.find_model(owner, model_id)
         if number is None or not 1 <= number < 10**9:
@@ -175,7 +175,7 @@ class Service:
             request_id = f"{model.id}:{number}"
             if number < model.next or number in model.parked:
                 return request_id
-            # The one that others wait for has room as long as the queue itself has.
+            # The request that others wait for is accepted as long as the queue itself has room.
             self._require_room(len(model.parked) if number != model.next else 0)
             entry = Entry(number, kind, content)
             try:
@@ -187,13 +187,13 @@ class Service:
         return request_id
 
     def refuse(self, owner: str, model_id: str, number: int | None) -> None:
-        """Use up the number of a request that was refused: those after it would wait for it without end."""
+        """Use up the number of a refused request: later requests would wait for it for ever."""
         model = self.models.get(model_id)
         if model is not None and model.owner == owner and number is not None and 1 <= number < 10**9:
             self.submit(owner, model_id, number, REFUSED, b"")
 
     def _park(self, model: Model, entry: Entry) -> None:
-        """Queue a request once all requests before it are queued."""
+        """Queue a request when all earlier requests are queued."""
         job = Job(f"{model.id}:{entry.number}", lambda: self._run(model, entry))
         self._keep(job)
         model.parked[entry.number] = job
@@ -212,7 +212,7 @@ class Service:
         self.wake.notify()
 
     def _keep(self, job: Job) -> None:
-        """Keep a promise, and let go the oldest ones that were kept."""
+        """Keep a promise, and drop the oldest kept ones."""
         self.promises[job.id] = job
         while len(self.promises) > KEPT_RESULTS or self.kept_bytes > KEPT_BYTES:
             oldest = next(iter(self.promises.values()))
@@ -227,7 +227,7 @@ class Service:
         job.result.set_result(result)
 
     def promise(self, owner: str, request_id: str) -> Job:
-        """Raises ApiError: 410 for one that this server does not know (any more): the client asks again."""
+        """Raises ApiError: 410 for a promise that this server does not know (any more): the client asks again."""
         job = self.promises.get(request_id)
         if job is None or not self._owns(owner, request_id):
             raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
@@ -273,7 +273,7 @@ class Service:
     # ------------------------------------------------------------------ samplers
 
     def create_sampler(self, owner: str, session: str, number: int, uri: str | None) -> str:
-        """A sampling session of the base, or of saved weights. Raises ApiError: 404 when there are none."""
+        """A sampling session for the base, or for saved weights. Raises ApiError: 404 when they do not exist."""
         self.require_session(owner, session)
         if uri is not None:
             self.path_of(owner, uri)
@@ -296,7 +296,7 @@ class Service:
         return request_id
 
     def cancel(self, owner: str, request_id: str) -> None:
-        """Forget a sample that still waits."""
+        """Drop a waiting sample."""
         with self.lock:
             job = self.promises.get(request_id)
             if job in self.queue and job.sample is not None and self._owns(owner, request_id):
@@ -315,7 +315,7 @@ class Service:
                 jobs = [self.queue.popleft()]
                 first = jobs[0]
                 if first.sample is not None:
-                    # Samples of the same weights are decoded together, also those that arrived after other requests.
+                    # Samples of the same weights are decoded together, even if other requests came between them.
                     alike = [job for job in self.queue if job.sample is not None and job.sampler == first.sampler]
                     jobs += alike
                     self.queue = deque(job for job in self.queue if job not in alike)
@@ -333,7 +333,7 @@ class Service:
         wanted = [job.sample for job in jobs if job.sample is not None]
         try:
             results = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
-        except Exception as error:  # any kind: it must end neither this thread nor a request of someone else
+        except Exception as error:  # any kind: it must not end this thread or another client's request
             if len(jobs) > 1:
                 for job in jobs:
                     self._sample([job])
@@ -370,7 +370,7 @@ class Service:
         return model.live
 
     def _make_room(self) -> None:
-        """Write models to the disk that are not in use, the longest unused first."""
+        """Write unused models to the disk, the longest unused first."""
         in_memory = [model for model in self.models.values() if model.live is not None]
         for model in sorted(in_memory, key=lambda one: one.used)[: max(0, len(in_memory) + 1 - self.limits.models)]:
             if self._snapshot(model):
@@ -380,7 +380,7 @@ class Service:
         """Run a request of the log."""
         try:
             result = self._compute(model, entry)
-        except Exception as error:  # any kind: a number whose request failed is used up all the same
+        except Exception as error:  # any kind: the number of a failed request is used up too
             result = failure(error)
         model.results[entry.number] = result
         model.done = entry.number
@@ -415,7 +415,7 @@ class Service:
         kind = "weights" if entry.kind == "save_weights" else "sampler_weights"
         name = body["name"] or f"{EPHEMERAL}{entry.number:09d}"
         folder = self.folder / "models" / model.id / kind / name
-        # A request that is run again after a restart replaces what it has written.
+        # A request that runs again after a restart replaces its earlier output.
         mark = folder.with_name(f".{name}.{entry.number}")
         if model_folder.steps(folder) and not body["overwrite"] and not mark.exists():
             raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
@@ -434,25 +434,25 @@ class Service:
         return as_json({"type": entry.kind, "sampling_session_id": sampler})
 
     def _snapshot(self, model: Model) -> bool:
-        """Write a model to the disk, and empty its log; returns whether all of it is on the disk now."""
-        # Gradients are in no snapshot: between forward_backward and optim_step there is none.
+        """Write a model to the disk, and empty its log; returns whether everything is on the disk now."""
+        # A snapshot never contains gradients: none is taken between forward_backward and optim_step.
         live = model.live
         if live is None or live.has_gradients or live.lost_gradients or live.is_broken:
             return False
         if model.done > model.log.covered:
             try:
                 live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
-            except (OSError, UserError) as error:  # what it would have covered is in the log still
+            except (OSError, UserError) as error:  # the requests are still in the log
                 warn(f"no snapshot of {model.id}: {error}")
                 return False
-            with self.lock:  # nothing is appended meanwhile
+            with self.lock:  # so that nothing is appended in the meantime
                 model.log.end_snapshot()
             model.saved_steps = live.steps
             model.results = {}
         return True
 
     def close(self) -> None:
-        """End the worker after its present request, and write what it has trained."""
+        """End the worker after its present request, and save the trained models."""
         with self.lock:
             self.closing = True
             self.wake.notify_all()

@@ -2,10 +2,10 @@
 
     Base               the model that all clients start from
     Base.adapted       a GPT that shares the base's weights and has its own adapters, or a whole copy to train
-    TrainedModel       such a GPT with its gradients and its optimizer: what a training client talks to
+    TrainedModel       such a GPT with its gradients and its optimizer, for one training client
 
-Nothing is swapped in or out: two clients' models differ in their adapters' tensors, and the tensors of the base are the
-same memory. So a client's numbers do not depend on who else trains here.
+Nothing is swapped in or out: the models of two clients differ in their adapters' tensors, and share the memory of the
+base's tensors. So a client's numbers do not depend on other clients.
 
 Legend: N rows, T tokens a row.
 """
@@ -46,7 +46,7 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class Trained:
-    """What of a model a client trains; rank 0: all of it."""
+    """The parts of a model that a client trains; rank 0: the whole model."""
 
     rank: int
     seed: int = 0
@@ -69,8 +69,8 @@ class Base:
     def __init__(self, source: Path, device: Device):
         self.source = source
         self.device = device
-        # Adapters of rank 1 that are never trained: they add exact zeros. So the base is loaded, and later sampled
-        # from, as the models over it are.
+        # Adapters of rank 1 that are never trained, and add exact zeros. So loading and sampling work for the base in
+        # the same way as for its models.
         self.model, self.tokenizer, self.meta = checkpoints.load_model(
             source, device, verified=True, prepare=[lora.NewAdapters(lambda config: Lora(1))]
         )
@@ -84,7 +84,7 @@ class Base:
             kind = HeadAdaptedGPT if trained.head else GPT
             model = kind(self.model.config, self.model.kernels)
             lora.attach(model, trained.lora)
-        # `assign` puts the base's own tensors in place of those without memory; adapters are not among them.
+        # `assign` replaces the tensors without memory by the base's tensors; adapters are not among them.
         frozen = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
         model.load_state_dict(frozen, strict=False, assign=True)
         model.rotary = self.model.rotary
@@ -103,7 +103,7 @@ class HeadAdaptedGPT(GPT):
     head_adapter: lora.Adapter
 
     def add_head_adapter(self, trained: Trained) -> None:
-        """Draw the head's adapter as the others are drawn."""
+        """Initialise the head's adapter like the others."""
         c = self.config
         self.head_adapter = lora.Adapter(c.vocab_size, c.width, Lora(trained.rank), self.device)
         generator = torch.Generator().manual_seed(trained.seed)
@@ -120,8 +120,8 @@ class HeadAdaptedGPT(GPT):
         if targets is None:
             logits = nn.functional.linear(hidden, head) + adapter(hidden)
             return soft_cap(logits.float(), self.config.logit_cap)
-        # W h + B (s A h) is one product, of the matrix (W, B) and the vector (h, s A h): the fused loss takes it as a
-        # head.
+        # W h + B (s A h) is one product, of the matrix (W, B) and the vector (h, s A h): the fused loss accepts it as
+        # a head.
         inner = nn.functional.linear(hidden, adapter.lora_A.to(hidden.dtype)) * adapter.scale  # (..., r)
         weight = torch.cat((head, adapter.lora_B.to(hidden.dtype)), dim=1)
         return read_out(torch.cat((hidden, inner), dim=-1), weight, targets, reduction, self.config, self.kernels)
@@ -132,7 +132,7 @@ class HeadAdaptedGPT(GPT):
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """Those of one step."""
+    """The settings of one step."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -148,9 +148,9 @@ class _Rows:
 
     places: list[int]  # the place of each row's datum in the request
     tokens: Tensor  # (N, T)
-    targets: Tensor  # (N, T, K), IGNORE after a sequence's end; K is 1 but for the distillation of several
+    targets: Tensor  # (N, T, K), IGNORE after a sequence's end; K is 1 except for distillation of several tokens
     weights: Tensor  # (N, T, K), 0 after a sequence's end
-    inputs: list[Tensor]  # what the loss reads, (N, T, K) each, 0 after a sequence's end
+    inputs: list[Tensor]  # inputs of the loss, (N, T, K) each, 0 after a sequence's end
 
 
 class TrainedModel:
@@ -164,12 +164,12 @@ class TrainedModel:
         self.model = base.adapted(trained)
         self.steps = 0
         self.has_gradients = False
-        self.lost_gradients = False  # some of those since the last step: a forward_backward has failed half-way
-        self.is_broken = False  # a step has made weights that are not finite
+        self.lost_gradients = False  # whether a forward_backward has failed half-way since the last step
+        self.is_broken = False  # whether a step has produced weights that are not finite
         self._start_optimizer()
 
     def _start_optimizer(self) -> None:
-        # A rate and a decay of 1: each step multiplies them by its own.
+        # A rate and a decay of 1: each step multiplies them by its settings.
         parameters = [(name, one) for name, one in self.model.named_parameters() if one.requires_grad]
         group = ParameterGroup("adamw", parameters, 1.0, weight_decay=1.0)
         self.optimizer = Optimizer(
@@ -186,13 +186,13 @@ class TrainedModel:
     ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
         """The log probability of each target and its loss, for each datum, and the sum of all losses.
 
-        With `has_backward` the gradients of the sum are added to those since the last step.
+        With `has_backward` the gradients of the sum are added to the gradients since the last step.
         """
         self._require_finite()
         token_loss, settings = find_loss(loss, settings)
         try:
             return self._forward(data, token_loss, settings, has_backward)
-        except BaseException:  # whatever it was, some micro-batches have added their gradients and others have not
+        except BaseException:  # after any error, some micro-batches have added their gradients and others have not
             self.lost_gradients |= has_backward
             raise
 
@@ -203,7 +203,7 @@ class TrainedModel:
         total = 0.0
         for rows in self._micro_batches(data, token_loss):
             with torch.set_grad_enabled(has_backward):
-                # One target a token at a time, so that the logits of all tokens are never in memory.
+                # One target per token at a time, so that the logits of all tokens are never in memory.
                 hidden = self.model.hidden(rows.tokens)
                 targets = rows.targets.unbind(-1)
                 logp = torch.stack([-self.model._read_out(hidden, one, "none") for one in targets], dim=-1)
@@ -222,8 +222,8 @@ class TrainedModel:
         return results, {"loss:sum": total}
 
     def _micro_batches(self, data: Sequence[Datum], loss: TokenLoss) -> Iterator[_Rows]:
-        """Sequences by length, the longest first, as many together as have room in `batch_tokens`."""
-        # Attention looks back only: what stands after a sequence's end changes nothing in it.
+        """Sequences in order of length, the longest first, in batches that fit `batch_tokens`."""
+        # Attention only looks back: tokens after a sequence's end do not change it.
         order = sorted(range(len(data)), key=lambda place: -len(data[place].tokens))
         while order:
             longest = len(data[order[0]].tokens)
@@ -252,8 +252,8 @@ class TrainedModel:
     def step(self, adam: AdamSettings) -> dict[str, float]:
         """One step of AdamW from the gradients since the last one; returns their norm.
 
-        Raises UserError: when there are none, or they are not finite; then nothing changes but that they are dropped.
-        Also when its settings make weights that are not finite.
+        Raises UserError: when there are no gradients, or they are not finite. Then they are dropped, and nothing else
+        changes. Also when the settings produce weights that are not finite.
         """
         self._require_finite()
         if self.lost_gradients:
@@ -264,7 +264,7 @@ class TrainedModel:
         self.has_gradients = False
         squares = self.optimizer.reduce()
         norm = squares.sqrt()
-        # A norm beyond the largest is scaled down to it, as in `train_step`.
+        # Gradients with a larger norm are scaled down to the limit, as in `train_step`.
         divisor = torch.ones_like(norm)
         if adam.grad_clip_norm > 0:
             divisor = ((norm + 1e-6) / adam.grad_clip_norm).clamp(min=1.0)
@@ -280,7 +280,7 @@ class TrainedModel:
         return {"grad_norm:mean": float(norm), "step:max": float(self.steps)}
 
     def _require_finite(self) -> None:
-        """Raises UserError: for weights of which nothing but a saved state can be loaded any more."""
+        """Raises UserError: when the weights are broken. Only loading a saved state can repair them."""
         if self.is_broken:
             raise UserError("optim_step has made weights that are not finite, by its learning_rate or eps: create a "
                             "training client from a saved state, or a new one")  # fmt: skip
@@ -318,9 +318,9 @@ class TrainedModel:
         checkpoints.commit(unfinished, final, files)
 
     def load(self, step_folder: Path, with_optimizer: bool) -> None:
-        """Take over the weights, and with them the optimizer's state, of a checkpoint that `save` has written.
+        """Load the weights, and optionally the optimizer's state, from a checkpoint of `save`.
 
-        Raises UserError: when it is damaged, or of a model with other adapters.
+        Raises UserError: when it is damaged, or belongs to a model with other adapters.
         """
         meta = model_folder.verify(step_folder)
         load_weights(self.model, step_folder)

@@ -1,8 +1,8 @@
-"""What travels between the tinker client and the server besides JSON: protocol buffers, for tensors.
+"""Protocol buffers for tensors: the tinker client and the server exchange them in addition to JSON.
 
-The client sends forward_backward in this form and accepts results with tensors in no other. The table below has the
-messages that it uses, as `number type name`. Messages are made from it when the module's first function is called, in a
-separate pool, so that they are apart from the client's where a process has both.
+The client sends forward_backward in this form, and accepts results with tensors only in this form. The table below has
+the messages that it uses, as `number type name`. The first call of a function builds the messages from it, in a
+separate pool, so that they do not collide with the client's messages if a process has both.
 """
 
 import functools
@@ -15,10 +15,10 @@ import numpy as np
 from nanochat.cli import UserError
 
 CONTENT_TYPE = "application/x-protobuf"
-MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the likeliest ones
-MAX_TOPK = 100  # likeliest tokens of a place, as targets and in results
+MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the most likely tokens
+MAX_TOPK = 100  # the most likely tokens of a place, as targets and in results
 
-# A star marks a repeated field. Enumerations and sizes are `int` here: they look the same on the wire.
+# A star marks a repeated field. Enumerations and sizes are `int` here: they have the same form on the wire.
 _MESSAGES = {
     "Tensor": "1 bytes dense, 2 SparseCsr sparse_csr, 3 int dtype, 4 int* shape",
     "SparseCsr": "1 bytes values, 2 bytes crow_indices, 3 bytes col_indices",
@@ -27,7 +27,7 @@ _MESSAGES = {
     "EncodedText": "1 bytes tokens",
     "Opaque": "1 bytes data",
     "Chunk": "1 EncodedText encoded_text, 2 Opaque image, 3 Opaque dmel",
-    "Datum": "1 Chunk* model_input, 2 NamedTensor* loss_fn_inputs",  # and spans, which no loss here reads
+    "Datum": "1 Chunk* model_input, 2 NamedTensor* loss_fn_inputs",  # spans are left out: the losses do not read them
     "NamedNumber": "1 string key, 2 double value",
     "Setting": "1 double number, 2 string text",
     "NamedSetting": "1 string key, 2 Setting value",
@@ -78,7 +78,7 @@ class Datum:
     """One sequence of a batch, with T tokens."""
 
     tokens: np.ndarray  # (T,)
-    inputs: dict[str, np.ndarray]  # what the loss reads, by name, in the shapes that the client sent
+    inputs: dict[str, np.ndarray]  # the loss's inputs by name, in the shapes that the client sent
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ForwardBackward:
     """The request of forward and of forward_backward."""
 
     model_id: str
-    number: int  # its place among the client's requests to this model
+    number: int  # its number among the client's requests to this model
     data: list[Datum]
     loss: str
     settings: dict[str, float]
@@ -94,7 +94,7 @@ class ForwardBackward:
 
 
 def read_forward_backward(content: bytes) -> ForwardBackward:
-    """Raises UserError: when the bytes are not such a request, or hold what is not text."""
+    """Raises UserError: when the bytes are not such a request, or contain something other than text tokens."""
     from google.protobuf.message import DecodeError
 
     try:
@@ -136,7 +136,7 @@ def _tensor(message: Any, what: str) -> np.ndarray:
 
 
 def _dense(message: Any, shape: tuple[int, ...], dtype: str, what: str) -> np.ndarray:
-    """A matrix in compressed rows: the client sends one so where zeros are most of it."""
+    """A matrix in compressed rows: the client sends this form if most elements are zeros."""
     values = _array(message.values, dtype, what)
     starts = _array(message.crow_indices, "<i8", what)
     columns = _array(message.col_indices, "<i8", what)
@@ -155,7 +155,7 @@ def _array(content: bytes, dtype: str, what: str) -> np.ndarray:
     size = np.dtype(dtype).itemsize
     if len(content) % size:
         raise UserError(f"{what} has {len(content)} bytes, not a multiple of {size}")
-    return np.frombuffer(content, dtype).copy()  # which torch may write to
+    return np.frombuffer(content, dtype).copy()  # a copy that torch may write to
 
 
 # ---------------------------------------------------------------------- results
@@ -165,7 +165,7 @@ def write_forward_backward(outputs: Sequence[dict[str, np.ndarray]], metrics: di
     """The result of a batch: for each datum the same fields, each a float32 array of any length."""
     record: dict[str, Any] = {"type_tag": "ArrayRecord", "num_datums": len(outputs), "fields": []}
     for name in outputs[0] if outputs else ():
-        # All of a field's arrays one after the other, and where each begins, in bytes.
+        # All arrays of a field one after the other, and the start of each, in bytes.
         arrays = [np.ascontiguousarray(one[name], "<f4") for one in outputs]
         offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
         batch = {"data": b"".join(array.tobytes() for array in arrays), "offsets": offsets.tobytes()}
@@ -181,7 +181,7 @@ def write_forward_backward(outputs: Sequence[dict[str, np.ndarray]], metrics: di
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The k likeliest tokens at n places, the likeliest first."""
+    """The k most likely tokens at n places, the most likely first."""
 
     ids: np.ndarray  # (n, k)
     logprobs: np.ndarray  # (n, k) in nats; MASKED_LOGPROB where nothing was computed
@@ -192,15 +192,15 @@ class Sampled:
     """One sampled sequence."""
 
     tokens: list[int]
-    logprobs: list[float]  # for each token, in nats, under the model as it is: at temperature 1
-    is_stopped: bool  # by a stop token or text; False: it was cut off
+    logprobs: list[float]  # for each token, in nats, at temperature 1
+    is_stopped: bool  # whether a stop token or text ended it; False: it was cut off
     likeliest: Likeliest | None = None
 
 
 def write_samples(
     sequences: Sequence[Sampled], prompt_logprobs: np.ndarray | None, prompt_likeliest: Likeliest | None
 ) -> bytes:
-    """The result of a sample; prompt_logprobs (prompt,) is NaN where there is none, as at the first token."""
+    """The result of a sample; prompt_logprobs (prompt,) is NaN where a logprob is missing, as at the first token."""
     fields: dict[str, Any] = {"sequences": [_sequence(one) for one in sequences]}
     if prompt_logprobs is not None:
         fields["prompt_logprobs"] = prompt_logprobs.astype("<f4").tobytes()
