@@ -10,7 +10,7 @@ Legend: Q questions, G samples a question.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanochat import rooms, user_code
@@ -360,7 +360,7 @@ def exchange(own: RankSamples, device: Device) -> Samples:
     Raises Interrupted: on every rank, when the sampler did on any of them. Raises Failed: on every rank, when the
     sampler, or the user's reward or environment, fails on any of them.
     """
-    shares = [RankSamples(**share) for share in gather_values(asdict(own), device)]
+    shares = [RankSamples(**share) for share in gather_values(vars(own), device)]
     for share in shares:
         if share.failed:
             raise Failed(share.failed)

@@ -33,9 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What the imports have left stays to the end: the garbage collector need not look at it again and again."""
+    """The garbage collector skips what the imports have left, to the end: a run freezes more and would thaw it all."""
     gc.collect()
     gc.freeze()
+    gc.unfreeze = lambda: None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +44,15 @@ def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Runs, checkpoints and downloads of all tests go to a temporary folder."""
     patch = pytest.MonkeyPatch()
     patch.setenv("NANOCHAT_BASE_DIR", os.fspath(tmp_path_factory.mktemp("base")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def saved_without_waiting_for_the_disk() -> Iterator[None]:
+    """Thousands of saves need not outlive a loss of power; what is synchronized, tests of the storage count."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(os, "fsync", lambda handle: None)
     yield
     patch.undo()
 
@@ -60,9 +70,8 @@ def fp32_unless_asked() -> Iterator[None]:
 
 @pytest.fixture
 def base_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty base folder for one test, and for thousands of saves, which need not reach the disk."""
+    """An empty base folder for one test."""
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
     return tmp_path
 
 

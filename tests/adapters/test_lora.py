@@ -4,7 +4,6 @@ bound, and runs that resume exactly, shard equally and leave a few kilobytes.
 The stages run as in test_stages, from its small base model.
 """
 
-import gc
 import math
 import shutil
 from collections.abc import Iterator
@@ -471,18 +470,15 @@ def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
     assert expected["base"] != expected["sft"]
     config = chat_web.Config(source="base", adapter=f"sft,theirs={tmp_path / 'peft'}", device="cpu", slots=2)
     names = chat_web.check(config)
-    try:
-        with client_of(chat_web.make_app(config, lambda error: None)) as ask:
-            listed = [one["id"] for one in ask("GET", "/v1/models").json()["data"]]
-            assert listed == names == ["nanochat-d1-base", "nanochat-d1-sft", "theirs"]
-            body = {"prompt": "Max has", "max_tokens": 12, "temperature": 0}
-            for name, stage in zip(listed, ("base", "sft", "sft"), strict=True):
-                answer = ask("POST", "/v1/completions", json={**body, "model": name}).json()
-                assert (answer["model"], answer["choices"][0]["text"]) == (name, expected[stage])
-            answer = ask("POST", "/v1/completions", json={**body, "model": "other"})
-            assert answer.status_code == 404 and "theirs" in answer.json()["error"]["message"]
-    finally:
-        gc.unfreeze()
+    with client_of(chat_web.make_app(config, lambda error: None)) as ask:
+        listed = [one["id"] for one in ask("GET", "/v1/models").json()["data"]]
+        assert listed == names == ["nanochat-d1-base", "nanochat-d1-sft", "theirs"]
+        body = {"prompt": "Max has", "max_tokens": 12, "temperature": 0}
+        for name, stage in zip(listed, ("base", "sft", "sft"), strict=True):
+            answer = ask("POST", "/v1/completions", json={**body, "model": name}).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == (name, expected[stage])
+        answer = ask("POST", "/v1/completions", json={**body, "model": "other"})
+        assert answer.status_code == 404 and "theirs" in answer.json()["error"]["message"]
     call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=base", "--num_iterations=1")
     for source, adapter, message in (
         ("sft", "sft", "was trained on base/d1/step_000020, and --source is sft/d1/step_000003"),

@@ -754,11 +754,9 @@ def test_the_largest_reply_is_written_a_little_at_a_time(monkeypatch: pytest.Mon
 def test_the_collector_of_garbage_does_not_look_through_what_was_loaded(tmp_path: Path):
     """S4: or a body with many lists would hold the event loop for as long as that takes."""
     config = chat_web.Config(source=str(checkpoint(tmp_path)), device="cpu", slots=1)
-    try:
-        with client_of(chat_web.make_app(config, lambda error: None)):
-            assert gc.get_freeze_count() > 10_000
-    finally:
-        gc.unfreeze()
+    before = gc.get_freeze_count()
+    with client_of(chat_web.make_app(config, lambda error: None)):
+        assert gc.get_freeze_count() > before + 1000
 
 
 def test_a_reader_that_stops_is_dropped_and_the_others_continue():
@@ -1354,14 +1352,11 @@ def test_a_request_is_drawn_as_the_checkpoint_says_field_by_field():
 def test_the_model_list_has_the_facts_of_the_checkpoint(tmp_path: Path):
     folder = checkpoint(tmp_path, pretraining={"data": "/home/me/books"}, tasks=["stories"], sampling={"min_p": 0.2})
     config = chat_web.Config(source=str(folder), device="cpu", slots=1, name="my model")
-    try:
-        with client_of(chat_web.make_app(config, lambda error: None)) as ask:
-            reply = ask("POST", COMPLETIONS, json={"model": "nanochat", "prompt": "a", "max_tokens": 0}).json()
-            assert reply["model"] == "my model" and reply["system_fingerprint"] == f"fp_{weights_sha256(folder)[:12]}"
-            (shown,) = ask("GET", "/v1/models").json()["data"]
-            answer = ask("GET", f"/v1/models/{shown['id']}").json()
-    finally:
-        gc.unfreeze()
+    with client_of(chat_web.make_app(config, lambda error: None)) as ask:
+        reply = ask("POST", COMPLETIONS, json={"model": "nanochat", "prompt": "a", "max_tokens": 0}).json()
+        assert reply["model"] == "my model" and reply["system_fingerprint"] == f"fp_{weights_sha256(folder)[:12]}"
+        (shown,) = ask("GET", "/v1/models").json()["data"]
+        answer = ask("GET", f"/v1/models/{shown['id']}").json()
     assert answer == shown
     facts = shown["nanochat"]
     model, _, meta = load_model(folder, "cpu")
