@@ -217,27 +217,17 @@ def test_a_model_without_a_template_holds_no_conversation(tmp_path):
     assert "chat template" in complaint(lambda: render_prompt(tokenizer, HELLO))
 
 
-# These take more time or memory than any conversation needs.
+# These take more time or memory than any conversation needs, each by another kind of operation.
 RUNAWAY = {
     "endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     "doubled by +": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "doubled by ~": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "doubled by set": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
     "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
-    "doubled list": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
     "multiplied": "{{ 'a' * 10**10 }}",
-    "replaced": "{% set x = 'a' * 90000 %}{{ x.replace('a', x) }}",
-    "replaced by a filter": "{% set x = 'a' * 90000 %}{{ x | replace('a', x) }}",
-    "indented": "{{ ('a\\n' * 40000) | indent(90000) }}",
-    "joined": "{{ range(9000) | join('a' * 90000) }}",
-    "joined items": "{{ range(9000) | map('string') | join('a' * 90000) }}",
-    "joined by a method": "{{ ('a' * 90000).join(range(9000) | map('string')) }}",
-    "wide": "{{ 'a'.ljust(10**10) }}",
+    "by a filter": "{{ range(9000) | join('a' * 90000) }}",
+    "by a method": "{% set x = 'a' * 90000 %}{{ x.replace('a', x) }}",
     "formatted": "{{ '{:9999999999}'.format(1) }}",
-    "formatted twice": "{{ '{0:{1}{1}}'.format(1, 9999) }}",
-    "percent": "{{ '%9999999999d' % 1 }}",
     "power": "{{ 9 ** (9 ** 9) }}",
-    "a text of 500 MB": "{% set x = 'a' * 500000000 %}{{ messages[0].content }}",
     "only with tools": "{% if tools %}{{ 'a' * 10**10 }}{% endif %}",
     "only in long chats": "{% if messages | length > 9 %}{{ 'a' * 10**10 }}{% endif %}",
 }
@@ -253,8 +243,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("source", RUNAWAY.values(), ids=RUNAWAY)
-def test_a_template_that_takes_too_much_is_refused_at_loading(family_folders, tmp_path, source):
-    """In both forms of a tokenizer. Without the limits these would take minutes, or all memory."""
+def test_a_template_that_takes_too_much_is_refused(source):
+    """Without the limits these would take minutes, or all memory."""
+    with pytest.raises(TemplateError, match="more work") as error:
+        try_out({"default": source})
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_that_takes_too_much_is_refused_at_loading(family_folders, tmp_path):
+    """In both forms of a tokenizer."""
+    source = RUNAWAY["multiplied"]
     folder = shutil.copytree(family_folders["qwen3"], tmp_path / "model")
     Tokenizer.load(folder).save(tmp_path)
     (folder / "chat_template.jinja").write_text(source)
@@ -263,7 +261,7 @@ def test_a_template_that_takes_too_much_is_refused_at_loading(family_folders, tm
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     for place in (folder, tmp_path):
         line = complaint(lambda place=place: Tokenizer.load(place))
-        assert "cannot be used" in line and "chat template" in line and "more work" in line and "\n" not in line
+        assert "cannot be used" in line and "chat template" in line and "more work" in line
 
 
 @pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED)

@@ -407,11 +407,12 @@ def test_humaneval_has_no_train_split(half, tmp_path):
 def test_humaneval_whole():
     task = HumanEval("test", str(DATA / "humaneval"))
     examples = [task.example(index) for index in range(len(task))]
-    nothing = [text(f"```python\ndef {e.answer['entry_point']}(*_):\n    return None\n```") for e in examples]
+    some = examples[::8]  # all are graded by one program
+    nothing = [text(f"```python\ndef {e.answer['entry_point']}(*_):\n    return None\n```") for e in some]
     with ThreadPoolExecutor(2) as threads:
         right = list(threads.map(task.grade, examples, map(reference, examples)))
-        wrong = list(threads.map(task.grade, examples, nothing))
-    assert right == [True] * 164 and wrong == [False] * 164
+        wrong = list(threads.map(task.grade, some, nothing))
+    assert right == [True] * 164 and wrong == [False] * len(some)
 
 
 # ---- Letters ---------------------------------------------------------------------------------------------
