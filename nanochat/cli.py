@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import gc
 import io
 import os
 import re
@@ -212,6 +213,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     ignore_exported_ranks()
+    atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second
     config = parse(config_type)
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
         main(config)
