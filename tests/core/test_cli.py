@@ -311,8 +311,8 @@ from dataclasses import dataclass
 from nanochat import cli
 
 class Torn:
-    def __del__(self, abort=os.abort):
-        abort()
+    def __del__(self):
+        os.abort()
 
 @dataclass
 class Config:
@@ -321,18 +321,26 @@ class Config:
 def main(config):
     global torn
     torn = Torn()
+    torn.itself = torn
     atexit.register(print, "at exit")
     print("done")
 
-cli.run(main, Config)
 """
 
 
-@pytest.mark.parametrize("job", [{}, {"TORCHELASTIC_RUN_ID": "job"}], ids=["alone", "of torchrun"])
-def test_a_done_process_of_torchrun_is_not_taken_apart(job):
+@pytest.mark.parametrize(
+    ("call", "job", "status"),
+    [
+        ("cli.run(main, Config)", {}, 0),
+        ("cli.run(main, Config)", {"TORCHELASTIC_RUN_ID": "job"}, 0),
+        ("main(Config())", {}, -signal.SIGABRT),
+    ],
+    ids=["alone", "of torchrun", "without run"],
+)
+def test_a_done_process_is_not_taken_apart(call, job, status):
     """Threads of the collective library that drop their tensors meanwhile abort it; here an object does."""
     done = subprocess.run(
-        [sys.executable, "-c", TORN_DOWN], cwd=ROOT, env={**os.environ, **job}, capture_output=True, text=True
+        [sys.executable, "-c", TORN_DOWN + call], cwd=ROOT, env={**os.environ, **job}, capture_output=True, text=True
     )
     assert done.stdout.split("\n") == ["done", "at exit", ""]
-    assert done.returncode == (0 if job else -signal.SIGABRT), done.stderr
+    assert done.returncode == status, done.stderr
