@@ -84,7 +84,7 @@ def bits_per_byte(
             bos = int(rows[0, 0])  # every row begins with it
             segments = segments_of(batch[:, :-1], bos).to(device.to_device)
         batch = device.to_device(batch)
-        inputs = batch[:, :-1].clamp(min=0)  # (B, T): IGNORE is no token
+        inputs = batch[:, :-1].clamp(min=0)  # (B, T): IGNORE is not a token
         targets = batch[:, 1:]  # (B, T)
         target_bytes = torch.where(targets == IGNORE, 0, bytes_of[targets.clamp(min=0)])
         losses = model(inputs, targets, segments=segments, reduction="none")  # (B, T)

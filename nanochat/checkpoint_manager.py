@@ -356,7 +356,7 @@ def load_model(
     trained with needs `rope_scaling`. `prepare` changes the model on its way, in order. `without_weights` leaves it on
     the meta device.
 
-    Raises UserError: when there is no such checkpoint, or it cannot be used.
+    Raises UserError: when the checkpoint does not exist, or cannot be used.
     """
     # Verified, then built: no byte of a damaged file reaches a model.
     folder = Path(source) if verified else model_folder.find_source(str(source), model_tag, step)

@@ -68,7 +68,7 @@ class Range:
 Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
 Depth = Annotated[int, Range(1, 1000)]  # layers: a million of them are built for hours before the memory is full
-Size = Annotated[int, Range(1, 10**7)]  # of what the memory holds whole
+Size = Annotated[int, Range(1, 10**7)]  # the size of something that fits the memory
 Seed = Annotated[int, Range(0, 2**62)]
 Fraction = Annotated[float, Range(0, 1)]
 
@@ -149,7 +149,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     except OSError as error:
         if error.filename is not None:
             raise
-        fail(f"standard output: {error.strerror}")  # of --help
+        fail(f"standard output: {error.strerror}")  # --help could not be printed
     except SystemExit as leaving:
         if leaving.code:
             for word in argv:
@@ -198,7 +198,7 @@ def _without_frame(text: str) -> str:
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
     text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
     sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
-    sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # of a UserError in a config
+    sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # from a UserError in a config
     for python, plain in NOT_A_NUMBER:
         sections = [re.sub(python, plain, section) for section in sections]
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))

@@ -216,7 +216,7 @@ def render_prompt(
     """Token ids of a conversation up to where the reply begins, or up to the end of a reply that the model continues.
 
     `settings` and `tools` are for a template (ChatFormat).
-    Raises UserError: when the system message and the last message by themselves are longer than `max_tokens`.
+    Raises UserError: when the system message and the last message together are longer than `max_tokens`.
     """
     ids = chat_format(tokenizer).shorten(messages, max_tokens, settings, tools).ids
     if max_tokens is not None and len(ids) > max_tokens:

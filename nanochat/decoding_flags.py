@@ -38,7 +38,7 @@ class SamplingFlags:
     seed: Annotated[int, Range(0, 2**64)] = 0
 
     def over(self, sampling: Mapping[str, Any]) -> SamplingParams:
-        """The settings of a checkpoint (`meta["sampling"]`), with those that are set in place of its own."""
+        """The settings of a checkpoint (`meta["sampling"]`), replaced by the flags that are set."""
         flags = {name: getattr(self, name) for name in NEUTRAL if getattr(self, name) is not None}
         return SamplingParams(**{**sampling, **flags, "seed": self.seed})
 

@@ -275,7 +275,7 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     ignore_exported_ranks()
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
-    # Under torchrun each process takes the device with its own number. An index chooses that of a single process.
+    # Under torchrun each process takes the device with its number. An index chooses the device of a single process.
     index = requested.partition(":")[2]
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else int(index or 0)
     if explain not in explainers:
@@ -377,7 +377,7 @@ def _set_environment(kind: str, module: ModuleType, deterministic: bool) -> None
 def _take_device(kind: str, module: ModuleType, local_rank: int, world_size: int) -> None:
     """Make an accelerator this process's own.
 
-    Raises UserError: when it does not exist, or the vendor's collectives do not serve so many processes.
+    Raises UserError: when it does not exist, or the vendor's collectives do not serve this many processes.
     """
     # The first call that needs the device would fail anyway, but not with a line that says what to change.
     count = module.device_count()

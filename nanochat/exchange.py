@@ -1,6 +1,6 @@
-"""What the ranks of a run send each other in a step of the optimizer: here the one process that sends nothing.
+"""The exchange between the ranks of a run in a step of the optimizer. This is the version for one process.
 
-The exchanges of several ranks are in parallel/: each overrides what it needs.
+The exchanges of several ranks are in parallel/; each overrides the methods that it needs.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Rows:
 
 
 class Exchange:
-    """What the ranks send each other in a step. This is the exchange of one process, which sends nothing.
+    """The exchange between the ranks in a step. This is the exchange of one process, which sends nothing.
 
     An exchange belongs to one optimizer.
     """
@@ -74,14 +74,14 @@ class Exchange:
     def reduce(self) -> list[Tensor]:
         """Fill every share's `grad` with the sum over the ranks; returns the gradients that count in this rank's norm.
 
-        What several ranks hold counts on only one of them.
+        A gradient that several ranks hold counts on only one of them.
         """
         for share in self.shares:
             share.take_gradient()
         return [share.grad for share in self.shares]
 
     def owned(self, count: int) -> slice:
-        """Which of `count` matrices this rank orthogonalises."""
+        """The matrices, out of `count`, that this rank orthogonalises."""
         return slice(0, count)
 
     def to_owners(self, stack: Any) -> Tensor:
@@ -89,8 +89,8 @@ class Exchange:
         return torch.stack([matrix.gradient() for matrix in stack.matrices])
 
     def to_holders(self, stack: Any, update: Tensor, size: Tensor) -> tuple[list[Rows], Tensor, Tensor]:
-        """The rows of the stack's matrices in this rank's shares, with their updates and sizes, from those of the
-        owned matrices, as `Muon.direction` returns them."""
+        """The rows of the stack's matrices in this rank's shares, with their updates and sizes. `update` and `size` are
+        the results of `Muon.direction` for the owned matrices."""
         return stack.matrices, update, size
 
     def send_weight(self, share: Any) -> None:
@@ -100,5 +100,5 @@ class Exchange:
         """Wait until every parameter has its new rows from all ranks."""
 
     def as_part(self, rows: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """This rank's rows of a tensor of `shape`, as a DTensor over the same memory where other ranks have others."""
+        """This rank's rows of a tensor of `shape`; a DTensor over the same memory if other ranks have other rows."""
         return rows

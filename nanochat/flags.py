@@ -38,7 +38,7 @@ class TrainFlags:
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
     activation_checkpointing: bool = False  # compute a block's activations twice to save memory
     # AdamW's second mean stays in float32 where it moves too slowly to be rounded, as in fine-tuning (optim.py).
-    optimizer_dtype: Frozen[Literal["float32", "bfloat16"]] = "float32"  # of running means; bfloat16: half, but rounded
+    optimizer_dtype: Frozen[Literal["float32", "bfloat16"]] = "float32"  # running means; bfloat16: half, but rounded
     offload_optimizer: bool = False  # keep the optimizer's state in main memory; each step copies it there and back
     hang_seconds: Positive = 600  # a rank that makes no progress for this long ends the run, which names it
     # device
@@ -130,13 +130,13 @@ class ChatFlags(StageFlags):
 
     # optimizer
     learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
-    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # of matrices, with --learning_rate
+    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
     max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
     # adapters
     lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train only adapters of this rank; 0: the model itself
     lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # adapters are multiplied by alpha / rank
     lora_rslora: Frozen[bool] = False  # multiply by alpha / sqrt(rank), for ranks of 64 and more
-    lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # of an adapter's input, in training
+    lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # dropout on an adapter's input, in training
     lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
     lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
 

@@ -1,4 +1,4 @@
-"""How a run is spread over its processes: here the layout of one process, in parallel/ those of several."""
+"""How a run is spread over its processes: the layout of one process; parallel/ has the layouts of several."""
 
 from dataclasses import dataclass
 from typing import Any, Literal

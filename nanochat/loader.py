@@ -54,7 +54,7 @@ class Position:
 
     block: int = 0  # the next one, counted within the shard
     document: int = 0  # the next one within the block
-    tokens: int = 0  # of all documents that the shard has read, whole
+    tokens: int = 0  # tokens of all documents that the shard has read completely
 
 
 @dataclass
@@ -75,7 +75,7 @@ class LoaderState:
 
     row: int  # the next row of the run, over all ranks
     shards: dict[int, ShardState]
-    shard_count: int  # of the run, over all ranks
+    shard_count: int  # number of shards of the run, over all ranks
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Flat int32 and int64 tensors, for a checkpoint."""
@@ -236,7 +236,7 @@ class Loader:
         """Read documents of shard `number` until enough of them wait."""
         shard = self._shards[number]
         while len(shard.waiting) < BUFFER_DOCUMENTS and sum(map(len, shard.waiting)) < tokens:
-            # Choose the corpus that is furthest behind its share. With weights of 0.7 and 0.3, documents of one length
+            # Choose the corpus that lags its share the most. With weights of 0.7 and 0.3, documents of one length
             # come in the order a b a a b a a b a a, 7 of 10 from a, and again.
             progress = [at.tokens / part.weight for at, part in zip(shard.positions, self._parts, strict=True)]
             part = progress.index(min(progress))

@@ -15,7 +15,7 @@ ContextMethod = Literal["auto", "yarn", "linear", "theta"]
 
 
 def with_context(config: GPTConfig, context: int, trained: int, method: ContextMethod | None) -> GPTConfig:
-    """A model's config with a context of so many tokens; beyond the `trained` one its rotary positions are scaled.
+    """A model's config with this context, in tokens; beyond the `trained` one its rotary positions are scaled.
 
     `auto`: by YaRN, or as they are scaled already. None: a longer context is refused.
     Raises UserError: when the model cannot have that context.
@@ -28,7 +28,7 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
         )
     if context == config.sequence_len:
         return config
-    # Short windows stay as long as they are. They would be a quarter of the new context.
+    # Short windows keep their length. By default they would be a quarter of the new context.
     if "S" in config.window_pattern and not config.window_tokens:
         windows = [config.window(layer) for layer in range(config.n_layer)]
         pattern = "".join("S" if window else "L" for window in windows)
@@ -53,11 +53,11 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
         return replace(longer, rope_theta=config.rope_theta * factor ** (D / max(D - 2, 1)))
     if method == "linear":
         return replace(longer, rope_scaling=RopeScaling("linear", factor))
-    # 1 and 32 turns are those that Peng et al. found for Llama, and what others read from folders that name none.
+    # 1 and 32 turns are the values that Peng et al. found for Llama, and the usual defaults for folders without values.
     scaling = RopeScaling("yarn", factor, trained, fewest_turns=1.0, most_turns=32.0, gain=_yarn_gain(factor))
     return replace(longer, rope_scaling=scaling)
 
 
 def _yarn_gain(factor: float) -> float:
-    """What YaRN multiplies cos and sin by (source: Peng et al. 2023): over more tokens attention has to be sharper."""
+    """YaRN's factor for cos and sin (source: Peng et al. 2023): over more tokens attention has to be sharper."""
     return 0.1 * math.log(factor) + 1.0

@@ -114,7 +114,7 @@ class StepLog:
         self.meter = meter
         self.due = due
         self.progress: Progress = meter.progress
-        self._stats: StepStats | None = None  # of the last step, while no log line has read it
+        self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
 
     def add(self, stats: StepStats, tokens: int) -> None:
         """Count a step of `tokens` tokens over all ranks."""
@@ -208,7 +208,7 @@ class Run:
         self.saver = Saver(stage, config, start, optimizer, steps, fingerprints, tasks)
         self.progress = self.saver.progress
         self.loader_states = self.saver.loader_states
-        self.first_step = self.progress.step  # of this process: more than 0 if it resumes
+        self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
         self.due = Due(config, self.saver, steps)
         self.meter = Meter(self.progress, start.device, token_flops)
         self.stop = Stop(start.device, self.progress.step)

@@ -68,7 +68,7 @@ class PolicyBatch:
     probabilities; None: they are not known."""
 
     rows: PackedBatch
-    advantages: Tensor  # of the sample that a target belongs to
+    advantages: Tensor  # the advantage of the sample that a target belongs to
     sample_share: Tensor  # 1 / targets of that sample: they sum to 1 over a sample
     old_logp: Tensor | None = None  # by this model, before the step's first update; None: the present ones
     reference_logp: Tensor | None = None  # by the frozen reference model, or by the teacher
@@ -98,7 +98,7 @@ class PolicyBatch:
 class PolicyLoss:
     """A row of POLICY_LOSSES: a method of reinforcement learning. Its numbers are defaults of flags."""
 
-    ratio: Callable[[Tensor, PackedBatch], Tensor]  # of log p - log p_old, (N, T) -> (N, T)
+    ratio: Callable[[Tensor, PackedBatch], Tensor]  # log p - log p_old -> r, (N, T) -> (N, T)
     objective: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]  # (log p, ratio, A, clip low, clip high)
     mean: Callable[[Tensor, PolicyBatch, int], tuple[Tensor, Tensor]]  # (objective, batch, max_tokens) -> sum, divisor
     advantages: Callable[[np.ndarray], np.ndarray]  # rewards (Q, G) -> (Q, G)
@@ -154,7 +154,7 @@ def policy_loss(
         objective = objective * torch.exp(old - batch.rows.values).clamp(max=importance_cap)
     if kl:
         # The KL pulls every token back towards the reference, even a token with A = 0. Inside the objective the
-        # advantages stay those of the task; `--kl_in reward` puts it there (chat_rl), as RLHF does.
+        # advantages still belong to the task; `--kl_in reward` puts it there (chat_rl), as RLHF does.
         assert batch.reference_logp is not None
         objective = objective - kl * kl_estimate(logp, batch.reference_logp)
     if critic is not None:
@@ -344,7 +344,8 @@ class PairLoss:
     has_scalar_head: bool = False  # trains a reward model: a second head rates the replies
     # How replies become micro-batches: (examples, tokens of a row, rows, device); None: pairs, as in preferences.py.
     batches: Callable[..., Iterator[Any]] | None = None
-    full_batch: Callable[[PackedBatch], Any] = lambda rows: PairBatch(rows, len(rows.inputs) // 2)  # of full rows
+    # Makes a batch of full rows, for the memory of a dry run.
+    full_batch: Callable[[PackedBatch], Any] = lambda rows: PairBatch(rows, len(rows.inputs) // 2)
     baseline: Callable[..., float] | None = None  # (policy, reference, examples, *sizes): a setting of each step
     stage: str = "dpo"  # whose checkpoints it writes
     lr_scale: float = 0.02

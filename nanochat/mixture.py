@@ -100,7 +100,7 @@ class Mixture:
         wheel, earlier = self._wheel(turn)
         number = int(wheel[slot])
         task = self.tasks[number]
-        draws_before = turn * int(self.slots[number]) + int(earlier[slot])  # of this task
+        draws_before = turn * int(self.slots[number]) + int(earlier[slot])  # earlier draws of this task
         epoch, place = divmod(draws_before, len(task))
         return task, int(self._order(number, epoch)[place])
 

@@ -286,7 +286,7 @@ class AdamWBatch:
     """Parameters of groups that differ only in their learning rates: an accelerator updates them in a few launches."""
 
     shares: dict[str, Share]  # by name
-    learning_rates: list[float]  # of each share
+    learning_rates: list[float]  # one per share
     first_moment: Mean  # flat: the elements of all shares in a row
     second_moment: Mean  # likewise
     betas: tuple[float, float]  # from here on the same for all
@@ -331,7 +331,7 @@ class AdamW:
             learning_rates.append(group.learning_rate)
         self.shares.update(shares)
         # Two running means for each element: of its gradient, and of its gradient's square. They take twice the memory
-        # of the weights. A rank holds only those of its shares: this is what ZeRO saves.
+        # of the weights. A rank holds only the means of its shares: this is what ZeRO saves.
         weights = [share.weight() for share in shares.values()]
         one = members[0][0]
         shape = (sum(weight.numel() for weight in weights),)

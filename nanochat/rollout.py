@@ -47,7 +47,7 @@ class Reply:
 
     tokens: list[int] = field(default_factory=list)  # with the end token: the policy must learn to end
     mask: list[int] = field(default_factory=list)  # 1 under each token that the policy chose
-    logprobs: list[float] = field(default_factory=list)  # of each token in nats, at temperature 1
+    logprobs: list[float] = field(default_factory=list)  # one per token in nats, at temperature 1
     ending: Ending = "cut off"
 
 
@@ -132,7 +132,7 @@ class Reward:
     name: str = "task"  # in the log
     weight: float = 1.0
     place: str = "task"  # what --reward names; of a model, once it is loaded, with its tag and step
-    sha256: str = ""  # of the file or the model's weights
+    sha256: str = ""  # hash of the file or the model's weights
 
     def load(self, device: Device) -> "Reward":
         """The same reward, ready to rate; all ranks call it together."""
@@ -312,7 +312,7 @@ def play(
 class RankSamples:
     """The samples that one rank has drawn, as JSON can hold them."""
 
-    questions: int  # of all ranks
+    questions: int  # number over all ranks
     group_size: int  # samples of each question
     samples: list[dict[str, Any]] = field(default_factory=list)  # the fields of Sample
     interrupted: bool = False
@@ -334,7 +334,7 @@ def sample_on_rank(
     """This rank's share of `samples` episodes of each question, with their rewards. It waits for no other rank, so any
     thread may call it.
 
-    `settings` are those of `play`; `reward_seconds` and `should_stop` are for `rewards`. A reply that is cut off is
+    `settings` are as in `play`; `reward_seconds` and `should_stop` are for `rewards`. A reply that is cut off is
     worth what its reward says. One that ends with another special token than the assistant's end is worth 0 at most.
     """
     own = RankSamples(len(questions), samples)
@@ -376,7 +376,7 @@ def exchange(own: RankSamples, device: Device) -> Samples:
 def sample_episodes(
     sampler: Sampler, tokenizer: Tokenizer, device: Device, questions: Sequence[tuple[Task, Example]], **settings: Any
 ) -> Samples:
-    """Episodes of each question by all ranks, which call it together; `settings` are those of `sample_on_rank`.
+    """Episodes of each question by all ranks, which call it together; `settings` are as in `sample_on_rank`.
 
     Raises Interrupted, Failed: as `exchange`.
     """

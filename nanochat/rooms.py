@@ -82,7 +82,7 @@ SEAMS = {
 def table(seam: str) -> dict[str, str]:
     """The rows of a seam, name -> "module:attribute", of all rooms.
 
-    Raises KeyError: when there is no such seam.
+    Raises KeyError: when the seam does not exist.
     """
     if seam not in SEAMS:
         raise KeyError(f"no seam {seam!r}: one of {sorted(SEAMS)}")

@@ -49,7 +49,7 @@ class RopeScaling:
         slowed = frequencies / self.factor
         if self.kind == "linear":
             return slowed
-        # The share of its own frequency that each pair keeps: 0 for slow pairs, 1 for fast ones.
+        # The share of its frequency that each pair keeps: 0 for slow pairs, 1 for fast ones.
         if self.kind == "llama3":
             turns = self.original_len * frequencies / (2 * math.pi)
             kept = (turns - self.fewest_turns) / (self.most_turns - self.fewest_turns)

@@ -29,10 +29,10 @@ class Sample:
     number: int  # among the samples of its question
     tokens: list[int]  # the whole conversation
     mask: list[int]  # 1 under each token that the policy chose: not the question's, not the tool's
-    logprobs: list[float]  # of each token in nats by the weights that sampled; 0 where the mask is 0
-    ending: Ending = "cut off"  # of the last reply
+    logprobs: list[float]  # one per token in nats, by the sampling weights; 0 where the mask is 0
+    ending: Ending = "cut off"  # how the last reply ended
     longest: int = 0  # tokens of the longest reply
-    parts: dict[str, float] = field(default_factory=dict)  # of the reward by name, before their weights
+    parts: dict[str, float] = field(default_factory=dict)  # parts of the reward by name, before their weights
     reward: float = 0.0  # their weighted sum
 
     def extend(self, tokens: list[int], mask: list[int], logprobs: list[float]) -> None:
@@ -46,7 +46,7 @@ class Samples:
     """The samples of a step, in groups of the G samples of each question."""
 
     groups: list[list[Sample]]
-    group_size: int  # G, also where there is no question
+    group_size: int  # G, even without a question
 
     def __iter__(self) -> Iterator[Sample]:
         for group in self.groups:
@@ -96,7 +96,7 @@ class Samples:
         if len(names) > 1:
             for name in names:
                 metrics[f"reward/{name}"] = self.grid(lambda sample, name=name: sample.parts[name]).sum() / replies
-        # Of rewards of 0 and 1 the share of questions with a right reply among the G: pass@G.
+        # With rewards of 0 and 1 this is the share of questions with a right reply among the G: pass@G.
         metrics["pass_at_k"] = rewards.max(axis=1).sum() / questions
         metrics["no_signal"] = self.without_signal / questions
         metrics["response_tokens"] = sum(sum(sample.mask) for sample in self) / replies

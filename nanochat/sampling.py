@@ -223,7 +223,7 @@ def _running_sums(rows: Tensor) -> Tensor:
 
         if not torch.are_deterministic_algorithms_enabled():
             raise
-    # Of their two kernels only the one for a single row adds up in a changing order, but torch refuses both.
+    # Only their kernel for a single row sums in a changing order, but torch refuses both kernels.
     torch.use_deterministic_algorithms(False)
     try:
         return rows.expand(2, -1).cumsum(dim=-1)[:1] if rows.size(0) == 1 else rows.cumsum(dim=-1)

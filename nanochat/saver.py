@@ -66,11 +66,11 @@ class Saver:
         if start.source is not None:
             self.meta["source"] = model_folder.short_name(start.source)
         self.progress = Progress()
-        self.loader_states: list[dict[str, Tensor]] = []  # of every rank that saved
+        self.loader_states: list[dict[str, Tensor]] = []  # one per rank that saved
         if config.resume:
             self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
         self.resumed_step = self.progress.step if self.loader_states else None
-        self.saved_step = self.resumed_step  # of the newest checkpoint
+        self.saved_step = self.resumed_step  # step of the newest checkpoint
 
     def save(self, loader_state: dict[str, Tensor]) -> Path:
         """Write a checkpoint of the present weights; returns when all ranks have written their part.

@@ -23,14 +23,14 @@ HEAD_DIM = 128
 #     steps        D / B                                                2,520
 #
 # Depth 20 has 4 times the N (435 million), so 4 times the D (5.2 billion) and twice the B (1,048,576).
-REFERENCE_WIDTH = 768  # of depth 12
+REFERENCE_WIDTH = 768  # the width of depth 12
 REFERENCE_BATCH = 524_288  # tokens: the best batch at depth 12 ...
-REFERENCE_RATIO = 12  # ... when it trains for so many tokens a scaling parameter
+REFERENCE_RATIO = 12  # ... when it trains for this many tokens per scaling parameter
 BATCH_EXPONENT = 0.383  # source: Bergsma et al. 2025, Power Lines (arXiv 2505.13738)
 # Bounds where the rules leave the sizes that they were found at: the demo's batch of 4,096 tokens is 128 times smaller
 # than the reference's.
-SMALLEST_BY_BATCH = 0.5  # of the reference rates, however small the batch
-LARGEST_DECAY = 0.1  # of a weight in one step: runs of less than about 100 steps reach it
+SMALLEST_BY_BATCH = 0.5  # smallest factor of the reference rates, for any batch size
+LARGEST_DECAY = 0.1  # largest decay of a weight in one step: runs of less than about 100 steps reach it
 # A model from elsewhere: AdamW's rate, which the stages scale down, mid-training by half and SFT to 2e-5, as usual in
 # full fine-tuning. Muon's updates are as large as AdamW's usual ones at a rate of 0.2 sqrt(width) times as much
 # (source: Liu et al. 2025, Muon is Scalable for LLM Training).
@@ -50,7 +50,7 @@ def model_config(
     An MLP of `relu2` has two matrices of 4 x width. One of `swiglu` has three of 8/3 x width, which are as many
     parameters (source: Shazeer 2020, GLU variants improve Transformer).
 
-    Raises UserError: when there is no such model.
+    Raises UserError: when such a model does not exist.
     """
     # One dial: a model grows in depth and width together, so that each rule below has one variable. Depth 12 has 6
     # heads; depth 5 has 320 of width, which is 2.5 heads: it gets 3, and a width of 384.

@@ -145,7 +145,7 @@ class Screen:
                 print(" | ".join(parts), flush=True)
 
 
-_screen: Screen | None = None  # of this process, which has one terminal
+_screen: Screen | None = None  # one per process, which has one terminal
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class Start:
     reference: Any = None  # the source's model: a frozen copy of it, or the model itself without its adapters
     reference_source: Path | None = None  # the reference's checkpoint; a teacher has another one
     adapter: dict[str, Any] | None = None  # where only adapters are trained: their settings and their base
-    ledger: Any = None  # of --dry_run: the model has no weights, and everything is counted (run/memory.py)
+    ledger: Any = None  # for --dry_run: the model has no weights, and everything is counted (run/memory.py)
 
 
 def open_device(config: TrainFlags) -> tuple[Device, Layout]:

@@ -44,7 +44,7 @@ class Stop:
         self.device = device
         self.signal = 0  # the one that stops the run, once this rank knows of it
         self.last: int | None = None  # the boundary where all ranks stop, once they agreed on it
-        self.calls = 0  # of `should_stop`: they show that long work moves
+        self.calls = 0  # number of calls of `should_stop`, which shows that long work makes progress
         self._signal_at = 0.0
         self._asked_at = 0.0
         self.token = 0  # a name that no earlier start of this job has used

@@ -22,7 +22,7 @@ from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.environment import Environment, Step
 
-MAX_TURNS = 100  # of an episode by reference replies
+MAX_TURNS = 100  # the most turns of an episode by reference replies
 
 Split = Literal["train", "test"]
 # How a reply is graded: by its text, by the letter that the model prefers, or not at all.

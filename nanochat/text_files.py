@@ -31,14 +31,14 @@ from nanochat import rooms
 from nanochat.cli import UserError
 from nanochat.log import warn
 
-DOCUMENT_BYTES = 4096  # of a .txt without separators
-MAX_DOCUMENT_BYTES = 1 << 20  # of a .txt with separators
-MAX_LINE_BYTES = 64 << 20  # of a .jsonl: a longer line is not a row
-MAX_GROUP_BYTES = 16 << 20  # of a parquet row group before it is split
-MAX_UNPACKED_RATIO = 100  # of .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
+DOCUMENT_BYTES = 4096  # a document of a .txt without separators
+MAX_DOCUMENT_BYTES = 1 << 20  # a document of a .txt with separators
+MAX_LINE_BYTES = 64 << 20  # a line of a .jsonl: a longer line is not a row
+MAX_GROUP_BYTES = 16 << 20  # a parquet row group before it is split
+MAX_UNPACKED_RATIO = 100  # for .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
 MIN_BOMB_BYTES = 64 << 20  # ... and is refused from this size on
 BATCH_ROWS = 4  # rows of a .parquet that are decoded together
-CACHE_BYTES = 128 << 20  # of blocks of one parquet file, for rows in any order
+CACHE_BYTES = 128 << 20  # blocks of one parquet file, for rows in any order
 COPY_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A line that is exactly <|endoftext|>. It begins the file, perhaps after a byte order mark, or follows a line end.
@@ -86,7 +86,7 @@ class Records:
         self.files = files
         self.fields = fields
         self.first = first
-        self.ends = list(itertools.accumulate(len(file) for file in files))  # of each file, in rows
+        self.ends = list(itertools.accumulate(len(file) for file in files))  # the end of each file, in rows
         starts = [file.starts[1:] + stop - len(file) for file, stop in zip(files, self.ends, strict=True)]
         # The first record of each block, then the number of records. Blocks outside of first ... end become empty, and
         # `unique` drops them. A block across a bound is cut there.
@@ -324,7 +324,7 @@ def _character_start(data: mmap.mmap, position: int) -> int:
 
 
 class JsonLinesFile(SpanFile):
-    """One JSON value a line; blank lines are no rows. A line is parsed when it is read."""
+    """One JSON value per line; blank lines are skipped. A line is parsed when it is read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -383,7 +383,7 @@ class ParquetFile(DataFile):
         self.lock = threading.Lock()
         # Text that is not UTF-8, and dates and numbers that Python lacks, appear only when they become rows.
         self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
-        self.rows: Iterator[Any] = iter(())  # of the row group that is being read
+        self.rows: Iterator[Any] = iter(())  # rows of the present row group
         self.place = (-1, 0)  # that row group, and the row that comes next
         with damage_in_one_line(path, "parquet file", *self.damage_errors):
             # Buffered, not pre-buffered: this takes 12 MB instead of a whole column chunk (183 MB for one of 171 MB).

@@ -84,8 +84,8 @@ TRAIN_AGAIN = "train one with `python -m scripts.tok_train`"
 class Tokenizer:
     """A byte-pair vocabulary. It never changes, so threads may share it; it can be pickled to a worker."""
 
-    format_version = 1  # of the file
-    indent: int | None = 1  # of the file's JSON
+    format_version = 1  # version of the file
+    indent: int | None = 1  # indent of the file's JSON
 
     # The rest of the code reads these. A tokenizer of another family has other values.
     vocab_size: int

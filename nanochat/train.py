@@ -37,8 +37,8 @@ class Schedule:
     steps: int
     fall: Fall = "linear"  # how the rate falls; constant: it does not
     warmup_steps: int = 40
-    warmdown_fraction: float = 0.65  # of all steps, at the end
-    final_lr: float = 0.05  # of the peak
+    warmdown_fraction: float = 0.65  # share of the steps, at the end
+    final_lr: float = 0.05  # as a share of the peak
     momentum_start: float = 0.85
     momentum_end: float = 0.95
     momentum_steps: int = 300
@@ -101,7 +101,7 @@ class Progress:
 
     step: int = 0  # finished steps
     tokens: int = 0  # consumed, over all ranks
-    seconds: float = 0.0  # of training, without evaluation and saving
+    seconds: float = 0.0  # time of training, without evaluation and saving
     skipped_steps: int = 0  # steps whose loss or gradients were not finite
     idle_steps: int = 0  # steps with nothing to learn: no target, or no gradient
     best_val_bpb: float | None = None
@@ -183,13 +183,13 @@ class StepStats:
 
     loss: Tensor  # mean nats a target, over all ranks
     targets: Tensor  # over all ranks
-    grad_norm: Tensor  # of the mean gradient a target, over all parameters, before it is clipped
+    grad_norm: Tensor  # norm of the mean gradient per target, over all parameters, before clipping
     updated: Tensor  # 1, or 0 where nothing changed: something was not finite, or there was nothing to learn
     finite: Tensor  # 1, or 0 where the loss or a gradient was not finite
 
     @classmethod
     def of_updates(cls, updates: Sequence["StepStats"]) -> "StepStats":
-        """Of a step of several updates: skipped where any of them was, idle where none changed anything."""
+        """The stats of a step of several updates: skipped if any of them was, idle if none changed anything."""
         finite = torch.stack([update.finite for update in updates]).amin()
         updated = torch.stack([update.updated for update in updates]).amax()
         return replace(updates[-1], finite=finite, updated=finite * updated)
@@ -300,7 +300,7 @@ def train_step(
     """
     # One step of 2 micro-batches on each of 2 ranks, with 900, 700, 1,000 and 400 targets:
     #
-    #     gradient of the step = (g1 + g2 + g3 + g4) / 3,000      each g is that of a SUM of losses
+    #     gradient of the step = (g1 + g2 + g3 + g4) / 3,000      each g is the gradient of a SUM of losses
     #
     # A mean for each micro-batch and then a mean of the four would weigh a token of the last one 2.5 times as much as
     # one of the third. With one sum and one count the result does not depend on how rows are dealt out.
@@ -324,7 +324,7 @@ def train_step(
     loss_sum, target_count, squares = totals.unbind()
     finite = (torch.isfinite(loss_sum) & torch.isfinite(squares)).float()
     # Where no gradient of any parameter is other than 0, such as in RL when all replies to each question are equally
-    # good, there is nothing to learn: the momentum of earlier steps alone would move every matrix by a whole step.
+    # good, there is nothing to learn: even so, the momentum of earlier steps would move every matrix by a whole step.
     updated = finite * (target_count > 0) * (squares > 0)
 
     # For the log: per target, so that runs of any batch size compare. The clamp keeps a step without a target finite.
@@ -343,7 +343,7 @@ def train_step(
 
 
 def _with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Each batch, and whether it is the last one, which shows only when there is no next one."""
+    """Each batch, and whether it is the last one, which is known only when no other batch follows."""
     iterator = iter(batches)
     batch = next(iterator, None)
     while batch is not None:
@@ -365,7 +365,7 @@ def mean_loss(
     Of a sharded model every rank must have equally many batches. `should_stop` is called before each batch.
     Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
     """
-    # A stop travels with the sums: a rank that raised alone would leave the others waiting in the collective.
+    # A stop travels with the sums: if only one rank raised, the others would wait in the collective.
     totals = torch.zeros(3, device=device.torch_device)  # sum of losses, targets, ranks that broke off
     for batch in track(batches, "evaluation"):
         if should_stop():

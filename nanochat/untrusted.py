@@ -20,7 +20,7 @@ def require_file(path: Path) -> None:
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_values: int | None = None) -> Any:
     """The content of a JSON file.
 
-    Raises ValueError: when it is no regular file, too large, no JSON, or nested too deeply.
+    Raises ValueError: when it is not a regular file, too large, not JSON, or nested too deeply.
     """
     data = _read(path, max_bytes)
     # A value follows a comma or a bracket. Those in texts count too, and are few.
@@ -33,7 +33,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_values: int | Non
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """The content of a text file. Raises ValueError: when it is no regular file, too large, or not UTF-8."""
+    """The content of a text file. Raises ValueError: when it is not a regular file, too large, or not UTF-8."""
     return _read(path, max_bytes).decode("utf-8")
 
 

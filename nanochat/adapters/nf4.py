@@ -2,7 +2,7 @@
 
 Source: Dettmers et al. 2023, QLoRA, appendix E. Trained weights are about normal, so the 16 values are quantiles of a
 normal distribution: dense around 0, where most weights are. One of them is 0 itself. A block of 64 weights shares one
-factor, its largest absolute value: an outlier spoils the resolution of its own block only.
+factor, its largest absolute value: an outlier only spoils the resolution of its block.
 
     weights            0.030   -0.012    0.001   -0.060      their largest is 0.060
     divided by it      0.500   -0.200    0.017   -1.000

@@ -1,4 +1,4 @@
-"""Tokenizers of other model families, as they are: Hugging Face's tokenizer.json behind the interface of `Tokenizer`.
+"""Tokenizers of other model families, unchanged: Hugging Face's tokenizer.json with the interface of `Tokenizer`.
 
 The `tokenizers` library encodes, with the family's own normalization, splitting and merges. Here is what it leaves
 open: which ids are special, what begins a document and ends a reply, and which bytes each id stands for.
@@ -88,7 +88,7 @@ class ImportedTokenizer(Tokenizer):
         self.special_ids = {token.content: index for index, token in added.items() if token.special}
         self._special = {token.content: token for token in added.values() if token.special}
 
-        # What they stand for.
+        # Their meanings.
         kinds = set(_types(self._content.get("decoder"))) | set(_types(self._content.get("pre_tokenizer")))
         if "ByteLevel" in kinds:
             bytes_of = _bytes_of_byte_level

@@ -43,6 +43,6 @@ def check_agreement(sampler: Sampler, model: GPT, tokenizer: Tokenizer, device: 
     if not largest <= LARGEST_GAP:
         raise Failed(
             f"--sampler: its log probabilities of a reply are {largest:.2g} nats a token from the trainer's: it has "
-            "other weights, another tokenization, or log probabilities that are not those of temperature 1"
+            "other weights, another tokenization, or log probabilities at another temperature than 1"
         )
     print0(f"sampler: its log probabilities are within {largest:.1g} nats a token of the trainer's")

@@ -146,13 +146,13 @@ class HttpSampler:
             status = error.response.status_code
             hints = {
                 401: "set NANOCHAT_API_KEY to its key",
-                404: "it has no /v1/models, and so is no server with OpenAI's API, as chat_web --for_rl is",
+                404: "it has no /v1/models, so it is not a server with OpenAI's API, as chat_web --for_rl is",
             }
             raise UserError(f"--sampler {address}: status {status}; {hints.get(status, 'look at its log')}") from error
         except httpx2.TransportError as error:
             raise UserError(f"--sampler {address}: {_words(error)}; is the server started?") from error
         except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"--sampler {address}: its /v1/models is not that of OpenAI's API") from error
+            raise UserError(f"--sampler {address}: its /v1/models does not have the form of OpenAI's API") from error
         if kind not in HAND_OVER:
             raise UserError(f"--sampler {address} is a server of {kind}: weights go to {', '.join(HAND_OVER)}")
         # More requests than slots, so that no slot is free while a request is on its way.
@@ -424,7 +424,7 @@ class HttpSampler:
         elif not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
             wrong = f"token ids outside of the vocabulary of {self.vocab_size}: it has another model"
         elif not all(logp is None or (isinstance(logp, int | float) and logp <= 1e-3) for logp in logprobs):
-            wrong = "logprobs that are no logarithms of probabilities"
+            wrong = "logprobs that are not logarithms of probabilities"
         if wrong:
             raise Failed(f"--sampler {server.address}: {wrong}")
         # The calculator's answers have no logprob: the policy did not choose them.

@@ -166,7 +166,7 @@ class Prompts(Conversations):
             check_messages(messages)
         else:
             raise UnknownForm(f"unknown form ({contents(record)}): there is no {', '.join((*LISTS, *QUESTIONS))}")
-        # An empty text stands for a reference reply that is not there.
+        # An empty text replaces a missing reference reply.
         if messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         return Example(messages, first_of(fields, ANSWERS), tools=tools_of(record), fields=fields)

@@ -299,8 +299,8 @@ LOGPROBS = ("choices", 0, "logprobs", "token_logprobs")
         (changed(*LOGPROBS, to=lambda logprobs: 1.0), "return_token_ids"),
         (changed(*TOKENS, to=lambda tokens: [True] * len(tokens)), "another model"),
         (changed(*LOGPROBS, to=lambda logprobs: [*logprobs, -1.0]), "logprobs, of at most"),
-        (changed(*LOGPROBS, to=lambda logprobs: [0.5] * len(logprobs)), "no logarithms"),
-        (changed(*LOGPROBS, to=lambda logprobs: ["x"] * len(logprobs)), "no logarithms"),
+        (changed(*LOGPROBS, to=lambda logprobs: [0.5] * len(logprobs)), "not logarithms"),
+        (changed(*LOGPROBS, to=lambda logprobs: ["x"] * len(logprobs)), "not logarithms"),
         (changed(*TOKENS, to=lambda tokens: [5000] * len(tokens)), "another model"),
         (changed("usage", "prompt_tokens", to=lambda count: count + 1), "another tokenization"),
         (lambda number, reply: 400, "refuses a request (status 400)"),
@@ -427,8 +427,8 @@ def test_a_server_of_another_kind_is_one_line(sampler, fake, fake_address, folde
     monkeypatch.setattr(fake, "reply", lambda route, body: (404, {}))
     message = complaint(lambda: open_http(fake_address, model=policy(), folder=folder))
     assert (
-        message == f"--sampler {fake_address}: status 404; it has no /v1/models, and so is no server with OpenAI's "
-        "API, as chat_web --for_rl is"
+        message == f"--sampler {fake_address}: status 404; it has no /v1/models, so it is not a server with "
+        "OpenAI's API, as chat_web --for_rl is"
     )
 
 
