@@ -33,7 +33,7 @@ TOKEN = re.compile(
 )
 
 
-# What may end an expression that is still being written, before it is a complete token.
+# Possible ends of an unfinished expression, whose last token is incomplete.
 UNFINISHED = re.compile(
     r"""(?: "[^"\\\n]* | '[^'\\\n]* | \.c?o?u?n?t? | (?:,[0-9]{3})*,[0-9]{0,2} | [eE][+-]? | = )[ \t]*\Z""",
     re.VERBOSE,
@@ -45,7 +45,7 @@ class NoAnswer(Exception):
 
 
 def calculate(expression: str) -> str | None:
-    """The value of an arithmetic expression as text; None where it is not allowed or has no value. It never raises.
+    """The value of an arithmetic expression as text; None if it is not allowed or has no value. It never raises.
 
     Allowed: whole and decimal numbers (`12`, `1,234.5`, `.5`, `2e3`), `+ - * / // % **`, signs, parentheses,
     `"text".count("x")`, and one `=` at the end. `//` and `%` round down as Python's do.
@@ -65,9 +65,9 @@ def calculate(expression: str) -> str | None:
 
 
 def can_continue(text: str) -> bool:
-    """Whether an expression that `calculate` accepts may begin with this text; False where it surely cannot.
+    """Whether an expression that `calculate` accepts may begin with this text; False if that is impossible.
 
-    A model that writes prose into a call would otherwise write on to the end of its reply.
+    Otherwise a model that writes prose into a call would continue to the end of its reply.
     """
     text = text.strip()
     if len(text) > MAX_LENGTH:
@@ -95,7 +95,7 @@ def _evaluate(node: ast.expr, depth: int) -> Fraction:
         raise NoAnswer
     match node:
         case ast.Constant(value=int() | float() as value):
-            return _checked(Fraction(repr(value)))  # the shortest decimal that names it: what was typed
+            return _checked(Fraction(repr(value)))  # the shortest decimal with this value, as it was typed
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return _evaluate(operand, depth - 1)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
@@ -132,7 +132,7 @@ OPERATIONS = {
 
 
 def _checked(value: Fraction) -> Fraction:
-    """The value, rounded where its fraction is long. Raises NoAnswer: where it is too large."""
+    """The value, rounded if its fraction is long. Raises NoAnswer: when it is too large."""
     if abs(value) >= 10**MAX_DIGITS:
         raise NoAnswer
     if value.denominator >= 10**MAX_DIGITS:
@@ -141,12 +141,12 @@ def _checked(value: Fraction) -> Fraction:
 
 
 def _rounded(value: Fraction, digits: int) -> Decimal:
-    """Raises ArithmeticError: where it is too small for MAX_DIGITS."""
+    """The value with this many digits. Raises ArithmeticError: when it is too small for MAX_DIGITS."""
     return _context(digits).divide(Decimal(value.numerator), Decimal(value.denominator))
 
 
 def _context(digits: int) -> Context:
-    """A new one for each operation, because an operation writes to its flags."""
+    """A new decimal context for each operation, because an operation writes to its flags."""
     return Context(prec=digits, Emin=-MAX_DIGITS, Emax=MAX_DIGITS, traps=[InvalidOperation, Overflow, Underflow])
 
 

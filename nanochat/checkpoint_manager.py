@@ -2,16 +2,16 @@
 
 A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON, never pickle:
 
-    model.safetensors  meta.json  tokenizer.json     what a later stage or the engine needs
-    training.json  training.rank<r>.safetensors      what only a resume needs, at any number of ranks: the state of
-                                                     optimizer, loader and random generators (storage.py)
+    model.safetensors  meta.json  tokenizer.json     for later stages and the engine
+    training.json  training.rank<r>.safetensors      for a resume, at any number of ranks: the state of the optimizer,
+                                                     the loader and the random generators (storage.py)
     manifest.json                                    size and sha256 of every other file
 
-A run that trains only adapters saves adapter.safetensors in place of model.safetensors: a few MB. Its meta.json says
-which weights they belong to, with their sha256.
+A run that trains only adapters saves adapter.safetensors instead of model.safetensors: a few MB. Its meta.json names
+the weights of their base, with the sha256.
 
-A save is atomic: a folder named `step_<n>` is complete, at whatever moment a process was killed. model_folder.py finds
-and verifies it: it compares every file with the manifest, so it also notices what a disk damaged later.
+A save is atomic: a folder named `step_<n>` is complete, no matter when a process was killed. model_folder.py finds and
+verifies it: it compares every file with the manifest, so it also notices later damage on the disk.
 """
 
 import contextlib
@@ -117,14 +117,14 @@ def save(
     decide_on_rank_zero(device, prepare)
 
     # Every rank writes its share; rank 0 also writes the model, whose sharded weights all ranks gather together. A rank
-    # that fails tells the others instead of raising at once: they would wait for it in the next collective.
+    # that fails reports it to the others instead of raising at once: they would wait for it in the next collective.
     weights = dict(whole_weights(model))
     files = {}
     failure: Exception | None = None
     try:
         with explained_full_disk(folder, needed_bytes):
             if device.is_main:
-                # What a reader must know before it builds a model: its sizes, its tokenizer, how many shares there are.
+                # The facts that a reader needs before it builds a model: sizes, tokenizer, number of shares.
                 about = {"model": asdict(model.config), "tokenizer": tokenizer.fingerprint()}
                 about |= {"version": model_folder.FORMAT_VERSION, "step": step, "world_size": device.world_size}
                 about["trained_at"] = int(time.time())
@@ -159,11 +159,10 @@ def save(
 
 
 def _retire(saved: Path, keep_last: int, keep_every: int) -> None:
-    """Delete the steps that need not stay, once the step just saved is read back and whole."""
+    """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole."""
     if not keep_last:
         return
-    # Delete nothing before the new step was read back: if the disk damages what it writes, the old steps are all
-    # there is.
+    # Read the new step back before deleting anything: if the disk damages it, only the old steps are left.
     if not model_folder.is_whole(saved):
         warn(f"{saved} is damaged as soon as it is saved: older steps are all kept, look at the disk")
         return
@@ -192,7 +191,7 @@ def write_model(
     meta: dict[str, Any],
     tokenizer_name: str = TOKENIZER_NAME,
 ) -> dict[str, Any]:
-    """Write what a later stage or the engine needs into a folder; returns the files for its manifest."""
+    """Write the files for later stages and the engine into a folder; returns them for its manifest."""
     about = {"format": "pt", "step": str(meta["step"]), "tokenizer": meta["tokenizer"]}
     weights_name = model_folder.weights_name(meta)
     return {
@@ -216,14 +215,14 @@ def publish(unfinished: Path, final: Path) -> None:
     # A step of that name is there when it was damaged, or when a run began anew. A folder cannot be replaced in one
     # operation. A kill between these two lines leaves a whole .tmp, which `clean_up` finds.
     _delete(final)
-    # The one operation that makes the checkpoint: before it there is none, after it there is a complete one.
+    # This one operation creates the checkpoint: before it there is none, after it there is a complete one.
     unfinished.rename(final)
     # Flush the parent: until then, a power failure could undo the rename.
     storage.flush(final.parent)
 
 
 def clean_up(folder: Path) -> None:
-    """Remove what a killed save left. A checkpoint that lacks only its last rename gets its name.
+    """Remove the leftovers of a killed save. A checkpoint that lacks only its last rename gets its name.
 
     One process calls it, while none saves.
     """
@@ -240,7 +239,7 @@ def clean_up(folder: Path) -> None:
 
 
 def unfinished_path(final: Path) -> Path:
-    """Where a folder is written before it gets its name."""
+    """The path at which a folder is written before it gets its name."""
     return final.with_name(final.name + ".tmp")
 
 
@@ -263,7 +262,7 @@ def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
 
 
 def load_weights(model: GPT, step_folder: Path) -> None:
-    """Copy what a verified checkpoint's run has trained into the same model; of a sharded one, this rank's rows."""
+    """Copy the trained weights of a verified checkpoint into the same model; for a sharded one, this rank's rows."""
     path = step_folder / model_folder.weights_name({"adapter": model.extension})
     with model_folder.damage_of(path):
         load_whole(model, path)
@@ -306,13 +305,13 @@ def _with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 class Preparation:
-    """What happens to a model between its file and its first use, such as new adapters. The defaults change nothing."""
+    """A change to a model between its file and its first use, such as new adapters. The defaults change nothing."""
 
     def reshape(self, model: GPT, device: Device) -> None:
         """Change the model while it is on the meta device, before it is sharded."""
 
     def reading(self, weights: Weights, config: GPTConfig, folder: Path) -> Weights:
-        """What the model's own parameters are read from, instead of `weights`."""
+        """The source from which the model's own parameters are read; by default `weights`."""
         return weights
 
     def fill(self, model: GPT) -> None:
@@ -320,7 +319,7 @@ class Preparation:
 
 
 class NewScalarHead(Preparation):
-    """Gives a model a scalar head of zeros, where it has none."""
+    """Gives a model a scalar head of zeros if it has none."""
 
     def reshape(self, model: GPT, device: Device) -> None:
         self.is_new = model.scalar_head is None
@@ -378,7 +377,7 @@ def load_model(
         # ---- the model without memory, as its weights are, then as it will be used
         # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the
         # device of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
-        # A reward model's head is missing where it was made from another model and never trained.
+        # A reward model's head is missing if it was created from another model and never trained.
         stores_head = config.scalar_head and weights.holds(SCALAR_HEAD)
         with torch.device("meta"):
             model = GPT(replace(config, scalar_head=stores_head), device.kernels)
@@ -423,7 +422,7 @@ def _read_weights(model: GPT, shapes: dict[str, torch.Size], weights: Weights) -
 def load_config(
     folder: Path, max_seq_len: int = 0, rope_scaling: ContextMethod | None = None
 ) -> tuple[GPTConfig, Tokenizer, dict[str, Any]]:
-    """What a model is without its weights, from the small files of a folder that `find_source` has found.
+    """The config, tokenizer and meta data of a model, from the small files of a folder found by `find_source`.
 
     Raises UserError: when one of them cannot be used.
     """
@@ -446,7 +445,7 @@ def load_config(
 def _require_agreement(
     folder: Path, weights: Weights, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer
 ) -> None:
-    """Compare meta data with the other files before a model is built: what they ask for could fill the memory.
+    """Compare meta data with the other files before a model is built: wrong sizes could fill the memory.
 
     Raises ValueError: when they do not belong together.
     """

@@ -42,11 +42,11 @@ class UserError(ValueError):
 
 
 class Interrupted(Exception):
-    """A stop was requested while this was under way: it has no result, on any rank."""
+    """A stop was requested during the work, which has no result on any rank."""
 
 
 class Failed(Interrupted):
-    """What is outside of the training failed, such as a user's function: the run saves, and ends with this line."""
+    """Something outside the training failed, such as a user's function: the run saves, and ends with this line."""
 
 
 # ---------------------------------------------------------------------- what an annotation states about a flag
@@ -107,7 +107,7 @@ def _metadata_of_flags(config_type: type) -> dict[str, list[Any]]:
 
 
 def _metadata(annotation: Any) -> list[Any]:
-    """What `Annotated` attaches to a type, and to its parts as in `Positive | None`."""
+    """The metadata that `Annotated` attaches to a type, and to its parts as in `Positive | None`."""
     found = list(getattr(annotation, "__metadata__", ()))
     for part in typing.get_args(annotation):
         found += _metadata(part)
@@ -205,7 +205,7 @@ def _without_frame(text: str) -> str:
 
 
 def run(main: Callable[[Config], None], config_type: type[Config], *, shows_progress: bool = False) -> None:
-    """Parse, run, and turn what a user can fix into one line on stderr and exit code 1.
+    """Parse and run. A mistake that the user can fix becomes one line on stderr and exit code 1.
 
     `shows_progress`: with bars in a terminal, and a heartbeat elsewhere (screen.py).
     """
@@ -247,7 +247,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
 
 def _leave_pipe() -> typing.NoReturn:
     """End without a word where the reader of a pipe left, as `head` does, and there was more to say."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python still flushes
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
     sys.exit(1)
 
 
@@ -264,9 +264,9 @@ def _leave_torchrun(status: Any) -> None:
 
 
 def ignore_exported_ranks() -> None:
-    """Take RANK and WORLD_SIZE out of the environment where no launcher set them, with a warning."""
-    # Guides on several nodes have both exported in the shell. A single process that believes them waits for others that
-    # never start, or prints nothing because it is not rank 0. A launcher of processes sets LOCAL_RANK as well.
+    """Remove RANK and WORLD_SIZE from the environment if no launcher set them, with a warning."""
+    # Guides for several nodes export both in the shell. A single process that reads them waits for others that never
+    # start, or prints nothing because it is not rank 0. A launcher of processes also sets LOCAL_RANK.
     if "LOCAL_RANK" in os.environ:
         return
     exported = [name for name in ("RANK", "WORLD_SIZE") if os.environ.pop(name, None) is not None]

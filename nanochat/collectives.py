@@ -1,4 +1,4 @@
-"""What all ranks agree on in a run: sums of numbers, small values, a decision of rank 0.
+"""Collectives by which all ranks agree: sums of numbers, small values, a decision of rank 0.
 
 Every rank calls a collective, in the same order; a rank that does not call it leaves the others waiting.
 """
@@ -16,7 +16,7 @@ from nanochat.device import Device
 
 
 def sum_over_ranks(tensor: Tensor, device: Device) -> Tensor:
-    """Sum a tensor over all ranks, in place, and return it. One process returns it as it is."""
+    """Sum a tensor over all ranks, in place, and return it. One process returns it unchanged."""
     if device.world_size > 1:
         dist.all_reduce(tensor)
     return tensor

@@ -42,8 +42,8 @@ Settings = Mapping[str, Any]  # variables of a family's template, such as enable
 # mask is 1 (packing.py). So the place of `<|assistant_start|>` learns to write `It is`.
 #
 # The mask has a 1 under each token that the assistant chooses: its text, its calls with their marks, and the end of its
-# turn. It has a 0 under what others write: the system, the user, the tool. Learning the tool's results would teach the
-# model to make them up. `<|assistant_start|>` has a 0 because every prompt ends with it.
+# turn. It has a 0 under the text of the others: the system, the user, the tool. Learning the tool's results would teach
+# the model to make them up. `<|assistant_start|>` has a 0 because every prompt ends with it.
 #
 # Special tokens are inserted by id. A message that spells one out is plain text (tokenizer.py), so no message can end
 # its own turn or begin the turn of another role.
@@ -78,7 +78,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model reads before its reply."""
+    """The text that a model reads before its reply."""
 
     ids: list[int]
     oldest: int  # index of the oldest message that it reads, the system message aside
@@ -137,7 +137,7 @@ def text_of(content: str | Sequence[Part]) -> str:
 
 
 def check_messages(messages: Any) -> None:
-    """Raises ValueError: for anything that is not a conversation; names the message and what is wrong with it."""
+    """Raises ValueError: for anything that is not a conversation; names the message and the mistake."""
     # Others write data sets and requests. This finds a mistake and names its message, before rendering would fail with
     # a KeyError.
     if not isinstance(messages, list) or not messages:
@@ -250,10 +250,10 @@ def fit_prompt(
     """The prompt of a chat of any length. Half of the context stays free for the reply, or less where the reply has at
     most `reply_tokens`.
 
-    The system message and the last message always stay; where they are longer than that, the reply has what is left.
+    The system message and the last message always stay; if they are longer than that, the reply gets the rest.
     """
     # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
-    # (docs/archive.md). What the model no longer reads costs less than a reply that it cannot finish.
+    # (docs/archive.md). Losing old turns costs less than a reply that the model cannot finish.
     room = min(reply_tokens or context, context // 2)
     return chat_format(tokenizer).shorten(messages, context - room, settings)
 
@@ -314,7 +314,7 @@ class TurnFormat(ChatFormat):
         settings: Settings | None = None,
         tools: Sequence[Any] | None = None,
     ) -> Prompt:
-        # A prompt is the beginning of what `render` gives for the conversation with its reply: the model has seen
+        # A prompt is the beginning of `render`'s result for the conversation with its reply: the model has seen
         # exactly this in training. A conversation that is too long loses its oldest turns, where training loses the
         # end: the reply must follow the newest question. For example:
         #
@@ -328,7 +328,7 @@ class TurnFormat(ChatFormat):
             messages = messages[:-1]
         assert messages[-1]["role"] == "user" and (len(messages) - first) % 2 == 1
 
-        # What every prompt has: the begin token, the system message, the question.
+        # Every prompt has the begin token, the system message and the question.
         head = self.render(messages[:first]).ids
         question = self.render(messages[-1:]).ids[1:]  # only the conversation has a begin token, not each turn
         question += reply

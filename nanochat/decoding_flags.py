@@ -10,7 +10,7 @@ from nanochat.cli import Range
 from nanochat.sampling import NEUTRAL, SamplingParams
 
 T = TypeVar("T")
-# A setting that is the checkpoint's own where the flag is not set.
+# A setting that takes the checkpoint's value if the flag is not set.
 Setting = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: the checkpoint's)")]
 
 

@@ -62,7 +62,7 @@ INFERENCE_NPUS = r"Ascend310"  # chips that are made for inference, by the start
 
 # `init` sets these where they are unset, before the runtime starts. docs/ascend.md says when to change one.
 NPU_ENVIRONMENT = {
-    "TASK_QUEUE_ENABLE": "2",  # prepare the next launch while one is under way
+    "TASK_QUEUE_ENABLE": "2",  # prepare the next launch during the present one
     "CPU_AFFINITY_CONF": "2",  # give the launching threads their own cores
     "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",  # less fragmentation
     "HCCL_CONNECT_TIMEOUT": "600",  # seconds that ranks wait for each other at the start; the default is 120
@@ -84,7 +84,7 @@ DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
 # Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
-# What a worker of a Ray cluster requests: one device.
+# The resources of a worker of a Ray cluster: one device.
 RAY_OPTIONS: dict[str, dict[str, Any]] = {
     "npu": {"resources": {"NPU": 1}},
     "cuda": {"num_gpus": 1},
@@ -94,7 +94,7 @@ RAY_OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Device:
-    """Where this process computes, and its place among the other processes."""
+    """The device on which this process computes, and its place among the other processes."""
 
     kind: str  # "npu", "cuda" or "cpu"
     module: ModuleType  # torch.npu, torch.cuda or torch.cpu
@@ -197,7 +197,7 @@ class Device:
         """Record what `function` launches, without running it. The function must have run before: lazy set-up inside a
         recording fails.
 
-        Returns a call that runs all of it again in one launch, over the same tensors, and what `function` returned:
+        Returns a call that replays everything in one launch, over the same tensors, and the result of `function`:
         tensors that are valid only after such a call.
         """
         # In eager mode the host launches each operator separately, and a small model's operators are shorter than
@@ -379,7 +379,7 @@ def _take_device(kind: str, module: ModuleType, local_rank: int, world_size: int
 
     Raises UserError: when it does not exist, or the vendor's collectives do not serve this many processes.
     """
-    # The first call that needs the device would fail anyway, but not with a line that says what to change.
+    # The first call that needs the device would fail anyway, but without a line that names the fix.
     count = module.device_count()
     if local_rank >= count and world_size > 1:
         raise UserError(f"process {local_rank} has no device: {count} found; lower --nproc_per_node")

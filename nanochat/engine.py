@@ -43,7 +43,7 @@ from nanochat.tokenizer import Tokenizer
 
 __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "seed_of", "uniforms"]
 
-NO_ANSWER = "error"  # what the model reads after a call that the calculator cannot answer
+NO_ANSWER = "error"  # the answer to a call that the calculator cannot compute
 
 CACHE_STEP = 64  # attended_len grows in steps of this many tokens, so that shapes repeat
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
@@ -71,14 +71,14 @@ def ending(
 
 
 class Grammar(Protocol):
-    """What one reply may contain (serve/grammar.py)."""
+    """The grammar of one reply: which tokens it may contain (serve/grammar.py)."""
 
     def allowed(self) -> Tensor:
         """The tokens that may come next, (V,) of bool on the host."""
         ...
 
     def accept(self, token: int) -> None:
-        """Take in the token that the row has drawn."""
+        """Advance by the token that the row has sampled."""
         ...
 
 
@@ -93,7 +93,7 @@ class Row:
     answers_calls: bool = True  # False: a tool call gets no answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: Collection[int] = ()  # further tokens that end the reply
-    grammar: Grammar | None = None  # what its tokens must follow
+    grammar: Grammar | None = None  # the grammar that its tokens must follow
     adapter: int = 0  # which of the engine's adapters it runs with, from 1 on; 0: none
     slot: int = -1  # its row of the cache
     made: int = 0  # new tokens so far
@@ -292,12 +292,12 @@ class Engine:
         #     2+3               [2+3]       -                                      python
         #     <|python_end|>    None        <|output_start|> 5 <|output_end|>      python
         #
-        # The next three steps take the queued tokens instead of what the model chooses.
+        # The next three steps take the queued tokens instead of the model's choices.
         #
-        # A call that the model does not close itself is closed for it: where it ends its turn inside the call (see
-        # `Slots.decode`), and where what it has written can no longer become an expression. Otherwise 4 to 7% of
-        # the demo's replies would be an open call and no text. The model reads the mark but has not
-        # chosen it, so it counts as part of the answer.
+        # If the model does not close a call, the engine closes it: when the model ends its turn inside the call (see
+        # `Slots.decode`), and when the text of the call can no longer become an expression. Otherwise 4 to 7% of the
+        # demo's replies would be an open call without text. The model reads the mark but did not choose it, so it
+        # counts as part of the answer.
         kind = "text"
         if forced:
             kind = "python_output"
@@ -333,7 +333,7 @@ class Engine:
 def _copy_weights(copied: GPT, model: GPT) -> None:
     for mine, theirs in zip(copied.parameters(), model.parameters(), strict=True):
         mine.copy_(whole(theirs))
-    for mine, theirs in zip(copied.buffers(), model.buffers(), strict=True):  # a base of 4 bits is made of them
+    for mine, theirs in zip(copied.buffers(), model.buffers(), strict=True):  # a base of 4 bits consists of buffers
         mine.copy_(theirs)
 
 
@@ -378,7 +378,7 @@ class Slots:
         )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
-        # What the device knows of each row. Kept there, a step needs nothing from the host but its launches.
+        # The state of each row, on the device. So a step needs nothing from the host except its launches.
         self.last = torch.zeros(size, dtype=torch.long, device=device)  # each row's newest token: it is fed next
         self.adapter = torch.zeros(size, dtype=torch.long, device=device)  # see Row; also of a prompt that is read
         # A random number for every token to come, drawn when the row is admitted.
@@ -386,8 +386,8 @@ class Slots:
         self.table = torch.zeros(size, len(RowSettings.numbers(SamplingParams())), device=device)
         self.seen = torch.zeros(size, config.vocab_size, dtype=torch.bool, device=device)  # for the repetition penalty
         # For settings that few requests have: allocated with the first row that needs them, read while one is running.
-        self.counts: Tensor | None = None  # (size, V) how often a token is in the reply
-        self.bias: Tensor | None = None  # (size, V) what is added to the logits
+        self.counts: Tensor | None = None  # (size, V): how often a token is in the reply
+        self.bias: Tensor | None = None  # (size, V): added to the logits
         # Made by `decode` for the running rows: their settings (None: rows came or left since) and part of the cache.
         self._settings: RowSettings | None = None
         self._running = self.cache.view(0, 0)
@@ -488,7 +488,7 @@ class Slots:
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first tokens of a slot's prompt into another slot, which then need not read them."""
+        """Copy the first tokens of a slot's prompt into another slot, which then does not have to read them."""
         self.cache.copy_rows(self._index([source]), self._index([target]), tokens)
 
     # ---- rows
@@ -545,8 +545,8 @@ class Slots:
     @torch.inference_mode()
     def release(self, ended: Collection[Row]) -> None:
         """Let rows go, wherever they are; the last running rows move into the gaps."""
-        # A move copies the row's keys and values once, which is about what one token of the row reads. A gap would cost
-        # that much at every token from then on.
+        # A move copies the row's keys and values once, which costs about as much as one token of the row. A gap would
+        # cost that much at every token from then on.
         kept = [row for row in self.rows if row not in ended]
         if len(kept) == len(self.rows):
             return
@@ -567,7 +567,7 @@ class Slots:
         self._settings = None
 
     def reset(self) -> None:
-        """Let all rows go. Raises whatever the device raises that takes no more work."""
+        """Let all rows go. Raises the error of a device that accepts no more work."""
         self.rows = []
         self._settings = None
         self.cache.position.zero_()
@@ -659,8 +659,8 @@ class Slots:
             return self._forward(self._running)
         # Recorded, a token takes 9 launches instead of 250 (depth 12, simulated NPU, docs/archive.md).
         # A recording has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
-        # power of two: few recordings are made, and each is replayed often. What a slot without a row computes is not
-        # read, and what it writes lands after its prompt, where it is written again before anything attends to it.
+        # power of two: few recordings are made, and each is replayed often. The results of a slot without a row are not
+        # read. Its writes land after its prompt, where they are overwritten before anything attends to them.
         rounded = min(1 << (B - 1).bit_length(), self.size)
         if rounded not in self._recorded:
             cache = replace(self.cache.view(0, rounded), is_recorded=True)

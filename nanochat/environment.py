@@ -26,7 +26,7 @@ from nanochat.conversation import Message, Part
 
 @dataclass(frozen=True)
 class Step:
-    """What follows a reply."""
+    """The environment's answer to a reply."""
 
     # The model answers these. Without any the episode is over. Their role is "user", or "tool" after a reply that calls
     # one.
@@ -46,14 +46,14 @@ class Environment:
         self.rng = rng
 
     def start(self) -> list[Message]:
-        """The messages that the first reply follows."""
+        """The messages before the first reply."""
         raise NotImplementedError
 
     def step(self, reply: Sequence[Part]) -> Step:
-        """What follows the model's reply."""
+        """The answer to the model's reply."""
         raise NotImplementedError
 
     def reference_reply(self) -> str | None:
-        """A reply that keeps to the rules at this point, though it may be a bad move. SFT on episodes of such replies
+        """A reply that follows the rules at this point, though it may be a bad move. SFT on episodes of such replies
         teaches a small model the form of a reply before rewards do. None: SFT has nothing to learn."""
         return None

@@ -66,7 +66,7 @@ class SourceFlags(TrainFlags):
     source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
     source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
-    # How a context longer than the source's is reached; auto: yarn, or as the source's own is.
+    # How to reach a longer context than the source's; auto: yarn, or the source's method.
     rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
 
 
@@ -93,8 +93,8 @@ class TextFlags(TrainFlags):
     value_embedding_lr: Rate | None = None  # learning rate of the value embeddings; default: by rule
     head_lr: Rate | None = None  # learning rate of the output head; default: by rule
     weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
-    warmdown_fraction: Fraction = 0.65  # last part of the run, in which the rates fall
-    fp8: Frozen[bool] = False  # the products of the blocks in 8 bits (FP8), where the device has it
+    warmdown_fraction: Fraction = 0.65  # the last part of the run, in which the rates fall
+    fp8: Frozen[bool] = False  # compute the products of the blocks in 8 bits (FP8), where the device has it
     # evaluation, device
     eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
