@@ -178,18 +178,18 @@ class ChatFlags(StageFlags):
 
 @dataclass(frozen=True)
 class EpochFlags(ChatFlags):
-    """The flags of SFT and DPO, which learn from examples as they are."""
+    """The flags of SFT and DPO, which learn from given examples."""
 
     # horizon and batch
     num_iterations: Positive = 200  # steps
     num_epochs: Epochs | None = None  # instead of --num_iterations: every example of --tasks comes once an epoch
     # Elsewhere: batch size x gradient accumulation x devices.
     target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as needed
-    val_share: Frozen[Share | None] = None  # held out of a file that has no test split; default: 0.1
+    val_share: Frozen[Share | None] = None  # held out of a file without a test split; default: 0.1
     # optimizer
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the rates fall; constant: not at all
-    warmup_ratio: Share | None = None  # first part of the run, in which the rates rise; default: at most 40 steps
-    warmdown_fraction: Fraction = 1.0  # last part of the run, in which the rates fall
+    warmup_ratio: Share | None = None  # the first part of the run, in which the rates rise; default: at most 40 steps
+    warmdown_fraction: Fraction = 1.0  # the last part of the run, in which the rates fall
 
     def __post_init__(self):
         super().__post_init__()

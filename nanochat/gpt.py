@@ -155,7 +155,7 @@ class GPTConfig:
 
 @dataclass
 class ForwardContext:
-    """What all layers of one forward pass share. It is computed once, because each piece costs launches."""
+    """Data that all layers of one forward pass share. It is computed once, because each piece costs launches."""
 
     # (T, 1, D). With a cache (B T, 1, D): its rows are at different positions, so all tokens form one row.
     cos: Tensor
@@ -224,7 +224,7 @@ class Attention(nn.Module):
         # q, k and v in one product: one launch instead of three.
         linear = kernels.qkv_linear(has_equal_heads=H == K and not config.attention_bias) or Linear
         self.qkv = linear(config.width, (H + 2 * K) * D, kernels, bias=config.attention_bias)
-        # This mixes what the heads have read, and writes it to the residual stream.
+        # This mixes the results of the heads, and writes them to the residual stream.
         self.output = Linear(H * D, config.width, kernels)
         has_norm = config.qk_norm != "none"
         self.q_norm = Norm(D, config, kernels) if has_norm else None
@@ -275,7 +275,7 @@ class Attention(nn.Module):
         return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
 
     def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What each token looks for (q), how it can be found (k), and what it hands over (v): x (B, T, C) ->
+        """Queries (what each token looks for), keys (how it is found) and values (what it passes on): x (B, T, C) ->
         q (B, T, H, D), k and v (B, T, K, D)."""
         c = self.config
         B, T, _ = x.shape
@@ -410,15 +410,15 @@ def read_out(
 
 
 class Extension(Protocol):
-    """What a room has added to a model's layers, to be trained in their place, such as adapters."""
+    """An addition by a room to a model's layers, which is trained in their place, such as adapters."""
 
     def add_to(self, model: "GPT") -> None:
         """Add the same to another model, which may be on the meta device."""
         ...
 
     def without(self, model: Any) -> Any:
-        """The model as it was before, as a function: the reference of DPO and GRPO. Its `model` is the model inside,
-        and `over(compiled)` is the same over a compiled one."""
+        """The model without the addition, as a function: the reference of DPO and GRPO. Its `model` is the model
+        inside, and `over(compiled)` is the same over a compiled model."""
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -462,7 +462,7 @@ class GPT(nn.Module):
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
         # It comes last, so that adding it to a model leaves the order of the other parameters.
         self.scalar_head = ScalarHead(config) if config.scalar_head else None
-        # What a room has added to the layers, such as adapters (adapters/lora.py); None: the model is as written here.
+        # An addition by a room to the layers, such as adapters (adapters/lora.py); None: the model is as written here.
         self.extension: Extension | None = None
         # The rotary tables are computed from the config, so checkpoints do not hold them.
         self.rotary: Tensor  # (2, sequence_len, D): cosines and sines

@@ -25,7 +25,7 @@ class Layout:
         """
 
     def exchange(self, model: Any) -> Exchange:
-        """What the ranks send each other in a step of a model that `shard` has laid out: one for each optimizer."""
+        """The exchange between the ranks in a step, for a model that `shard` has laid out: one for each optimizer."""
         return Exchange()
 
 

@@ -12,7 +12,7 @@ Five rules make training exact:
    are read from their beginning; an epoch drops and repeats nothing.
 4. *Weights.* With several corpora, a shard reads its next document from the corpus whose tokens, divided by its weight,
    are fewest. So no corpus is more than one document ahead of its share. Weights count tokens and not documents,
-   because what a model learns from a corpus depends on the number of its tokens.
+   because a corpus's effect on the model depends on the number of its tokens.
 5. *Position.* The position of a shard has three parts: its next block in each corpus, its next document in that block,
    and the documents that wait. The last part matters, because these documents are read but in no row yet. A run resumes
    at the positions of all shards, at any world size that divides their number, and loses and repeats nothing.

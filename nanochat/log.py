@@ -48,7 +48,7 @@ def warn(message: str) -> None:
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Collection[str] = ()) -> None:
     """An aligned table, on rank 0: numbers to the right, the first column and a last one called "on" to the left.
 
-    A column of `optional` is left out where no row has anything in it.
+    A column of `optional` is left out if it is empty in all rows.
     """
     kept = []
     for place, column in enumerate(columns):
@@ -70,7 +70,7 @@ def record(stage: str, tag: str | None, began: float, device: Any = None, steps:
     """Append a command that ended well, or saved and left, to `runs/commands.jsonl`: the report adds up their times.
 
     `began` is the `time.time()` at its start. `steps` are the finished steps when a training loop began and when it
-    ended: the report sees from them what belongs to one run. Only rank 0 writes.
+    ended: the report uses them to group the commands of one run. Only rank 0 writes.
     """
     if device is not None and not device.is_main:
         return
@@ -167,7 +167,7 @@ class RunLog:
             self.message(self._short_line(values, shutil.get_terminal_size().columns))
 
     def advance(self, step: int) -> None:
-        """So many steps are finished."""
+        """Move the bar to this number of finished steps."""
         self._bar.done = step
 
     def message(self, text: str) -> None:
@@ -201,7 +201,7 @@ class RunLog:
                 warn(f"tracker {name} failed and is switched off; the run continues: {error!r}")
 
     def _step_seconds(self, values: Metrics) -> float | None:
-        """What a step takes; None after the first one, which takes longer than any other."""
+        """The seconds of a step; None after the first one, which takes longer than the others."""
         speed = values["tok_per_sec"]
         if speed and values["tokens"] and values["step"] > self.start_step:
             return values["tokens"] / (values["step"] + 1) / speed
@@ -223,7 +223,7 @@ class RunLog:
         return is_evaluation or values["loss"] is None or values["step"] >= self._next_line
 
     def _short_line(self, values: Metrics, width: int) -> str:
-        """`_line` without what the bar shows, evaluations first, as far as the width reaches."""
+        """`_line` without the numbers of the bar, evaluations first, as far as the width reaches."""
         first, *parts = self._line(values).split(" | ")
         parts = [part for part in parts if not part.startswith("eta ")]
         parts.sort(key=lambda part: not part.startswith(("loss ", "val_", "eval_")))
@@ -237,7 +237,7 @@ class RunLog:
     def _line(self, values: Metrics) -> str:
         """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`
 
-        What is unknown, and a count of 0, is left out.
+        Unknown numbers, and counts of 0, are left out.
         """
         step = values["step"]
         speed = values["tok_per_sec"]

@@ -64,12 +64,12 @@ class Attendant:
         return 0.0
 
     def phase(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
-        """Within it the run does this instead of training, and may make no progress for `seconds`."""
+        """Inside it the run does this instead of training, possibly without progress for `seconds`."""
         return contextlib.nullcontext()
 
 
 class Due:
-    """What is due after the steps that are finished, by `--eval_every`, `--save_every`, `--log_every` and the end."""
+    """The work that is due after the finished steps, by `--eval_every`, `--save_every`, `--log_every` and the end."""
 
     def __init__(self, config: TrainFlags, saver: Saver, last: int):
         self.config = config
@@ -180,9 +180,9 @@ class StepLog:
 class Run:
     """A context manager around a training loop, on all ranks.
 
-    Its parts: `due` says what a turn of the loop does, `log` writes the lines of steps, `saver` holds what a checkpoint
-    says, `stop` hears signals. `progress` and `loader_states` are the checkpoint's with `--resume`. `attendants`
-    accompany the loop; the run enters them and reports its steps and phases to them.
+    Its parts: `due` decides the work of a turn of the loop, `log` writes the lines of steps, `saver` writes
+    checkpoints, `stop` receives signals. With `--resume`, `progress` and `loader_states` come from the checkpoint.
+    `attendants` accompany the loop; the run enters them and reports its steps and phases to them.
     """
 
     def __init__(
@@ -225,10 +225,10 @@ class Run:
         *,
         forward_alone: bool = False,
     ) -> Any:
-        """The model, compiled where that pays over the run's steps (run/compiling.py).
+        """The model, compiled if that pays over the run's steps (run/compiling.py).
 
-        Where micro-batches differ, `shape` (rows, tokens) is the one that is compiled for; the others stay eager. None:
-        there is one. `forward_alone`: some passes have no backward pass.
+        If micro-batches differ, only `shape` (rows, tokens) is compiled; the others stay eager. None: all have the same
+        shape. `forward_alone`: some passes have no backward pass.
         Raises UserError: when `mode` is "on" and the model cannot be compiled.
         """
         compile_model = rooms.find("attendants", "compile")
@@ -274,12 +274,12 @@ class Run:
             sys.exit(128 + self.stop.signal)  # another rank failed, has printed why, and made torchrun end this one
 
     def steps(self) -> Iterator[int]:
-        """The number of finished steps, at the top of every turn; the loop leaves where that is due."""
+        """The number of finished steps, at the top of every turn; the loop breaks when leaving is due."""
         self.meter.restart()
         while True:
             if self.progress.step - self.first_step == FREEZE_AFTER:
                 # Python's garbage collector now and then visits every object, 300,000 after the imports. Each rank does
-                # it at another moment, and all ranks wait. What is loaded now stays, so the collector can skip it
+                # it at another moment, and all ranks wait. The objects loaded so far stay: the collector can skip them
                 # (docs/archive.md).
                 gc.collect()
                 gc.freeze()
@@ -311,7 +311,7 @@ class Run:
 
     @contextlib.contextmanager
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """Report to the attendants what the run does instead of training, maybe without progress for `seconds`."""
+        """Report to the attendants work other than training, which may make no progress for `seconds`."""
         with contextlib.ExitStack() as stack:
             for attendant in self.attendants:
                 stack.enter_context(attendant.phase(name, seconds))

@@ -1,10 +1,10 @@
-"""The loss functions of the chat stages, for `train_step`: each returns a sum of losses and what to divide it by.
+"""The loss functions of the chat stages, for `train_step`: each returns a sum of losses and its divisor.
 
-SFT: cross-entropy of what the assistant writes. RL (POLICY_LOSSES): the log probability of sampled tokens, weighted by
-how much better its sample was than the others. Preferences (PAIR_LOSSES): how much more likely the better of two
+SFT: the cross-entropy of the assistant's tokens. RL (POLICY_LOSSES): the log probability of sampled tokens, weighted by
+how much better their sample was than the others. Preferences (PAIR_LOSSES): how much more likely the better of two
 replies has become than the worse one.
 
-These are the losses that teach. alignment/ has more; --loss finds them by name through rooms.py.
+These are the basic losses. alignment/ has more; --loss finds them by name through rooms.py.
 
 Legend: N rows, T tokens a row, S samples, P pairs, R replies of a batch, Q questions, G samples of a question.
 """
@@ -72,12 +72,12 @@ class PolicyBatch:
     sample_share: Tensor  # 1 / targets of that sample: they sum to 1 over a sample
     old_logp: Tensor | None = None  # by this model, before the step's first update; None: the present ones
     reference_logp: Tensor | None = None  # by the frozen reference model, or by the teacher
-    old_values: Tensor | None = None  # PPO: of the scalar head, before the step's first update (alignment/value.py)
-    returns: Tensor | None = None  # PPO: what the scalar head learns
+    old_values: Tensor | None = None  # PPO: the scalar head before the step's first update (alignment/value.py)
+    returns: Tensor | None = None  # PPO: the targets of the scalar head
 
 
-# A method is what a token gains by a change of its probability p (the objective), how the gains are averaged, and what
-# a sample's reward R is compared with (its advantage A). With r = p / p_old, o a sample, |o| its length:
+# A method has three parts: a token's gain from a change of its probability p (the objective), the mean over the gains,
+# and a comparison of a sample's reward R (its advantage A). With r = p / p_old, o a sample, |o| its length:
 #
 #     loss          a token's objective            weight of a token   divided by            A
 #     reinforce     A log p                        1 / |o|             samples               group_mean
@@ -90,8 +90,8 @@ class PolicyBatch:
 #
 # The weights matter where lengths differ. Take one sample of 2 tokens and one of 8. With 1 / |o| each sample counts
 # once: a token of the short one weighs 1/2, a token of the long one 1/8. In dapo every token weighs 1/10 of the mean.
-# The constant max_tokens in the place of |o| undoes a bias: division by |o| makes each token of a long wrong reply
-# cheap, so that a model learns to be wrong at length.
+# The constant max_tokens instead of |o| removes a bias: division by |o| makes each token of a long wrong reply cheap,
+# so a model learns to write long wrong replies.
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class PolicyLoss:
     clip_high: float = 0.2
     refills: int = 0  # how often questions without a signal are replaced
     overlong: float = 0.0  # last share of max_tokens in which the reward falls
-    # (batch, old log p) -> (N, T): a teacher judges each token in the place of the rewards.
+    # (batch, old log p) -> (N, T): a teacher judges each token instead of the rewards.
     teacher_advantages: Callable[[PolicyBatch, Tensor], Tensor] | None = None
     critic: Callable[..., Any] | None = None  # settings -> a value function that learns with the policy (value.py)
 
     def override(self, **settings: float | None) -> "PolicyLoss":
-        """With other numbers than the method's own; None keeps its own."""
+        """The method with other numbers; None keeps the method's number."""
         return replace(self, **{name: value for name, value in settings.items() if value is not None})
 
 
@@ -149,7 +149,7 @@ def policy_loss(
     objective = method.objective(logp, ratio, advantages, method.clip_low, method.clip_high)
     if importance_cap:
         # A token that the sampler drew too often counts less, one that it drew too rarely counts more: the mean is
-        # again the mean over the trainer's own samples. The cap bounds what a single rare token may weigh.
+        # again the mean over the trainer's own samples. The cap bounds the weight of a single rare token.
         assert batch.rows.values is not None
         objective = objective * torch.exp(old - batch.rows.values).clamp(max=importance_cap)
     if kl:
@@ -187,7 +187,7 @@ def log_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: flo
 def clipped_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A): no gain from moving a probability further than the clip, while a loss
     counts in full (source: Schulman et al. 2017, PPO)."""
-    # What min(r A, clip(r, 0.8, 1.2) A) does to one token. Where the clip wins, the objective is constant: no gradient.
+    # min(r A, clip(r, 0.8, 1.2) A) for one token. Where the clip wins, the objective is constant: no gradient.
     #
     #     A = +1   r = 1.5   min( 1.5,  1.2) =  1.2   already raised enough: no gradient
     #     A = +1   r = 0.5   min( 0.5,  0.8) =  0.5   fell, although it was good: raised again
@@ -232,11 +232,11 @@ def over_max_tokens(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> t
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
-    """Reward less the mean of its question (source: Liu et al. 2025, Understanding R1-Zero-Like Training)."""
+    """Reward minus the mean of its question (source: Liu et al. 2025, Understanding R1-Zero-Like Training)."""
     # The mean reward of a question is its baseline: an easy question then teaches no more than a hard one, and a group
     # in which all replies are equally good teaches nothing.
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
-    # The mean of equals is rounded: of three rewards of 0.1 it is above 0.1, and nothing would pass for a preference.
+    # The mean of equal rewards is rounded: for three rewards of 0.1 it is above 0.1, as if there were a preference.
     advantages[~has_signal(rewards)] = 0
     return advantages
 
@@ -296,7 +296,7 @@ def _add_policy_stats(
     advantages: Tensor,
     method: PolicyLoss,
 ) -> None:
-    """Add the sums of POLICY_STATS over the targets, from what the loss has computed; `change` is the ratio - 1."""
+    """Add the sums of POLICY_STATS over the targets, from the loss's tensors; `change` is the ratio - 1."""
     is_target = (batch.rows.targets != IGNORE).float()
     none = torch.zeros_like(logp)
     # The mean of -log p over samples of a policy is its entropy.
@@ -311,7 +311,7 @@ def _add_policy_stats(
 
 
 def mean_policy_stats(stats: Tensor, device: Device) -> dict[str, float]:
-    """POLICY_STATS but the first, as means over the tokens of all ranks; `stats` (5,) are one rank's sums."""
+    """POLICY_STATS except the first, as means over the tokens of all ranks; `stats` (5,) are one rank's sums."""
     tokens, *sums = sum_over_ranks(stats, device).tolist()
     return {name: total / max(1, tokens) for name, total in zip(POLICY_STATS[1:], sums, strict=True)}
 
@@ -326,7 +326,7 @@ class PairBatch:
 
     rows: PackedBatch
     pairs: int
-    reference_logp: Tensor | None = None  # (P, 2), of each reply's targets together, under the frozen reference model
+    reference_logp: Tensor | None = None  # (P, 2): sum over each reply's targets, under the frozen reference model
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -347,7 +347,7 @@ class PairLoss:
     # Makes a batch of full rows, for the memory of a dry run.
     full_batch: Callable[[PackedBatch], Any] = lambda rows: PairBatch(rows, len(rows.inputs) // 2)
     baseline: Callable[..., float] | None = None  # (policy, reference, examples, *sizes): a setting of each step
-    stage: str = "dpo"  # whose checkpoints it writes
+    stage: str = "dpo"  # the stage of its checkpoints
     lr_scale: float = 0.02
     adapter_rate: float = 1e-5
 
@@ -419,7 +419,7 @@ def sum_over_pairs(
 ) -> tuple[Tensor, Tensor]:
     """The sum over the pairs that count, and their number. losses (P,), rewards and logp (P, 2)."""
     targets = reply_targets(batch)
-    # Padding may hold pairs without a target; they weigh nothing in the sum, and nothing in what it is divided by.
+    # Padding may hold pairs without a target; they count neither in the sum nor in its divisor.
     counts = (targets.amin(dim=1) > 0).float()  # (P,)
     if sft_weight:
         # The mean cross-entropy of the chosen reply holds its probability up.
@@ -433,7 +433,7 @@ def sum_over_pairs(
 
 def mean_reply_stats(stats: Tensor, device: Device) -> dict[str, float]:
     """The share of replies on the right side, and the mean reward of each kind; `stats` (5,) are one rank's sums of
-    REPLY_STATS. What no reply was measured for is left out."""
+    REPLY_STATS. Values without a measured reply are left out."""
     chosen, rejected, accurate, chosen_reward, rejected_reward = sum_over_ranks(stats, device).tolist()
     means = {}
     if chosen or rejected:
@@ -453,7 +453,7 @@ def reply_logp(model: Any, batch: Any) -> Tensor:
 
 
 def reply_targets(batch: Any) -> Tensor:
-    """How many targets each reply has, in the shape of the batch."""
+    """The number of targets of each reply, in the shape of the batch."""
     return by_reply((batch.rows.targets != IGNORE).float(), batch)
 
 

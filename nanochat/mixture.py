@@ -25,11 +25,11 @@ from nanochat.tokenizer import Tokenizer
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
-FIRST_EXAMPLES = 100  # a run ends where the model can learn nothing from any of them
+FIRST_EXAMPLES = 100  # a run ends if the model can learn nothing from any of them
 
 
 def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", "rl", "dpo"] = "sft") -> str:
-    """What --tasks is by default for a model pretrained on `--data pretraining_data`, of tasks that the hub has."""
+    """The default of --tasks for a model pretrained on `--data pretraining_data`, from tasks that the hub has."""
     return rooms.find("default tasks", stage)(pretraining_data, hub)
 
 
@@ -43,7 +43,7 @@ def open_mixture(
     val_share: float | None = None,
     by_epoch: bool = False,
 ) -> "Mixture":
-    """The mixture that a --tasks flag describes; `files` is what its files hold.
+    """The mixture that a --tasks flag describes; `files` is the content of its files.
 
     `bad_records`: skip a record that is something else, with a warning, or fail. `val_share`: see `open_task`; with 0,
     the test mixture leaves out tasks without a test split. `by_epoch`: all examples of all tasks come once before any
@@ -130,7 +130,7 @@ class Mixture:
         example = task.example(number)
         before = self.before(index, task, example)
         chat = self._render(tokenizer, task, number, [*before, *example.messages], example.tools, max_tokens)
-        if chat.cut and before:  # without what came before it, it is more likely to fit
+        if chat.cut and before:  # without the earlier messages it is more likely to fit
             return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
         return chat
 
@@ -198,7 +198,7 @@ class EpochMixture(Mixture):
 
     def draw(self, index: int) -> tuple[Task, int]:
         epoch, place = divmod(index, len(self))
-        number = int(self._order(0, epoch)[place])  # in the list
+        number = int(self._order(0, epoch)[place])  # number in the list
         for task in self.tasks:
             if number < len(task):
                 return task, number

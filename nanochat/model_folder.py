@@ -1,8 +1,8 @@
-"""The folder of a model: found by what `--source` names, verified, and what its small files say.
+"""The folder of a model: find it from `--source`, verify it, and read its small files.
 
-It is a step of one of our runs (checkpoint_manager.py lists its files). A folder without a manifest of ours is shown to
-the readers of other formats (rooms.py), such as Hugging Face's. A folder that holds only adapters has a base: another
-folder, whose weights they belong to.
+It is a step of one of our runs (checkpoint_manager.py lists its files). A folder without our manifest goes to the
+readers of other formats (rooms.py), such as Hugging Face's. A folder that holds only adapters has a base: another
+folder, to whose weights they belong.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ MAX_TASKS = 1000
 MAX_NAME = 4096  # characters of a task's name, or of the path of the pretraining data
 MAX_TIME = 2**40  # seconds since 1970
 
-# What a parser raises for a file that is damaged, or is not ours.
+# The errors of a parser for a file that is damaged, or is not ours.
 UNREADABLE = (
     OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError, SafetensorError,
 )  # fmt: skip
 
 
 class DamagedCheckpoint(UserError):
-    """A checkpoint whose files are not what was saved; `what` says which one, without the hint."""
+    """A checkpoint whose files have changed since they were saved; `what` names the file, without the hint."""
 
     def __init__(self, what: str):
         super().__init__(f"{what}: train it again, or name an older --step")
@@ -46,10 +46,10 @@ class DamagedCheckpoint(UserError):
 
 @contextlib.contextmanager
 def damage_of(path: Path) -> Iterator[None]:
-    """Raises DamagedCheckpoint, naming the path, for whatever a parser raises in the block."""
+    """Raises DamagedCheckpoint, which names the path, for every error of a parser in the block."""
     try:
         yield
-    except UserError:  # it says what to do already
+    except UserError:  # its message already names the fix
         raise
     except UNREADABLE as error:
         # A hostile file can put megabytes into a parser's message.
@@ -91,11 +91,11 @@ class FolderFormat(Protocol):
     def is_folder(self, path: Path) -> bool: ...
 
     def check(self, folder: Path) -> None:
-        """Read what is quick to read. Raises UserError or ValueError: when it cannot be used."""
+        """Read the files that are quick to read. Raises UserError or ValueError: when the folder cannot be used."""
         ...
 
     def holds_adapters(self, folder: Path) -> bool:
-        """Whether the folder holds only what is added to the weights of a base."""
+        """Whether the folder holds only additions to the weights of a base."""
         ...
 
     def described_by(self, folder: Path) -> Path:
@@ -170,7 +170,7 @@ OURS = OurFormat()
 
 
 def format_of(folder: Path) -> FolderFormat:
-    """The format of a folder; ours where nobody knows it, so that our reader says what is missing."""
+    """The format of a folder; ours if it is unknown, so that our reader reports what is missing."""
     if not OURS.is_folder(folder):
         for name in rooms.names("folders"):
             known = rooms.find("folders", name)
@@ -185,7 +185,7 @@ def is_foreign(folder: Path) -> bool:
 
 
 def lineage(folder: Path) -> list[Path]:
-    """A checkpoint and, where it holds adapters, what they were trained on, and so on down to whole weights.
+    """A checkpoint and, if it holds adapters, their base, and so on down to whole weights.
 
     Raises UserError: when a base is missing, or is not the one that its adapters were trained on.
     """
@@ -213,7 +213,7 @@ def find_source(
     without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
     `flag` precedes the source in the messages.
 
-    Raises UserError: when there is none.
+    Raises UserError: when it does not exist.
     """
     # Rank 0 decides for all: ranks that each looked could find different steps while a run still saves, and
     # each would read every file.
@@ -230,8 +230,8 @@ def find_source(
 
 
 def find_folder(source: str, model_tag: str | None, step: int | None, flag: str = "--source ") -> Path:
-    """`find_source` of one folder: what its adapters belong to is not looked at."""
-    # A stage, its tag, its step: what is not given is chosen here.
+    """`find_source` for one folder, without a look at the base of its adapters."""
+    # A stage, its tag, its step: choose the parts that are not given.
     if source == "auto":
         source = "base"
         for stage in paths.STAGES:  # in the order in which they are trained
@@ -372,7 +372,7 @@ def is_whole(step_folder: Path) -> bool:
 
 def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that is whole, with its meta data; damaged ones are passed over with a warning."""
-    # Only what is tried is read: in the usual case that is one step, however many there are.
+    # Read only the steps that are tried: usually that is one step, whatever their number.
     left = steps(folder)
     while left:
         path = step_path(folder, left.pop())
@@ -384,7 +384,7 @@ def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 
 def weights_name(meta: dict[str, Any]) -> str:
-    """The file of what a checkpoint's run has trained."""
+    """The file with the trained weights of a checkpoint."""
     return "model.safetensors" if meta.get("adapter") is None else "adapter.safetensors"
 
 
@@ -404,9 +404,9 @@ def stored_dtype(step_folder: Path) -> torch.dtype:
 
 
 def facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """What a server, its page and the terminal chat read of a checkpoint, checked; older ones lack some of it.
+    """The facts about a checkpoint for a server, its page and the terminal chat, checked; older ones lack some facts.
 
-    Raises ValueError: for what no checkpoint of ours contains.
+    Raises ValueError: for facts that our checkpoints never contain.
     """
     params = asdict(CHAT_SAMPLING if "sampling" not in meta else read_settings(meta["sampling"]))
     stage = meta.get("stage", "model")

@@ -23,7 +23,7 @@ from nanochat.cli import UserError
 WeightFormat = Literal["auto", "fp16"]
 NO_FP16 = "--weights fp16 is for products in fp32 on an x86 CPU: add --dtype float32 there, or leave it out"
 
-SMALLEST_CHUNK = 256  # tokens whose logits are computed at a time, at least
+SMALLEST_CHUNK = 256  # the smallest number of tokens whose logits are computed at a time
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class TorchKernels:
 
     def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
         """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs) in the dtype of x. `cast` is the
-        weight in that dtype, where it is at hand."""
+        weight in that dtype, if it exists already."""
         return F.linear(x, weight.to(x.dtype))
 
     def cast_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """A context in which a GPT's products read weights that were cast together, where that is faster."""
+        """A context in which a GPT's products read weights that were cast together, if that is faster."""
         return contextlib.nullcontext()
 
     def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class TorchKernels:
     # ------------------------------------------------------------------ attention
 
     def qkv_linear(self, has_equal_heads: bool) -> Any:
-        """The class of the linear layer that makes queries, keys and values; None: the model's `Linear`."""
+        """The class of the linear layer that computes queries, keys and values; None: the model's `Linear`."""
         return None
 
     def queries_keys_values(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -123,14 +123,14 @@ class TorchKernels:
 
         H is a multiple of K. With `segments` the documents of a row do not attend to each other.
         """
-        # The fused operator knows neither windows nor documents: blocks of the row do. A window as long as the row
+        # The fused operator supports neither windows nor documents; blocks of the row do. A window as long as the row
         # restricts nothing.
         if 0 < window < q.size(1) or segments is not None:
             return blockwise_attention(q, k, v, scale=scale, window=window, segments=segments)
         return fused_attention(q, k, v, scale=scale, is_causal=True)
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
-        """The mask as `cached_attention` takes it; called once per forward pass and window, not once per layer."""
+        """The mask in the form for `cached_attention`; called once per forward pass and window, not once per layer."""
         return mask
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
