@@ -75,23 +75,23 @@ class Mean:
     def __init__(self, shape: tuple[int, ...], portion: float, device: torch.device, kept_as: StateFormat):
         dtype = kept_as.dtype if portion >= SMALLEST_BF16_PORTION else torch.float32
         place = torch.device("cpu") if kept_as.in_main_memory else device
-        # The system never moves pinned memory: the device copies from and to it while the host goes on.
+        # The system never moves pinned memory: the device copies from and to it while the host continues.
         self.kept = torch.zeros(shape, dtype=dtype, device=place, pin_memory=place != device)
         self.device = device
 
     def load(self) -> Tensor:
-        """The mean in fp32 on the device. It is the kept tensor itself where that has this form."""
+        """The mean in fp32 on the device. If the kept tensor has this form, it is that tensor itself."""
         return self.kept.to(self.device, non_blocking=True).float()
 
     def store(self, mean: Tensor) -> None:
-        """Keep what `load` has returned, after its step."""
+        """Keep the mean that `load` has returned, after its step."""
         if mean is not self.kept:
             self.kept.copy_(mean.to(self.kept.dtype), non_blocking=True)
 
 
 # ---------------------------------------------------------------------- Muon
 
-# Polar Express: a polynomial a x + b x^3 + c x^5 for each step, each the best one for what the steps before have left.
+# Polar Express: a polynomial a x + b x^3 + c x^5 for each step, each the best one for the result of the earlier steps.
 # These five take every singular value from 1e-3 of the norm up to 1 within 15%. They include the safety factor of 1.02
 # for bf16. Source: Amsel et al. 2025, The Polar Express (arXiv 2505.16932).
 # Single singular values on their way through the five steps:
@@ -297,7 +297,7 @@ class AdamWBatch:
 class AdamW:
     """AdamW (source: Loshchilov and Hutter 2019, Decoupled weight decay regularization).
 
-    One rule serves all groups: the count of steps, and what follows from it, is the same for each.
+    One rule serves all groups: they share the count of steps and the values computed from it.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class AdamW:
         self.shares: dict[str, Share] = {}
         # The count of steps is a tensor on the device, because the host does not know which steps were skipped.
         self.steps = torch.zeros(1, device=groups[0].parameters[0][1].device)
-        # The parameters of each batch, by what they must have in common.
+        # The parameters of each batch, by the properties that they must have in common.
         together: dict[tuple[Any, ...], list[tuple[ParameterGroup, str, nn.Parameter]]] = {}
         elements = 0
         for group in groups:
@@ -452,7 +452,7 @@ class Optimizer:
         """Update the weights from the gradients that `reduce` has summed, then drop the gradients.
 
         `targets`, a 0-D fp32 tensor on the device, is the count over all ranks that the sums are divided by.
-        `ok`, likewise, is 1 to update and 0 to leave every parameter and every state byte as it is.
+        `ok`, likewise, is 1 to update and 0 to change no parameter and no state byte.
         """
         # A step without a target is skipped by `ok`; the clamp keeps its numbers finite.
         divisor = targets.clamp(min=1.0) / self.exchange.divided_by

@@ -165,7 +165,7 @@ def pack_pairs(
     # Fill the micro-batches of this rank with their sequences.
     empty: list[list[int]] = [[] for _ in range(rows)]
     for members in micros[rank::world_size] or [empty]:
-        # Number the sequences anew: a pair's two numbers stay neighbours.
+        # Number the sequences again: a pair's two numbers stay neighbours.
         present = sorted(i for row in members for i in row)
         number = {i: n for n, i in enumerate(present)}
         renumbered = [[number[i] for i in row] for row in members]

@@ -76,7 +76,7 @@ def _stage(stage: str) -> str:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the file's name to an OSError in the block: one of a write, a flush or a close has none."""
+    """Add the file's name to an OSError in the block: errors of write, flush and close lack it."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ _locks: dict[Path, IO[str]] = {}  # held by this process
 def lock(folder: Path, flag: str = "--model_tag") -> None:
     """Keep other processes out of a run's folder until `unlock`, or until this process ends.
 
-    Raises UserError: when another one trains there; `flag` chooses another folder.
+    Raises UserError: when another process trains there; `flag` chooses another folder.
     """
     if folder in _locks:
         return
@@ -116,7 +116,7 @@ def lock(folder: Path, flag: str = "--model_tag") -> None:
 
 
 def open_lock(path: Path) -> IO[str]:
-    """Open a file for `flock`, made where it is missing.
+    """Open a file for `flock`, and create it if it is missing.
 
     Raises UserError: when it is a link: its author would choose a file for us to overwrite.
     """

@@ -1,4 +1,4 @@
-"""Which code computed: the versions of what is installed, and the commit of a checkout."""
+"""Which code computed a result: the versions of the installed packages, and the commit of a checkout."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of this checkout, `-dirty` where files differ from it; "unknown" outside a git repository."""
+    """The commit of this checkout, with `-dirty` if files differ from it; "unknown" outside a git repository."""
     root = Path(__file__).resolve().parents[1]
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     if (root / ".git").exists():

@@ -1,10 +1,10 @@
 """Samples for reinforcement learning: questions in, conversations with rewards and advantages out. A step of chat_rl:
 
-    1. sample      G episodes of each of Q questions, by the policy as it is now        `play`
+    1. sample      G episodes of each of Q questions, with the present policy           `play`
     2. reward      by their tasks, such as 1 if right, or by functions and models       `Environment.step`, `Reward`
-    3. pack        the samples in rows, and what the policy and a reference think       samples.py
+    3. pack        the samples into rows, with log probabilities of policy, reference   samples.py
     4. compare     an advantage for each sample: its reward against the others'         samples.py, losses.py
-    5. learn       tokens of samples with a positive advantage become likelier          losses.py
+    5. learn       tokens of samples with a positive advantage become more likely       losses.py
 
 Legend: Q questions, G samples a question.
 """
@@ -43,7 +43,7 @@ def never() -> bool:
 
 @dataclass
 class Reply:
-    """What a sampler returns for a prompt. The tokens are those that were sampled: text is never encoded again."""
+    """A sampler's reply to a prompt. It keeps the sampled tokens: text is never encoded again."""
 
     tokens: list[int] = field(default_factory=list)  # with the end token: the policy must learn to end
     mask: list[int] = field(default_factory=list)  # 1 under each token that the policy chose
@@ -95,7 +95,7 @@ class EngineSampler:
 def sampler_kind(flag: str) -> Any:
     """The class of the sampler that `--sampler` names, other than this process's engine.
 
-    Raises UserError: when there is none of this kind, or it needs a package that is missing.
+    Raises UserError: when this kind does not exist, or it needs a package that is missing.
     """
     kind = flag.partition(":")[0]
     if kind not in rooms.names("samplers"):
@@ -108,7 +108,7 @@ def sampler_kind(flag: str) -> Any:
 
 
 def check_gap(gap: float, staleness: int) -> None:
-    """Warn when the samples of a step do not have the log probabilities that the trainer computes for them.
+    """Warn when the sampler's log probabilities of a step differ from the trainer's.
 
     `gap` is the mean difference in nats a token; older weights have a larger one.
     """
@@ -126,12 +126,12 @@ def check_gap(gap: float, staleness: int) -> None:
 
 @dataclass(frozen=True)
 class Reward:
-    """A part of a sample's reward. This one is what the task or its environment gave, such as 1 if right, the default
-    of --reward; alignment/rewards.py has functions of the user's and reward models."""
+    """A part of a sample's reward. This one is the reward of the task or its environment, such as 1 if right, the
+    default of --reward; alignment/rewards.py has users' functions and reward models."""
 
     name: str = "task"  # in the log
     weight: float = 1.0
-    place: str = "task"  # what --reward names; of a model, once it is loaded, with its tag and step
+    place: str = "task"  # the entry of --reward; for a loaded model, with its tag and step
     sha256: str = ""  # hash of the file or the model's weights
 
     def load(self, device: Device) -> "Reward":
@@ -139,7 +139,7 @@ class Reward:
         return self
 
     def check(self, questions: Sequence[tuple[Task, Example]], seconds: float) -> None:
-        """Try it before anything is trained. Raises UserError: when it fails."""
+        """Try the reward before training. Raises UserError: when it fails."""
 
     def rate(self, episodes: Sequence["Episode"], seconds: float, should_stop: Callable[[], bool]) -> list[float]:
         """Its value for each finished episode, before the weight.
@@ -150,7 +150,7 @@ class Reward:
 
 
 def open_rewards(flag: str) -> list[Reward]:
-    """The parts of a --reward flag. Raises UserError: when it names what there is not."""
+    """The parts of a --reward flag. Raises UserError: when it names something that does not exist."""
     if flag == "task":
         return [Reward()]
     return rooms.find("rewards", "parse")(flag)
@@ -171,10 +171,10 @@ def require_names(rewards: Sequence[Reward]) -> None:
 
 
 def reward_fingerprints(rewards: Sequence[Reward]) -> dict[str, str]:
-    """What a resumed run must find the same: what --reward names, and the sha256 of each file and model.
+    """The facts that must be the same in a resumed run: the entries of --reward, and the sha256 of each file and model.
 
-    A model is named by tag and step, in place of the flag's value: `rm:rm` may be another one now, and a run resumes
-    when the flag then names the one that it had.
+    A model is named by tag and step instead of the flag's value: `rm:rm` may be another model now. A run resumes if the
+    flag then names the same model.
     """
     entries = [reward.place if reward.weight == 1 else f"{reward.place}:{reward.weight:g}" for reward in rewards]
     sums = {f"--reward {reward.place}": reward.sha256 for reward in rewards if reward.sha256}
@@ -203,7 +203,7 @@ class Episode:
     task: Task
     example: Example
     environment: Environment
-    opening: list[Message]  # what the first reply answers
+    opening: list[Message]  # the messages before the first reply
     messages: list[Message]  # all of the conversation so far
     sample: Sample
     reward: float = 0.0  # from the task or its environment
@@ -218,7 +218,7 @@ class Episode:
         return cls(task, example, environment, opening, list(opening), sample)
 
     def add(self, reply: Reply, tokenizer: Tokenizer, room: int) -> None:
-        """Take in the policy's reply, and the environment's answer to it as far as the context has room."""
+        """Add the policy's reply, and the environment's answer to it if the context has room."""
         sample = self.sample
         sample.extend(reply.tokens, reply.mask, reply.logprobs)
         sample.longest = max(sample.longest, len(reply.tokens))
@@ -226,7 +226,7 @@ class Episode:
         self.turns += 1
         parts = parse_reply(tokenizer, reply.tokens)
         self.messages.append({"role": "assistant", "content": parts})
-        # The model must not learn to end with whatever stops the engine: such a reply is worth nothing.
+        # The model must not learn to end with any token that stops the engine: such a reply is worth nothing.
         if reply.ending == "broken":
             self.is_over = True
             return
@@ -236,7 +236,7 @@ class Episode:
         self.is_over = not step.messages
         if self.is_over:
             return
-        # What the environment writes is context: the policy did not choose it.
+        # The environment's text is context: the policy did not choose it.
         answer = render_continuation(
             tokenizer, self.opening, step.messages, reply.ending == "complete", self.environment.tools
         )
@@ -262,10 +262,10 @@ def play(
 ) -> list[Episode]:
     """This rank's share of `samples` episodes of each question, to their ends.
 
-    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
-    reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
-    Its neighbours change at most the rounding, because they change the shapes of the products.
-    Raises Failed: when an environment of the user's fails. Raises UserError: for a chat template that cannot be used.
+    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. A reply
+    depends on `seed`, its question's number, its own number and its turn, but not on the rank that samples it. Its
+    neighbours change at most the rounding, because they change the shapes of the products.
+    Raises Failed: when a user's environment fails. Raises UserError: for a chat template that cannot be used.
     """
     # At least one token of the context is left for the reply.
     room = context - 1
@@ -310,7 +310,7 @@ def play(
 
 @dataclass
 class RankSamples:
-    """The samples that one rank has drawn, as JSON can hold them."""
+    """The samples that one rank has drawn, in a form for JSON."""
 
     questions: int  # number over all ranks
     group_size: int  # samples of each question
@@ -335,7 +335,7 @@ def sample_on_rank(
     thread may call it.
 
     `settings` are as in `play`; `reward_seconds` and `should_stop` are for `rewards`. A reply that is cut off is
-    worth what its reward says. One that ends with another special token than the assistant's end is worth 0 at most.
+    worth its reward. A reply that ends with another special token than the assistant's end is worth at most 0.
     """
     own = RankSamples(len(questions), samples)
     try:
@@ -378,7 +378,7 @@ def sample_episodes(
 ) -> Samples:
     """Episodes of each question by all ranks, which call it together; `settings` are as in `sample_on_rank`.
 
-    Raises Interrupted, Failed: as `exchange`.
+    Raises Interrupted, Failed: as in `exchange`.
     """
     return exchange(sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
 

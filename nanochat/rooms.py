@@ -1,10 +1,10 @@
 """Where the rooms plug in: tables of names, through which the core reaches code that it does not import.
 
-A file directly in nanochat/ imports only its neighbours, so that the core can be read without anything else. What the
-core's own code cannot do, such as reading a model of another family, is the work of a room: a folder of nanochat/.
-SEAMS lists the places where a room may plug in. A room's `__init__.py` has a table PLUGS, from seam to name to the
-"module:attribute" that it offers, and `find` imports that when somebody asks for the name. A new capability is a file
-in a room and one row of the room's table: the core does not change.
+A file directly in nanochat/ imports only its neighbours, so that the core can be read without anything else. A room, a
+folder of nanochat/, does the work that the core cannot do, such as reading a model of another family. SEAMS lists the
+places where a room may plug in. A room's `__init__.py` has a table PLUGS, from seam to name to the "module:attribute"
+that it offers; `find` imports it when the name is requested. A new capability is a file in a room and one row of the
+room's table: the core does not change.
 """
 
 import functools
@@ -17,12 +17,12 @@ from typing import Any
 from nanochat.cli import UserError
 from nanochat.extras import advice
 
-# What each seam is for. A name is most often the value of a flag.
+# The purpose of each seam. A name is usually the value of a flag.
 SEAMS = {
     # Reads a tokenizer.json that is not ours: (path, content) -> a Tokenizer.
     "tokenizers",
-    # What accompanies a run, by the flag that asks for it: a class whose objects a run takes (loop.Attendant), or
-    # what makes one. The watchdog is --hang_seconds.
+    # Attendants of a run, by the flag that requests them: a class of objects for a run (loop.Attendant), or a function
+    # that makes one. The watchdog is --hang_seconds.
     "attendants",
     # Formats of model folders other than ours, asked in this order: `FolderFormat` of model_folder.py.
     "folders",
@@ -30,7 +30,7 @@ SEAMS = {
     "hubs",
     # Folders that hold only adapters: where their base is, and the weights of both together.
     "adapters",
-    # What changes a model while it is loaded: `Preparation` of checkpoint_manager.py.
+    # A change of a model while it is loaded: `Preparation` of checkpoint_manager.py.
     "preparations",
     # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of layout.py.
     "layouts",
@@ -61,19 +61,19 @@ SEAMS = {
     "rewards",
     # KIND of `--reward KIND:SOURCE`: (folder, device, verified) -> a function from conversations to numbers.
     "reward models",
-    # What --sampler begins with, for samples from outside of this process: a class with the methods of EngineSampler
+    # The beginning of --sampler, for samples from outside this process: a class with the methods of EngineSampler
     # (rollout.py), `check_flag` and `open`.
     "samplers",
     # When the samples of a step are drawn, other than in the step (`OnPolicy` of rollout.py): --staleness.
     "sample schedules",
-    # What a PATH without a task's name holds -> a Task.
+    # The content of a PATH without a task's name -> a Task.
     "file forms",
     # The default of --tasks, by stage: (--data of the pretraining, hub) -> the flag's text.
     "default tasks",
     # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
     # operators.py, or one of its subclasses.
     "kernels",
-    # Other products for the blocks of a model, by flag: (device, model) -> what computes them now, for the log.
+    # Other products for the blocks of a model, by flag: (device, model) -> a description of them for the log.
     "products",
 }
 
@@ -99,10 +99,10 @@ def names(seam: str) -> list[str]:
 
 
 def find(seam: str, name: str) -> Any:
-    """What a room offers at a seam under a name. The room is imported here, and not before.
+    """The offer of a room at a seam, by name. This imports the room, which is not imported before.
 
-    Raises UserError: when a package that the room needs is not installed, with the extra that brings it. Raises
-    KeyError: when the table has no such name; flags check their values against `names` first.
+    Raises UserError: when a package that the room needs is not installed, with the extra that installs it. Raises
+    KeyError: when the table lacks the name; flags check their values against `names` first.
     """
     place = table(seam)[name]
     module, _, attribute = place.partition(":")
@@ -113,6 +113,6 @@ def find(seam: str, name: str) -> Any:
 
 
 def explain_missing(error: ModuleNotFoundError) -> Exception:
-    """One line for a package of an extra that is not installed; any other error as it is."""
+    """One line for a package of an extra that is not installed; any other error unchanged."""
     line = advice(error)
     return error if line is None else UserError(line)

@@ -1,7 +1,7 @@
 """Rotary positions: how far each pair of channels turns per token, and how a model is stretched to longer rows.
 
 Queries and keys are rotated by their positions, so that a product of the two depends on the distance of the tokens and
-not on where they are (source: Su et al. 2021, RoFormer). `TorchKernels.rotate` applies what this file computes.
+not on where they are (source: Su et al. 2021, RoFormer). `TorchKernels.rotate` applies the tables of this file.
 """
 
 import math

@@ -26,14 +26,14 @@ class Sample:
     so on."""
 
     question: int  # its number in the step
-    number: int  # among the samples of its question
+    number: int  # its number among the samples of its question
     tokens: list[int]  # the whole conversation
     mask: list[int]  # 1 under each token that the policy chose: not the question's, not the tool's
     logprobs: list[float]  # one per token in nats, by the sampling weights; 0 where the mask is 0
     ending: Ending = "cut off"  # how the last reply ended
     longest: int = 0  # tokens of the longest reply
     parts: dict[str, float] = field(default_factory=dict)  # parts of the reward by name, before their weights
-    reward: float = 0.0  # their weighted sum
+    reward: float = 0.0  # the weighted sum of the parts
 
     def extend(self, tokens: list[int], mask: list[int], logprobs: list[float]) -> None:
         self.tokens += tokens
@@ -70,15 +70,15 @@ class Samples:
         return sum(len(sample.tokens) for sample in self)
 
     def split(self, count: int) -> list["Samples"]:
-        """In `count` parts, each with all samples of its share of the questions; a part may be empty."""
+        """Split into `count` parts, each with all samples of its share of the questions; a part may be empty."""
         Q = len(self.groups)
         bounds = [Q * part // count for part in range(count + 1)]
         return [replace(self, groups=self.groups[bounds[part] : bounds[part + 1]]) for part in range(count)]
 
     def refill(self, more: "Samples") -> "Samples":
-        """With questions of `more` that have a signal in the places of questions that have none, while they last."""
-        # By the rewards themselves: DAPO filters by accuracy, before its overlong penalty shapes them. Replies that are
-        # all right but not equally long would pass for a signal otherwise.
+        """Replace questions without a signal by questions of `more` that have one, as far as these suffice."""
+        # The rewards themselves decide: DAPO filters by accuracy, before its overlong penalty changes them. Otherwise
+        # replies that are all right but not equally long would look like a signal.
         groups = list(self.groups)
         free = np.flatnonzero(~has_signal(self.rewards)).tolist()
         spare = np.flatnonzero(has_signal(more.rewards)).tolist()
@@ -87,7 +87,7 @@ class Samples:
         return replace(self, groups=groups)
 
     def metrics(self) -> dict[str, float]:
-        """For the log, without a look at the model."""
+        """The metrics for the log that do not need the model."""
         rewards = self.rewards
         replies = max(1, rewards.size)
         questions = max(1, len(self.groups))
@@ -149,10 +149,10 @@ def logp_of(model: Any, rows: PackedBatch) -> torch.Tensor:
 
 
 def overlong_penalty(lengths: np.ndarray, max_tokens: int, share: float) -> np.ndarray:
-    """What replies of these lengths lose: 0, and in the last `share` of max_tokens linearly up to 1.
+    """The penalty for replies of these lengths: 0, and in the last `share` of max_tokens linearly up to 1.
 
-    A reply that is cut off has mostly missed its answer, and one that ends just before has it: this slope teaches the
-    model to come to an end (source: Yu et al. 2025, DAPO, soft overlong punishment).
+    A reply that is cut off has usually missed its answer, and a reply that ends just before has it. This slope teaches
+    the model to finish (source: Yu et al. 2025, DAPO, soft overlong punishment).
     """
     if not share:
         return np.zeros(lengths.shape)
@@ -175,7 +175,7 @@ def kl_of_samples(parts: Sequence[Samples], minibatches: Sequence[Sequence[Polic
             differences.append((batch.rows.values - batch.reference_logp).flatten())
             sources.append((count + batch.rows.source).flatten())
         count += part.rewards.size
-    # A sample lies in one row of one rank: added up there, and 0 on the others.
+    # A sample lies in one row of one rank: it is summed there, and is 0 on the other ranks.
     own = np.bincount(torch.cat(sources).cpu().numpy(), torch.cat(differences).cpu().numpy(), count)
     totals = sum_over_ranks(device.to_device(torch.from_numpy(own).float()), device)
     return totals.cpu().numpy().reshape(-1, parts[0].group_size)

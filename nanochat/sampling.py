@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GREEDY_BELOW = 1e-6  # a temperature; dividing logits by less would overflow fp32
 
 
-# What `sample` does with one row of four tokens at top_k 3 and top_p 0.7, when its noise is 0.7:
+# `sample` for one row of four tokens at top_k 3 and top_p 0.7, when its noise is 0.7:
 #
 #     token                   a     b     c     d
 #     softmax of the logits  0.50  0.30  0.15  0.05
@@ -57,19 +57,19 @@ class SamplingParams:
 # keeps its logits.
 NEUTRAL = {field.name: field.default for field in fields(SamplingParams) if field.name != "seed"}
 
-# How replies are drawn where nobody says otherwise. Training saves it with the checkpoint ("sampling" in meta.json),
-# where the API, the page, the terminal chat and the evaluation read it. A temperature without it keeps the long tail of
-# unlikely tokens: at 1.0 one sum in three is wrong, with these settings one in twenty (docs/archive.md).
+# The default settings of replies. Training saves them with the checkpoint ("sampling" in meta.json), where the API, the
+# page, the terminal chat and the evaluation read them. Plain sampling at a temperature keeps the long tail of unlikely
+# tokens: at 1.0 one sum in three is wrong, with these settings one in twenty (docs/archive.md).
 CHAT_SAMPLING = SamplingParams(temperature=0.8, min_p=0.05)
 
 
 def saved_settings(params: SamplingParams) -> dict[str, float]:
-    """What meta.json holds of the settings: those that change anything."""
+    """The settings that meta.json stores: those that differ from the neutral values."""
     return {name: getattr(params, name) for name, off in NEUTRAL.items() if getattr(params, name) != off}
 
 
 def read_settings(saved: Any) -> SamplingParams:
-    """The settings that a checkpoint's meta.json holds; the others change nothing.
+    """The settings that a checkpoint's meta.json stores; the others are neutral.
 
     Raises ValueError: for anything that `saved_settings` cannot have written.
     """
@@ -134,7 +134,7 @@ def sample(
     """
     V = logits.size(-1)
 
-    # The bias comes first: it changes what the model says, the settings change how it is read.
+    # The bias comes first: it changes the model's prediction; the settings change how the prediction is used.
     if bias is not None:
         logits = logits + bias
 

@@ -1,7 +1,7 @@
 """The checkpoints of one run: resume from the newest, set an earlier run's aside, and save.
 
-A checkpoint says what made it, in meta.json. A resumed run compares itself with that first: flags that are `Frozen`,
-the source, the tokenizer and the fingerprints of its data have to be the same.
+The meta.json of a checkpoint describes the run that made it. A resumed run compares itself with this first: `Frozen`
+flags, the source, the tokenizer and the fingerprints of its data have to be the same.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ from nanochat.train import Progress
 
 
 class Saver:
-    """What a run's checkpoints say about it. With `--resume` the constructor loads the newest one.
+    """Writes and loads a run's checkpoints. With `--resume` the constructor loads the newest one.
 
-    `steps` is where the run ends. `fingerprints` are what a resumed run must find unchanged and no flag states, by
-    their names in a message. `tasks` are the names of what the model learns in it.
+    `steps` is the end of the run. `fingerprints` are facts that must not change in a resumed run and that no flag
+    states, by their names in a message. `tasks` are the names of the tasks that the run learns.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Saver:
             "config": dataclasses.asdict(config),
             "fingerprints": fingerprints,
             "pretraining": start.pretraining,
-            # A server reads how to draw the model's replies, and what to ask it.
+            # A server reads the sampling settings, and the tasks to suggest.
             "sampling": start.sampling,
             "tasks": list(dict.fromkeys([*start.tasks, *tasks])),
         }
@@ -87,7 +87,7 @@ class Saver:
         return saved
 
     def divergence(self, last_good: int) -> UserError:
-        """What to do after three steps in a row that were not finite; `last_good` is the step before them, or -1."""
+        """The advice after three steps in a row that were not finite; `last_good` is the step before them, or -1."""
         steps = model_folder.steps(self.folder)
         checkpoint = model_folder.step_path(self.folder, steps[-1]) if steps else "none"
         hint = ", then --resume" if steps else ""
@@ -112,9 +112,9 @@ def resume(
 ) -> tuple[Progress, list[dict[str, Tensor]]]:
     """Load the weights, optimizer and generators of a folder's newest whole checkpoint.
 
-    Returns the run's progress and the loader's state of every rank that saved; a new progress and no state where
-    no checkpoint is there yet. `steps` is where the run will end, `meta` what it will save about itself.
-    Raises UserError: when anything of this is not as in the checkpoint, or when no checkpoint is whole.
+    Returns the run's progress and the loader's state of every rank that saved; without a checkpoint, a new progress and
+    no state. `steps` is the end of the run, `meta` its own meta data.
+    Raises UserError: when any of this differs from the checkpoint, or when no checkpoint is whole.
     """
 
     def find() -> str | None:
@@ -154,7 +154,7 @@ def resume(
 
 
 def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[str], step_folder: Path) -> list[str]:
-    """Compare what a run is with its checkpoint; returns `--flag old -> new` of the flags that may change and did.
+    """Compare a run with its checkpoint; returns `--flag old -> new` for changed flags that may change.
 
     Raises UserError: when anything else changed.
     """
@@ -176,7 +176,7 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
 
 
 def _facts(meta: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint's meta data say about its run, by the name in a message."""
+    """The facts about a run in its checkpoint's meta data, by the name in a message."""
     facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
     # Checkpoints from before these flags existed: every token read its whole row, and so on.
     if meta.get("stage") == "base":
@@ -215,7 +215,7 @@ def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
 
 
 def write_facts(path: Path, start: Start, stage: str) -> None:
-    """Write to `run.json` what a run trains, on what, with which versions: the report's header. Only rank 0 writes."""
+    """Write `run.json`, the report's header: the run's configuration, data and versions. Only rank 0 writes."""
     device = start.device
     if not device.is_main:
         return

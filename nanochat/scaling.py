@@ -27,8 +27,8 @@ REFERENCE_WIDTH = 768  # the width of depth 12
 REFERENCE_BATCH = 524_288  # tokens: the best batch at depth 12 ...
 REFERENCE_RATIO = 12  # ... when it trains for this many tokens per scaling parameter
 BATCH_EXPONENT = 0.383  # source: Bergsma et al. 2025, Power Lines (arXiv 2505.13738)
-# Bounds where the rules leave the sizes that they were found at: the demo's batch of 4,096 tokens is 128 times smaller
-# than the reference's.
+# Bounds for sizes far outside the range of the rules: the demo's batch of 4,096 tokens is 128 times smaller than the
+# reference's.
 SMALLEST_BY_BATCH = 0.5  # smallest factor of the reference rates, for any batch size
 LARGEST_DECAY = 0.1  # largest decay of a weight in one step: runs of less than about 100 steps reach it
 # A model from elsewhere: AdamW's rate, which the stages scale down, mid-training by half and SFT to 2e-5, as usual in
@@ -106,8 +106,8 @@ def flops_per_token(config: GPTConfig, is_frozen: bool = False) -> int:
 
     `is_frozen`: the parameters are not trained, only adapters, whose own products do not count.
     """
-    # A parameter costs a multiplication and an addition forward, and twice that backward: the gradient of its input and
-    # its own. That makes 6, and 4 of a frozen one, which has none of its own.
+    # A parameter costs a multiplication and an addition forward, and twice that backward, for the gradients of its
+    # input and of itself. That makes 6, or 4 for a frozen parameter, which has no gradient.
     # Attention adds 12 for each channel and each key in the window: two products, q k and the weighted sum of values,
     # again 6 each. Keys that causality masks count as well: the convention of the paper, so that MFU compares.
     T = config.sequence_len
@@ -152,8 +152,8 @@ class Rates:
     weight_decay: float
 
     def scaled(self, factor: float, tables: float = 1.0) -> "Rates":
-        """The rates of a later stage: all times `factor`, those of embeddings and head times `tables` as well, and no
-        weight decay."""
+        """The rates of a later stage: all times `factor`, embeddings and head times `tables` as well, without weight
+        decay."""
         scaled = {name: factor * rate for name, rate in asdict(self).items()}
         for table in ("embedding", "value_embedding", "head"):
             scaled[table] *= tables
@@ -180,7 +180,7 @@ def rates(config: GPTConfig, batch: int, tokens: int, matrices: Literal["muon", 
         )
     # Batch. Four times the batch has half the noise in its gradient, and allows steps twice as long (source: Malladi
     # et al. 2022, On the SDEs and scaling rules for adaptive gradient algorithms). The floor: at B = 4,096 the square
-    # root alone would give the matrices 0.0018, where 0.01 and 0.02 are best (docs/archive.md).
+    # root would give the matrices only 0.0018, where 0.01 and 0.02 are best (docs/archive.md).
     by_batch = max(SMALLEST_BY_BATCH, math.sqrt(batch / REFERENCE_BATCH))
     # Width. In a wider model every output adds up more inputs, so AdamW's equal steps add up to more. Muon's orthogonal
     # updates keep their size (source: nanochat).

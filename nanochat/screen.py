@@ -1,15 +1,15 @@
-"""What a command is doing, while it does it: bars at the bottom of a terminal, a line now and then elsewhere.
+"""The progress of a command: bars at the bottom of a terminal, and an occasional line elsewhere.
 
     for batch in track(batches, "validation"):     # a bar, as long as the loop runs
         ...
-    with bar("replies", total=64) as replies:      # the same, where what is done is not one loop's items
+    with bar("replies", total=64) as replies:      # the same, for work that is not the items of one loop
         replies.done += 1
     phase("loading torch")                         # no bar, but words and their seconds, until the next phase
 
 `cli.run` opens a screen for the scripts that want one. Without a screen, as in a notebook or in the server, all
-of these show nothing. What is printed while bars are shown appears above them.
+of these show nothing. Lines that are printed while bars are shown appear above them.
 
-Only a terminal has bars. Elsewhere (a pipe, a file, CI, TERM=dumb, NO_COLOR) a line reports what is going on after
+Only a terminal has bars. Elsewhere (a pipe, a file, CI, TERM=dumb, NO_COLOR) a line reports the present work after
 HEARTBEAT_SECONDS without any other line, and again after twice and four times as long, so that a log stays short.
 """
 
@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REDRAWN_PER_SECOND = 5  # each takes a thread a few milliseconds
-SHOWN_AFTER_SECONDS = 2.0  # what is over sooner would only flicker
+SHOWN_AFTER_SECONDS = 2.0  # shorter work would only flicker
 HEARTBEAT_SECONDS = 30.0
-LOOK_SECONDS = 1.0  # between two looks at whether a heartbeat is due
+LOOK_SECONDS = 1.0  # between two checks whether a heartbeat is due
 WIDE_COLUMNS = 80  # a narrower terminal has no bars but their numbers
 FACT_COLUMNS = 38
 NAME_COLUMNS = 13  # so that bars do not move when an inner one appears
@@ -35,12 +35,12 @@ NAME_COLUMNS = 13  # so that bars do not move when an inner one appears
 
 @dataclass
 class Bar:
-    """Something that takes long. A loop sets its fields, which costs nothing: the screen reads them when it draws."""
+    """Long work. A loop sets its fields, which costs nothing: the screen reads them when it draws."""
 
     text: str
     total: float | None = None  # None: the amount of work is unknown
     done: float = 0
-    note: str = ""  # what else there is to show, such as the loss
+    note: str = ""  # further text to show, such as the loss
     is_run: bool = False  # a training run: shown at once, and without the seconds since it began
     seconds_each: float | None = None  # how long a run takes for one
     began: float = field(default_factory=time.monotonic)
@@ -52,7 +52,7 @@ class Bar:
         return f"{min(self.done, self.total):,.0f}/{self.total:,.0f}"
 
     def facts(self) -> str:
-        """How long it has taken, how long it still takes, and the note."""
+        """The time so far, the time left, and the note."""
         elapsed = time.monotonic() - self.began
         each = self.seconds_each
         parts = []
@@ -81,7 +81,7 @@ class Screen:
         return self._live is not None
 
     def close(self) -> None:
-        """Take the bars away; what was printed above them stays."""
+        """Remove the bars; the lines above them stay."""
         self._closed.set()
         if self._live is not None:
             self._live.stop()
@@ -150,7 +150,7 @@ _screen: Screen | None = None  # one per process, which has one terminal
 
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
-    """Show what the block does, in a process of rank 0."""
+    """Show the progress of the block, in a process of rank 0."""
     global _screen
     if int(os.environ.get("RANK", "0")) != 0:
         yield
@@ -181,7 +181,7 @@ def printed() -> None:
 
 
 def phase(text: str) -> None:
-    """Name what the command does from here on, outside of all bars; "": a program that shows its own progress."""
+    """Name the command's work from here on, outside of all bars; "": a program that shows its own progress."""
     if _screen is not None:
         _screen.phase = Bar(text)
 

@@ -59,7 +59,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def held_rows(tensor: Tensor) -> slice:
-    """Which rows of a tensor this process holds."""
+    """The rows of a tensor that this process holds."""
     offset, size = held_box(tensor)
     return slice(offset[0], offset[0] + size[0])
 
@@ -71,7 +71,7 @@ def fill(tensor: Tensor, values: Tensor) -> None:
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds, by name: all parameters, or of a model with frozen ones (lora.py) the others."""
+    """The parameters of a checkpoint, by name: all, or for a model with frozen ones (lora.py) the others."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 

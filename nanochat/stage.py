@@ -1,4 +1,4 @@
-"""What a training script does before its loop: open the device, load the source, plan the steps, make the optimizer.
+"""The work of a training script before its loop: open the device, load the source, plan steps, make the optimizer.
 
 start = begin(config)                      # device, source checkpoint, model, tokenizer, tag
 optimizer, peak_lr = open_optimizer(config, start, rates)
@@ -30,7 +30,7 @@ from nanochat.train import make_adamw, make_optimizer
 
 @dataclass
 class Start:
-    """What a run has before its first step."""
+    """The state of a run before its first step."""
 
     began: float  # time.time() when the command started
     device: Device
@@ -38,15 +38,16 @@ class Start:
     model: GPT  # sharded by the layout
     tokenizer: Tokenizer
     tag: str  # name of the checkpoints' folder
-    # What the model has read: data, tokens and batch_tokens of the base model, conversations of mid-training and SFT.
+    # The model's training data so far: data, tokens and batch_tokens of the base model, conversations of mid-training
+    # and SFT.
     pretraining: dict[str, Any] = dataclasses.field(default_factory=lambda: {"data": "", "tokens": 0})
     source: Path | None = None  # the checkpoint it began from
-    tasks: list[str] = dataclasses.field(default_factory=list)  # that the source has learned
+    tasks: list[str] = dataclasses.field(default_factory=list)  # tasks that the source has learned
     # How to draw its replies.
     sampling: dict[str, float] = dataclasses.field(default_factory=lambda: saved_settings(CHAT_SAMPLING))
     reference: Any = None  # the source's model: a frozen copy of it, or the model itself without its adapters
     reference_source: Path | None = None  # the reference's checkpoint; a teacher has another one
-    adapter: dict[str, Any] | None = None  # where only adapters are trained: their settings and their base
+    adapter: dict[str, Any] | None = None  # if only adapters are trained: their settings and their base
     ledger: Any = None  # for --dry_run: the model has no weights, and everything is counted (run/memory.py)
 
 
@@ -81,7 +82,7 @@ def begin(
     """Open the device, and load the checkpoint that a stage begins from.
 
     `with_reference` also keeps a frozen copy of its model, for losses that compare with it; `teacher` is the source of
-    another model in its place. `prepare` is what happens to the model while it is loaded, before it receives adapters.
+    another model in its place. `prepare` changes the model while it is loaded, before it receives adapters.
     Raises UserError: when the checkpoint is missing or damaged, or the teacher reads other tokens.
     """
     began = time.time()

@@ -78,8 +78,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data start at a multiple of 8 bytes
 
-    # Each tensor is written from where it is in memory, one of a device through the host; there is no second copy of
-    # the state.
+    # Each tensor is written directly from memory, a device's tensor through the host, without a second copy of the
+    # state.
     def parts() -> Iterator[Any]:
         yield len(text).to_bytes(8, "little")
         yield text
@@ -147,7 +147,7 @@ def share_name(rank: int) -> str:
 
 
 def _is_written_by(rank: int, name: str, tensor: Tensor) -> bool:
-    """Whether this rank, of all that hold a copy of the same part, is the one that writes it."""
+    """Whether this rank writes the tensor, out of all ranks that hold a copy of the same part."""
     if is_dtensor(tensor):  # a shard that several replicas hold: the first replica's
         copies = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
         return all(tensor.device_mesh.get_local_rank(dim) == 0 for dim in copies)
@@ -189,7 +189,7 @@ def merge(shares: Iterable[dict[str, Any]]) -> dict[str, Any]:
 
 
 def check(index: dict[str, Any]) -> None:
-    """Raises ValueError: when a tensor's chunks cannot be the whole of it."""
+    """Raises ValueError: when a tensor's chunks cannot be the whole tensor."""
     for name, entry in index.items():
         shape = entry["shape"]
         filled = 0
@@ -229,7 +229,7 @@ def read(folder: Path, index: dict[str, Any], state: dict[str, Tensor]) -> None:
 
 
 def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -> None:
-    """Copy what a chunk in a file and the part of the tensor that this process holds have in common."""
+    """Copy the overlap of a chunk in a file and the part of the tensor that this process holds."""
     # Boxes overlap where they overlap in every dimension: from the later start to the earlier end.
     held_offset, held_size = held_box(tensor)
     from_chunk = []

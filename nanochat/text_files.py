@@ -194,7 +194,7 @@ def open_file(path: Path, columns: Columns = None) -> DataFile:
 
 @contextlib.contextmanager
 def damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn what a library raises on a damaged file into one line with the file's name."""
+    """Turn a library's error about a damaged file into one line with the file's name."""
     try:
         yield
     except UserError:  # it is one line already

@@ -32,7 +32,7 @@ Fall = Literal["linear", "cosine", "constant"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """What changes over a run, as functions of the step (0-based)."""
+    """The settings that change over a run, as functions of the step (0-based)."""
 
     steps: int
     fall: Fall = "linear"  # how the rate falls; constant: it does not
@@ -313,7 +313,7 @@ def train_step(
             # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch. The exchange of a
             # layer's gradient starts as soon as it is complete, while earlier layers still compute.
             optimizer.before_backward(is_last)
-            # The gradient of the sum: what it must be divided by is known after the last micro-batch of the last rank.
+            # The gradient of the sum: its divisor is known only after the last micro-batch of the last rank.
             loss.backward()
             totals[:2] += torch.stack((loss.detach().float(), targets.float()))
     totals[2] = optimizer.reduce()

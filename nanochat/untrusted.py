@@ -1,4 +1,4 @@
-"""What comes from outside may be hostile: files that never end or fill the memory, text that commands a terminal."""
+"""Protection from hostile input: files that never end or fill the memory, text that commands a terminal."""
 
 import json
 import re

@@ -20,7 +20,7 @@ _files: set[str] = set()  # that have been loaded
 
 
 def load(flag: str, place: str) -> Any:
-    """What `file.py:NAME` is. A file runs once, and may import its neighbours.
+    """The object that `file.py:NAME` names. A file runs once, and may import its neighbours.
 
     Raises UserError: when the file or the name is missing, or the file fails; `flag` is for the message.
     """
