@@ -217,18 +217,9 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "stage", "flags"),
-    [
-        ("mid_train", "mid", (*MID, "--optimizer_dtype=bfloat16")),
-        ("chat_dpo", "rm", RM),
-        ("chat_dpo", "dpo", DPO),
-    ],
-)
-def test_mid_rm_and_dpo_resume_exactly(start, script, stage, flags):
-    if stage != "mid":
-        flags = (*flags, "--source=base")
-    exactly_resumed(start, script, stage, (*flags, "--num_iterations=8", "--save_every=2", "--eval_every=4"), 8)
+def test_a_reward_model_resumes_exactly(start):
+    flags = (*RM, "--source=base", "--num_iterations=8", "--save_every=2", "--eval_every=4")
+    exactly_resumed(start, "chat_dpo", "rm", flags, 8)
 
 
 def tuned(flags: Sequence[str]) -> tuple[str, ...]:
@@ -285,6 +276,9 @@ def test_rl_resumes_exactly(start, extra):
     assert ("kl" in metrics(start, "rl")[-1]) == ("dapo" not in extra)
 
 
+BACKEND: dict[str, str] = {}  # of torch.compile, where a test needs no programs in C++
+
+
 @pytest.fixture
 def compiler(monkeypatch) -> Iterator[None]:
     """The compiler begins anew whenever a run starts, as in a process of its own."""
@@ -292,7 +286,7 @@ def compiler(monkeypatch) -> Iterator[None]:
 
     def anew(*args: Any, **options: Any) -> Any:
         torch._dynamo.reset()
-        return compile_(*args, **options)
+        return compile_(*args, **{**BACKEND, **options})
 
     monkeypatch.setattr(torch, "compile", anew)
     counters.clear()
@@ -343,7 +337,10 @@ def test_a_reward_that_fails_costs_nothing(start, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "stage"), [("chat_sft", "sft"), ("chat_dpo", "dpo"), ("chat_rl", "rl")])
-def test_compiled_stages_resume_exactly(taught, compiler, script, stage):
+def test_compiled_stages_resume_exactly(taught, compiler, monkeypatch, script, stage):
+    """RL by the real compiler; the others by its traced operators alone, which takes seconds less."""
+    if stage != "rl":
+        monkeypatch.setitem(BACKEND, "backend", "aot_eager")
     flags = (*flags_of(stage, taught), "--model_tag=d1", "--num_iterations=4", "--save_every=1", "--eval_every=2")
     if stage == "rl":
         flags = (*flags, "--examples_per_step=8", "--device_batch_size=1")  # full rows
@@ -353,7 +350,9 @@ def test_compiled_stages_resume_exactly(taught, compiler, script, stage):
     eager = losses(taught, stage, "eager")
     assert compiled[0] == eager[0]
     assert compiled[1] == pytest.approx(eager[1], rel=1e-4, abs=1e-6)
-    assert sha256(taught, stage, 4) != sha256(taught, stage, 4, "eager")  # something was compiled
+    if stage == "rl":
+        assert sha256(taught, stage, 4) != sha256(taught, stage, 4, "eager")
+    assert counters["stats"]["unique_graphs"] >= 1  # something was compiled
 
 
 def test_compiling_is_announced_once_and_its_seconds_are_counted(capsys):
@@ -467,6 +466,8 @@ def test_one_program_for_one_shape(compiler, dtype):
 @pytest.mark.parametrize("stage", ["base", "mid", "sft", "dpo", "rl"])
 def test_twenty_ten_and_ten_steps_are_forty(taught, stage):
     flags = BASE if stage == "base" else flags_of(stage, taught)
+    if stage == "mid":
+        flags = (*flags, "--optimizer_dtype=bfloat16")
     script = paths.STAGES[stage]
     flags = (*flags, "--model_tag=d1", "--num_iterations=40", "--save_every=10", "--eval_every=15", "--seed=5")
     exactly_resumed(taught, script, stage, flags, 40, (20, 30))
@@ -589,7 +590,7 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
         return float("a" in text_of(reply))
 
     monkeypatch.setattr(Addition, "reward", reward)
-    flags = (*RL, "--source=base", "--source_tag=d1", "--num_iterations=10", "--examples_per_step=4")
+    flags = (*RL, "--source=base", "--source_tag=d1", "--num_iterations=6", "--lr_scale=0.5")
     for loss in ("reinforce", "rloo", "reinforce++", "grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         sizes = ("--num_samples=16", "--eval_every=0", "--eval_examples=8", "--max_tokens=6")
         call("chat_rl", *flags, *sizes, f"--loss={loss}", f"--model_tag={loss}")
@@ -742,15 +743,15 @@ def test_replicas_of_shards_train_as_one(taught, stage):
 @pytest.mark.slow
 def test_users_documented_commands_run_as_written(start, monkeypatch):
     monkeypatch.setenv("NANOCHAT_MID_TRAIN", "--eval_tokens=4096")  # smaller than by default, and all else as written
-    for script, steps in (("CHAT_SFT", 4), ("CHAT_RL", 2)):
-        monkeypatch.setenv(f"NANOCHAT_{script}", f"--num_iterations={steps} --eval_examples=8")
+    monkeypatch.setenv("NANOCHAT_CHAT_SFT", "--num_iterations=4 --eval_examples=8")
+    monkeypatch.setenv("NANOCHAT_CHAT_RL", "--num_iterations=1 --eval_examples=8 --max_tokens=16")
     call("mid_train", "--device_batch_size=8")
     call("chat_sft", "--device_batch_size=4")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "scripts.chat_sft", "--")
     result = process(*torchrun, "--device_batch_size=8", "--target_examples_per_step=32")
     assert result.returncode == 0, result.stderr
     run_command("chat_rl", "--device_batch_size=4", "--examples_per_step=16")
-    assert metrics(start, "sft")[-1]["step"] == 3 and metrics(start, "rl")[-1]["step"] == 1
+    assert metrics(start, "sft")[-1]["step"] == 3 and metrics(start, "rl")[-1]["step"] == 0
 
 
 # ---------------------------------------------------------------------- mistakes

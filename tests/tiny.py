@@ -1,6 +1,7 @@
 """What several tests are made of: tiny models whose every weight matters, a tiny tokenizer, and real ranks."""
 
 import contextlib
+import gc
 import importlib
 import io
 import multiprocessing
@@ -173,6 +174,7 @@ def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> 
 def _rank(
     function: Callable[..., Any], args: tuple[Any, ...], rank: int, environment: dict[str, str], folder: str
 ) -> None:
+    gc.freeze()  # a collection would copy the pages of all that the server of forks has imported
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     try:

@@ -81,25 +81,26 @@ OPERATIONS = ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", 
 
 
 def die_at(at: int, torn: bool) -> Callable[[], int]:
-    """Count this process's file operations, and end it before, or half-way through, number `at`."""
+    """Count this process's file operations, and end it before number `at`; torn: half-way through write `at`."""
     count, lock = 0, threading.Lock()
 
-    def wrap(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(operation: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **options: Any) -> Any:
             nonlocal count
             with lock:
                 count += 1
                 if count == at:
-                    if torn and name == "write":
+                    if torn:
                         operation(args[0], args[1][: len(args[1]) // 2])
                     os._exit(KILLED)
             return operation(*args, **options)
 
         return counted
 
-    for name in OPERATIONS:
-        setattr(os, name, wrap(name, getattr(os, name)))
-    io.open = wrap("open", io.open)
+    for name in ("write",) if torn else OPERATIONS:
+        setattr(os, name, wrap(getattr(os, name)))
+    if not torn:
+        io.open = wrap(io.open)
     return lambda: count
 
 
@@ -191,11 +192,10 @@ def test_a_kill_at_any_operation_costs_nothing(folder, templates, scenario, torn
         return found
 
     outcomes = kills(prepare, lambda: save_step(folder, 2, seed=7, keep_last=keep_last), result, torn)
-    assert len(outcomes) > 25
     assert set(outcomes) == allowed | {(2, 7)}
     first = outcomes.index((2, 7))
     assert set(outcomes[first:]) == {(2, 7)}  # once it is there it stays
-    assert first > 20
+    assert first >= (5 if torn else 21)
     assert not [path for path in folder.iterdir() if path.suffix]  # no leftovers
     if scenario == "with retention":
         assert steps(folder) == [2]
@@ -279,7 +279,7 @@ def test_a_kill_of_one_of_two_ranks_costs_nothing(folder, templates, doomed_rank
     assert set(outcomes) == {(1, 1), (2, 7)}
     first = outcomes.index((2, 7))
     assert set(outcomes[first:]) == {(2, 7)}
-    assert len(outcomes) > (30 if doomed_rank == 0 else 5)
+    assert len(outcomes) >= (5 if torn or doomed_rank else 31)
 
 
 def save_for_ever(folder: Path, rank: int, ranks: int) -> None:
