@@ -1,6 +1,6 @@
 """Adapters: fine-tuning through small matrices, over a base of 16 or 4 bits."""
 
-# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "folders": {
         "peft": "nanochat.adapters.peft:FORMAT",

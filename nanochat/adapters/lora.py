@@ -1,14 +1,14 @@
-"""LoRA: fine-tune a model through small matrices, its adapters, while its own weights stay as they are.
+"""LoRA: fine-tune a model through small matrices, its adapters, without changing its own weights.
 
 A linear layer y = W x becomes y = W x + scale B A x, with A (rank, inputs) and B (outputs, rank). Only A and B are
 trained, so only they have gradients, optimizer state and a place in the checkpoint. B starts at 0: at the first step
-the model is what it was before, bit for bit. Source: Hu et al. 2021, LoRA.
+the model is the same as before, bit for bit. Source: Hu et al. 2021, LoRA.
 
     attach(model, lora)      put adapters into a GPT and freeze all else
     without_adapters(model)  the same model with its adapters switched off: the reference of DPO and GRPO
-    merged_weights(model)    the weights of a model without adapters that computes the same: what other samplers get
-    Adapters                 the adapters of a model as tensors, to be merged into weights
-    NewAdapters              what gives a model new adapters while it is loaded
+    merged_weights(model)    the weights of an equal model without adapters, for other samplers
+    Adapters                 the adapters of a model as tensors, for merging into weights
+    NewAdapters              gives a model new adapters while it is loaded
 
 GPTConfig.parts lists the matrices that can have an adapter, by the names that Hugging Face and peft give them. If one
 of our matrices stacks several of them, each has its own A and B, as it has there. The frozen weights are in the dtype
@@ -106,7 +106,7 @@ class LinearAdapters(nn.ModuleDict):
         self.enabled = True  # False: without adapters, see `without_adapters`
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """x (..., I) -> what is added to each part of the layer's product, (..., O of the part)."""
+        """x (..., I) -> the addition to each part of the layer's product, (..., O of the part)."""
         # Dropout only where something is learned: evaluation and sampling run without gradients.
         if self.dropout and torch.is_grad_enabled():
             x = F.dropout(x, self.dropout)
@@ -167,7 +167,7 @@ def init_adapters(model: GPT, seed: int = 0) -> None:
 
 
 class without_adapters:  # noqa: N801 (called as a function)
-    """A model with its adapters switched off, as a function of what the model takes: no second model is in memory."""
+    """A model with its adapters switched off, as a function with the model's arguments, without a second model."""
 
     def __init__(self, model: Any):
         self.model = model
@@ -198,9 +198,9 @@ class Adapters:
     tensors: dict[str, Tensor]  # blocks.3.attention.qkv.adapters.q_proj.lora_A ...
 
     def merged(self, name: str, weight: Tensor, config: GPTConfig) -> Tensor:
-        """A weight (O, I) of the base, with what its adapters add to it: W + scale B A, in fp32."""
+        """A weight (O, I) of the base plus its adapters: W + scale B A, in fp32."""
         parts = parts_of(name, config)
-        # Merged into what they were trained over: a base of 4 bits is rounded first.
+        # Adapters are merged into the base that they were trained over: a base of 4 bits is rounded first.
         if parts and self.lora.base_format == "nf4":
             weight = dequantize(*quantize(weight), weight.shape, torch.float32)
         merged = weight.float().clone()
@@ -257,7 +257,7 @@ def parts_of(name: str, config: GPTConfig) -> dict[str, int]:
 
 
 def read_adapters(path: Path, entry: dict[str, Any]) -> Adapters:
-    """The adapters of a checkpoint: its file, and what its meta data says of them, `facts`.
+    """The adapters of a checkpoint, from its file and their settings in the meta data (`facts`).
 
     Raises ValueError or TypeError: when these are not settings of this class.
     """
@@ -276,7 +276,7 @@ def facts(lora: Lora) -> dict[str, Any]:
 
 
 class Attached:
-    """The adapters of a model, for those who know only its `extension`."""
+    """The adapters of a model behind its `extension`."""
 
     def __init__(self, lora: Lora):
         self.lora = lora
@@ -369,12 +369,12 @@ class ChosenAdapters:
 
 
 def side_by_side(adapters: Sequence[Adapters]) -> Callable[[GPT, torch.dtype], ChosenAdapters]:
-    """What the engine calls with its model and the dtype of the products, to run rows with these adapters."""
+    """A function with which the engine hooks these adapters to its model; it takes the dtype of the products."""
     return partial(ChosenAdapters, adapters=adapters)
 
 
 def describe(model: GPT, lora: Lora) -> str:
-    """One line for the log: how much is trained, and what the frozen base takes."""
+    """One line for the log: the number of trained parameters, and the size of the frozen base."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
     quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]

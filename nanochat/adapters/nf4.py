@@ -98,7 +98,7 @@ class NF4Linear(nn.Module):
         return dequantize(self.codes, self.factors, (self.out_features, self.in_features), torch.float32)
 
     def forward(self, x: Tensor) -> Any:
-        """x (..., I) -> (..., O), or what a StackedLinear returns."""
+        """x (..., I) -> (..., O), or the result of a StackedLinear."""
         y = _Product.apply(x, self.codes, self.factors, (self.out_features, self.in_features), self.is_stacked)
         return y if self.bias is None else y + self.bias.to(x.dtype)
 

@@ -1,6 +1,6 @@
 """Folders of the library peft, which hold the adapters of a Hugging Face model: in and out.
 
-    adapter_config.json          the settings, and where the model is that they belong to
+    adapter_config.json          the settings, and the place of the model to which they belong
     adapter_model.safetensors    base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight (r, I) and so on
 
 Source: the format of peft 0.21, which is the oracle of tests/adapters/test_peft.py.
@@ -30,7 +30,7 @@ def is_folder(path: Path) -> bool:
 
 
 def base_of(folder: Path) -> str:
-    """Where the model is that a folder's adapters belong to: a path, or the name of a hub's repository."""
+    """The place of the model to which a folder's adapters belong: a path, or the name of a hub's repository."""
     return str(read_json(folder / SETTINGS).get("base_model_name_or_path"))
 
 
@@ -52,7 +52,7 @@ def require_same_modules(base: Path, flag: str) -> None:
     """Raises UserError: when our matrices are not the modules that transformers has for this base.
 
     A reader that derives from `hf.FolderFormat` may scale or stack weights as it reads them. Adapters of the result do
-    not fit the original, and peft would apply them to it without a word.
+    not fit the original, and peft would apply them to it without an error.
     """
     reader = format_of(base)
     if isinstance(reader, hf.FolderFormat) and reader is not hf.FORMAT:
@@ -99,7 +99,7 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}: name a folder that peft has saved, with safetensors")
     settings = read_json(folder / SETTINGS)
-    # peft's variants store other numbers under the same names; what is unset or empty changes nothing.
+    # peft's variants store other numbers under the same names; unset or empty settings change nothing.
     variants = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices")
     used = [name for name in variants if settings.get(name)]
     used += [f"bias {settings['bias']}"] if settings.get("bias", "none") != "none" else []
@@ -133,7 +133,7 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
 
 
 class FolderFormat:
-    """A folder of peft's, for model_folder.py. What a model is, its base says."""
+    """A folder of peft's, for model_folder.py. Its base describes the model."""
 
     def is_folder(self, path: Path) -> bool:
         return is_folder(path)

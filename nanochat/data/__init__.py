@@ -1,6 +1,6 @@
 """Text and records beyond the core: downloads, other formats of files, records of tasks, a cache of tokens."""
 
-# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "hubs": {
         "hf": "nanochat.data.hub:fetch_model",

@@ -97,7 +97,7 @@ class JsonFile(JsonLinesFile):
             place = match.end()
             if match[0] == b'"':
                 return place
-            place += 1  # what follows a backslash ends nothing
+            place += 1  # an escaped character does not end the text
         return len(data)
 
 

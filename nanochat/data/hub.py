@@ -171,13 +171,13 @@ def fetch_part(
 
 
 def _any_dataset(name: str) -> Dataset:
-    """What no table here knows."""
+    """A dataset that is in no table here."""
     sources = {"hf": Source(name, "main"), "modelscope": Source(name, "master")}
     return Dataset(sources, licence="see its page")
 
 
-# What a model needs: its weights under transformers' names (some repositories have them a second time, under others),
-# its settings, and whatever its tokenizer is made of.
+# The files of a model: its weights under transformers' names (some repositories have them again under other names), its
+# settings, and the files of its tokenizer.
 MODEL_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[^/]+\.(json|jinja|model|tiktoken)|merges\.txt|vocab\.txt")
 
 
@@ -259,7 +259,7 @@ def leaves_folder(path: str) -> bool:
 
 @contextlib.contextmanager
 def _opened(name: str, dataset: Dataset, hub: str, instead: str) -> Iterator["_Copy"]:
-    """A dataset on one hub; whatever fails inside is one line.
+    """A dataset on one hub; every error inside becomes one line.
 
     `instead`: what to use without this dataset.
     """
@@ -275,7 +275,7 @@ def _opened(name: str, dataset: Dataset, hub: str, instead: str) -> Iterator["_C
 
 @contextlib.contextmanager
 def _one_line(name: str, client: HuggingFace | ModelScope, page: str, others: list[str]) -> Iterator[None]:
-    """Whatever fails inside is a UserError; `others`: what to do where the hub cannot be reached."""
+    """Every error inside becomes a UserError; `others`: the alternatives if the hub cannot be reached."""
     try:
         yield
     except UserError as error:
@@ -320,11 +320,11 @@ class _Copy:
         return commit, files
 
     def targets(self, paths: Iterable[str]) -> list[Path]:
-        """Where files are here: a path of a repo becomes one file name, which cannot leave the folder."""
+        """The local paths of files: a path in a repo becomes one file name, which cannot leave the folder."""
         return [self.folder / path.replace("/", "--").lstrip(".") for path in paths]
 
     def fetch(self, wanted: Files) -> list[Path]:
-        """The wanted files; what is missing is downloaded."""
+        """The wanted files; missing ones are downloaded."""
         targets = dict(zip(wanted, self.targets(wanted), strict=True))
         missing = [path for path in wanted if not targets[path].exists()]
         if not missing:
@@ -361,7 +361,7 @@ def _check(path: Path, name: str, sha256: str | None) -> None:
 
 
 def _reason(error: BaseException, endpoint: str, page: str) -> str:
-    """What went wrong in a client, from its chain of causes, in one line."""
+    """The cause of a client's error, from its chain of causes, in one line."""
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and len(causes) < 20:
         causes.append(cause)

@@ -63,8 +63,8 @@ def open_part(
 ) -> Records:
     """The records to learn from, or those that are held out, of a local file or folder or of a hub's ORG/NAME[/CONFIG].
 
-    `@SPLIT` after it names a split. What is held out are the files that splits.py finds, or else the last rows, a
-    tenth or `val_share` of them. Raises UserError: with what to do next.
+    `@SPLIT` after it names a split. The files that splits.py finds are held out, or else the last rows, a tenth or
+    `val_share` of them. Raises UserError: with the next step.
     """
     name, at, requested = source.rpartition("@")
     if not at or Path(source).expanduser().exists():

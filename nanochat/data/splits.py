@@ -4,7 +4,7 @@
     data/train_sft-00000-of-00001.parquet                          train_sft, held out by test_sft
     alpaca_data.json, code.jsonl                                   alpaca_data, code: parts of the training split
 
-A hub's own table of splits is not read: there is none on ModelScope and none in a folder.
+A hub's table of splits is not read: ModelScope and folders have none.
 """
 
 import re

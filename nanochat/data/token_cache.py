@@ -1,13 +1,14 @@
 """Tokens on the disk: a second epoch, and a second run on the same files, never tokenize again.
 
-    NANOCHAT_BASE_DIR/tokens/<key>/about.json      what it holds, for human readers
+    NANOCHAT_BASE_DIR/tokens/<key>/about.json      a description, for human readers
                                    <block>.tokens  the tokens of one block, memory-mapped when they are read
 
-The key is a hash of what the tokens depend on: the tokenizer's fingerprint, which rows are read, and of the files
-their names, sizes, times of change and a sample of their text. With another tokenizer or changed files it is another
-folder. Only an edit that keeps a file's size and time, outside of the sample, is not noticed. Any folder may be deleted
-at any time. A block is written once all of it is tokenized, as a new file that is renamed: several processes may write
-the same one, and a kill leaves no half of one. A checksum finds a damaged block, which is tokenized again.
+The key is a hash of everything on which the tokens depend: the tokenizer's fingerprint, the rows that are read, and
+the names, sizes, modification times and a sample of the text of the files. Another tokenizer or changed files use
+another folder. Only an edit outside the sample that keeps a file's size and time goes unnoticed. Any folder may be
+deleted at any time. A block is written when all of it is tokenized, as a new file that is then renamed: several
+processes may write the same block, and a kill leaves no half block. A checksum finds a damaged block, which is
+tokenized again.
 
 All folders together stay within a size limit, including the folders of other runs and of older files. When they reach
 it, nothing is deleted and nothing more is written.
@@ -37,8 +38,8 @@ from nanochat.tokenizer import Tokenizer
 FORMAT = 1
 SUFFIX = ".tokens"
 UNFINISHED = ".tmp"
-UNFINISHED_SECONDS = 3600  # an unfinished file that is older is of a process that was killed
-RECOUNT_BYTES = 64 << 20  # what a process writes between two looks at what all have written
+UNFINISHED_SECONDS = 3600  # an older unfinished file belongs to a process that was killed
+RECOUNT_BYTES = 64 << 20  # a process counts the bytes of all processes again after writing this many
 
 
 def cached(
@@ -46,7 +47,7 @@ def cached(
 ) -> Corpus | WeightedCorpora:
     """The corpus with the tokens of its files on the disk, unless all of them would exceed the limit in GiB.
 
-    Each process may go beyond by `RECOUNT_BYTES`, as it looks at what the others have written only now and then.
+    Each process may exceed it by `RECOUNT_BYTES`, because it counts the bytes of the others only now and then.
 
     With 0 GiB it is the corpus itself.
     """
@@ -68,7 +69,7 @@ class CachedCorpus:
         self._workers = workers
         self._root = root
         self._max_bytes = max_bytes
-        self._room = 0  # bytes that may be written before the next look
+        self._room = 0  # bytes that may be written before the next count
         self._is_writing = True
         files = []
         for file in corpus.records.files:

@@ -52,7 +52,7 @@ class Result:
     high: float
     baseline: float
     too_long: int  # questions that do not fit the context; they count as wrong
-    cut_off: int  # replies that max_tokens or the context ended; the task grades what is there
+    cut_off: int  # replies that max_tokens or the context ended; the task grades their text so far
     seconds: float
 
 
@@ -80,7 +80,7 @@ class Answer:
 def graded_choices(text: str) -> list[TaskSpec]:
     """The entries of a --tasks flag; every built-in task that can be graded where it is empty.
 
-    Raises UserError: for what has nothing to grade, or a weight, or a task named twice.
+    Raises UserError: for a task without grades, a weight, or a task named twice.
     """
     choices = parse_tasks(text or ",".join(GENERATED))
     require_grades(choices)
@@ -179,7 +179,7 @@ def draw_questions(task: Task, tokenizer: Tokenizer, context: int, max_examples:
 
 
 def choose_letters(task: Task, questions: Questions, model: GPT, engine: Engine, batch_rows: int) -> list[Answer]:
-    """This rank's share of multiple-choice questions: of their letters the likeliest one as the reply's first token.
+    """This rank's share of multiple-choice questions, answered with the most likely letter as the first token.
 
     Raises UserError: when a letter is not one token.
     """
@@ -276,7 +276,7 @@ def _letter_ids(task: Task, example: Example, tokenizer: Tokenizer) -> list[int]
 def preferred_letters(
     model: GPT, prompts: Sequence[Sequence[int]], letters: Sequence[Sequence[int]], device: Device
 ) -> list[int]:
-    """The index of the likeliest of each prompt's letters (token ids) as the next token."""
+    """For each prompt, the index of the letter (token ids) that is most likely as the next token."""
     lengths = device.to_device(torch.tensor([len(prompt) for prompt in prompts]))
     tokens = device.to_device(_padded(prompts, 0))  # (B, T)
     choices = device.to_device(_padded(letters, -1))  # (B, L)
@@ -292,13 +292,13 @@ def _padded(rows: Sequence[Sequence[int]], filling: int) -> Tensor:
 
 # ---------------------------------------------------------------------- a chat
 
-CHAT = ("Hello!", "What is 47 + 38?", "Tell me a story about a small fox.")  # what any chat model may be asked
+CHAT = ("Hello!", "What is 47 + 38?", "Tell me a story about a small fox.")  # questions for any chat model
 
 
 def converse(
     engine: Engine, questions: Sequence[str], sampling: SamplingParams, max_tokens: int = 256
 ) -> list[Message]:
-    """One conversation, as chat_cli would have it: each question with the model's reply, both read at the next one."""
+    """One conversation, as in chat_cli: each question with the model's reply; the next turn reads both."""
     turns: list[Message] = []
     for number, question in enumerate(questions):
         turns.append({"role": "user", "content": question})
@@ -313,7 +313,7 @@ def converse(
 
 
 def chat_core(scores: Iterable[tuple[float, float]]) -> float:
-    """The mean over tasks, each given as (accuracy, baseline), of what is above guessing."""
+    """The mean over tasks, given as (accuracy, baseline), of the accuracy above guessing."""
     centered = [(accuracy - baseline) / (1 - baseline) for accuracy, baseline in scores]
     return sum(centered) / len(centered)
 

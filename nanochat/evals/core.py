@@ -156,7 +156,7 @@ def _downloaded() -> Path:
 
 @contextlib.contextmanager
 def _blaming(place: object) -> Iterator[None]:
-    """Whatever goes wrong with a file of the bundle becomes one line that names it."""
+    """Every error about a file of the bundle becomes one line that names the file."""
     try:
         yield
     except UserError:
@@ -300,7 +300,7 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
 def _count_correct(
     model: GPT, tokenizer: Tokenizer, task: CoreTask, device: Device, batch_rows: int
 ) -> tuple[int, int]:
-    """How many of this rank's share of the examples the model gets right, and how many were cut to the context."""
+    """The numbers of right examples and of examples cut to the context, in this rank's share."""
     context = model.config.sequence_len
     mine = range(device.rank, len(task.examples), device.world_size)
     texts = (text for index in track(mine, "examples") for text in scored_texts(task, index, tokenizer, context))

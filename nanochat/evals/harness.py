@@ -4,7 +4,7 @@ The harness writes prompts as texts and turns answers into metrics. A model answ
 
     loglikelihood            how likely is this continuation of that context, and would greedy decoding write it
     loglikelihood_rolling    how likely is this whole text, in windows as long as the model's context
-    generate_until           what does the model write after this text, up to one of some stop texts
+    generate_until           which text does the model write after this one, up to a stop text
 
 The numbers equal the ones from the harness's `hf` model on a folder that `scripts.export --to hf` writes. So texts are
 encoded as in transformers: a special token that is spelled out in a text becomes that token. This is how the harness
@@ -72,8 +72,8 @@ class Wanted:
 class NanochatLM(TemplateLM):
     """A model as the harness sees one.
 
-    Every rank calls it with all requests and gets all answers; the ranks share the work. The harness has a way of its
-    own to do that (`world_size`), which this leaves at one process: its ranks would exchange pickles.
+    Every rank calls it with all requests and gets all answers; the ranks share the work. The harness has its own way to
+    do that (`world_size`), which stays at one process here: its ranks would exchange pickles.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class NanochatLM(TemplateLM):
         self.seed = seed
         self.context = model.config.sequence_len
         self._tokenizer = tokenizer  # `tokenizer` is one of transformers, in this interface
-        # In `tokenizer` no text becomes a special token. Here is what transformers reads, with the same ids.
+        # In `tokenizer` text never becomes a special token. This one reads text like transformers, with the same ids.
         files = tokenizer_files(tokenizer, self.context, for_others=True)
         self._library = tokenizers.Tokenizer.from_str(json.dumps(files["tokenizer.json"]))
         self._prefix = tokenizer.get_bos_token_id()
@@ -111,7 +111,7 @@ class NanochatLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What the first token of a text is predicted from."""
+        """The token from which the first token of a text is predicted."""
         return self._prefix
 
     @property
@@ -119,7 +119,7 @@ class NanochatLM(TemplateLM):
         return self._tokenizer.fingerprint()
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; with what begins a text, unless the text has it already or `add_special_tokens` is False."""
+        """Token ids, with the begin token, unless the text has it already or `add_special_tokens` is False."""
         string = replace_surrogates(string)
         begun = add_special_tokens is False or string.startswith(self._tokenizer.decode([self._prefix]))
         ids = [self._prefix] if self.adds_bos and not begun else []

@@ -1,1 +1,1 @@
-"""What a folder carries that other programs read."""
+"""Files of exported folders for other programs."""

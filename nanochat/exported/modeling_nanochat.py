@@ -1,7 +1,7 @@
 """nanochat's model for transformers: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
 
 `python -m scripts.export --to hf` copies this file next to the weights, so it imports only torch and transformers.
-It computes what nanochat/gpt.py computes; the reasons are there. tests/exported/test_export.py compares the two.
+It computes the same as nanochat/gpt.py, which explains the reasons. tests/exported/test_export.py compares the two.
 
 Tried with transformers 4.48, 4.57, 5.0, 5.23 and 5.24.
 
@@ -156,7 +156,7 @@ def find_cache(past_key_values: Any, cache: Any, others: dict[str, Any]) -> Any:
     Raises ValueError: when the cache has both names, a third one, or a form that has no `update`.
     """
     found = {"past_key_values": past_key_values, "cache": cache}
-    # Flags, counts and tensors such as `cache_position` are harmless. Everything else may hold what was cached.
+    # Flags, counts and tensors such as `cache_position` are harmless. Everything else may be a cache.
     found |= {name: value for name, value in others.items() if not isinstance(value, (bool, int, float, str, Tensor))}
     found = {name: value for name, value in found.items() if value is not None}
     if not found:

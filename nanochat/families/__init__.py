@@ -1,6 +1,6 @@
 """Models of other families: their settings, names and weights in and out, tokenizers and chat formats."""
 
-# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "tokenizers": {
         "hugging_face": "nanochat.families.imported_tokenizer:read_tokenizer",

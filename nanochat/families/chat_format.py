@@ -1,6 +1,6 @@
 """The chat format of another model family: its template writes the text, its tokenizer encodes it.
 
-What a model learns is what it would write after a prompt, with the token that ends its turn.
+A model learns the text that it would write after a prompt, with the token that ends its turn.
 """
 
 import bisect
@@ -95,7 +95,7 @@ class TemplateFormat(ChatFormat):
         is_complete: bool,
         tools: Sequence[Any] | None = None,
     ) -> list[int]:
-        # A template writes whole conversations. So render one, and take what follows the token that ends the reply:
+        # A template writes whole conversations. So render one, and take the text after the token that ends the reply:
         #
         #     question            <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
         #     + reply, messages   <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\nOK<|im_end|>\n<|im_start|>...

@@ -11,8 +11,8 @@ Not covered: a template that looks harmless in the trial and then, for the messa
 ever without writing anything, or makes one huge text in a single operation. Rendering runs in the process that serves
 or trains, many times a second, so nothing watches it from outside.
 
-What is in the messages never becomes a special token, although a template mixes both in one text: a special token's
-name in a message gets a character into it that no text has, and loses it when the text is divided into tokens.
+Text of messages never becomes a special token, although a template mixes both in one text: a special token's name in a
+message gets an extra character that no text has, and loses it when the text is divided into tokens.
 
 Source: the settings of transformers' `apply_chat_template` (the environment, its filters and its functions).
 """
@@ -62,7 +62,7 @@ class RenderedText:
 
     text: str
     specials: list[Special]  # in order; the rest is plain text
-    marked: list[Span]  # what {% generation %} encloses
+    marked: list[Span]  # the spans inside {% generation %}
 
 
 class ChatTemplate:
@@ -102,7 +102,7 @@ class ChatTemplate:
 
         `settings` are variables of the template, such as enable_thinking of Qwen3.
 
-        Raises TemplateError: with the template's own complaint, or because its text is too long or takes too long.
+        Raises TemplateError: with the template's complaint, or because its text is too long or takes too long.
         """
         # Three characters for our marks, which are in none of the texts.
         everything = json.dumps(
@@ -129,8 +129,8 @@ class ChatTemplate:
 
     @cached_property
     def reply_opening(self) -> str:
-        """What a prompt ends with, such as `<|im_start|>assistant` and a line end; empty where it has nothing more than
-        the conversation."""
+        """The end of a prompt, such as `<|im_start|>assistant` and a line end; empty if a prompt adds nothing to the
+        conversation."""
         question = [{"role": "user", "content": "Hello"}]
         try:
             text = self.render(question).text
@@ -142,8 +142,8 @@ class ChatTemplate:
     def learned(
         self, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
     ) -> list[Span | None]:
-        """What the model writes in each assistant's message of the rendered conversation: from where the reply begins
-        to its end, one of the special tokens `ends`. None where the template leaves no such place.
+        """The model's text in each assistant's message of the rendered conversation: from the beginning of the reply to
+        its end, one of the special tokens `ends`. None if the template has no such place.
         """
         replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if self.has_marks and len(whole.marked) == len(replies):
@@ -206,7 +206,7 @@ class ChatTemplate:
             elif piece == end:
                 marked.append((opened, length))
             elif piece != guard:
-                if place % 2:  # what the text is split at
+                if place % 2:  # a separator
                     specials.append((length, length + len(piece), piece))
                 pieces.append(piece)
                 length += len(piece)
@@ -230,14 +230,14 @@ class ChatTemplate:
 class _State(threading.local):
     """The rendering on this thread."""
 
-    marks: tuple[str, str] = ("", "")  # around what {% generation %} encloses
+    marks: tuple[str, str] = ("", "")  # around the text inside {% generation %}
 
 
 state = _State()
 
 
 class _complaints:
-    """One line for whatever a template raises."""
+    """One line for every error of a template."""
 
     def __init__(self, file: str):
         self.where = f" in {file}" if file else ""
@@ -295,7 +295,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} encloses what the assistant writes."""
+        """{% generation %} ... {% endgeneration %} encloses the assistant's text."""
 
         tags = {"generation"}
 

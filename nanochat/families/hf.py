@@ -1,6 +1,6 @@
 """Hugging Face's folders of models: their config.json and ours, their names and ours, weights in and out.
 
-    config.json  generation_config.json      what the model is, and how its replies are drawn
+    config.json  generation_config.json      the model's shape, and the settings of its replies
     model.safetensors                        the weights; or, where they are large, several files and their index:
     model-00001-of-00002.safetensors  ...    model.safetensors.index.json names the file of each tensor
     tokenizer.json ...                       tokenizer.py reads these
@@ -31,7 +31,7 @@ from nanochat.rotary import RopeScaling
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
 from nanochat.untrusted import read_json, require_file
 
-PIECE_BYTES = 32 << 20  # read at once: what a load takes beyond the weights themselves
+PIECE_BYTES = 32 << 20  # read at once: the memory of a load in addition to the weights
 SHARD_BYTES = 5 << 30  # size of a written file: hubs and file systems handle larger ones badly
 MAX_SHARDS = 1000
 MAX_SIZE = 1 << 24  # largest vocabulary, width or context
@@ -84,10 +84,10 @@ def theirs_of(name: str, config: GPTConfig, rows: int) -> list[tuple[str, int]]:
 
 @dataclass(frozen=True)
 class Family:
-    """What sets one family apart from the others."""
+    """The differences of one family from the others."""
 
     architecture: str  # the class in transformers
-    defaults: dict[str, Any] = field(default_factory=dict)  # what config.json may leave out, as in transformers
+    defaults: dict[str, Any] = field(default_factory=dict)  # defaults for config.json, as in transformers
     qk_norm: bool = False
     qkv_bias: bool = False
 
@@ -99,7 +99,7 @@ FAMILIES = {
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
 }
 
-# What the model does not compute: the key of config.json, the values that are harmless, and what another one means.
+# Features that the model does not compute: the key of config.json, the harmless values, and the meaning of others.
 REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hidden_act", (None, "silu", "swish"), "an activation other than silu"),
     ("attention_bias", (None, False), "a bias on the attention's output"),
@@ -118,7 +118,7 @@ def is_folder(path: Path) -> bool:
 
 
 def model_type(folder: Path) -> str:
-    """What config.json calls the family; empty where it cannot be read."""
+    """The family's name in config.json; empty if it cannot be read."""
     try:
         return str(read_json(folder / "config.json").get("model_type", ""))
     except (OSError, ValueError, AttributeError):
@@ -126,7 +126,7 @@ def model_type(folder: Path) -> str:
 
 
 def to_config(theirs: dict[str, Any]) -> GPTConfig:
-    """Our config of the same model. Raises ValueError: where there is none."""
+    """Our config of the same model. Raises ValueError: when our model cannot compute it."""
     family = FAMILIES.get(str(theirs.get("model_type")))
     if family is None:
         raise ValueError(f"model_type {str(theirs.get('model_type'))[:80]} is not known: one of {', '.join(FAMILIES)}")
@@ -245,7 +245,7 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
 
 
 def computes(family: str, config: GPTConfig) -> bool:
-    """Whether a family's config.json can say all that this config says."""
+    """Whether a family's config.json can express everything in this config."""
     return to_config(from_config(config, family)) == config
 
 
@@ -321,7 +321,7 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
 
 
 def describe(folder: Path, family: str, config: GPTConfig) -> dict[str, Any]:
-    """What a checkpoint's meta.json holds, of a folder that has none: without the config and the tokenizer."""
+    """The meta data for a folder without meta.json, except the config and the tokenizer."""
     # It has read the web: that decides about the default tasks (mixture.py). Family and context are for an export
     # after stages that may have shortened the context.
     pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": family, "context": config.sequence_len}
@@ -470,13 +470,13 @@ class FamilyWeights:
             if begin < stop:
                 _read_part(self.stored[theirs].path, theirs, begin - start, target[begin - first : stop - first])
             start += count
-        # What is left are rows of the padded vocabulary. Nothing reads them; they are zero, not what was in memory.
+        # The remaining rows are padding of the vocabulary. Nothing reads them; set them to zero instead of old memory.
         target[max(start - first, 0) :].zero_()
 
 
 def _read_part(path: Path, name: str, first: int, target: Tensor) -> None:
     """Fill a target with rows of a tensor, from row `first` on."""
-    # A mapped file's pages count as this process's memory until the mapping ends: it is opened anew for each piece.
+    # A mapped file's pages count as this process's memory until the mapping ends, so open it again for each piece.
     # That costs a look at the header; a whole file, mapped once, would double the memory of a load.
     step = max(1, PIECE_BYTES // (4 * max(1, target[0].numel())))
     for row in range(0, len(target), step):
@@ -492,7 +492,7 @@ class FolderFormat:
         return is_folder(path)
 
     def settings(self, folder: Path) -> dict[str, Any]:
-        """config.json, as `to_config` takes it."""
+        """config.json, in the form for `to_config`."""
         settings = read_json(folder / "config.json")
         if not isinstance(settings, dict):
             raise ValueError("config.json is not an object")

@@ -1,13 +1,13 @@
 """Tokenizers of other model families, unchanged: Hugging Face's tokenizer.json with the interface of `Tokenizer`.
 
-The `tokenizers` library encodes, with the family's own normalization, splitting and merges. Here is what it leaves
-open: which ids are special, what begins a document and ends a reply, and which bytes each id stands for.
+The `tokenizers` library encodes, with the family's normalization, splitting and merges. This file adds the rest: which
+ids are special, which tokens begin a document and end a reply, and the bytes of each id.
 
-A folder of Hugging Face's form has these facts in several files. A checkpoint of ours has all of them in one
-tokenizer.json, with its sha256. Two kinds are read, between them nearly every language model of today:
+A folder in Hugging Face's form has these facts in several files. Our checkpoints have all of them in one
+tokenizer.json, with its sha256. Two kinds are supported, which cover nearly every language model of today:
 
     byte-level BPE    Qwen, Llama 3, Mistral's tekken, GPT-2: a character of a token's name is a byte
-    SentencePiece     Llama 2, Mistral, Gemma: the space is U+2581, and what has no token is bytes such as <0x0A>
+    SentencePiece     Llama 2, Mistral, Gemma: the space is U+2581, and text without a token is bytes such as <0x0A>
 """
 
 import json
@@ -341,11 +341,11 @@ def _name(token: Any) -> str | None:
 def _with_added(
     content: dict[str, Any], added: dict[str, Any], config: dict[str, Any], ends: list[int]
 ) -> dict[str, Any]:
-    """tokenizer.json with the tokens that only tokenizer_config.json adds, and as the library is to use it."""
+    """tokenizer.json with the tokens that only tokenizer_config.json adds, in the form for the library."""
     tokens = {one["id"]: one for one in content.get("added_tokens") or []}
     for index, one in added.items():
         tokens.setdefault(int(index), {"id": int(index), **one})
-    # What begins and ends a text is special, whatever the file says of it: no text may contain it.
+    # The tokens that begin and end a text are special, whatever the file says: no text may contain them.
     vocabulary = content["model"]["vocab"]
     ids = vocabulary if isinstance(vocabulary, dict) else {name: index for index, (name, _) in enumerate(vocabulary)}
     name_of = {index: name for name, index in ids.items()} | {one["id"]: one["content"] for one in tokens.values()}
@@ -367,7 +367,7 @@ def _build(content: dict[str, Any]) -> Any:
 
     try:
         library = tokenizers.Tokenizer.from_str(json.dumps(content))
-    except BaseException as error:  # it raises Exception itself, and for a panic what is not even one
+    except BaseException as error:  # it raises Exception itself, and for a panic a BaseException
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise ValueError(f"the tokenizers library cannot read it: {str(error)[:200]}") from error
@@ -378,7 +378,7 @@ def _build(content: dict[str, Any]) -> Any:
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """A normalizer, splitter or decoder, and what it consists of."""
+    """A normalizer, splitter or decoder, and its parts."""
     if isinstance(component, dict):
         yield component
         for name in ("normalizers", "pretokenizers", "decoders"):

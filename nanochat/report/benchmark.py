@@ -5,7 +5,7 @@ Such a file holds every single measurement, because a median does not show how f
     {"what": "train", "device": ..., "config": {...}, "measurements": {
         "step": {"unit": "tokens/s", "values": [11020.1, 11180.4, ...]}, ...}}
 
-docs/bench.md explains how to read what is printed here.
+docs/bench.md explains how to read the output.
 """
 
 import math
@@ -28,7 +28,7 @@ CONFIDENCE = 0.95
 FEW = 8  # measurements: with fewer, resampling does not show how far they can spread
 NOT_SETTINGS = {"what", "files", "json", "plot"}  # flags of bench that change no measurement
 
-# By unit: what a ratio below 1 is, and what one above 1 is.
+# The word for a ratio below 1, and for a ratio above 1, by unit.
 WORDS = {
     "tokens/s": ("slower", "faster"), "GFLOP/s": ("slower", "faster"), "ms": ("faster", "slower"),
     "s": ("faster", "slower"), "%": ("lower", "higher"), "MiB": ("less", "more"),
@@ -39,7 +39,7 @@ ONCE = "measured once"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What `bench --json` wrote."""
+    """The content of a file of `bench --json`."""
 
     path: str
     what: str  # "train" or "serve"

@@ -1,6 +1,6 @@
-"""What a chat model learns from and is graded on: one file a task."""
+"""The tasks from which a chat model learns and on which it is graded: one file per task."""
 
-# What plugs into the core (nanochat/rooms.py): seam -> name -> place.
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "tasks": {
         "stories": "nanochat.tasks.stories:Stories",

@@ -1,4 +1,4 @@
-"""Conversations of your own, or of any data set of a hub: a conversation per row, in one of these forms.
+"""Your conversations, or any data set of a hub: one conversation per row, in one of these forms.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     [{"role": "user", "content": "..."}, ...]                         only the list
@@ -19,7 +19,7 @@ data/records.py reads the rows. All are checked when they are opened. A row in a
 conversation is skipped and counted, or is an error with `bad_records="fail"`. A row in an unknown form is always an
 error. A last question without an answer is dropped: it teaches nothing.
 
-Where rewards need no right answer (chat_rl --reward) a question is enough, under the same names.
+If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
 """
 
 import json
@@ -181,7 +181,7 @@ def messages_of(record: Any) -> list[Message]:
 
 
 def answered(messages: list[Message]) -> list[Message]:
-    """A conversation without a last question that nobody answers. Raises ValueError: when nothing is left of it."""
+    """A conversation without an unanswered last question. Raises ValueError: when nothing is left of it."""
     replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     if not replies:
         raise ValueError("the assistant has no message")
@@ -220,13 +220,13 @@ def question_of(fields: dict[str, Any]) -> list[Any]:
 
 
 def with_system(fields: dict[str, Any], messages: list[Any]) -> list[Any]:
-    """The messages after the record's own system message, where it has one."""
+    """The messages, after the record's system message if it has one."""
     system = first_of(fields, SYSTEMS)
     return [{"role": "system", "content": system}, *messages] if system else messages
 
 
 def first_of(fields: dict[str, Any], names: Iterable[str]) -> Any:
-    """The value of the first of these fields that is there and not null."""
+    """The value of the first of these fields that exists and is not null."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
