@@ -1,4 +1,4 @@
-"""What a chat in a terminal is typed and shown with: a line editor, and text that wraps between words."""
+"""The terminal of a chat: a line editor, and text that wraps between words."""
 
 import contextlib
 import shutil

@@ -22,7 +22,7 @@ STORY_ENDS = (".", "!", "?", '."', '!"', '?"')
 
 @dataclass(frozen=True)
 class StoryCheck:
-    """What the checker found: `ok` without a problem; `plot` is empty when none was recognised."""
+    """The checker's result: `ok` without a problem; `plot` is empty when none was recognised."""
 
     ok: bool
     problems: list[str]
@@ -110,7 +110,7 @@ def _assign_beats(plot: str, readings: Sequence[Sequence[Reading]]) -> dict[int,
 
 
 def _follow(facts: dict[str, str], template: Template, found: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What is wrong with a sentence's roles, given the roles so far; and the roles after it."""
+    """The problems with a sentence's roles, given the roles so far; and the roles after it."""
     facts = dict(facts)
     problems: list[str] = []
     for (new, role), words in zip(template.slots, found, strict=True):
@@ -183,7 +183,7 @@ def _templates() -> dict[str, list[Template]]:
 
 
 def _slot_words() -> dict[str, list[str]]:
-    """role -> what a slot of this role may hold, over all plots."""
+    """role -> the words that a slot of this role may hold, over all plots."""
     choices: dict[str, set[str]] = defaultdict(set)
     for plot in plots().values():
         for draw in plot.draws:

@@ -1,7 +1,7 @@
 """The built-in `demo` corpus: short stories, questions about them, and sums. It never ends and needs no network.
 
 The words and the plots are tables in `grammar.txt`. A story draws a plot, then a word for each role, then one telling
-of each beat, and fills the slots. `checker.py` reads stories back without knowing what was drawn.
+of each beat, and fills the slots. `checker.py` reads stories back without knowing the draws.
 
 The validation split is not just other stories: about one combination in ten (plot, kind of hero, want, obstacle,
 place) occurs there only, so a model that scores well on it has learned the grammar and not the sentences.
@@ -28,7 +28,7 @@ HELD_OUT_SHARE = 10  # one combination in this many belongs to validation
 
 @dataclass(frozen=True)
 class Story:
-    """A story and what was drawn for it."""
+    """A story and its draws."""
 
     text: str
     plot: str

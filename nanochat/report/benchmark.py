@@ -56,7 +56,7 @@ class Ratio:
     high: float | None = None
 
     def verdict(self, unit: str) -> str:
-        """`faster`, `slower` and the like where 1 is outside of the interval."""
+        """`faster`, `slower` and similar words if 1 is outside the interval."""
         if self.low is None or self.high is None:
             return ONCE
         below, above = WORDS.get(unit, ("less", "more"))
@@ -112,7 +112,7 @@ def ratio_of(before: Sequence[float], after: Sequence[float]) -> Ratio:
 
 
 def _resampled_medians(values: Sequence[float], generator: np.random.Generator) -> np.ndarray:
-    """Medians (RESAMPLES,) of what the measurements might have been."""
+    """Medians (RESAMPLES,) of resampled measurements."""
     # A neighbour on the machine slows several steps in a row. If each step were drawn separately, such a streak would
     # average out, and the interval would be too narrow. So streaks are drawn: 20 steps as 5 blocks of 4 neighbours.
     count = len(values)
@@ -126,7 +126,7 @@ def _resampled_medians(values: Sequence[float], generator: np.random.Generator) 
 
 
 def differences(before: Benchmark, after: Benchmark) -> list[str]:
-    """The settings that the two were not measured with alike: `depth 4 and 6`."""
+    """The settings in which the two measurements differ: `depth 4 and 6`."""
     found = []
     for name in dict.fromkeys([*before.settings, *after.settings]):
         values = [side.settings.get(name) for side in (before, after)]
@@ -136,9 +136,9 @@ def differences(before: Benchmark, after: Benchmark) -> list[str]:
 
 
 def compare(before: Benchmark, after: Benchmark) -> dict[str, Ratio]:
-    """Print a row for each measurement that both have, and warn of what makes them hard to compare.
+    """Print a row for each measurement that both have, and warn about differences that make them hard to compare.
 
-    Raises UserError: when they are of two kinds, or have no measurement in common.
+    Raises UserError: when they are of different kinds, or have no measurement in common.
     """
     if before.what != after.what:
         sides = f"{before.path} is of `bench {before.what}` and {after.path} of `bench {after.what}`"

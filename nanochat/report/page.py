@@ -1,4 +1,4 @@
-"""A report to look at, report.html, and the same to read, report.md.
+"""The report of a run: report.html, a page with plots, and report.md, the same as text.
 
 Both are templates, filled only from a `RunSummary`. The page is one file without scripts or outside requests;
 matplotlib draws its plots as SVG. Jinja escapes every text in the page, `_markdown` every text in the Markdown: samples
@@ -44,7 +44,7 @@ class Table:
 
 
 def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
-    """The results in at most five numbers, each with what it is and a detail; those that are not known are left out."""
+    """The results in at most five numbers, each with its name and a detail; unknown numbers are left out."""
     for stage in [stage for stage in summary.stages if stage.val_bpb is not None][:1]:
         earlier = stage.curve("val_bpb")[:-1]
         start = f"; {earlier[0][1]:.2f} at first" if earlier else ""
@@ -84,7 +84,7 @@ def training_seconds(summary: RunSummary) -> float:
 
 
 def header(summary: RunSummary) -> dict[str, str]:
-    """What was trained, on what, when and by which code, in words; what nobody wrote down is "unknown" or left out."""
+    """The model, data, time and code of the training, in words; missing facts are "unknown" or left out."""
     tokens = [f"{stage.last('tokens'):,.0f} in {stage.name}" for stage in summary.stages if stage.last("tokens")]
     devices = [f"{one.world_size} × {one.device} ({one.kind}, {one.dtype})" for one in summary.commands if one.device]
     versions: dict[str, list[str]] = {}
@@ -109,7 +109,7 @@ def header(summary: RunSummary) -> dict[str, str]:
 
 
 def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
-    """The chat of the stage that was trained last, with its name; empty where no stage has one."""
+    """The chat of the stage that was trained last, with its name; empty if no stage has a chat."""
     chats = [(stage.name, stage.conversation) for stage in summary.stages if stage.conversation]
     return chats[-1] if chats else ("", [])
 
@@ -118,7 +118,7 @@ def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
 
 
 def stage_table(summary: RunSummary) -> Table:
-    """A row a stage: what it did and how long it took. Columns that are empty are left out."""
+    """One row per stage: its work and its time. Empty columns are left out."""
     seconds = summary.seconds_by_stage()
     stages = {stage.name: stage for stage in summary.stages}
     rows: list[dict[str, str]] = []
@@ -150,7 +150,7 @@ def stage_table(summary: RunSummary) -> Table:
 
 
 def score_table(summary: RunSummary) -> Table:
-    """A row an evaluation, a column a stage."""
+    """One row per evaluation, one column per stage."""
     stages = [stage for stage in summary.stages if stage.scores or stage.evaluation]
 
     def numbers(name: str, detail: str, key: str) -> list[Cell]:
@@ -194,7 +194,7 @@ def questions(summary: RunSummary) -> dict[tuple[str, Pairs], list[tuple[str, Ch
 
 
 def comparison(summary: RunSummary, against: RunSummary) -> Table:
-    """A row a number that both runs have: this run's, the other's, and the difference."""
+    """One row per number that both runs have: this run's, the other's, and the difference."""
     rows = []
     earlier = metrics(against)
     for name, (now, share) in metrics(summary).items():
@@ -239,7 +239,7 @@ def exact(value: float) -> str:
 
 
 def in_a_word(stage: Stage, key: str, how: str) -> str:
-    """A stage's values in one word: their last, peak, median or ends; "" where there are none."""
+    """A stage's values in one word: their last, peak, median or ends; "" without values."""
     values = [value for _, value in stage.curve(key)] if how == "ends" else stage.values(key)
     if not values:
         return ""
@@ -307,7 +307,7 @@ PLOTS = (
 )  # fmt: skip
 LOSS = Plot("loss", "Loss", "", "ends", from_zero=False)
 
-# What plots are drawn in. Each colour becomes the page's variable of that name, which has a light and a dark value.
+# The colours of plots. Each becomes the page's variable of that name, which has a light and a dark value.
 COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*SCRIPTS, "text", "quiet", "line"])}
 STYLE: Any = {
     "svg.fonttype": "none", "text.parse_math": False, "font.size": 8, "axes.titlesize": 8,
@@ -320,14 +320,14 @@ STYLE: Any = {
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:
-    """A figure as inline SVG, with a label for who cannot see it. The page decides on fonts, size and colours."""
+    """A figure as inline SVG, with a label for readers who cannot see it. The page decides fonts, size and colours."""
     file = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": name}):
         figure.savefig(
             file, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
     svg = file.getvalue().partition("<svg")[2]
-    svg = re.sub(r' id="[\w.]*_\d+"| xmlns(:xlink)?="[^"]*"', "", svg)  # ids that another plot has too
+    svg = re.sub(r' id="[\w.]*_\d+"| xmlns(:xlink)?="[^"]*"', "", svg)  # ids that other plots use too
     for variable, colour in COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")
     return f'<svg role="img" aria-label="{html.escape(label)}"{svg}'

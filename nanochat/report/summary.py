@@ -61,16 +61,16 @@ class Stage:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> accuracy, low, high, baseline
     chats: list[Chat] = field(default_factory=list)
     conversation: list[tuple[str, Pairs]] = field(default_factory=list)  # (role, parts): a chat of several turns
-    facts: dict[str, Any] = field(default_factory=dict)  # run.json: what was trained, on what, when
+    facts: dict[str, Any] = field(default_factory=dict)  # run.json: configuration, data, time
 
     def add_facts(self, values: Any) -> None:
-        """What `run.stage.write_facts` wrote."""
+        """Add the facts in `run.json`."""
         facts = {name: value for name, value in values.items() if isinstance(value, str | int)}
         versions = {str(name): str(version) for name, version in values.get("versions", {}).items()}
         self.facts = facts | {"versions": versions}
 
     def add_evaluation(self, values: Any) -> None:
-        """What `base_eval` wrote."""
+        """Add the results of `base_eval`."""
         self.samples = [sample for sample in values.get("samples", []) if isinstance(sample, str)]
         self.evaluation |= _numbers(values)
         if self.evaluation.get("stories"):
@@ -78,7 +78,7 @@ class Stage:
             self.scores["stories"] = {"accuracy": share}
 
     def add_chat_evaluation(self, values: Any) -> None:
-        """What `chat_eval` wrote."""
+        """Add the results of `chat_eval`."""
         chats = []
         for sample in values.get("samples", []):
             messages = tuple((str(message["role"]), text_of(message["content"])) for message in sample["messages"])
@@ -100,7 +100,7 @@ class Stage:
         return values[-1] if values else None
 
     def curve(self, key: str) -> Points:
-        """A metric over finished steps, thinned out; at 0 what was evaluated before the first step."""
+        """A metric over finished steps, thinned out; at 0, the evaluation before the first step."""
         points = [(0.0, line[f"{key}_before"]) for line in self.metrics[:1] if f"{key}_before" in line]
         points += [(line["step"] + 1, line[key]) for line in self.metrics if key in line]
         stride = len(points) // CURVE_POINTS + 1
@@ -111,9 +111,9 @@ class Stage:
         return max((line.get("seconds", 0.0) for line in self.metrics if line["step"] < steps), default=0.0)
 
     def run_seconds(self, commands: list[Command]) -> float:
-        """How long the training commands took, however often the run was resumed.
+        """The time of the training commands, summed over all resumes of the run.
 
-        Of steps that no command has recorded, because it was killed or is not over, the training seconds count.
+        For steps that no command has recorded, because it was killed or is still running, the training seconds count.
         """
         trained = [one for one in commands if one.stage == self.name and one.script in TRAINING_SCRIPTS]
         total = 0.0
@@ -131,15 +131,15 @@ class Stage:
 
 @dataclass
 class RunSummary:
-    """All that is known about one tag."""
+    """All known facts about one tag."""
 
     tag: str
     stages: list[Stage]  # in the order of the pipeline
     commands: list[Command]  # in the order in which they finished
-    notes: list[str]  # what is missing or damaged
+    notes: list[str]  # missing or damaged files
 
     def seconds_by_stage(self) -> dict[str, float]:
-        """How long the run itself took, by stage, in the order of the pipeline; evaluations of it count elsewhere."""
+        """The time of the run itself, by stage, in the order of the pipeline; evaluations count separately."""
         seconds: dict[str, float] = {}
         for command in self.commands:
             if command.stage not in SCRIPTS:  # such as the tokenizer
@@ -150,17 +150,17 @@ class RunSummary:
         return {name: total for name, total in seconds.items() if total}
 
     def evaluation_seconds(self, stage: str | None = None) -> float:
-        """How long the evaluations took, of one stage or of all."""
+        """The time of the evaluations of one stage or of all stages."""
         evaluations = [one for one in self.commands if one.stage in SCRIPTS and one.script not in TRAINING_SCRIPTS]
         return sum(one.seconds for one in evaluations if stage in (None, one.stage))
 
     def fact(self, name: str) -> list[Any]:
-        """What the stages say about themselves under a name, each answer once."""
+        """The facts of the stages under a name, each value once."""
         return list(dict.fromkeys(stage.facts[name] for stage in self.stages if name in stage.facts))
 
     @property
     def began(self) -> str:
-        """When the first stage started, in UTC; "" where nobody wrote it down."""
+        """The start of the first stage, in UTC; "" if it was not recorded."""
         return min(self.fact("started"), default="")
 
 
@@ -179,7 +179,7 @@ def newest_tag() -> str:
 def collect(tag: str, flag: str = "--model_tag") -> RunSummary:
     """Read everything about one tag, which `flag` names, below the base folder.
 
-    Raises UserError: when there is nothing.
+    Raises UserError: when nothing is found.
     """
     runs = base_dir() / "runs"
     notes: list[str] = []
@@ -217,7 +217,7 @@ def _read_stage(name: str, folder: Path, notes: list[str]) -> Stage:
 
 
 def _parsed(path: Path, parse: Callable[[Any], Parsed], notes: list[str]) -> list[Parsed]:
-    """What `parse` returns for each line of a .jsonl file, or for a whole .json file; a note counts what it refuses."""
+    """The results of `parse` for each line of a .jsonl file, or for a whole .json file; a note counts refused lines."""
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")

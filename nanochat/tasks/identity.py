@@ -76,7 +76,7 @@ def _columns(table: str) -> dict[str, list[str]]:
 
 
 class SmallTalk(GeneratedTask):
-    """One to three turns, sometimes after a system message. The last turn is of the task, and it is what is graded.
+    """One to three turns, sometimes after a system message. The last turn belongs to the task and is graded.
 
     In half of the test split the last turn has a way to ask, or a word in it, that the train split never has.
     """
@@ -99,7 +99,7 @@ class Identity(SmallTalk):
 
 
 class Unknown(SmallTalk):
-    """What the model has never read about: it says so, kindly, and what it can do instead."""
+    """Subjects that the model has never read about: it says so, kindly, and names what it can do instead."""
 
     name = "unknown"
 

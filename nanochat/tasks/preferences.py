@@ -1,4 +1,4 @@
-"""Preferences of your own, or of any data set of a hub. Most losses compare pairs: one per row, in one of these forms.
+"""Your preferences, or any data set of a hub. Most losses compare pairs: one per row, in one of these forms.
 
     {"chosen": [messages], "rejected": [messages]}         whole conversations that differ in their last message
     {"prompt": ..., "chosen": ..., "rejected": ...}        the prompt a text or messages, a reply a text, a message or
@@ -7,7 +7,7 @@
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
 
 KTO learns from single replies as well: any form of conversations.py, and "label" (or "kto_tag") true or false, for the
-last message. Pairs are taken apart for it; a file may hold both.
+last message. It splits pairs; a file may hold both.
 
     {"prompt": ..., "completion": ..., "label": true}
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "label": false}
@@ -85,7 +85,7 @@ class Labelled(Preferences):
         return super()._checked(source, bad_records)
 
     def check(self, record: Any) -> bool:
-        # A resumed run must find each label as it was: one that has changed turns its gradient round.
+        # A resumed run must find every label unchanged: a changed label reverses its gradient.
         self.labels += bytes(is_good for _, is_good in judged_of(record))
         return False
 

@@ -11,7 +11,7 @@ from nanochat.task import Example, Split, Task, turn
 class RecordTask(Task):
     """One example per record of the dataset `name` in data/catalog.py."""
 
-    # What each record must have, and of which type; a .parquet's other columns stay unread.
+    # The fields that each record must have, with their types; other columns of a .parquet stay unread.
     fields: Fields | None = None
     splits: dict[Split, str] = {"train": "train", "test": "test"}  # our name -> the dataset's
 
@@ -19,7 +19,7 @@ class RecordTask(Task):
         self.records = open_split(self.name, self.splits[split], path, hub, self.fields, also=(split,))
 
     def read(self, record: Any) -> Example:
-        """The example of a record. Raises ValueError: with what is wrong with it."""
+        """The example of a record. Raises ValueError: with the problem."""
         raise NotImplementedError
 
     def example(self, index: int) -> Example:

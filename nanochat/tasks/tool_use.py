@@ -28,7 +28,7 @@ MAX_OUTPUT = 200  # characters of a result
 
 
 def _function(name: str, argument: str, description: str) -> dict[str, Any]:
-    """A tool as chat templates read it."""
+    """A tool in the form for chat templates."""
     properties = {argument: {"type": "string", "description": description}}
     parameters = {"type": "object", "properties": properties, "required": [argument]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
@@ -75,7 +75,7 @@ class ToolUse(Environment):
 
 
 def run_tool(name: str, argument: str) -> str:
-    """What a call gives. Raises UserError: when this machine cannot run a model's Python safely."""
+    """The result of a call. Raises UserError: when this machine cannot run a model's Python safely."""
     if name == "calculator":
         return calculate(argument) or "error: this has no value"
     run = run_program(argument)

@@ -15,7 +15,7 @@ SHORT_FORMS = (  # well spelled | what people type instead
 
 
 def as_typed(rng: random.Random, text: str) -> str:
-    """The text as somebody may type it, often as it is."""
+    """The text as somebody may type it, often unchanged."""
     if rng.random() < 0.4:
         return text
     for long, short in SHORT_FORMS:

@@ -1,6 +1,6 @@
 """UltraFeedback: replies of many models to 64,000 questions, graded by a larger one.
 
-Of each question the best reply and another: 61,135 pairs, and 2,000 for testing.
+Each question has its best reply and another one: 61,135 pairs, and 2,000 for testing.
 
 Source: Cui et al. 2023, UltraFeedback (arXiv:2310.01377), as paired by Tunstall et al. 2023, Zephyr.
 """
