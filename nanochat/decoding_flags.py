@@ -13,6 +13,9 @@ T = TypeVar("T")
 # A setting that takes the checkpoint's value if the flag is not set.
 Setting = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: the checkpoint's)")]
 
+# Flags of earlier versions, with what to do instead.
+MOVED = {"--speculate": "guessing tokens saved at most 6% of the time, and is gone: leave it out, replies are the same"}
+
 
 @dataclass(frozen=True)
 class SamplingFlags:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat import provenance
+from nanochat import decoding_flags, provenance
 from nanochat.cli import Count, Depth, Positive, Range, Size, UserError, run
 from nanochat.decoding_flags import DecodingFlags
 from nanochat.log import counted, print0
@@ -94,6 +94,14 @@ class Config:
         | Annotated[Serve, tyro.conf.subcommand("serve", prefix_name=False)]
         | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
     ]
+
+
+ONE_BY_ONE = "use bench train once for each setting, with --json FILE, then bench compare FILE FILE"
+MOVED = {
+    **decoding_flags.MOVED,
+    "sweep": ONE_BY_ONE,
+    "--against": "the comparison with transformers is a test, tests/families/test_hf.py: leave the flag out",
+}
 
 
 def main(config: Config) -> None:

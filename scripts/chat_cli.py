@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat import rooms
+from nanochat import decoding_flags, rooms
 from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
 from nanochat.decoding_flags import DecodingFlags, SamplingFlags
@@ -50,9 +50,8 @@ class Config:
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
-MOVED = dict.fromkeys(
-    ("--in", "--out", "--slots"), "use python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
-)
+BATCH = "use python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
+MOVED = {**decoding_flags.MOVED, "--in": BATCH, "--out": BATCH, "--slots": BATCH}
 COMMANDS = ["/continue", "/new", "/save", "/quit"]
 HELP = (
     "/continue goes on with a reply, /new starts a new conversation, /save FILE.jsonl keeps it to train on, "
