@@ -241,13 +241,16 @@ def test_real_text_trains(base, capsys):
 # ---------------------------------------------------------------------- the same run again, resumed, cut otherwise
 
 
-@pytest.fixture(params=["demo", "a mixture"])
-def data(request, tmp_path) -> str:
-    if request.param == "demo":
-        return "--data=demo"
+@pytest.fixture
+def mixture(tmp_path) -> str:
     path = tmp_path / "small.txt"
     path.write_text("<|endoftext|>\n".join(f"The boat {n}. Once upon a time {n * 7} fish.\n" * 9 for n in range(80)))
     return f"--data={path}:0.3,demo:0.7"
+
+
+@pytest.fixture(params=["demo", "a mixture"])
+def data(request, mixture) -> str:
+    return "--data=demo" if request.param == "demo" else mixture
 
 
 def test_the_same_seed_gives_the_same_run(base, tokenizer, monkeypatch, data):
@@ -295,11 +298,11 @@ def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
 
 
 @pytest.mark.slow
-def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, tokenizer, capsys, data):
+def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, tokenizer, capsys, mixture):
     """A model of 64 tokens goes on with 128 in two starts; mid-training and export take what it becomes."""
     call("base_train", *TINY, "--window_pattern=S", "--num_iterations=2")
     cpu = ("--device=cpu", "--dtype=float32", "--device_batch_size=2", "--log_every=1")
-    flags = (*cpu, data, "--source=base", "--source_tag=d1", "--max_seq_len=128", "--eval_tokens=256")
+    flags = (*cpu, mixture, "--source=base", "--source_tag=d1", "--max_seq_len=128", "--eval_tokens=256")
     flags += ("--num_iterations=6", "--save_every=3", "--total_batch_size=512")
     call("continue_train", *flags)
     assert "context: 128 tokens, rope_theta 100,000, positions scaled by 2 (yarn)" in capsys.readouterr().out
@@ -312,13 +315,16 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
     meta = json.loads((folder / "step_000006/meta.json").read_text())
     read = meta["pretraining"]
     assert (read["tokens"], read["context"], read["batch_tokens"]) == (2 * 256 + 6 * 512, 128, 512)
-    assert read["data"] == ("demo" if data == "--data=demo" else f"demo,{data.removeprefix('--data=')}")
+    assert read["data"] == f"demo,{mixture.removeprefix('--data=')}"
     assert meta["source"] == "base/d1/step_000002" and meta["model"]["rope_scaling"]["original_len"] == 64
     assert meta["model"]["window_tokens"] == 0  # of one layer the last is the first, which sees everything
 
     # AdamW at an absolute rate; and what a user may get wrong.
-    call("continue_train", *flags, "--model_tag=adamw", "--learning_rate=1e-4", "--num_iterations=1")
+    one = ("--model_tag=adamw", "--learning_rate=1e-4", "--num_iterations=1", "--data=demo", "--save_every=0")
+    call("continue_train", *flags, *one)
     assert metrics(base, "adamw")[0]["lr"] == 1e-4
+    meta = json.loads((base / "checkpoints/base/adamw/step_000001/meta.json").read_text())
+    assert meta["pretraining"]["data"] == "demo"
     for argv, words in (
         (["--model_tag=d1"], "--model_tag d1 is the source's own"),
         (["--learning_rate=1e-4", "--lr_scale=1"], "leave --lr_scale out"),
@@ -333,7 +339,8 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
         assert code == 2 and words in error
 
     # A stage extends the context further, by the same method.
-    call("mid_train", *cpu, "--source_tag=d1-continued", "--tasks=addition", "--max_seq_len=256", "--num_iterations=1")
+    sizes = ("--max_seq_len=256", "--num_iterations=1", "--eval_tokens=512")
+    call("mid_train", *cpu, "--source_tag=d1-continued", "--tasks=addition", *sizes)
     model, _, meta = checkpoint_manager.load_model("mid", "cpu")
     assert model.config.sequence_len == 256 and model.config.rope_scaling.factor == 4
     assert meta["pretraining"]["context"] == 256

@@ -203,7 +203,7 @@ def test_a_chat_over_the_pages_api(on_npu, texts):
         assert server.wait(30) in (0, -signal.SIGTERM)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_several_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path, ranks: int):
     base = with_tokenizer(tmp_path / "base", on_cpu)
     sizes = [
