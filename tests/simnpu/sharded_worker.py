@@ -57,7 +57,7 @@ def waits(device: devices.Device, how: Any, replicate: int) -> int:
 
 
 def memory(device: devices.Device) -> dict[str, int]:
-    """Bytes: the most that this rank's allocator held from the empty model to the end of three steps, and what the
+    """Bytes: the most that this rank's allocator held from the empty model to the end of two steps, and what the
     whole model's parameters, gradients and optimizer state are."""
     config = tiny_config(n_layer=12, width=256, n_head=4, n_kv_head=4, vocab_size=2048, sequence_len=16)
     device.module.empty_cache()
@@ -70,7 +70,7 @@ def memory(device: devices.Device) -> dict[str, int]:
     model.to_empty(device=device.torch_device)
     model.init_weights()
     optimizer = make_optimizer(model, RATES, device, layout=layout)
-    for step in range(3):
+    for step in range(2):
         tokens = torch.randint(0, 2048, (1, 17), generator=torch.Generator().manual_seed(step))
         batch = device.to_device(tokens[:, :-1].contiguous()), device.to_device(tokens[:, 1:].contiguous())
         train_step(model, optimizer, [batch], next_token_loss, device=device)
