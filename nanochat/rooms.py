@@ -101,15 +101,23 @@ def names(seam: str) -> list[str]:
 def find(seam: str, name: str) -> Any:
     """The offer of a room at a seam, by name. This imports the room, which is not imported before.
 
-    Raises UserError: when a package that the room needs is not installed, with the extra that installs it. Raises
-    KeyError: when the table lacks the name; flags check their values against `names` first.
+    Raises UserError: when a package that the room needs is not installed, with the extra that installs it; when no room
+    has the name, or its row leads nowhere. Flags check their values against `names` first.
     """
-    place = table(seam)[name]
+    place = table(seam).get(name)
+    if place is None:
+        raise UserError(f"no room offers {name!r} for {seam}: a folder of nanochat/ is missing, get it back from git")
     module, _, attribute = place.partition(":")
     try:
-        return operator.attrgetter(attribute)(importlib.import_module(module))
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
+        if error.name is not None and module.startswith(error.name):  # the row's own module, not a package of the room
+            raise UserError(f"the row {name!r} for {seam} names {place}: there is no module {error.name}") from error
         raise explain_missing(error) from error
+    try:
+        return operator.attrgetter(attribute)(imported)
+    except AttributeError as error:
+        raise UserError(f"the row {name!r} for {seam} names {place}: {error}") from error
 
 
 def explain_missing(error: ModuleNotFoundError) -> Exception:

@@ -127,6 +127,8 @@ def model_type(folder: Path) -> str:
 
 def to_config(theirs: dict[str, Any]) -> GPTConfig:
     """Our config of the same model. Raises ValueError: when our model cannot compute it."""
+    if theirs.get("model_type") == "nanochat":
+        raise ValueError("it is a model of ours without its manifest.json: export it again")
     family = FAMILIES.get(str(theirs.get("model_type")))
     if family is None:
         raise ValueError(f"model_type {str(theirs.get('model_type'))[:80]} is not known: one of {', '.join(FAMILIES)}")
