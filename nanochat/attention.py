@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Queries per block in `blockwise_attention`. Blocks of 128 compute fewer scores but take longer, because the gradients
-# of the keys are added up block by block (docs/archive.md).
+# Queries per block in `blockwise_attention`. Blocks of 128 compute fewer scores but take longer, because they add up
+# the gradients of the keys in more parts (docs/archive.md).
 BLOCK = 256
 
 # The keys that a query may attend to (1) in a row of 6 tokens, one query per line:
@@ -35,7 +35,7 @@ BLOCK = 256
 
 @dataclass
 class Segments:
-    """The documents of packed rows: a token attends only to tokens of its own document."""
+    """The documents of packed rows: a token attends only within its document."""
 
     # Two rows of 6 tokens, with the documents a a a b b b and c c c c d d:
     numbers: Tensor  # (B, T), equal for tokens of one document: 1 1 1 2 2 2 and 1 1 1 1 2 2

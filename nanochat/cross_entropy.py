@@ -185,8 +185,8 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        # The incoming gradient is one scalar, for the sum. In `train_step` it is 1: the optimizer divides by the number
-        # of targets later, when all ranks have counted theirs.
+        # The incoming gradient is one scalar, for the sum. In `train_step` it is 1: once all ranks have counted their
+        # targets, the optimizer divides by the total.
         (grad,) = grads
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)

@@ -330,8 +330,8 @@ class AdamW:
             shares[name] = self.exchange.share(parameter, is_matrix=False)
             learning_rates.append(group.learning_rate)
         self.shares.update(shares)
-        # Two running means for each element: of its gradient, and of its gradient's square. They take twice the memory
-        # of the weights. A rank holds only the means of its shares: this is what ZeRO saves.
+        # AdamW keeps two running means per element, the gradient's and its square's: twice as much memory as the
+        # weights take. A rank holds only the means of its shares: this is what ZeRO saves.
         weights = [share.weight() for share in shares.values()]
         one = members[0][0]
         shape = (sum(weight.numel() for weight in weights),)

@@ -112,7 +112,9 @@ def find(seam: str, name: str) -> Any:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is not None and module.startswith(error.name):  # the row's own module, not a package of the room
-            raise UserError(f"the row {name!r} for {seam} names {place}: there is no module {error.name}") from error
+            raise UserError(
+                f"the row {name!r} for {seam} names {place}: the module {error.name} does not exist"
+            ) from error
         raise explain_missing(error) from error
     try:
         return operator.attrgetter(attribute)(imported)

@@ -5,6 +5,7 @@ import importlib
 import io
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,10 @@ def test_both_languages_give_the_same_commands_and_samples():
     assert figures[0] == figures[1]
 
 
+def lines_of(paths: Iterable[Path]) -> int:
+    return sum(path.read_text(encoding="utf-8").count("\n") for path in paths)
+
+
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])
 def test_the_map_of_the_code_is_complete_and_true(text):
     """The reading list is the top level of nanochat/, and every folder has its row."""
@@ -79,11 +84,10 @@ def test_the_map_of_the_code_is_complete_and_true(text):
     assert set(re.findall(r"\b\w+\.py\b", reading_list)) == {
         path.name for path in ROOT.glob("nanochat/*.py") if path.name != "__init__.py"
     }
-    shelf, ground = (
-        [f"nanochat/{name}" for name in re.findall(r"\b\w+\.py\b", part)] for part in reading_list.split("\n\n")
-    )
-    rooms = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("nanochat/*/**/*.py")]
-    counts = [sum((ROOT / name).read_text("utf-8").count("\n") for name in part) for part in (shelf, ground, rooms)]
+    counts = []
+    for part in reading_list.split("\n\n"):  # the shelf to read, and the ground
+        counts.append(lines_of(ROOT / "nanochat" / name for name in re.findall(r"\b\w+\.py\b", part)))
+    counts.append(lines_of(ROOT.glob("nanochat/*/**/*.py")))  # the rooms
     stated = [int(count.replace(",", "")) for count in re.findall(r"(\d+,\d00) (?:lines|行)", text)]
     assert all(abs(one - other) <= 150 for one, other in zip(counts, stated, strict=True)), (counts, stated)
     folders = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("nanochat/*/__init__.py")}

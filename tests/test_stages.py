@@ -338,7 +338,7 @@ def test_a_reward_that_fails_costs_nothing(start, tmp_path, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "stage"), [("chat_sft", "sft"), ("chat_dpo", "dpo"), ("chat_rl", "rl")])
 def test_compiled_stages_resume_exactly(taught, compiler, monkeypatch, script, stage):
-    """RL by the real compiler; the others by its traced operators alone, which takes seconds less."""
+    """RL by the real compiler; the others by its traced operators only, which saves seconds."""
     if stage != "rl":
         monkeypatch.setitem(BACKEND, "backend", "aot_eager")
     flags = (*flags_of(stage, taught), "--model_tag=d1", "--num_iterations=4", "--save_every=1", "--eval_every=2")

@@ -3,9 +3,9 @@
 The run's code builds its model and its optimizer and takes one step, on tensors that have a shape, a dtype and a device
 but no data (torch's FakeTensorMode). Nothing is computed, and a model of any size fits. The count includes every
 storage, from the operator that returns it until Python drops it, in the blocks of 512 bytes to which allocators round.
-So there is no formula that can become wrong, and the count covers every option of a run. It leaves out memory
-inside operators, unused memory between an allocator's blocks, and the device's runtime. torch.compile usually takes
-less: the counted step is eager.
+No formula can become outdated, and the count covers every option of a run. It leaves out memory inside operators,
+unused memory between an allocator's blocks, and the device's runtime. torch.compile usually takes less: the counted
+step is eager.
 
 The tests compare the count with the peak of the device's allocator: they agree within 2%
 (tests/simnpu/test_adapters.py).

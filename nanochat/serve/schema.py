@@ -35,9 +35,9 @@ MAX_STOP_IDS = 64
 SEED_BITS = 64  # the sampler's seeds are whole numbers below 2**64
 CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
-# pydantic holds Python's lock while it reads a body, so another thread would not keep the event loop free. The content
-# of a body must be bounded. A body of 1 MiB then takes at most 60 ms; 350,000 empty lists took 0.4 s, 10,000 items of
-# /v1/responses 0.12 s (docs/archive.md).
+# pydantic holds Python's lock while it reads a body, so another thread would not keep the event loop free. Bounds on
+# its content limit the time: a body of 1 MiB takes at most 60 ms. Without them 350,000 empty lists took 0.4 s, and
+# 10,000 items of /v1/responses 0.12 s (docs/archive.md).
 MAX_CONTAINERS = 20_000  # lists and objects in a body; 5,000 messages of one part each have 15,000
 MAX_ERRORS = 100  # errors to describe in one body; pydantic takes seconds to describe 100,000
 
@@ -450,8 +450,8 @@ class CompletionBody(RequestBody):
     max_tokens: int | None = Field(None, ge=0, le=2**31)  # 0: with `echo` and `logprobs`, the prompt is measured
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None  # the prompt comes before the reply, with its logprobs
-    # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read unchanged, and the reply equals the reply
-    # of RL's engine, with the token that ends it and with the calculator's answers, whose logprob is null.
+    # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read unchanged, and RL's own engine gives the
+    # same reply, with the token that ends it and with the calculator's answers, whose logprob is null.
     return_token_ids: bool | None = None
     best_of: Literal[1] | None = None
     # Refused.

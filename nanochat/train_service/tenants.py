@@ -252,8 +252,8 @@ class TrainedModel:
     def step(self, adam: AdamSettings) -> dict[str, float]:
         """One step of AdamW from the gradients since the last one; returns their norm.
 
-        Raises UserError: when there are no gradients, or they are not finite. Then they are dropped, and nothing else
-        changes. Also when the settings produce weights that are not finite.
+        Raises UserError: when gradients are missing or not finite. Then they are dropped, and nothing else changes.
+        Also when the settings produce weights that are not finite.
         """
         self._require_finite()
         if self.lost_gradients:

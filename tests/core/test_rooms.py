@@ -10,8 +10,8 @@ from nanochat import rooms
     ("place", "said"),
     [
         (None, "no room offers 'x' for tasks"),
-        ("nanochat.nowhere:X", "there is no module nanochat.nowhere"),
-        ("nanochat.tasks.nowhere:X", "there is no module nanochat.tasks.nowhere"),
+        ("nanochat.nowhere:X", "module nanochat.nowhere "),
+        ("nanochat.tasks.nowhere:X", "module nanochat.tasks.nowhere "),
         ("nanochat.rooms:X", "'nanochat.rooms' has no attribute 'X'"),
     ],
 )
