@@ -82,8 +82,8 @@ def save(
 ) -> Path:
     """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
 
-    `optimizer_state` is `Optimizer.state_dict()`; its ranks share it. `loader_state` is this rank's position in the
-    data. The rank's random generators are saved too.
+    `optimizer_state` is `Optimizer.state_dict()`, of which all ranks write a part. `loader_state` is this rank's
+    position in the data. The rank's random generators are saved too.
     `keep_last` steps stay, the newest ones (0: all), and every step that `keep_every` divides (0: none).
 
     Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.

@@ -52,10 +52,7 @@ class Rows:
 
 
 class Exchange:
-    """The exchange between the ranks in a step. This is the exchange of one process, which sends nothing.
-
-    An exchange belongs to one optimizer.
-    """
+    """The exchange of one process, which sends nothing. An exchange belongs to one optimizer."""
 
     # Gradients arrive divided by this number where a backend computes means over the ranks instead of sums.
     divided_by = 1

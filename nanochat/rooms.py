@@ -111,7 +111,7 @@ def find(seam: str, name: str) -> Any:
     try:
         imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is not None and module.startswith(error.name):  # the row's own module, not a package of the room
+        if f"{module}.".startswith(f"{error.name}."):  # the row's own module, not a package of the room
             raise UserError(
                 f"the row {name!r} for {seam} names {place}: the module {error.name} does not exist"
             ) from error

@@ -96,10 +96,9 @@ class Config:
     ]
 
 
-ONE_BY_ONE = "use bench train once for each setting, with --json FILE, then bench compare FILE FILE"
 MOVED = {
     **decoding_flags.MOVED,
-    "sweep": ONE_BY_ONE,
+    "sweep": "use bench train once for each setting, with --json FILE, then bench compare FILE FILE",
     "--against": "the comparison with transformers is a test, tests/families/test_hf.py: leave the flag out",
 }
 

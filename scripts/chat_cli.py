@@ -50,8 +50,9 @@ class Config:
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
-BATCH = "use python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
-MOVED = {**decoding_flags.MOVED, "--in": BATCH, "--out": BATCH, "--slots": BATCH}
+MOVED = decoding_flags.MOVED | dict.fromkeys(
+    ("--in", "--out", "--slots"), "use python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
+)
 COMMANDS = ["/continue", "/new", "/save", "/quit"]
 HELP = (
     "/continue goes on with a reply, /new starts a new conversation, /save FILE.jsonl keeps it to train on, "

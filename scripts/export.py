@@ -95,7 +95,7 @@ def main(config: Config) -> None:
         dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
         family = None
         if config.to == "hf":
-            family = meta.get("pretraining", {}).get("family")  # that the weights were read from
+            family = meta.get("pretraining", {}).get("family")  # the family of the folder from which the source came
             if family not in hf.FAMILIES or not hf.computes(family, model.config):
                 family = hf.family_of(model.config)
         weight_bytes = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
