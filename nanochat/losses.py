@@ -94,6 +94,12 @@ class PolicyBatch:
 # so a model learns to write long wrong replies.
 
 
+# What the replies lose, (Q, G), such as the KL of `--kl_in reward`. Advantages that are divided by a deviation take the
+# deviation of the rewards without it: where all rewards are equal, the KL is all that differs, and its deviation may be
+# the rounding of two equal models.
+Penalties = np.ndarray | float
+
+
 @dataclass(frozen=True)
 class PolicyLoss:
     """A row of POLICY_LOSSES: a method of reinforcement learning. Its numbers are defaults of flags."""
@@ -101,7 +107,7 @@ class PolicyLoss:
     ratio: Callable[[Tensor, PackedBatch], Tensor]  # log p - log p_old -> r, (N, T) -> (N, T)
     objective: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]  # (log p, ratio, A, clip low, clip high)
     mean: Callable[[Tensor, PolicyBatch, int], tuple[Tensor, Tensor]]  # (objective, batch, max_tokens) -> sum, divisor
-    advantages: Callable[[np.ndarray], np.ndarray]  # rewards (Q, G) -> (Q, G)
+    advantages: Callable[[np.ndarray, Penalties], np.ndarray]  # rewards (Q, G), what each loses -> (Q, G)
     source: str  # authors, year, title
     # What --clip_low and --clip_high bound: the move of a token's probability in one step, its weight, or nothing.
     clip: Literal["move", "weight", "nothing"] = "move"
@@ -231,17 +237,18 @@ def over_max_tokens(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> t
 #          1 1 1 1     0     0     0     0          0     0     0     0
 
 
-def group_mean(rewards: np.ndarray) -> np.ndarray:
-    """Reward minus the mean of its question (source: Liu et al. 2025, Understanding R1-Zero-Like Training)."""
+def group_mean(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
+    """Reward less the mean of its question (source: Liu et al. 2025, Understanding R1-Zero-Like Training)."""
     # The mean reward of a question is its baseline: an easy question then teaches no more than a hard one, and a group
     # in which all replies are equally good teaches nothing.
+    rewards = rewards - penalties
     advantages = rewards - rewards.mean(axis=1, keepdims=True)
     # The mean of equal rewards is rounded: for three rewards of 0.1 it is above 0.1, as if there were a preference.
     advantages[~has_signal(rewards)] = 0
     return advantages
 
 
-def group_deviation(rewards: np.ndarray) -> np.ndarray:
+def group_deviation(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
     """The same, divided by the standard deviation of its question (source: Shao et al. 2024, DeepSeekMath: GRPO).
 
     The G replies are the population. TRL takes them for a sample of it: its advantages are sqrt((G - 1) / G) as large.
@@ -249,7 +256,9 @@ def group_deviation(rewards: np.ndarray) -> np.ndarray:
     # Dr. GRPO (Liu et al. 2025) leaves the division out: it gives questions that are nearly always right or nearly
     # always wrong a larger weight, as the second row above shows. In the demo Dr. GRPO learns stories as well (88.5%
     # against 86.5% after RL) and forgets less (docs/archive.md).
-    return group_mean(rewards) / (rewards.std(axis=1, keepdims=True) + 1e-6)  # a group of equals stays 0
+    deviation = rewards.std(axis=1, keepdims=True) + 1e-6
+    deviation[~has_signal(rewards)] = 1.0  # only penalties are left, which keep their size
+    return group_mean(rewards, penalties) / deviation
 
 
 def has_signal(rewards: np.ndarray) -> np.ndarray:

@@ -164,15 +164,16 @@ def overlong_penalty(lengths: np.ndarray, max_tokens: int, share: float) -> np.n
 def kl_of_samples(parts: Sequence[Samples], minibatches: Sequence[Sequence[PolicyBatch]], device: Device) -> np.ndarray:
     """log p(o) - log p_reference(o) of each sample in nats, (Q, G): its share of the KL to the reference.
 
-    `parts` are the samples of each minibatch. The host waits once, for all of them.
+    p is the model's own, from before the step's first update: the sampler rounds otherwise. `parts` are the samples of
+    each minibatch. The host waits once, for all of them.
     """
     differences = []
     sources = []
     count = 0
     for part, batches in zip(parts, minibatches, strict=True):
         for batch in batches:
-            assert batch.rows.values is not None and batch.reference_logp is not None
-            differences.append((batch.rows.values - batch.reference_logp).flatten())
+            assert batch.old_logp is not None and batch.reference_logp is not None
+            differences.append((batch.old_logp - batch.reference_logp).flatten())
             sources.append((count + batch.rows.source).flatten())
         count += part.rewards.size
     # A sample lies in one row of one rank: it is summed there, and is 0 on the other ranks.

@@ -241,16 +241,19 @@ def main(config: Config) -> None:
             # before the first update.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
-            old = policy if config.updates > 1 else None  # with one update the present policy drew the samples
+            # With one update the present policy drew the samples: only a KL in the reward asks for its probabilities.
+            old = policy if config.updates > 1 or config.kl_in == "reward" else None
             parts = drawn.split(config.minibatches)
             minibatches = [samples.policy_batches(part, shape, device, old, frozen) for part in parts]
 
             # ---- compare: how much better was each reply than expected?
             longest = drawn.grid(lambda sample: sample.longest)
             shaped = drawn.rewards - samples.overlong_penalty(longest, config.max_tokens, method.overlong)
+            penalties = 0.0
             if config.kl_in == "reward":
-                shaped -= config.kl * samples.kl_of_samples(parts, minibatches, device)
-            minibatches = samples.with_advantages(parts, minibatches, method.advantages(shaped), device)
+                penalties = config.kl * samples.kl_of_samples(parts, minibatches, device)
+            advantages = method.advantages(shaped, penalties)
+            minibatches = samples.with_advantages(parts, minibatches, advantages, device)
             if critic is not None:
                 minibatches = critic.estimate(policy, minibatches, device)
 

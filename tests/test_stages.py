@@ -634,13 +634,24 @@ def test_minibatches_of_a_step_clip(taught, monkeypatch, capsys):
     assert sha256(taught, "rl", 2, "halves_clip") != hashes["halves"]
 
 
-def test_a_step_whose_replies_are_equally_good_changes_no_weight(start, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("", 4),
+        # At the first step the model is its own reference: the KL is 0, not the rounding of two ways to compute it.
+        *((f"--loss={loss} --kl=0.2 --kl_in=reward", 1) for loss in ("grpo", "rloo", "reinforce++", "gspo")),
+        ("--kl=0.2 --kl_in=reward --dtype=bfloat16", 1),
+        ("--kl=0.2 --kl_in=reward --updates_per_step=2 --top_k=4 --temperature=1.5", 1),
+        ("--kl=0.2", 1),
+    ],
+)
+def test_a_step_whose_replies_are_equally_good_changes_no_weight(start, monkeypatch, flags, steps):
     monkeypatch.setattr(Addition, "reward", lambda self, example, reply: 0.3)
     monkeypatch.setattr(Engine, "ending", lambda self, tokens, mask: "complete")
-    call("chat_rl", *RL, "--source=base", "--num_iterations=4")
-    assert [line["idle_steps"] for line in metrics(start, "rl")] == [1, 2, 3, 4]
+    call("chat_rl", *RL, "--source=base", f"--num_iterations={steps}", *flags.split())
+    assert [line["idle_steps"] for line in metrics(start, "rl")] == [*range(1, steps + 1)]
     before = load_file(start / "checkpoints/base/d1/step_000020/model.safetensors")
-    after = load_file(start / "checkpoints/rl/d1/step_000004/model.safetensors")
+    after = load_file(start / f"checkpoints/rl/d1/step_{steps:06d}/model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 

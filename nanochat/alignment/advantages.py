@@ -10,31 +10,33 @@ Four replies to a question, by their rewards:
 
 import numpy as np
 
-from nanochat.losses import group_mean
+from nanochat.losses import Penalties, group_mean
 
 
-def leave_one_out(rewards: np.ndarray) -> np.ndarray:
-    """Reward minus the mean of the other replies to its question (source: Ahmadian et al. 2024, Back to Basics: RLOO).
+def leave_one_out(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
+    """Reward less the mean of the other replies to its question (source: Ahmadian et al. 2024, Back to Basics: RLOO).
 
     The baseline leaves out the reply's own reward. So the mean gradient is the gradient of the expected reward, without
     the factor (G - 1) / G of `group_mean`.
     """
     samples = rewards.shape[1]
-    return group_mean(rewards) * (samples / max(1, samples - 1))
+    return group_mean(rewards, penalties) * (samples / max(1, samples - 1))
 
 
-def batch_deviation(rewards: np.ndarray) -> np.ndarray:
-    """(Reward - mean) / deviation, over all replies of the step (source: Hu et al. 2025, REINFORCE++).
+def batch_deviation(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
+    """Reward less the mean of all of the step's replies, by their deviation (source: Hu et al. 2025, REINFORCE++).
 
     All questions share a baseline: a question whose replies are always right also teaches, and an easy one teaches
     more. With `--kl_in reward` every token is charged for the KL of its whole reply; in the paper, only for the KL from
     this token on.
     """
-    if rewards.size == 0 or np.ptp(rewards) == 0:
-        return np.zeros_like(rewards)
-    return (rewards - rewards.mean()) / (rewards.std() + 1e-6)
+    worth = rewards - penalties
+    if worth.size == 0 or np.ptp(worth) == 0:
+        return np.zeros_like(worth)
+    deviation = rewards.std() + 1e-6 if np.ptp(rewards) else 1.0  # equal rewards: the penalties keep their size
+    return (worth - worth.mean()) / deviation
 
 
-def no_baseline(rewards: np.ndarray) -> np.ndarray:
+def no_baseline(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
     """The reward itself: PPO compares it with a value function, token by token (value.py)."""
-    return rewards
+    return rewards - penalties

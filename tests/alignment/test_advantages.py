@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from nanochat.alignment.advantages import batch_deviation, leave_one_out
-from nanochat.losses import POLICY_LOSSES, group_deviation, group_mean
+from nanochat.losses import POLICY_LOSSES, all_rows, group_deviation, group_mean
 from nanochat.samples import overlong_penalty
 
+METHODS = all_rows(POLICY_LOSSES, "policy losses")
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
 
 
@@ -19,6 +20,20 @@ def test_those_of_a_question():
     assert leave_one_out(REWARDS) == pytest.approx(np.array([[1, -1 / 3, -1 / 3, -1 / 3], [0] * 4]))
     equal = np.full((1, 3), 0.1)  # whose mean is not 0.1
     assert equal.mean() != 0.1 and group_deviation(equal).tolist() == [[0] * 3]
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - {"ppo", "distill"}))
+def test_penalties_are_not_in_the_deviation(name):
+    advantages = METHODS[name].advantages
+    one = 1e-6 * np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])  # rounding
+    equal = np.ones((2, 4))
+    assert advantages(equal, 0.0).tolist() == advantages(equal, np.full((2, 4), 0.1)).tolist() == [[0] * 4] * 2
+    # Where all rewards are equal a penalty moves a reply by about as much as it takes away.
+    assert np.abs(advantages(equal, one)).max() < 2e-6
+    # Elsewhere it counts in the same unit as the rewards.
+    moved = advantages(REWARDS, one) - advantages(REWARDS)
+    unit = advantages(REWARDS)[0].max() - advantages(REWARDS)[0].min()  # of a reward
+    assert np.ptp(moved[0]) == pytest.approx(1e-6 * unit, rel=1e-3)
 
 
 def test_those_of_the_whole_batch():

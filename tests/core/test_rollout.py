@@ -150,7 +150,7 @@ def test_a_batch_carries_each_samples_advantage_and_share():
     assert of == {(0, 3): [2.0, 0.5, -1.0], (0, 4): [2.0, 0.5, -2.0], (1, 6): [-1.0, 1.0, -4.0]}
     assert batch.sample_share.sum() == 2  # one a sample
     # What the reference thinks of the samples, summed up; parts are one after the other.
-    batch = replace(batch, reference_logp=torch.where(rows.targets != IGNORE, -1.5, 0.0))
+    batch = replace(batch, old_logp=rows.values, reference_logp=torch.where(rows.targets != IGNORE, -1.5, 0.0))
     kl = kl_of_samples([samples, samples], [[batch], [batch]], device)
     assert kl.tolist() == [[0.0, -2.5], [0.0, -2.5]]
 
