@@ -126,7 +126,8 @@ class Engine:
     accelerator records the launches of a decoded token and replays them as one. `adapters` is called with the engine's
     model, hooks several adapters to it, and returns an object whose `chosen` (rows,) numbers the adapter of each row.
     `weights` "fp16" takes half the memory and time of products in fp32, and rounds weights to 11 bits. The model itself
-    is packed, so that no copy is there in fp32: it can neither be trained nor saved any more.
+    is packed, so that no copy is there in fp32: it can neither be trained nor saved any more. With `tempered_logprobs`,
+    which samplers of RL set, the logprobs of new tokens are at their row's temperature, otherwise at temperature 1.
     Raises UserError: when graphs are "on" on a CPU, or the device has no products with such weights.
     """
 
@@ -140,6 +141,7 @@ class Engine:
         weights: WeightFormat = "auto",
     ):
         self.weights: WeightFormat = weights
+        self.tempered_logprobs = False
         self.device = device or devices.init(str(model.device))
         self.graphs = devices.records(self.device.kind, graphs)
         self.tokenizer = tokenizer
@@ -613,6 +615,8 @@ class Slots:
         if logprobs < 0:
             chosen = tokens.tolist()
         else:
+            if self.engine.tempered_logprobs and "temperature" in self._settings.in_use:
+                logits = logits / self._settings["temperature"]
             columns = (tokens[:, None].float(), _logprob_table(logits, tokens, logprobs))
             table = torch.cat(columns, dim=1).tolist()
             chosen = [int(numbers[0]) for numbers in table]

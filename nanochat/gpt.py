@@ -373,9 +373,11 @@ class Head(nn.Linear):
         self.config = config
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0
+    ) -> Tensor:
         # The loss is computed here because it reads the weight, which FSDP gathers only while this forward runs.
-        return read_out(hidden, self.weight, targets, reduction, self.config, self.kernels)
+        return read_out(hidden, self.weight, targets, reduction, self.config, self.kernels, temperature)
 
 
 class ScalarHead(nn.Module):
@@ -392,12 +394,19 @@ class ScalarHead(nn.Module):
 
 
 def read_out(
-    hidden: Tensor, weight: Tensor, targets: Tensor | None, reduction: str, config: GPTConfig, kernels: TorchKernels
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor | None,
+    reduction: str,
+    config: GPTConfig,
+    kernels: TorchKernels,
+    temperature: float = 1.0,
 ) -> Tensor:
     """Hidden states (..., C) and the head's weight (V, C) -> soft-capped logits (..., V) in fp32.
 
-    With targets (B, T) it returns the cross-entropy in nats instead: the sum, or (B, T) with the reduction "none".
-    """
+    With targets (B, T) it returns the cross-entropy in nats instead: the sum, or (B, T) with the reduction "none". The
+    cross-entropy is of the logits divided by `temperature`.
+    """  # fmt: skip
     weight = weight[: config.vocab_size]  # without the padding
     if targets is None:
         # In fp32: the 8 bits of precision of bf16 are too few for a softmax over the vocabulary.
@@ -405,7 +414,11 @@ def read_out(
     # Head and loss in one, chunk by chunk, so that the logits of all tokens are never in memory (cross_entropy.py).
     loss = linear_cross_entropy if reduction == "sum" else token_losses
     chunk, part = kernels.loss_tokens(config.vocab_size)
-    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), config.logit_cap, chunk, part)
+    cap = config.logit_cap
+    if temperature != 1:  # cap tanh(x / cap) / t is a cap of cap / t on x / t
+        hidden = hidden / temperature
+        cap = cap / temperature
+    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), cap, chunk, part)
     return losses if reduction == "sum" else losses.view_as(targets)
 
 
@@ -590,19 +603,20 @@ class GPT(nn.Module):
         segments: Segments | None = None,
         reduction: Literal["sum", "none"] = "sum",
         scalars: bool = False,
+        temperature: float = 1.0,
     ) -> Tensor:
         """tokens (B, T) -> logits (B, T, V) in fp32; with targets (B, T) the cross-entropy in nats.
 
         The cross-entropy is a sum, or with the reduction "none" (B, T), 0 where the target is IGNORE. With `segments`,
-        the documents of packed rows, a token attends only to its own document. With `scalars` it returns the scalar
-        head's numbers instead, (B, T) in fp32.
+        the documents of packed rows, a token attends only to its own document. With a `temperature` the cross-entropy
+        is of the logits divided by it. With `scalars` it returns the scalar head's numbers instead, (B, T) in fp32.
         """
         # Every loss starts here, because the compiler and FSDP wrap only this method of a model.
         hidden = self.hidden(tokens, cache, segments)
         if scalars:
             assert self.scalar_head is not None
             return self.scalar_head(hidden)
-        return self._read_out(hidden, targets, reduction)
+        return self._read_out(hidden, targets, reduction, temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> soft-capped logits (..., V) in fp32."""
@@ -666,13 +680,15 @@ class GPT(nn.Module):
                 context.masks[window] = self.kernels.prepare_mask(mask)
         return context
 
-    def _read_out(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+    def _read_out(
+        self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0
+    ) -> Tensor:
         # A tied head is the embedding's weight. FSDP keeps it gathered, because it belongs to the root module.
         if self.head is None:
-            return read_out(hidden, self.embedding.weight, targets, reduction, self.config, self.kernels)
+            return read_out(hidden, self.embedding.weight, targets, reduction, self.config, self.kernels, temperature)
         if targets is None:
             return self.head(hidden)
-        return self.head(hidden, targets, reduction)
+        return self.head(hidden, targets, reduction, temperature)
 
     def head_weight(self) -> Tensor:
         """(vocab_size, C), without the padding."""

@@ -54,9 +54,9 @@ def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
     return model(rows.inputs, rows.targets, segments=rows.segments), (rows.targets != IGNORE).sum()
 
 
-def token_logp(model: Any, rows: PackedBatch) -> Tensor:
-    """Log probability in nats of each target, (N, T), 0 where there is none."""
-    return -model(rows.inputs, rows.targets, segments=rows.segments, reduction="none")
+def token_logp(model: Any, rows: PackedBatch, temperature: float = 1.0) -> Tensor:
+    """Log probability in nats of each target at a temperature, (N, T), 0 where there is none."""
+    return -model(rows.inputs, rows.targets, segments=rows.segments, reduction="none", temperature=temperature)
 
 
 # ---------------------------------------------------------------------- reinforcement learning
@@ -135,18 +135,20 @@ def policy_loss(
     max_tokens: int,
     kl: float = 0.0,
     importance_cap: float = 0.0,
+    temperature: float = 1.0,
     critic: Any = None,
     stats: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of a method: minus its objective, plus `kl` x KL(p || p_reference), plus the critic's error.
 
+    p is the probability at the `temperature` of the samples: what learns is the policy that sampled, as in TRL.
     With `importance_cap` C a token weighs min(p_old / p_sampler, C): the sampler's probabilities differ from the
     trainer's where it rounds otherwise, or has older weights (source: Yao et al. 2025, Your Efficient RL Framework
     Secretly Brings You Off-Policy RL Training). The sums of POLICY_STATS over the targets are added to `stats` (5,).
     """
     # How far is each token from where it was sampled? r = p / p_old = exp(log p - log p_old). Before the first update r
     # is 1 and only its gradient matters: log p minus itself, detached, gives exactly that.
-    logp = token_logp(model, batch.rows)
+    logp = token_logp(model, batch.rows, temperature)
     old = logp.detach() if batch.old_logp is None else batch.old_logp
     ratio = method.ratio(logp - old, batch.rows)
     advantages = batch.advantages

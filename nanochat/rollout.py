@@ -30,8 +30,10 @@ from nanochat.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 
 # Mean difference in nats between a sampler's and the trainer's log probabilities of a reply. In fp32 it is 1e-6, in
-# bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1.
-LARGEST_GAP = 0.1
+# bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1. What is much depends on how sure
+# the model is: another temperature moves log probabilities by a share of their mean, the entropy.
+ROUNDING_GAP = 0.02
+LARGEST_GAP = 0.1  # of the entropy, beyond rounding
 
 
 def never() -> bool:
@@ -47,7 +49,7 @@ class Reply:
 
     tokens: list[int] = field(default_factory=list)  # with the end token: the policy must learn to end
     mask: list[int] = field(default_factory=list)  # 1 under each token that the policy chose
-    logprobs: list[float] = field(default_factory=list)  # one per token in nats, at temperature 1
+    logprobs: list[float] = field(default_factory=list)  # of each token in nats, at the reply's temperature
     ending: Ending = "cut off"
 
 
@@ -63,6 +65,7 @@ class EngineSampler:
 
     def __init__(self, engine: Engine, rows: int, should_stop: Callable[[], bool] = never):
         self.engine = engine
+        engine.tempered_logprobs = True
         self.rows = rows
         self.should_stop = should_stop
 
@@ -107,16 +110,21 @@ def sampler_kind(flag: str) -> Any:
     return sampler
 
 
-def check_gap(gap: float, staleness: int) -> None:
-    """Warn when the sampler's log probabilities of a step differ from the trainer's.
+def largest_gap(entropy: float) -> float:
+    """The largest difference in nats a token between the log probabilities of two programs with the same policy."""
+    return ROUNDING_GAP + LARGEST_GAP * max(0.0, entropy)
 
-    `gap` is the mean difference in nats a token; older weights have a larger one.
+
+def check_gap(gap: float, entropy: float, staleness: int) -> None:
+    """Warn when the samples of a step do not have the log probabilities that the trainer computes for them.
+
+    `gap` is the mean difference in nats a token; older weights have a larger one. `entropy` is the mean of -log p.
     """
     # How far a step moves the policy depends on its rate: this factor is a guess that leaves room, not a measurement.
-    largest = LARGEST_GAP * (1 + 4 * staleness)
+    largest = largest_gap(entropy) * (1 + 4 * staleness)
     if not gap <= largest:
         warn(
-            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:g}: "
+            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:.2g}: "
             "it has other weights, or log probabilities of another temperature; what is learned from them is wrong"
         )
 

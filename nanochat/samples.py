@@ -108,12 +108,17 @@ class Samples:
 
 
 def policy_batches(
-    samples: Samples, shape: tuple[int, int], device: Device, policy: Any = None, reference: Any = None
+    samples: Samples,
+    shape: tuple[int, int],
+    device: Device,
+    policy: Any = None,
+    reference: Any = None,
+    temperature: float = 1.0,
 ) -> list[PolicyBatch]:
     """This rank's share of the samples in micro-batches of a `shape` (rows, tokens of a row), on the device.
 
-    With the log probabilities of the models that are given; all advantages are 0 so far.
-    """
+    With the log probabilities of the models that are given, at a temperature; all advantages are 0 so far.
+    """  # fmt: skip
     rows, row_tokens = shape
     packed = pack_sequences(
         [sample.tokens for sample in samples], [sample.mask for sample in samples], row_tokens, device.world_size,
@@ -124,8 +129,8 @@ def policy_batches(
     batches = []
     for micro in packed.micro_batches(rows, device, device.rank, device.world_size):
         per_token = spread(share, micro, device)
-        old_logp = None if policy is None else logp_of(policy, micro)
-        reference_logp = None if reference is None else logp_of(reference, micro)
+        old_logp = None if policy is None else logp_of(policy, micro, temperature)
+        reference_logp = None if reference is None else logp_of(reference, micro, temperature)
         batches.append(PolicyBatch(micro, torch.zeros_like(per_token), per_token, old_logp, reference_logp))
     return batches
 
@@ -140,9 +145,9 @@ def spread(per_sample: np.ndarray, rows: PackedBatch, device: Device) -> torch.T
 
 
 @torch.no_grad()
-def logp_of(model: Any, rows: PackedBatch) -> torch.Tensor:
+def logp_of(model: Any, rows: PackedBatch, temperature: float = 1.0) -> torch.Tensor:
     """Log probabilities of a micro-batch's targets under a model, without a gradient."""
-    return token_logp(model, rows)
+    return token_logp(model, rows, temperature)
 
 
 # ---------------------------------------------------------------------- compare

@@ -27,7 +27,7 @@ class Config(ChatFlags):
     num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
     max_tokens: Frozen[Positive] = 256  # tokens of a reply
     reward: Frozen[str] = "task"  # the task's own, a FILE.py:FUNCTION, or a weighted sum: task:0.8,FILE.py:FUNCTION:0.2
-    temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # for sampling only; the loss uses temperature 1
+    temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # of the policy: for sampling, and in the loss
     top_k: Frozen[Count] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
     # This process's engine, servers (http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM, SGLang), or ray:WORKERS.
@@ -97,7 +97,7 @@ def main(config: Config) -> None:
     from nanochat.loop import Run
     from nanochat.mixture import FIRST_EXAMPLES, Mixture, default_tasks, open_mixture
     from nanochat.model_folder import weights_sha256
-    from nanochat.sampling import seed_of
+    from nanochat.sampling import SamplingParams, seed_of
     from nanochat.stage import begin, open_optimizer
     from nanochat.task import Example, Task
     from nanochat.train import StepStats, train_step
@@ -116,7 +116,7 @@ def main(config: Config) -> None:
     kl_in_loss = config.kl if config.kl_in == "loss" else 0.0
     loss_fn = functools.partial(
         losses.policy_loss, method=method, max_tokens=config.max_tokens, kl=kl_in_loss,
-        importance_cap=importance_cap, critic=critic,
+        importance_cap=importance_cap, temperature=config.temperature, critic=critic,
     )  # fmt: skip
     print0(f"loss: {config.loss} ({method.source})")
 
@@ -177,6 +177,7 @@ def main(config: Config) -> None:
         sampler = sampler_kind.open(
             config.sampler, model, start.tokenizer, device, start.tag, rows=config.rollout_rows, graphs=config.graphs,
             patience=config.sampler_patience, should_stop=run.stop.should_stop,
+            sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
         )  # fmt: skip
 
     def first_of(step: int) -> int:
@@ -244,7 +245,9 @@ def main(config: Config) -> None:
             # With one update the present policy drew the samples: only a KL in the reward asks for its probabilities.
             old = policy if config.updates > 1 or config.kl_in == "reward" else None
             parts = drawn.split(config.minibatches)
-            minibatches = [samples.policy_batches(part, shape, device, old, frozen) for part in parts]
+            minibatches = [
+                samples.policy_batches(part, shape, device, old, frozen, config.temperature) for part in parts
+            ]
 
             # ---- compare: how much better was each reply than expected?
             longest = drawn.grid(lambda sample: sample.longest)
@@ -272,7 +275,7 @@ def main(config: Config) -> None:
             # ---- log
             if run.due.log:
                 means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
-                rollout.check_gap(means["sampler_gap"], config.staleness)
+                rollout.check_gap(means["sampler_gap"], means["entropy"], config.staleness)
                 last_kl = means["kl"]
                 if frozen is None:
                     del means["kl"]

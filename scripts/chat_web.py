@@ -55,7 +55,8 @@ class Config:
     # others can reach the server and need a key.
     allowed_hosts: str = ""
     allowed_origins: str = ""  # sites whose pages may use the API, separated by commas: https://chat.example.org
-    # Sample for a trainer (chat_rl --sampler), which replaces the weights from folders below NANOCHAT_BASE_DIR.
+    # Sample for a trainer (chat_rl --sampler), which replaces the weights from folders below NANOCHAT_BASE_DIR. The
+    # logprobs of its replies are at each request's temperature.
     for_rl: bool = False
     slots: Positive = 16  # replies generated at once
     max_seq_len: Count = 0  # tokens of a chat and its reply, at most the model's context; 0: the whole context

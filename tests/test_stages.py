@@ -857,8 +857,12 @@ def test_rl_hints_at_flags_that_do_little_good(monkeypatch, capsys, flags, says)
 
 
 def test_a_sampler_that_drifts_from_the_trainer_is_reported(capsys):
-    for gap, staleness, is_reported in ((0.09, 0, False), (2.0, 0, True), (math.nan, 0, True), (0.4, 1, False)):
-        check_gap(gap, staleness)
+    cases = ((0.09, 0, False), (2.0, 0, True), (math.nan, 0, True), (0.4, 1, False))
+    for gap, staleness, is_reported in cases:
+        check_gap(gap, 1.0, staleness)
+        assert bool(capsys.readouterr().err) == is_reported
+    for gap, is_reported in ((0.015, False), (0.09, True)):  # of a model that is nearly sure
+        check_gap(gap, 0.1, 0)
         assert bool(capsys.readouterr().err) == is_reported
 
 

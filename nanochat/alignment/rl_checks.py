@@ -85,9 +85,9 @@ def report_memory(
         rows = replace(rows, values=rows.targets.float())
         batch = PolicyBatch(rows, rows.targets.float(), rows.targets.float())
         if flags.updates > 1:
-            batch = replace(batch, old_logp=logp_of(model, rows))
+            batch = replace(batch, old_logp=logp_of(model, rows, flags.temperature))
         if start.reference is not None:
-            batch = replace(batch, reference_logp=logp_of(start.reference, rows))
+            batch = replace(batch, reference_logp=logp_of(start.reference, rows, flags.temperature))
         if method.critic is not None:
             batch = replace(batch, old_values=rows.values, returns=rows.values)
         return batch

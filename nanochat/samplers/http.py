@@ -73,6 +73,9 @@ class TryAgain(Exception):
         self.pause = pause  # seconds that the server requests
 
 
+NEUTRAL_PARAMS = SamplingParams()
+
+
 class HttpSampler:
     """Samples from servers; see `rollout.Sampler`. All ranks create it together and hand over together.
 
@@ -91,8 +94,10 @@ class HttpSampler:
         rows: int,
         patience: float,
         key: str = "",
+        sampling: SamplingParams = NEUTRAL_PARAMS,  # of the run's samples, of which the probe is one
         should_stop: Callable[[], bool] = lambda: False,
     ):
+        self.sampling = sampling
         self.tokenizer = tokenizer
         self.device = device
         self.folder = folder
@@ -128,12 +133,12 @@ class HttpSampler:
     @classmethod
     def open(
         cls, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
-        graphs: str, should_stop: Callable[[], bool],
+        graphs: str, sampling: SamplingParams, should_stop: Callable[[], bool],
     ) -> "HttpSampler":  # fmt: skip
         """The servers of a --sampler flag, for a run of this tag; `graphs` is the servers' own choice."""
         return cls(
             flag.split(","), model, tokenizer, device, run_dir("rl", tag) / "weights", rows=rows, patience=patience,
-            key=os.environ.get("NANOCHAT_API_KEY", ""), should_stop=should_stop,
+            key=os.environ.get("NANOCHAT_API_KEY", ""), sampling=sampling, should_stop=should_stop,
         )  # fmt: skip
 
     def _find(self, address: str, rows: int) -> Server:
@@ -185,7 +190,7 @@ class HttpSampler:
             for server, needs_weights in zip(self.servers, need, strict=True):
                 server.needs_weights = needs_weights
             if not self.is_checked:
-                check_agreement(self, model, self.tokenizer, self.device)
+                check_agreement(self, model, self.tokenizer, self.device, self.sampling)
         except (UserError, Failed) as error:
             raise (Failed if self.is_checked else UserError)(str(error)) from error
         self.is_checked = True

@@ -137,9 +137,10 @@ class RaySampler:
     @classmethod
     def open(
         cls, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
-        graphs: Literal["auto", "on", "off"], should_stop: Callable[[], bool],
+        graphs: Literal["auto", "on", "off"], sampling: SamplingParams, should_stop: Callable[[], bool],
     ) -> "RaySampler":  # fmt: skip
-        """The workers of a --sampler flag; the weights need no folder, so the run's tag does not matter."""
+        """The workers of a --sampler flag. The weights need no folder, and the workers are engines of ours, so the
+        run's tag and settings do not matter."""
         count = int(flag.removeprefix("ray:"))
         return cls(
             count, model, tokenizer, device, rows=rows, patience=patience, graphs=graphs, should_stop=should_stop

@@ -18,10 +18,12 @@ def fingerprint_of(folder: Path) -> str:
 
 
 def reader_of_updates(engine: Engine, max_seq_len: int = 0) -> ReadUpdate:
-    """A function for `LoadedModel.read_update`, which reads weights of the same model for this engine.
+    """For `LoadedModel.read_update`: reads weights of the same model for this engine, which samples for a trainer.
 
     It raises UserError: for a folder outside of NANOCHAT_BASE_DIR, or of another model or tokenizer.
     """
+
+    engine.tempered_logprobs = True
 
     def read(path: str) -> tuple[str, Callable[[], None]]:
         folder = Path(path).resolve()

@@ -113,7 +113,9 @@ class HeadAdaptedGPT(GPT):
             self.head_adapter.lora_A.copy_((torch.rand(shape, generator=generator) * 2 - 1) * bound)
             self.head_adapter.lora_B.zero_()
 
-    def _read_out(self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum") -> Tensor:
+    def _read_out(
+        self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0
+    ) -> Tensor:
         """All logits and losses of a model pass through this method."""
         adapter = self.head_adapter
         head = self.head_weight().to(hidden.dtype)
@@ -124,7 +126,8 @@ class HeadAdaptedGPT(GPT):
         # a head.
         inner = nn.functional.linear(hidden, adapter.lora_A.to(hidden.dtype)) * adapter.scale  # (..., r)
         weight = torch.cat((head, adapter.lora_B.to(hidden.dtype)), dim=1)
-        return read_out(torch.cat((hidden, inner), dim=-1), weight, targets, reduction, self.config, self.kernels)
+        hidden = torch.cat((hidden, inner), dim=-1)
+        return read_out(hidden, weight, targets, reduction, self.config, self.kernels, temperature)
 
 
 # ---------------------------------------------------------------------- a model in training

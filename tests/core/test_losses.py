@@ -63,8 +63,9 @@ class Fixed:
         self.values = torch.zeros_like(logp) if values is None else values.requires_grad_()
 
     def __call__(
-        self, inputs: Tensor, targets: Tensor, *, segments: Segments, reduction: str = "", scalars: bool = False
-    ) -> Tensor:
+        self, inputs: Tensor, targets: Tensor, *, segments: Segments, reduction: str = "", scalars: bool = False,
+        temperature: float = 1.0,
+    ) -> Tensor:  # fmt: skip
         if scalars:
             return self.values
         assert reduction == "none"
@@ -254,6 +255,26 @@ def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
     model.zero_grad()
     loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("temperature", "cap"), [(0.5, 0.0), (2.0, 0.0), (1.7, 4.0)])
+def test_what_is_learned_is_the_policy_that_sampled(temperature, cap):
+    """Every reply of one token, as often as it is drawn: the gradient is the one of the expected reward."""
+    model = lively_model(tiny_config(vocab_size=40, logit_cap=cap)).double()
+    rewards = torch.rand(40, generator=torch.Generator().manual_seed(2)).double()
+    rows = pack_sequences([[7, 3, token] for token in range(40)], [[0, 0, 1]] * 40, 32)
+    logits = model(torch.tensor([[7, 3]]))[0, -1]
+    drawn = (logits / temperature).softmax(dim=-1)
+    expected = gradient(model, -(drawn * rewards).sum())
+    targets = rows.targets != IGNORE
+    worth = (40 * drawn.detach() * rewards)[rows.source] * targets
+    loss, count = policy_loss(
+        model, PolicyBatch(rows, worth, targets.double()), method=METHODS["grpo"], max_tokens=1, temperature=temperature
+    )
+    assert count == 40
+    torch.testing.assert_close(gradient(model, loss / count), expected, atol=1e-7, rtol=1e-5)
+    plain = policy_loss(model, PolicyBatch(rows, worth, targets.double()), method=METHODS["grpo"], max_tokens=1)[0]
+    assert torch.cosine_similarity(gradient(model, plain / count), expected, dim=0) < 0.999
 
 
 def test_grpo_with_one_update_and_no_kl_has_the_gradient_of_reinforce():
