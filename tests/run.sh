@@ -63,8 +63,19 @@ if [[ $result == 1 && -n $workers && -n $first ]]; then
   echo '== pytest, once more: what failed beside another file, now alone'
   result=0
   OMP_NUM_THREADS=1 "$bin/python" -m pytest --last-failed "$@" </dev/null || result=$?
-  flaky=$(comm -23 <(echo "$first") <(failures "$failed"))
-  [[ -z $flaky ]] || printf '!! flaky: failed beside another file, passed alone\n%s\n' "$flaky"
+  flaky=()
+  while IFS= read -r test; do flaky+=("$test"); done < <(comm -23 <(echo "$first") <(failures "$failed"))
+  if [[ ${#flaky[@]} != 0 ]]; then
+    echo '== pytest, three times more beside a busy loop: what passed alone'
+    while :; do :; done &
+    busy=$!
+    for _ in 1 2 3; do
+      OMP_NUM_THREADS=1 "$bin/python" -m pytest "${flaky[@]}" </dev/null || result=$?
+    done
+    kill "$busy"
+    printf '!! flaky: failed beside another file, passed alone\n'
+    printf '%s\n' "${flaky[@]}"
+  fi
 fi
 [[ $result == 0 && -n $unfit ]] && result=1
 if [[ $newest == yes ]]; then
