@@ -21,6 +21,10 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
     Raises UserError: when the model cannot have that context.
     """
     scaled = config.rope_scaling
+    if scaled is not None and scaled.kind == "yarn":
+        # YaRN reaches its factor times the original context, and a folder may state less: Qwen3 with YaRN of factor 4
+        # over 32,768 tokens still names max_position_embeddings 40,960. Up to 131,072 its positions fit as they are.
+        trained = max(trained, int(scaled.factor * scaled.original_len))
     present = "auto" if scaled is None else scaled.kind
     if context <= trained and method not in (None, "auto", present):
         raise UserError(

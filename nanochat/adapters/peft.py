@@ -23,6 +23,16 @@ from nanochat.untrusted import read_json, require_file
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
+# Settings of peft that give the stored numbers another meaning, or store further ones.
+VARIANTS = (
+    "use_dora", "use_qalora", "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "kasa_config",
+    "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "lora_bias", "target_parameters",
+    "layer_replication",
+)  # fmt: skip
+# How peft began the adapters, where it left the weights of the base as they were. PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA
+# change them: their adapters belong to another base than the one that the folder names.
+PLAIN_INITS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
 
 def is_folder(path: Path) -> bool:
     """Whether a folder holds adapters as peft saves them, and no model."""
@@ -99,10 +109,15 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"{folder} has no {WEIGHTS}: name a folder that peft has saved, with safetensors")
     settings = read_json(folder / SETTINGS)
-    # peft's variants store other numbers under the same names; unset or empty settings change nothing.
-    variants = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices")
-    used = [name for name in variants if settings.get(name)]
+    used = [name for name in VARIANTS if settings.get(name)]  # what is unset or empty changes nothing
     used += [f"bias {settings['bias']}"] if settings.get("bias", "none") != "none" else []
+    if settings.get("init_lora_weights") not in PLAIN_INITS:
+        used.append(f"init_lora_weights {str(settings['init_lora_weights'])[:80]}")
+    if settings.get("alora_invocation_tokens") is not None:
+        raise UserError(
+            f"{folder} is aLoRA (alora_invocation_tokens): it adapts only what follows those tokens, so no weights "
+            "compute the same; name adapters of plain LoRA"
+        )
     if settings.get("peft_type") != "LORA" or used:
         kind = ", ".join(used) or settings.get("peft_type")
         raise UserError(f"{folder} is not plain LoRA ({kind}): merge it with peft, and name that model as --source")

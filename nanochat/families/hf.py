@@ -189,6 +189,11 @@ def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise ValueError("config.json: the rotary settings are not an object")
+    # Gemma's families have one such object for each kind of layer. Read as one, they would be the defaults.
+    by_layer = [name for name, value in rope.items() if isinstance(value, dict) or name.endswith("_attention")]
+    if by_layer:
+        names = ", ".join(sorted(by_layer))[:80]
+        raise ValueError(f"config.json: rotary settings by layer type ({names}): this model has one for all layers")
     theta = _number({"rope_theta": rope.get("rope_theta", theirs.get("rope_theta"))}, "rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0) or "mrope_section" in rope:

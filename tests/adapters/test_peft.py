@@ -1,5 +1,6 @@
 """Adapters in and out as folders of the library peft: its results, its gradients, its files."""
 
+import dataclasses
 import json
 import shutil
 from typing import Any
@@ -129,6 +130,56 @@ def test_our_model_reads_pefts_adapters(qwen, tmp_path):
     path = tmp_path / peft_folders.SETTINGS
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
     assert "not plain LoRA (use_dora)" in complaint(lambda: peft_folders.read(tmp_path, plain.config))
+
+
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "gaussian", "orthogonal", "mica", False])
+def test_adapters_that_began_by_changing_the_base_are_refused_by_name(qwen, tmp_path, init):
+    """What peft computes with such adapters over the plain base decides: where it is W + scale B A, we read them."""
+    import copy
+
+    import peft
+
+    theirs, plain = qwen
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    wrapped = peft.get_peft_model(copy.deepcopy(theirs), settings).eval()
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)  # it was trained
+    wrapped.save_pretrained(str(tmp_path))
+    inputs, _ = tokens_of(plain.config)
+    model = clone_of(plain)
+    if str(init).startswith(("pissa", "olora")):
+        line = complaint(lambda: peft_folders.read(tmp_path, plain.config))
+        assert f"not plain LoRA (init_lora_weights {init}): merge it with peft" in line
+        # As plain LoRA they would be another model.
+        path = tmp_path / peft_folders.SETTINGS
+        path.write_text(json.dumps({**json.loads(path.read_text()), "init_lora_weights": True}))
+        merge(model, peft_folders.read(tmp_path, plain.config))
+        assert (model(inputs) - wrapped(inputs).logits).abs().max() > 0.005
+    else:
+        merge(model, peft_folders.read(tmp_path, plain.config))
+        torch.testing.assert_close(model(inputs), wrapped(inputs).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_every_variant_of_peft_is_refused_by_name(qwen, tmp_path):
+    """peft marks the settings that make another method of LoRA; a folder that sets one of them is not read."""
+    import peft
+
+    theirs, plain = qwen
+    variants = {field.name for field in dataclasses.fields(peft.LoraConfig) if field.metadata.get("is_lora_variant")}
+    assert "alora_invocation_tokens" in variants and "use_dora" in variants
+    fields = {"use_qalora", "lora_bias", "target_parameters", "layer_replication", "rank_pattern", "alpha_pattern"}
+    adapted = adapt(clone_of(plain), Lora(2, 4.0))
+    peft_folders.write(tmp_path, adapters_of(adapted), plain.config, "")
+    path = tmp_path / peft_folders.SETTINGS
+    written = json.loads(path.read_text())
+    for name in sorted(variants | fields | {"modules_to_save", "trainable_token_indices"}):
+        path.write_text(json.dumps({**written, name: [5, 7]}))
+        assert f"({name})" in complaint(lambda: peft_folders.read(tmp_path, plain.config)), name
+    for init in ("corda", "loftq", "lora_ga", "a method to come"):
+        path.write_text(json.dumps({**written, "init_lora_weights": init}))
+        assert f"(init_lora_weights {init})" in complaint(lambda: peft_folders.read(tmp_path, plain.config))
 
 
 @pytest.mark.slow

@@ -218,6 +218,25 @@ def test_an_extended_context_is_transformers(folders, tmp_path, case):
     assert (logits_of(oracle_of(folders[case]), tokens) - expected)[:, 400:].abs().max() > 0.01
 
 
+@pytest.mark.parametrize(("stated", "context"), [(96, 384), (120, 384), (120, 300), (120, 768)])
+def test_yarn_of_a_folder_reaches_its_factor_times_the_original_context(folders, tmp_path, stated, context):
+    """As Qwen3 is extended: 4 times 96 tokens are trained, whichever max_position_embeddings the folder states.
+
+    Up to there transformers computes the same from the folder as it is; beyond, the factor grows by what is missing.
+    """
+    folder = tmp_path / "model"
+    shutil.copytree(folders["qwen3 one kv head, yarn"], folder)
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": stated}))
+    model, _, meta = load_model(str(folder), "cpu", max_seq_len=context, rope_scaling="auto")
+    scaling = model.config.rope_scaling
+    assert scaling is not None and (scaling.factor, scaling.original_len) == (max(4.0, context / 96), 96)
+    assert model.config.sequence_len == meta["pretraining"]["context"] == context
+    if context <= 384:
+        tokens = torch.randint(0, 300, (1, context), generator=torch.Generator().manual_seed(5))
+        assert (logits_of(model, tokens) - logits_of(oracle_of(folder), tokens)).abs().max() < 1e-4
+
+
 def test_an_imported_models_pretraining_is_continued(folders, tmp_path, monkeypatch):
     """On text, with its tokenizer, in longer rows than it knew; then it is a folder of its family again."""
     source = tmp_path / "tiny-qwen"
@@ -281,6 +300,9 @@ def test_sampling_is_the_folders(folders, tmp_path):
         ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "mrope"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "factor is 0"),
         ({"rope_scaling": [1]}, "not an object"),
+        ({"rope_parameters": {"full_attention": LLAMA3, "sliding_attention": {}}}, "by layer type (full_attention, s"),
+        ({"rope_parameters": {"full_attention": None}}, "by layer type (full_attention)"),
+        ({"rope_parameters": {"global": LLAMA3}}, "by layer type (global)"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4, "high_freq_factor": 1}}, "turns"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
         ({"hidden_size": 1 << 40}, "hidden_size"),
