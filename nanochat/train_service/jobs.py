@@ -64,7 +64,8 @@ class Model:
     used: float = 0.0
     done: int = 0  # the last request that has run
     saved_steps: int = 0  # optimizer steps that the snapshot covers
-    results: dict[int, bytes] = field(default_factory=dict)  # results since the snapshot
+    results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
+    damage: str = ""  # of its log: what follows is not known, and the model takes no request
 
 
 # ---------------------------------------------------------------------- results

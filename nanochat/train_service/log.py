@@ -1,17 +1,24 @@
 """A training client's requests on the disk, so that no kill loses an acknowledged one.
 
-    models/<model>/model.json                 the trained parts, and the owner
-    models/<model>/log/<number>.<kind>        the body of each request since the last snapshot
+    models/<model>/model.json                 what is trained, and whose it is
+    models/<model>/log/<number>.<kind>.<sum>  the body of each request since the last snapshot
+    models/<model>/loaded/<number>/step_<n>/  the checkpoint that request <number> loads; 0: that the model begins from
     models/<model>/state/<number>/step_<n>/   the last snapshot: weights and optimizer after request <number>
     models/<model>/state/<number>/results/    the results of the covered requests, for a client that still asks
 
 A request is in the log, and the log on the disk, before the client gets its promise. A restarted server loads the
-snapshot and replays the log after it. The reason for a log instead of the state after every step: a batch has
-kilobytes, but the state of a fully trained model gigabytes. A log also keeps the gradients since the last step. The
-cost is that a restart repeats up to `snapshot_steps` steps: with the same bits on a CPU, up to rounding on an
-accelerator.
+snapshot and runs the log after it. Why a log, and not the state after every step: a batch has kilobytes, and the state
+of a model that is trained whole gigabytes; and gradients since the last step are not lost either. The price is
+that a restart computes up to `snapshot_steps` steps again, on a CPU to the same bits, on an accelerator up to rounding.
+
+A byte of the log that has changed would make another model of it: the name of an entry has the first digits of its
+sha256. An entry that arrived before its turn is named `<number>.<kind>.<sum>.early`. Without that word all requests
+before it had been acknowledged, so that a missing one is seen.
 """
 
+import hashlib
+import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +26,9 @@ from pathlib import Path
 
 from nanochat import model_folder, storage
 from nanochat.cli import UserError
+from nanochat.log import warn
 
+NAME = re.compile(r"(\d{9})\.([a-z_]+)(?:\.([0-9a-f]{16})(\.early)?)?")  # entries of earlier versions have no sum
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
 
 
@@ -40,24 +49,52 @@ class RequestLog:
         (folder / "log").mkdir(parents=True, exist_ok=True)
         (folder / "state").mkdir(exist_ok=True)
 
-    def append(self, entry: Entry) -> None:
-        """Append an entry; returns when it is on the disk."""
-        path = self.folder / "log" / f"{entry.number:09d}.{entry.kind}"
+    def append(self, entry: Entry, is_early: bool = False) -> None:
+        """Returns once it is on the disk. `is_early`: requests before it have not arrived."""
+        name = f"{entry.number:09d}.{entry.kind}.{_sum_of(entry.content)}" + (".early" if is_early else "")
+        path = self.folder / "log" / name
         unfinished = path.with_name(path.name + ".tmp")
         storage.write_file(unfinished, [entry.content])
         unfinished.rename(path)
         storage.flush(path.parent)
 
-    def entries(self) -> list[Entry]:
-        """The entries after the snapshot, in order."""
-        found = []
+    def entries(self) -> tuple[list[Entry], str]:
+        """Those after the snapshot, in order, and what is wrong with the one after them; empty: nothing is."""
+        found: list[Entry] = []
         for path in sorted((self.folder / "log").iterdir()):
-            number, _, kind = path.name.partition(".")
-            if kind.endswith(".tmp"):  # never acknowledged
+            if path.name.endswith(".tmp"):  # never acknowledged
                 path.unlink()
-            elif int(number) > self.covered:
-                found.append(Entry(int(number), kind, path.read_bytes()))
-        return found
+                continue
+            parts = NAME.fullmatch(path.name)
+            if parts is None:
+                warn(f"{path} is not a request of this server, and is left alone")
+                continue
+            number = int(parts[1])
+            if number <= self.covered:
+                continue
+            before = found[-1].number if found else self.covered
+            if number != before + 1 and not parts[4]:
+                return found, f"request {before + 1} is missing in {path.parent}"
+            content = path.read_bytes()
+            if parts[3] and parts[3] != _sum_of(content):
+                return found, f"{path} is damaged"
+            found.append(Entry(number, parts[2], content))
+        return found, ""
+
+    def keep_loaded(self, number: int, step_folder: Path) -> Path:
+        """The checkpoint that request `number` loads, in this model's folder: it may be overwritten where it is."""
+        kept = self.folder / "loaded" / str(number)
+        if not kept.exists():
+            unfinished = kept.with_name(f"{number}.tmp")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.copytree(step_folder, unfinished / step_folder.name, copy_function=_link_or_copy)
+            unfinished.rename(kept)
+            storage.flush(kept.parent)
+        return kept / step_folder.name
+
+    def loaded(self, number: int) -> Path | None:
+        """What `keep_loaded` has kept for this request."""
+        return next((self.folder / "loaded" / str(number)).glob("step_*"), None)
 
     @property
     def covered(self) -> int:
@@ -96,10 +133,14 @@ class RequestLog:
             shutil.rmtree(self._state(covered), ignore_errors=True)  # the log and the previous snapshot stay
             return
         for path in (self.folder / "log").iterdir():
-            if int(path.name.partition(".")[0]) <= covered:
+            parts = NAME.fullmatch(path.name)
+            if parts is not None and int(parts[1]) <= covered:
                 path.unlink(missing_ok=True)
-        for path in (self.folder / "state").iterdir():  # also an unfinished one that a kill has left
-            if int(path.name) < covered:
+        for path in (self.folder / "state").iterdir():  # also one that a kill has left half-way
+            if path.name.isdigit() and int(path.name) < covered:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in (self.folder / "loaded").glob("*"):
+            if path.name.isdigit() and int(path.name) <= covered:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _state(self, number: int) -> Path:
@@ -107,4 +148,16 @@ class RequestLog:
 
     def _snapshots(self) -> list[Path]:
         """The folders with a finished checkpoint."""
-        return [path for path in (self.folder / "state").iterdir() if model_folder.steps(path)]
+        folders = [path for path in (self.folder / "state").iterdir() if path.name.isdigit()]
+        return [path for path in folders if model_folder.steps(path)]
+
+
+def _sum_of(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)  # a checkpoint's files are replaced, and never written again
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)

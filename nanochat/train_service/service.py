@@ -9,6 +9,7 @@
 One lock guards everything except running requests. The text of users is never logged.
 """
 
+import contextlib
 import json
 import re
 import secrets
@@ -16,7 +17,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,7 @@ class Service:
         for name_of_file, content in tokenizer_files(base.tokenizer, base.model.config.sequence_len, True).items():
             text = content if isinstance(content, str) else json.dumps(content)
             (self.tokenizer_folder / name_of_file).write_text(text, encoding="utf-8")
-        self.sessions = {path.stem: _read_json(path) for path in (folder / "sessions").glob("*.json")}
+        self.sessions = dict(_readable((folder / "sessions").glob("*.json"), lambda path: path.stem))
         with self.lock:
             self._restore()
         self.thread = threading.Thread(target=self._work, name="device", daemon=True)
@@ -105,17 +106,22 @@ class Service:
     # ------------------------------------------------------------------ models
 
     def _restore(self) -> None:
-        """Find the models of an earlier start, and queue the requests in their logs."""
-        for path in sorted((self.folder / "models").glob("*/model.json")):
-            model = self._add_model(path.parent.name, _read_json(path))
+        """Find the models of an earlier start, and queue what their logs hold."""
+        files = sorted((self.folder / "models").glob("*/model.json"))
+        for model_id, facts in _readable(files, lambda path: path.parent.name):
+            model = self._add_model(model_id, facts)
             model.done = model.log.covered
             model.next = model.done + 1
             for number, content in model.log.results().items():
                 self._keep(finished(f"{model.id}:{number}", content))
             if not model.done:
                 self._keep(finished(f"{model.id}:0", created(model)))
-            for entry in model.log.entries():
+            entries, damage = model.log.entries()
+            for entry in entries:
                 self._park(model, entry)
+            if damage:
+                model.damage = f"{damage}: the model ends before it; create a training client from a saved state"
+                warn(f"model {model.id}: {model.damage}")
 
     def create_model(
         self,
@@ -138,11 +144,11 @@ class Service:
                 facts = {"owner": owner, "created": time.time(), "metadata": metadata, "trained": asdict(settings)}
                 facts["load"] = load
                 folder = self.folder / "models" / model_id
-                folder.mkdir(exist_ok=True)  # a kill may have left an empty one
-                model = self._add_model(model_id, facts)
-                storage.write_json(folder / "model.json", facts)
-                storage.flush(folder)
-                storage.flush(folder.parent)
+                with _disk():
+                    folder.mkdir(exist_ok=True)  # a kill may have left an empty one
+                    self._write(f"models/{model_id}", "model", facts)
+                    storage.flush(folder.parent)
+                    model = self._add_model(model_id, facts)
                 self._enqueue(Job(f"{model_id}:0", lambda: self._create(model)))
         return f"{model_id}:0"
 
@@ -175,14 +181,13 @@ class Service:
             request_id = f"{model.id}:{number}"
             if number < model.next or number in model.parked:
                 return request_id
-            # The request that others wait for is accepted as long as the queue itself has room.
+            if model.damage:
+                raise ApiError(409, f"this model has stopped: {model.damage}", param="model_id", code="model_damaged")
+            # The one that others wait for has room as long as the queue itself has.
             self._require_room(len(model.parked) if number != model.next else 0)
             entry = Entry(number, kind, content)
-            try:
-                model.log.append(entry)
-            except OSError as error:  # the client tries again for some minutes
-                message = f"the server cannot write its log ({error.strerror}): make room on its disk"
-                raise ApiError(503, message, code="disk") from error
+            with _disk():
+                model.log.append(entry, is_early=number != model.next)
             self._park(model, entry)
         return request_id
 
@@ -256,7 +261,7 @@ class Service:
         found = []
         for kind, name_for_client in KINDS.items():
             for folder in sorted((self.folder / "models" / model.id / kind).glob("*")):
-                if model_folder.steps(folder) and not folder.name.startswith(EPHEMERAL):
+                if model_folder.steps(folder) and is_name(folder.name) and not folder.name.startswith(EPHEMERAL):
                     step = model_folder.step_path(folder, model_folder.steps(folder)[-1])
                     path = f"{kind}/{folder.name}"
                     found.append({
@@ -360,13 +365,14 @@ class Service:
         model.used = time.monotonic()
         if model.live is None:
             self._make_room()
-            model.live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
+            live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
             snapshot = model.log.snapshot()
             if snapshot is not None:
-                model.live.load(snapshot, with_optimizer=True)
+                live.load(snapshot, with_optimizer=True)
             elif model.facts["load"]:
-                self._load(model, model.live, model.facts["load"])
-            model.saved_steps = model.live.steps
+                self._load(model, live, 0, model.facts["load"])
+            model.saved_steps = live.steps
+            model.live = live  # only now: one that could not be loaded would go on as a new one
         return model.live
 
     def _make_room(self) -> None:
@@ -390,8 +396,11 @@ class Service:
             self._snapshot(model)
         return result
 
-    def _load(self, model: Model, trained: TrainedModel, body: dict[str, Any]) -> None:
-        step, _ = self.path_of(model.owner, body["path"])
+    def _load(self, model: Model, trained: TrainedModel, number: int, body: dict[str, Any]) -> None:
+        """Load the checkpoint of request `number`, the same again after a restart."""
+        step = model.log.loaded(number)
+        if step is None:
+            step = model.log.keep_loaded(number, self.path_of(model.owner, body["path"])[0])
         trained.load(step, body["optimizer"])
 
     def _compute(self, model: Model, entry: Entry) -> bytes:
@@ -406,7 +415,7 @@ class Service:
         if entry.kind == "optim_step":
             return as_json({"metrics": trained.step(AdamSettings(**body))})
         if entry.kind == "load_weights":
-            self._load(model, trained, body)
+            self._load(model, trained, entry.number, body)
             model.saved_steps = trained.steps
             return as_json({"type": "load_weights", "path": body["path"], "model_id": model.id})
         return self._save(model, trained, entry, body)
@@ -421,10 +430,17 @@ class Service:
             raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
         folder.parent.mkdir(exist_ok=True)
         mark.touch()
-        shutil.rmtree(folder, ignore_errors=True)
+        # Beside it, then in its place: on a full disk the earlier one stays.
+        new, old = folder.with_name(f".{name}.new"), folder.with_name(f".{name}.old")
+        shutil.rmtree(new, ignore_errors=True)
+        trained.save(new, with_optimizer=kind == "weights")
         for weights in [path for path in self.engines if path is not None and path.parent == folder]:
             del self.engines[weights]
-        trained.save(folder, with_optimizer=kind == "weights")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
         path = f"{SCHEME}{model.id}/{kind}/{name}"
         if body["sampler"] is None:
             return as_json({"type": entry.kind, "path": path})
@@ -479,6 +495,30 @@ class Service:
             if content["owner"] == owner:
                 return content
         raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+
+
+@contextlib.contextmanager
+def _disk() -> Iterator[None]:
+    """Raises ApiError: 503, which the client tries again for some minutes, when the disk takes nothing."""
+    try:
+        yield
+    except OSError as error:
+        message = f"the server cannot write to its disk ({error.strerror}): make room on it"
+        raise ApiError(503, message, code="disk") from error
+
+
+def _readable(paths: Iterable[Path], name_of: Callable[[Path], str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The names and contents of small files. One that cannot be read is named, and left out: others go on."""
+    for path in paths:
+        try:
+            facts = _read_json(path)
+            facts["owner"]
+            if "trained" in facts:
+                Trained(**facts["trained"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warn(f"{path} cannot be read ({error}): it is left out; bring it back from a backup, or remove it")
+            continue
+        yield name_of(path), facts
 
 
 def _iso(seconds: float) -> str:
