@@ -82,6 +82,7 @@ DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
     "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
 }
 # Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
+RANK_SEEDS = 1_000_003  # between the seeds of neighbouring ranks: `--seed 1` must not be rank 1 of `--seed 0`
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
 # The resources of a worker of a Ray cluster: one device.
@@ -170,8 +171,11 @@ class Device:
         return versions
 
     def seed(self, seed: int) -> None:
-        """Seed torch's generators on the host and on this device."""
-        torch.manual_seed(seed)  # also seeds every accelerator that torch knows
+        """Seed torch's generators on the host and on this device, differently on each rank.
+
+        Only dropout draws from them. With one seed, row i of every rank's batch would have the same mask.
+        """
+        torch.manual_seed(seed + RANK_SEEDS * self.rank)  # also seeds every accelerator that torch knows
 
     def rng_state(self) -> dict[str, torch.Tensor]:
         """Every generator state of this process, for a checkpoint."""

@@ -34,6 +34,7 @@ from nanochat.attention import Segments
 from nanochat.cli import UserError
 from nanochat.corpus import Corpus, Part, WeightedCorpora
 from nanochat.device import Device
+from nanochat.log import warn
 from nanochat.tokenizer import Tokenizer
 
 CANONICAL_SHARDS = 8  # world sizes of 1, 2, 4 and 8 divide it; any other world size gets a common multiple
@@ -184,6 +185,8 @@ class Loader:
         positions = {number: shard.copy() for number, shard in self._shards.items()}
         self.start = LoaderState(first, positions, shard_count)  # the position before the first batch
 
+        # The last rows of this rank, one of each of its shards: where two are alike, the text is too small.
+        self._recent: deque[bytes] | None = deque(maxlen=max(batch_rows, len(self._shards)) - 1)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._ahead: deque[Future[Batch]] = deque()
 
@@ -208,6 +211,7 @@ class Loader:
         for row in rows:
             self._fill(row, self._row % self._shard_count)
             self._row += self._world_size
+            self._look_for_repeats(row)
         # The position travels with the batch. The thread is some batches ahead: with its current position a resumed run
         # would skip them.
         tokens = torch.from_numpy(rows)
@@ -222,6 +226,21 @@ class Loader:
         inputs = tokens[:, :-1].contiguous()
         segments = segments_of(inputs, self._tokenizer.get_bos_token_id()) if self._document_mask else None
         return Batch(inputs, tokens[:, 1:].contiguous(), state, epochs, segments)
+
+    def _look_for_repeats(self, row: np.ndarray) -> None:
+        """Warn once when a row is also one of the rows just before it."""
+        if self._recent is None:
+            return
+        content = row.tobytes()
+        if content in self._recent:
+            names = ", ".join(part.corpus.name for part in self._parts)
+            warn(
+                f"{names}: the same row of {self._row_tokens} tokens is more than once in a batch, because the text is "
+                "short or repeats itself: use more text, more and shorter documents, or a smaller --max_seq_len"
+            )
+            self._recent = None
+            return
+        self._recent.append(content)
 
     def _fill(self, row: np.ndarray, number: int) -> None:
         """Fill a row (T + 1,) completely with the documents of shard `number`, by best fit."""

@@ -380,6 +380,9 @@ class AdamW:
 # ---------------------------------------------------------------------- a step
 
 
+NORM_ELEMENTS = 1 << 22  # elements of a gradient whose squares are added up at a time
+
+
 class Optimizer:
     """Muon and AdamW over groups of parameters.
 
@@ -435,8 +438,11 @@ class Optimizer:
         if not counted:
             shares = self.exchange.shares
             return torch.zeros((), device=shares[0].parameter.device if shares else None)
-        # One launch for all norms.
-        norms = torch.stack(torch._foreach_norm(counted))  # pyright: ignore[reportPrivateImportUsage]
+        # One launch for all norms. Large gradients are cut into slices: a CPU adds up all squares of one tensor in
+        # fp32, in a few sums that grow too large for what is added. At 155 million elements the norm is 2% too small,
+        # in slices 0.01%. A gradient of one slice keeps its norm to the bit.
+        slices = [piece for grad in counted for piece in grad.flatten().split(NORM_ELEMENTS)]
+        norms = torch.stack(torch._foreach_norm(slices))  # pyright: ignore[reportPrivateImportUsage]
         return norms.square().sum() * self.exchange.divided_by**2
 
     @torch.no_grad()

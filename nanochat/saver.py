@@ -146,7 +146,8 @@ def resume(
         loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, state, start.device)
     except ValueError as error:  # a damaged file, weights only, or the state of another optimizer
         raise UserError(f"--resume: {error}; or move {step_folder} away to continue from the step before it") from error
-    start.device.set_rng_state(rng_states[start.device.rank % len(rng_states)])
+    if start.device.rank < len(rng_states):  # a rank that the saving run did not have keeps the generators of its seed
+        start.device.set_rng_state(rng_states[start.device.rank])
     print0(f"resumed from {step_folder}")
     if changes:
         print0(f"resumed with other settings: {', '.join(changes)}")

@@ -32,8 +32,11 @@ BATCH_EXPONENT = 0.383  # source: Bergsma et al. 2025, Power Lines (arXiv 2505.1
 SMALLEST_BY_BATCH = 0.5  # smallest factor of the reference rates, for any batch size
 LARGEST_DECAY = 0.1  # largest decay of a weight in one step: runs of less than about 100 steps reach it
 # A model from elsewhere: AdamW's rate, which the stages scale down, mid-training by half and SFT to 2e-5, as usual in
-# full fine-tuning. Muon's updates are as large as AdamW's usual ones at a rate of 0.2 sqrt(width) times as much
-# (source: Liu et al. 2025, Muon is Scalable for LLM Training).
+# full fine-tuning. Muon's rate is 0.2 sqrt(width) times as much: the rows of its updates have norm 1 (optim.py), so the
+# elements of a matrix that reads the stream move by 0.2 of AdamW's rate in root mean square. AdamW's own updates have
+# 0.2 to 0.4 (source: Liu et al. 2025, Muon is Scalable for LLM Training). Their factor is another, 0.2 sqrt(max(rows,
+# columns)) over updates U V^T, which gives every matrix 0.2. With ours, o_proj and down_proj move by 0.2 sqrt(width /
+# columns): rows of norm 1 change each output by as much, however many inputs it has.
 IMPORTED_RATE = 1e-4
 
 

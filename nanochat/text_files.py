@@ -212,7 +212,10 @@ class SpanFile(DataFile):
     def _index(self, spans: Iterable[tuple[int, int]]) -> None:
         """Note where the rows begin and end, and cut them into blocks."""
         # Blocks are small enough to shuffle a small file well, and few enough to keep the index of a large file small.
-        block_bytes = min(max(self.path.stat().st_size // 4096, 6 * 1024), 1 << 20)
+        # A loader deals blocks to 8 shards and more: with fewer blocks two shards would read the same one at a time,
+        # and a batch would have the same rows twice. So a file has about 64, if it has that many rows.
+        size = self.path.stat().st_size
+        block_bytes = min(max(size // 4096, min(size // 64, 6 * 1024)), 1 << 20)
         bounds = array.array("q")
         starts: list[int] = []
         filled = block_bytes  # bytes in the block so far: the first row begins a new one

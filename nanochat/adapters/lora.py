@@ -108,11 +108,16 @@ class LinearAdapters(nn.ModuleDict):
     def forward(self, x: Tensor) -> list[Tensor]:
         """x (..., I) -> the addition to each part of the layer's product, (..., O of the part)."""
         # Dropout only where something is learned: evaluation and sampling run without gradients.
-        if self.dropout and torch.is_grad_enabled():
-            x = F.dropout(x, self.dropout)
-        return [
-            self[name](x) if name in self else x.new_zeros(*x.shape[:-1], rows) for name, rows in self.parts.items()
-        ]
+        dropout = self.dropout if torch.is_grad_enabled() else 0.0
+        added = []
+        for name, rows in self.parts.items():
+            if name in self:
+                # Each matrix draws its own mask, as in peft: with one mask for q, k and v the same inputs would be
+                # missing from all three.
+                added.append(self[name](F.dropout(x, dropout) if dropout else x))
+            else:
+                added.append(x.new_zeros(*x.shape[:-1], rows))
+        return added
 
 
 def _add_adapters(linear: Any, inputs: tuple[Tensor], y: Any) -> Any:

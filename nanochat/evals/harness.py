@@ -223,7 +223,8 @@ class NanochatLM(TemplateLM):
                 if new.finish_reason == "stop" or len(made[place]) == wanted[place].max_tokens:
                     continue
                 made[place].append(new.id)
-                if new.kind == "text":
+                # Where the output layer is wider than the vocabulary, as Qwen's, a token of its last rows has no text.
+                if new.kind == "text" and new.id < self._tokenizer.vocab_size:
                     written[place] += self._tokenizer.token_texts[new.id]
                 has_stop = any(stop and stop.encode() in written[place] for stop in wanted[place].stops)
                 if has_stop or len(made[place]) == wanted[place].max_tokens:

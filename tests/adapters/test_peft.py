@@ -132,6 +132,26 @@ def test_our_model_reads_pefts_adapters(qwen, tmp_path):
     assert "not plain LoRA (use_dora)" in complaint(lambda: peft_folders.read(tmp_path, plain.config))
 
 
+def test_dropout_draws_what_peft_draws(qwen, tmp_path):
+    """One mask for each adapted matrix: q, k and v read the same input, and drop other parts of it."""
+    import copy
+
+    import peft
+
+    theirs, plain = qwen
+    adapted = adapt(clone_of(plain), Lora(4, 6.0, dropout=0.4))
+    peft_folders.write(tmp_path, adapters_of(adapted), plain.config, "somewhere")
+    wrapped = peft.PeftModel.from_pretrained(copy.deepcopy(theirs), str(tmp_path), is_trainable=True).train()
+    inputs, _ = tokens_of(plain.config)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        found = adapted(inputs)
+        torch.manual_seed(seed)
+        torch.testing.assert_close(found, wrapped(inputs).logits, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        assert (found - adapted(inputs)).abs().max() > 0.01  # it does drop something
+
+
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "olora", "gaussian", "orthogonal", "mica", False])
 def test_adapters_that_began_by_changing_the_base_are_refused_by_name(qwen, tmp_path, init):
     """What peft computes with such adapters over the plain base decides: where it is W + scale B A, we read them."""

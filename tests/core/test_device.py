@@ -145,6 +145,11 @@ def test_seed_and_generator_states() -> None:
     assert torch.equal(torch.rand(3), second)
     device.seed(7)
     assert torch.equal(torch.rand(3), first)
+    # The ranks of a run draw other masks of dropout, and rank 1 not those of the next seed's rank 0.
+    dataclasses.replace(device, rank=1).seed(7)
+    other = torch.rand(3)
+    device.seed(8)
+    assert not torch.equal(other, first) and not torch.equal(other, torch.rand(3))
 
 
 # ---------------------------------------------------------------------- others

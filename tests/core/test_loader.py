@@ -5,6 +5,7 @@ apart again and counted.
 """
 
 import itertools
+import json
 import random
 import threading
 import time
@@ -13,7 +14,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tiny import cpu_device
+from tiny import cpu_device, tiny_tokenizer
 
 from nanochat import loader as loading
 from nanochat.cli import UserError
@@ -427,6 +428,39 @@ def test_tiny_corpora_never_run_dry(blocks):
     alone = {i: row for i, row in enumerate(rows)}
     together, _ = world_rows(corpus, 31, 2, 8)
     assert together == {i: alone[i] for i in together}
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+@pytest.mark.parametrize("batch_rows", [16, 1])
+def test_a_small_file_does_not_repeat_rows_within_a_batch(tmp_path, suffix, batch_rows, capsys):
+    """30 KiB: with blocks of 6 KiB there were fewer than shards, and 3 of 8 shards read what another one read."""
+    random.seed(5)
+    words = [f"word{number}" for number in range(500)]
+    texts = [" ".join(random.choices(words, k=random.randint(10, 60))) + "." for _ in range(120)]
+    path = tmp_path / f"small{suffix}"
+    if suffix == ".txt":
+        path.write_text("\n\n".join(texts))
+    else:
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert 25_000 < path.stat().st_size < 40_000
+    train, _ = open_corpus(str(path))
+    assert train.block_count() >= loading.CANONICAL_SHARDS
+    rows = rows_of(take(Loader(train, tiny_tokenizer(), batch_rows, 64), 128 // batch_rows))
+    for start in range(0, len(rows), 16):
+        batch = [tuple(row) for row in rows[start : start + 16]]
+        assert len(set(batch)) == len(batch)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("batch_rows", [8, 1])
+def test_a_text_too_small_to_fill_a_batch_is_reported_once(batch_rows, capsys):
+    corpus = Blocks([["0 100"]], name="one.txt")
+    take(Loader(corpus, Numbered(), batch_rows, 31), 40)
+    err = capsys.readouterr().err
+    assert err.count("warning") == 1
+    assert "one.txt: the same row of 31 tokens is more than once in a batch" in err and "use more text" in err
+    take(Loader(corpus_of(random_lengths(400, 25)), Numbered(), batch_rows, 31), 40)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("count", [3, None], ids=["finite", "endless"])

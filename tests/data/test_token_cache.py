@@ -106,18 +106,20 @@ def test_another_tokenizer_or_changed_text_never_meets_old_tokens(text):
 
 
 def test_the_rest_of_a_file_never_meets_the_tokens_of_its_first_90_percent(text):
-    """Nine blocks with and without `--val_data`, of which only the last one differs."""
+    """The block across the bound is another one with and without `--val_data`; those before it are the same."""
     lines = [json.dumps({"text": f"{n:03} " + chr(97 + n % 26) * 124}) for n in range(396)]
     text.write_text("".join(f"{line}\n" for line in lines))
     parted = text.with_suffix(".txt")  # its last document is 20% of it, and is cut
     parted.write_text("<|endoftext|>\n".join([*("x" * 6200 + "\n" for _ in range(8)), "y" * 12_000]))
-    for path in (text, parted):
+    for path, whole, cut in ((text, 57, 51), (parted, 9, 9)):
         tokenizer = Counting()
-        for val_data in (str(path), None):
+        for val_data, blocks in ((str(path), whole), (None, cut)):
             corpus = cached(open_corpus(str(path), val_data)[0], tokenizer, GIB)
-            assert isinstance(corpus, CachedCorpus) and corpus.block_count() == 9
-            texts = open_corpus(str(path), val_data)[0].read_block(8)  # pyright: ignore[reportAttributeAccessIssue]
-            documents = corpus.read_block(8)[0 : len(texts)]
+            assert isinstance(corpus, CachedCorpus) and corpus.block_count() == blocks
+            block = cut - 1
+            texts = open_corpus(str(path), val_data)[0].read_block(block)  # pyright: ignore[reportAttributeAccessIssue]
+            assert len(texts) == (1 if path is parted else 7 if val_data else 6)
+            documents = corpus.read_block(block)[0 : len(texts)]
             assert [one.tolist() for one in documents] == [one.tolist() for one in corpus.tokenize(texts)]
 
 

@@ -60,7 +60,7 @@ doc_to_target: "{{text}}"
 metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
 """,
 }
-CASES = ("fast", "qwen3", "hf:qwen3", "hf:llama3", "hf:mistral")
+CASES = ("fast", "qwen3", "hf:qwen3", "hf:qwen3 wide", "hf:llama3", "hf:mistral")
 
 
 def call(script: Any, *argv: str) -> None:
@@ -99,11 +99,14 @@ def tasks(tmp_path: Path) -> Path:
 def make(case: str, folder: Path) -> tuple[str, Path]:
     """A model: its --source, and a folder with it that transformers reads."""
     if case.startswith("hf:"):
-        family = case.removeprefix("hf:")
+        family, _, wide = case.removeprefix("hf:").partition(" ")
         out = save_family(folder / family, family)
         ids = ImportedTokenizer.from_folder(out, json.loads((out / "tokenizer.json").read_text())).vocab_size
         shape = {"qwen3": "qwen3", "llama3": "llama", "mistral": "llama"}[family]
-        model = lively_model(tiny_config(vocab_size=ids, sequence_len=CONTEXT, **tiny.SHAPES[shape]))
+        rows = ids + 40 if wide else ids
+        model = lively_model(tiny_config(vocab_size=rows, sequence_len=CONTEXT, **tiny.SHAPES[shape]))
+        if wide:
+            model.embedding.weight.data[ids:] *= 1.5  # rows beyond the tokenizer, as each Qwen has: some are written
         if model.head is not None:
             # `hf` writes on after a begin token, and shows bytes that are no UTF-8 otherwise: neither may be chosen.
             names = json.loads((out / "tokenizer.json").read_text())["model"]["vocab"]
