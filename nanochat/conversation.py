@@ -143,9 +143,7 @@ def check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
         raise ValueError("a conversation is a non-empty list of messages")
     for number, message in enumerate(messages):
-        if not isinstance(message, dict):
-            raise ValueError(f"message {number} is not an object with role and content")
-        _check_message(number, message)
+        check_message(number, message)
 
     # Whose turn it is follows from the place: a model trained on strict turns has never seen two of one role in a row.
     has_system = messages[0]["role"] == "system"
@@ -162,7 +160,10 @@ def check_messages(messages: Any) -> None:
             expected = ["assistant"] if role == "user" else ["assistant", "tool"]
 
 
-def _check_message(number: int, message: dict) -> None:
+def check_message(number: int, message: Any) -> None:
+    """Raises ValueError: for anything that is not a message; `number` is its place in the conversation."""
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is not an object with role and content")
     role = message.get("role")
     content = message.get("content")
     if role not in ROLES:

@@ -21,7 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanochat.conversation import Message, Part
+from nanochat.cli import UserError
+from nanochat.conversation import Message, Part, check_message
+
+LARGEST_REWARD = 1e9  # sums and squares of rewards are finite in fp32
 
 
 @dataclass(frozen=True)
@@ -57,3 +60,32 @@ class Environment:
         """A reply that follows the rules at this point, though it may be a bad move. SFT on episodes of such replies
         teaches a small model the form of a reply before rewards do. None: SFT has nothing to learn."""
         return None
+
+
+def take_step(environment: Environment, reply: Sequence[Part], name: str) -> Step:
+    """What follows the model's reply. Others write environments, so what one returns is checked.
+
+    Raises UserError: when it is not a Step with messages and a finite reward; `name` is the task's.
+    """
+    step = environment.step(reply)
+    if not isinstance(step, Step) or not isinstance(step.messages, list | tuple):
+        shown = step if not isinstance(step, Step) else step.messages
+        raise UserError(f"the environment of {name} returned {repr(shown)[:40]}: a Step, with a list of messages")
+    try:
+        for number, message in enumerate(step.messages):
+            check_message(number, message)
+    except ValueError as error:
+        raise UserError(f"the environment of {name}: {error} of a step") from error
+    return Step(list(step.messages), checked_reward(step.reward, f"the environment or the reward of {name}"))
+
+
+def checked_reward(value: Any, source: str, place: str = "") -> float:
+    """A number, or an array or tensor of one number, as a reward.
+
+    Raises UserError: for anything else, NaN, infinity, and what is too large; `source` returned it, `place` is for
+    what.
+    """
+    number = value.item() if getattr(value, "shape", None) in ((), (1,)) else value
+    if not isinstance(number, int | float) or not abs(number) <= LARGEST_REWARD:
+        raise UserError(f"{source} returned {repr(value)[:40]}{place}: not a number up to {LARGEST_REWARD:g}")
+    return float(number)

@@ -19,7 +19,7 @@ from nanochat.collectives import gather_values
 from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
-from nanochat.environment import Environment
+from nanochat.environment import Environment, take_step
 from nanochat.gpt import GPT
 from nanochat.log import warn
 from nanochat.mixture import Mixture
@@ -238,7 +238,7 @@ class Episode:
         if reply.ending == "broken":
             self.is_over = True
             return
-        step = self.environment.step(parts)
+        step = take_step(self.environment, parts, self.task.name)
         self.messages += step.messages
         self.reward += step.reward
         self.is_over = not step.messages
@@ -270,10 +270,11 @@ def play(
 ) -> list[Episode]:
     """This rank's share of `samples` episodes of each question, to their ends.
 
-    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. A reply
-    depends on `seed`, its question's number, its own number and its turn, but not on the rank that samples it. Its
-    neighbours change at most the rounding, because they change the shapes of the products.
-    Raises Failed: when a user's environment fails. Raises UserError: for a chat template that cannot be used.
+    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
+    reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
+    Its neighbours change at most the rounding, because they change the shapes of the products.
+    Raises Failed: when an environment of the user's fails. Raises UserError: when one returns something else than a
+    Step with a finite reward, and for a chat template that cannot be used.
     """
     # At least one token of the context is left for the reply.
     room = context - 1

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, parts_of, text_of
-from nanochat.environment import Environment, Step
+from nanochat.environment import Environment, Step, take_step
 
 MAX_TURNS = 100  # the most turns of an episode by reference replies
 
@@ -164,7 +164,7 @@ class EnvironmentTask(GeneratedTask):
         for _ in range(MAX_TURNS):
             reply = environment.reference_reply() or ""
             messages.append({"role": "assistant", "content": reply})
-            step = environment.step(parts_of(reply)) if reply else Step()
+            step = take_step(environment, parts_of(reply), self.name) if reply else Step()
             if not step.messages:
                 break
             messages += step.messages

@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SPARE_LINES = 200
 CLOSURES = {
     "base_train": 9086,
-    "mid_train": 10120,
-    "chat_sft": 9720,
-    "chat_dpo": 9849,
-    "chat_rl": 11443,
+    "mid_train": 10152,
+    "chat_sft": 9739,
+    "chat_dpo": 9868,
+    "chat_rl": 11486,
     "chat_cli": 7128,
 }
 

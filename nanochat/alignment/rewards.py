@@ -28,6 +28,7 @@ from nanochat.cli import Failed, Interrupted, UserError
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
+from nanochat.environment import LARGEST_REWARD, checked_reward
 from nanochat.log import print0
 from nanochat.model_folder import find_source, short_name, tag_of, weights_sha256
 from nanochat.rollout import Reward, never, require_names
@@ -56,8 +57,7 @@ class Episode:
         )  # fmt: skip
 
 
-LARGEST = 1e9  # largest reward or weight: sums and squares stay finite in fp32
-Function = Callable[[list[Episode]], Any]  # -> one number per episode, or an awaitable of them
+Function = Callable[[list[Episode]], Any]  # -> as many numbers, or an awaitable of them
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def _weighted(entry: str) -> tuple[str, float]:
         weight = float(number)
     except ValueError:
         return entry, 1.0
-    if not colon or not 0 < abs(weight) <= LARGEST:
-        raise UserError(f"--reward {entry}: a weight is a number other than 0, up to {LARGEST:g}, after a colon")
+    if not colon or not 0 < abs(weight) <= LARGEST_REWARD:
+        raise UserError(f"--reward {entry}: a weight is a number other than 0, up to {LARGEST_REWARD:g}, after a colon")
     return what, weight
 
 
@@ -179,14 +179,11 @@ def score(
     if not isinstance(values, Sequence) or len(values) != len(episodes):
         shape = f"{len(values)} values" if isinstance(values, Sequence) else type(found).__name__
         raise Failed(f"--reward {reward.name} returned {shape} for {len(episodes)} episodes: one number for each")
-    values = [value.item() if hasattr(value, "item") else value for value in values]
-    for number, value in enumerate(values):
-        if not isinstance(value, int | float) or not abs(value) <= LARGEST:
-            shown = repr(value)[:40]
-            raise Failed(
-                f"--reward {reward.name} returned {shown} for episode {number}: not a number up to {LARGEST:g}"
-            )
-    return [float(value) for value in values]
+    source = f"--reward {reward.name}"
+    try:
+        return [checked_reward(value, source, f" for episode {number}") for number, value in enumerate(values)]
+    except UserError as failure:
+        raise Failed(str(failure)) from failure
 
 
 def _call(function: Function, episodes: list[Episode], outcome: "Future[Any]") -> None:

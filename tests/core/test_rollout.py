@@ -1,5 +1,7 @@
 """Samples for RL: what was chosen and what the tool gave, rewards, advantages by hand."""
 
+import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
+from nanochat.cli import Failed
 from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
@@ -269,3 +272,59 @@ def test_sampler_and_trainer_agree(engine):
         own = logp[(rows.source == sample) & (rows.targets != IGNORE)]
         expected = [value for value, m in zip(values, mask, strict=True) if m]
         assert own.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+class Odd(Length):
+    """Its environment, or its own reward, returns this."""
+
+    def __init__(self, step: Any, reward: Any = 0.0):
+        self.step = step
+        self.odd = reward
+
+    def environment(self, example: Example) -> Environment:
+        if self.step is None:
+            return super().environment(example)
+        game = {"start": lambda _: example.question, "step": lambda *_: self.step}
+        return type("Game", (Environment,), game)(random.Random(0))
+
+    def reward(self, example, reply) -> Any:
+        return self.odd
+
+
+NOT_REWARDS = [math.nan, math.inf, -math.inf, 1e10, "1", None, [1.0], np.zeros(2), torch.ones(2), 1j]
+
+
+@pytest.mark.parametrize("value", NOT_REWARDS, ids=repr)
+@pytest.mark.parametrize("source", ["environment", "task"])
+def test_what_is_not_a_reward_is_one_line_that_names_its_source(engine, value, source):
+    task = Odd(Step(reward=value)) if source == "environment" else Odd(None, value)
+    with pytest.raises(Failed, match="environment or the reward of length returned .*: not a number up to") as caught:
+        sample_episodes(engine, questions(2, task), rows=4, samples=2, max_tokens=4, seed=1)
+    assert "\n" not in str(caught.value)
+
+
+NUMBERS = [(1, 1.0), (True, 1.0), (np.float32(0.5), 0.5), (np.ones(1), 1.0), (torch.tensor(0.25), 0.25)]
+
+
+@pytest.mark.parametrize(("value", "number"), NUMBERS, ids=repr)
+def test_numbers_of_any_library_are_rewards(engine, value, number):
+    task = Odd(Step(reward=value))
+    drawn = sample_episodes(engine, questions(2, task), rows=4, samples=2, max_tokens=4, seed=1)
+    assert {sample.reward for sample in drawn} <= {0.0, number} and number in {sample.reward for sample in drawn}
+    assert all(type(sample.reward) is float for sample in drawn)
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (0.5, r"length returned 0\.5: a Step"),
+        ([], r"length returned \[\]: a Step"),
+        (Step("higher"), "length returned 'higher': a Step"),  # pyright: ignore[reportArgumentType]
+        (Step(["higher"]), "length: message 0 is not an object"),  # pyright: ignore[reportArgumentType]
+        (Step([{"role": "guide", "content": "higher"}]), "length: message 0 has the role 'guide'"),
+        (Step([{"role": "user", "content": 3}]), "length: message 0 .* has no content"),  # pyright: ignore
+    ],
+)
+def test_what_is_not_a_step_is_one_line_that_names_its_environment(engine, step, words):
+    with pytest.raises(Failed, match=f"the environment of {words}"):
+        sample_episodes(engine, questions(2, Odd(step)), rows=4, samples=2, max_tokens=4, seed=1)
