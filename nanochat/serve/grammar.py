@@ -4,11 +4,14 @@ Before each token the decoder (engine.py) asks a row's grammar for the allowed t
 -inf. So even a model that has never seen JSON follows the schema; the model chooses the content. The reply ends when
 the schema is complete, or when `max_tokens` cuts it off.
 
-Strangers write schemas. So they are compiled off the event loop, and the cost is bounded: by the limits below, and by
-llguidance's limits, which count steps of work.
+Schemas are written by strangers. Compiling one happens off the event loop, and what it may cost is bounded three times:
+by the limits below, by a first attempt in a child process with little time and memory (grammar_trial.py), and by
+llguidance's own limits, which count steps of work.
 """
 
 import json
+import math
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,9 @@ MAX_LEAST_LENGTH = 10_000  # characters; a text with a minimum length beyond the
 # If several patterns apply to one text, llguidance's work doubles with each: 20 took 3 s, 24 minutes. It is hard to
 # find out which patterns apply together (allOf, $ref, anyOf next to others), so the limit counts all of a schema.
 MAX_PATTERNS = 12
+# A number's remainder is a state of llguidance's lexer, and several divisors of one number multiply: a least common
+# multiple of 99,991 takes 1.3 s, of 999,983 46 s. Where divisors meet is as hard to tell, so all of a schema count.
+MAX_MULTIPLE = 10_000
 MOST = {
     "minItems": MAX_REPEATS, "maxItems": MAX_REPEATS, "minProperties": MAX_REPEATS, "maxProperties": MAX_REPEATS,
     "minLength": MAX_LEAST_LENGTH,
@@ -53,11 +59,13 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, end: int):
         try:
             import llguidance  # here, because few requests need it
+
+            from nanochat.serve import grammar_trial
         except ImportError as error:
             raise SchemaError("replies that follow a schema need llguidance: pip install -e '.[serve]'") from error
-        self._library = llguidance
-        # The attributes that llguidance's wrapper reads. Text never becomes a special token: llguidance treats a token
-        # that begins with the byte 0xff as special. Unused ids of the vocabulary get this form too.
+        self._trial = grammar_trial
+        # The attributes that llguidance's wrapper reads. No text becomes a special token: llguidance takes a token that
+        # begins with the byte 0xff for one. So are ids that a vocabulary leaves out.
         self.tokens = [text or b"\xff<%d>" % index for index, text in enumerate(tokenizer.token_texts)]
         for name, index in tokenizer.special_ids.items():
             self.tokens[index] = b"\xff" + name.encode()
@@ -68,10 +76,6 @@ class Vocabulary:
         self._tokenizer = llguidance.LLTokenizer(
             llguidance.TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=end
         )
-        self._limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=200_000, step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=50_000,
-            max_grammar_size=50_000, verbose_errors=False,
-        )  # fmt: skip
 
     def __call__(self, text: str) -> list[int]:
         """The tokens of a text that a schema determines: it is written with the tokens that the model has learned."""
@@ -85,13 +89,12 @@ class Vocabulary:
         text = json.dumps(schema)
         if len(text) > MAX_SCHEMA:
             raise SchemaError(f"the schema has {len(text):,} characters of JSON: at most {MAX_SCHEMA:,}")
+        options = COMPACT if is_compact else OPTIONS
         try:
-            source = self._library.LLMatcher.grammar_from_json_schema(
-                text, overrides=COMPACT if is_compact else OPTIONS
-            )
+            self._trial.try_out(text, json.dumps(options))
+            matcher = self._trial.make_matcher(self._tokenizer, text, options)
         except ValueError as error:
             raise SchemaError(f"the schema cannot be followed: {_explained(str(error))}") from error
-        matcher = self._library.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         grammar = Grammar(matcher, len(self.tokens))
         grammar.allowed()  # some schemas turn out to be too complex, or impossible, at the first token
         if grammar.error:
@@ -102,6 +105,7 @@ class Vocabulary:
 def _check_size(schema: Any) -> None:
     """Raises SchemaError: when the schema would take long to compile."""
     patterns = 0
+    multiple = 1
     stack = [schema]
     while stack:
         value = stack.pop()
@@ -113,12 +117,30 @@ def _check_size(schema: Any) -> None:
             patterns += ("pattern" in value) + ("format" in value) + (len(more) if isinstance(more, dict) else 0)
             if patterns > MAX_PATTERNS:
                 raise SchemaError(f"the schema has more than {MAX_PATTERNS} patterns and formats")
+            multiple = math.lcm(multiple, _digits(value.get("multipleOf")))
+            if multiple > MAX_MULTIPLE:
+                raise SchemaError(
+                    f"the schema's values of multipleOf have a least common multiple over {MAX_MULTIPLE:,}"
+                    " (not counting powers of ten)"
+                )
             for name, most in MOST.items():
                 count = value.get(name)
                 if isinstance(count, int | float) and count > most:
                     shown = f"{count:,}"
                     shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
                     raise SchemaError(f"the schema has {name} {shown}: at most {most:,}")
+
+
+def _digits(divisor: Any) -> int:
+    """A value of multipleOf without its decimal point and the zeros at its end: powers of ten cost nothing."""
+    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
+        return 1  # none, or wrong
+    digits = divisor
+    if isinstance(divisor, float):
+        digits = int("".join(map(str, Decimal(str(divisor)).as_tuple().digits)))
+    while digits % 10 == 0:
+        digits //= 10
+    return digits
 
 
 class Grammar:

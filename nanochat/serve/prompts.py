@@ -68,7 +68,7 @@ def check_family(model: LoadedModel, body: ChatBody) -> None:
 
 
 def make_grammar(model: LoadedModel, body: ChatBody | CompletionBody, schema: dict[str, Any]) -> Grammar:
-    """The grammar of a reply, from its schema. This takes milliseconds, for a hostile schema half a second.
+    """What the reply must follow, from its schema. It takes milliseconds once it is known, 0.1 s the first time.
 
     Raises ApiError: 400 when the schema cannot be followed.
     """

@@ -10,7 +10,8 @@ import tiny
 
 from nanochat.engine import Row, Slots
 from nanochat.sampling import SamplingParams
-from nanochat.serve.grammar import MAX_REPEATS, MAX_SCHEMA, SchemaError, Vocabulary
+from nanochat.serve.grammar import MAX_REPEATS, MAX_SCHEMA, OPTIONS, SchemaError, Vocabulary
+from nanochat.serve.grammar_trial import try_out
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.serve.tools import call_schema
 
@@ -118,6 +119,9 @@ HOSTILE = {
     "no such type": {"type": "strin"},
     "no such keyword": {"type": "array", "uniqueItems": True},
     "patterns for one text": {"allOf": [{"type": "string", "pattern": f"a{{1,{n}}}"} for n in range(1, 40)]},
+    "a divisor": {"type": "integer", "multipleOf": 429496729},
+    "a divisor with decimals": {"type": "number", "multipleOf": 4294.96729},
+    "a product of divisors": {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]},
     "look-around": {"type": "string", "pattern": "(?=a)b"},
 }
 
@@ -128,6 +132,22 @@ def test_hostile_schemas_are_refused_in_a_line_and_a_moment(vocabulary: Vocabula
     with pytest.raises(SchemaError) as refused:
         vocabulary.compile(HOSTILE[name])
     assert time.process_time() - began < 1 and "\n" not in str(refused.value) and len(str(refused.value)) < 300
+
+
+def test_divisors_whose_product_is_small_are_followed(vocabulary: Vocabulary):
+    prices = {name: {"type": "number", "multipleOf": step} for name, step in (("a", 0.01), ("b", 0.05), ("c", 250))}
+    grammar = vocabulary.compile({"type": "object", "properties": prices | {"d": {"type": "integer", "multipleOf": 7}}})
+    for token in vocabulary('{"d":'):
+        grammar.accept(token)
+    assert not grammar.error
+
+
+def test_what_no_limit_of_ours_foresees_ends_in_the_child():
+    """The divisor stands for any keyword that costs more than we know of."""
+    options = json.dumps(OPTIONS)
+    try_out('{"type": "integer", "multipleOf": 7}', options)
+    with pytest.raises(ValueError, match="2 s or 512 MB"):
+        try_out('{"type": "integer", "multipleOf": 429496729}', options)
 
 
 NESTED: dict[str, Any] = {}
