@@ -135,9 +135,7 @@ def _digits(divisor: Any) -> int:
     """A value of multipleOf without its decimal point and the zeros at its end: powers of ten cost nothing."""
     if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
         return 1  # none, or wrong
-    digits = divisor
-    if isinstance(divisor, float):
-        digits = int("".join(map(str, Decimal(str(divisor)).as_tuple().digits)))
+    digits = int("".join(map(str, Decimal(str(divisor)).as_tuple().digits))) if isinstance(divisor, float) else divisor
     while digits % 10 == 0:
         digits //= 10
     return digits

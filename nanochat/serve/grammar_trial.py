@@ -21,7 +21,7 @@ MEMORY_BYTES = 512 << 20  # address space, including 30 MB of the interpreter
 WALL_SECONDS = 30.0  # on a machine that is very busy
 
 
-def make_matcher(tokenizer: Any, text: str, options: dict[str, Any]) -> Any:
+def make_matcher(tokenizer: Any, text: str, options: Any) -> Any:
     """Raises ValueError: with llguidance's complaint about the schema."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=200_000, step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=50_000,

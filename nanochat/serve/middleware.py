@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -120,7 +121,9 @@ class AccessMiddleware:
         if len(headers.getlist("host")) > 1:
             return ApiError(400, "the request has more than one Host header")
         host = headers.get("host", "").lower()
-        name = host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+        # All of it has to be a name and a port: `[::1].evil.com` and `localhost:1@evil.com` are names of evil.com.
+        form = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:@\[\]]+)(:\d*)?", host)
+        name = form[1] if form else ""
         is_known = name in self.hosts or (ANY_ADDRESS in self.hosts and _is_address(name))
         if self.hosts and not is_known:
             message = "this server is not known by that host name: add it to --allowed_hosts"

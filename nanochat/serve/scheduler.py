@@ -17,6 +17,7 @@ The scheduler does not check requests. serve/prompts.py passes on only requests 
 import codecs
 import itertools
 import logging
+import sys
 import threading
 import time
 import traceback
@@ -237,8 +238,9 @@ class Scheduler:
         self.changed = threading.Condition()  # guards the next three
         # All unfinished requests, oldest first; `slots.rows` are the running ones.
         self.requests: list[_RequestRow] = []
-        self.closing = False  # accepts no more requests
-        self.killed = False  # ends the present requests
+        self.closing = False  # takes no more requests
+        self.killed = False  # ends those that it has
+        self.moved = time.monotonic()  # when the last turn began, or a request came that found no other
 
         # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
@@ -277,6 +279,8 @@ class Scheduler:
             if self.closing or len(self.requests) + len(rows) > self.capacity:
                 rounds = 1 + len(self._rows("waiting")) / self.slots.size
                 raise Overloaded(max(1.0, rounds * self.request_seconds))
+            if not self.requests:
+                self.moved = time.monotonic()
             self.requests += rows
             self.changed.notify_all()
         return [row.stream for row in rows]
@@ -304,6 +308,11 @@ class Scheduler:
             self.killed = True
             self.changed.notify_all()
         self.thread.join()
+
+    @property
+    def stalled_seconds(self) -> float:
+        """How long no turn has begun although there are requests: a kernel that hangs raises no error."""
+        return time.monotonic() - self.moved if self.requests else 0.0
 
     def _wake(self) -> None:
         with self.changed:
@@ -343,6 +352,7 @@ class Scheduler:
     def _turn(self) -> None:
         """One decoded token for all running rows, and what has to happen before it."""
         began = time.perf_counter()
+        self.moved = time.monotonic()
 
         # 1. Cancelled requests leave, in any state.
         with self.changed:
@@ -561,6 +571,13 @@ class Scheduler:
                 row.kind = "text"
             limit = row.request.limit if reason == "length" else ""
             row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit, is_clients))
+
+
+def log_place(what: str, thread: threading.Thread) -> None:
+    """Log where a thread is."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    where = "".join(traceback.format_stack(frame)) if frame is not None else "  its thread has ended\n"
+    logging.getLogger(__name__).error("%s\n%s", what, where.rstrip())
 
 
 def log_failure(what: str, error: Exception) -> None:

@@ -1,8 +1,10 @@
 """The server's state: the loaded model, whether the server is closing, and the counts of its responses."""
 
 import contextlib
+import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -14,11 +16,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from nanochat.cli import UserError
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Vocabulary
-from nanochat.serve.scheduler import Overloaded, Scheduler
+from nanochat.serve.scheduler import Overloaded, Scheduler, log_place
 from nanochat.serve.schema import ApiError
 from nanochat.tokenizer import Tokenizer
 
-# Reads other weights from a folder; returns their fingerprint, and a function that loads them while no request runs.
+STUCK_SECONDS = 60.0  # a step takes less than a second; the first ones on an NPU compile kernels
+EXIT_SECONDS = 9.5  # after the signal to end; supervisors kill after 10
+
+# Reads other weights from a folder; returns their fingerprint, and what takes them over while no request runs.
 ReadUpdate = Callable[[str], tuple[str, Callable[[], None]]]
 
 
@@ -59,11 +64,18 @@ class LoadedModel:
 class ServerState:
     """State that the loading thread, the signal to end and the event loop write, and the routes read.
 
-    `load` returns the model. `grace` is the time in seconds for running replies when the server closes. `on_failure` is
-    called with the error when the model could not be loaded or its device stopped working.
+    `load` returns the model. `grace` is how many seconds running replies have when the server closes. `on_failure` is
+    called with the error when the model could not be loaded or its device stopped working. After `stuck_seconds` in
+    which no request moved, the server is not ready, and its log names the place.
     """
 
-    def __init__(self, load: Callable[[], LoadedModel], grace: float, on_failure: Callable[[BaseException], None]):
+    def __init__(
+        self,
+        load: Callable[[], LoadedModel],
+        grace: float,
+        on_failure: Callable[[BaseException], None],
+        stuck_seconds: float = STUCK_SECONDS,
+    ):
         self.model: LoadedModel | None = None
         self.closing = False
         self.failed = ""  # why there will be no more replies
@@ -76,6 +88,7 @@ class ServerState:
         self._load = load
         self._grace = grace
         self._on_failure = on_failure
+        self._stuck_seconds = stuck_seconds
 
     def load(self) -> None:
         """Load the model; runs on a separate thread.
@@ -88,12 +101,20 @@ class ServerState:
         except BaseException as error:
             self._fail("could not load its model", error)
             return
-        device_thread = self.model.scheduler.thread
-        threading.Thread(target=self._watch, args=(device_thread,), name="watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(self.model.scheduler,), name="watch", daemon=True).start()
 
-    def _watch(self, scheduler_thread: threading.Thread) -> None:
-        """Report when the scheduler's thread ends although nobody closed the server: its device failed."""
-        scheduler_thread.join()
+    def _watch(self, scheduler: Scheduler) -> None:
+        """Log the place when the scheduler's thread hangs, once each time. Report when it ends although nobody closed
+        the server: its device failed."""
+        was_stuck = False
+        while scheduler.thread.is_alive():
+            scheduler.thread.join(min(1.0, self._stuck_seconds / 4))
+            is_stuck = scheduler.stalled_seconds > self._stuck_seconds
+            if is_stuck and not was_stuck:
+                log_place(
+                    f"no request has moved for {self._stuck_seconds:g} s; the device's thread is at", scheduler.thread
+                )
+            was_stuck = is_stuck
         if not self.closing:
             error = UserError("the device takes no more work, see the error above: restart the server")
             self._fail("has lost its device", error)
@@ -145,9 +166,21 @@ class ServerState:
         if self.model is not None:
             self.model.scheduler.close(self._grace)
 
+    def exit_late(self) -> None:
+        """End the process EXIT_SECONDS from now, whatever its threads do: one that waits for the device for ever would
+        keep the server from closing."""
+        time.sleep(EXIT_SECONDS)
+        if self.model is not None and self.model.scheduler.thread.is_alive():
+            log_place("the server ends, but the device's thread does not; it is at", self.model.scheduler.thread)
+        os._exit(1)
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.model is not None and self.model.scheduler.stalled_seconds > self._stuck_seconds
+
     @property
     def is_ready(self) -> bool:
-        return self.model is not None and not (self.closing or self.failed or self.updating)
+        return self.model is not None and not (self.closing or self.failed or self.updating or self.is_stuck)
 
     def ready_model(self) -> LoadedModel:
         """The model. Raises ApiError: 503 while it loads, after it has failed, and when the server closes."""
@@ -158,12 +191,14 @@ class ServerState:
         if self.updating and not self.closing:
             why = "takes over other weights"
             wait = "1"
+        elif self.is_stuck and not (self.closing or self.failed):
+            why = "is stuck: its log names the place"
         raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": wait})
 
 
 @contextlib.contextmanager
 def closing_at_signals(state: ServerState) -> Iterator[None]:
-    """Begin to close the replies as soon as SIGTERM or SIGINT arrives.
+    """Begin to close the replies as soon as SIGTERM or SIGINT arrives, and end the process after EXIT_SECONDS.
 
     uvicorn's own handler waits for open streams before it ends the app's lifespan, so it would wait for every reply.
     """
@@ -171,6 +206,7 @@ def closing_at_signals(state: ServerState) -> Iterator[None]:
 
     def handle(number: int, frame: Any) -> None:
         threading.Thread(target=state.close, name="close", daemon=True).start()
+        threading.Thread(target=state.exit_late, name="exit", daemon=True).start()
         handlers[number](number, frame)
 
     if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else

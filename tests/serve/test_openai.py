@@ -13,10 +13,11 @@ import pydantic
 import pytest
 import tiny
 import torch
-from test_serve import CONTEXT, KEY, error_of, serving, until
+from test_serve import CONTEXT, KEY, client_of, error_of, make_app, serving, until
 
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine, SamplingParams
+from nanochat.serve import app as server_app
 from nanochat.serve.app import create_app
 from nanochat.serve.replies import CompletionSerializer
 from nanochat.serve.scheduler import Chunk, Scheduler, TokenLogprob
@@ -641,6 +642,20 @@ def test_the_asynchronous_client(port: int, client: Any):
 
 
 # ---------------------------------------------------------------------- what the description allows
+
+
+def test_the_description_is_made_once(monkeypatch: pytest.MonkeyPatch):
+    made = []
+    original = server_app.models_json_schema
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        made.append(1)
+        return original(*arguments, **settings)
+
+    monkeypatch.setattr(server_app, "models_json_schema", counted)
+    with client_of(make_app()) as ask:
+        texts = {ask("GET", "/openapi.json").text for _ in range(3)}
+    assert len(texts) == len(made) == 1
 
 
 def test_the_description_names_every_route(port: int):

@@ -72,6 +72,7 @@ class FakeScheduler:
     word: str = "word "
     calls: bool = False  # a reply calls the calculator first
     dies: bool = False  # its thread ends by itself
+    stalled_seconds: float = 0.0
     fails: bool = False  # each reply ends with an error
     raises: str = ""  # submit raises this
     requests: list[Request] = field(default_factory=list)
@@ -824,6 +825,8 @@ def test_pages_elsewhere_are_refused(ask: Any, port: int):
     for host, allowed in (
         *(("localhost", True), ("localhost:8000", True), ("127.0.0.1:1", True), ("[::1]:80", True)),
         *(("evil.example", False), ("localhost.evil.example", False), ("[::2]", False), ("127.0.0.1.evil", False)),
+        *(("[::1].evil.com", False), ("[::1]evil.com:80", False), ("localhost:1@evil.com", False)),
+        *(("localhost@evil.com", False), ("localhost:evil.com", False)),
     ):
         assert (ask("GET", "/health", headers={"host": host}).status_code == 200) == allowed, host
     own = {"host": "localhost:8000", "origin": "http://localhost:8000"}
@@ -1120,6 +1123,35 @@ def serve_fake(port_to: Any) -> None:
         chat_web.serve(chat_web.Config(), listener)
 
 
+def serve_wedged(port_to: Any) -> None:
+    """The same with a device that hangs."""
+    chat_web.make_app = lambda config, on_failure: make_app(wedged_scheduler(threading.Event()))
+    with chat_web.listening("127.0.0.1", 0) as listener:
+        port_to.send(listener.getsockname()[1])
+        chat_web.serve(chat_web.Config(), listener)
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_process_though_its_device_hangs():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve_wedged, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(60)
+        port = ours.recv()
+        until(lambda: is_ready(port), 20)
+        content = json.dumps({**PROMPT, "stream": True}).encode()
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            connection.sendall(head_of(COMPLETIONS, len(content)) + content)
+            until(lambda: "nanochat_requests_running 1.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+            process.terminate()
+            process.join(12)
+        assert process.exitcode == 1
+    finally:
+        process.kill()
+
+
 @pytest.mark.slow
 def test_sigterm_ends_every_stream_with_a_final_event():
     context = multiprocessing.get_context("fork")
@@ -1321,6 +1353,38 @@ def test_a_lost_device_ends_the_server():
             answer = ask(method, path, json=body)
             assert answer.status_code == 503 and "device" in error_of(answer)["message"]
         assert "nanochat_ready 0.0\n" in ask("GET", "/metrics").text
+
+
+def wedged_scheduler(release: Any) -> Scheduler:
+    """A real one whose first step waits for `release`, as for a kernel that hangs."""
+    tokenizer = tiny.tiny_tokenizer()
+    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
+    scheduler = Scheduler(Engine(model, tokenizer, tiny.cpu_device()), slots=2)
+    decode = scheduler.slots.decode
+
+    def hang_in_this_kernel(**settings: Any) -> Any:
+        release.wait()
+        return decode(**settings)
+
+    scheduler.slots.decode = hang_in_this_kernel  # pyright: ignore[reportAttributeAccessIssue]
+    return scheduler
+
+
+def test_a_device_that_hangs_is_not_ready_and_its_place_is_logged(caplog: pytest.LogCaptureFixture):
+    release = threading.Event()
+    scheduler = wedged_scheduler(release)
+    with serving(make_app(scheduler, stuck_seconds=0.5)) as port:
+        base = f"http://127.0.0.1:{port}"
+        assert httpx.get(f"{base}/ready").status_code == 200
+        scheduler.submit(Request((0,), 1))
+        until(lambda: httpx.get(f"{base}/ready").status_code == 503)
+        answer = httpx.post(f"{base}{COMPLETIONS}", json=PROMPT)
+        assert answer.status_code == 503 and "stuck" in error_of(answer)["message"]
+        assert httpx.get(f"{base}/health").status_code == 200 and not is_ready(port)
+        until(lambda: "hang_in_this_kernel" in caplog.text)
+        release.set()
+        until(lambda: httpx.get(f"{base}/ready").status_code == 200)
+    assert caplog.text.count("no request has moved for 0.5 s") == 1
 
 
 def test_a_base_model_completes_and_does_not_chat():
