@@ -65,7 +65,8 @@ class Model:
     done: int = 0  # the last request that has run
     saved_steps: int = 0  # optimizer steps that the snapshot covers
     results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
-    damage: str = ""  # of its log: what follows is not known, and the model takes no request
+    stopped: str = ""  # why it takes no more requests: its files are damaged
+    stopped_after: int = 0  # the last request that can still be run then
 
 
 # ---------------------------------------------------------------------- results

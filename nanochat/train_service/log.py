@@ -2,34 +2,73 @@
 
     models/<model>/model.json                 what is trained, and whose it is
     models/<model>/log/<number>.<kind>.<sum>  the body of each request since the last snapshot
-    models/<model>/loaded/<number>/step_<n>/  the checkpoint that request <number> loads; 0: that the model begins from
     models/<model>/state/<number>/step_<n>/   the last snapshot: weights and optimizer after request <number>
-    models/<model>/state/<number>/results/    the results of the covered requests, for a client that still asks
+    models/<model>/loaded/<number>/step_<n>/  the checkpoint that request <number> loads, since the last snapshot
+    models/<model>/state/<number>/results/    the results of the requests that it covers, for a client that still asks
 
 A request is in the log, and the log on the disk, before the client gets its promise. A restarted server loads the
 snapshot and runs the log after it. Why a log, and not the state after every step: a batch has kilobytes, and the state
 of a model that is trained whole gigabytes; and gradients since the last step are not lost either. The price is
 that a restart computes up to `snapshot_steps` steps again, on a CPU to the same bits, on an accelerator up to rounding.
-
-A byte of the log that has changed would make another model of it: the name of an entry has the first digits of its
-sha256. An entry that arrived before its turn is named `<number>.<kind>.<sum>.early`. Without that word all requests
-before it had been acknowledged, so that a missing one is seen.
 """
 
+import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from nanochat import checkpoint_manager as checkpoints
 from nanochat import model_folder, storage
 from nanochat.cli import UserError
 from nanochat.log import warn
 
-NAME = re.compile(r"(\d{9})\.([a-z_]+)(?:\.([0-9a-f]{16})(\.early)?)?")  # entries of earlier versions have no sum
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
+SUM_CHARACTERS = 16  # of a file's sha256, in its name: 64 bits
+# number.kind.sum, and .early for one that came before its turn. Logs of before 2026-11-24 have no sums.
+ENTRY_NAME = re.compile(r"(\d{9})\.([a-z_]+)(?:\.([0-9a-f]{16})(\.early)?)?")
+UNFINISHED_NAME = re.compile(r"\d{9}(?:\.[a-z_]+)?(?:\.[0-9a-f]{16})?(?:\.early)?\.tmp")
+RESULT_NAME = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{16}))?")
+
+
+class DamagedLog(UserError):
+    """A log that does not say what the model's client has sent."""
+
+
+def write_record(path: Path, content: dict[str, Any]) -> None:
+    """Write a small JSON file whole or not at all: a full disk and a kill leave the old one, or none."""
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        sha256 = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        storage.write_json(unfinished, {"sha256": sha256, "content": content})
+        unfinished.rename(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
+    storage.flush(path.parent)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Raises UserError: when the file cannot be read, or is not what `write_record` wrote."""
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("not an object")
+        if content.keys() == {"sha256", "content"}:
+            sha256, content = content["sha256"], content["content"]
+            if hashlib.sha256(json.dumps(content).encode()).hexdigest() != sha256:
+                raise ValueError("its content is not what was written")
+        elif not content.keys() & {"owner", "base_sha256"}:  # the fields of files of before 2026-11-24
+            raise ValueError("it is not a record")
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read ({str(error)[:200]}): restore it from a backup, or remove it") from None
+    return content
 
 
 @dataclass(frozen=True)
@@ -39,6 +78,7 @@ class Entry:
     number: int  # the client counts its requests to a model from 1 on
     kind: str
     content: bytes
+    is_early: bool = False  # it came before one with a smaller number, which may still be missing
 
 
 class RequestLog:
@@ -49,52 +89,54 @@ class RequestLog:
         (folder / "log").mkdir(parents=True, exist_ok=True)
         (folder / "state").mkdir(exist_ok=True)
 
-    def append(self, entry: Entry, is_early: bool = False) -> None:
-        """Returns once it is on the disk. `is_early`: requests before it have not arrived."""
-        name = f"{entry.number:09d}.{entry.kind}.{_sum_of(entry.content)}" + (".early" if is_early else "")
-        path = self.folder / "log" / name
-        unfinished = path.with_name(path.name + ".tmp")
-        storage.write_file(unfinished, [entry.content])
-        unfinished.rename(path)
-        storage.flush(path.parent)
+    def append(self, entry: Entry) -> None:
+        """Returns once it is on the disk."""
+        unfinished = self.folder / "log" / f"{entry.number:09d}.tmp"
+        path = unfinished
+        try:
+            sha256 = storage.write_file(unfinished, [entry.content])["sha256"]
+            name = f"{entry.number:09d}.{entry.kind}.{sha256[:SUM_CHARACTERS]}" + (".early" if entry.is_early else "")
+            path = unfinished.with_name(name)
+            unfinished.rename(path)
+            storage.flush(path.parent)
+        except BaseException:  # it is not acknowledged: the client sends it again
+            for written in (unfinished, path):
+                with contextlib.suppress(OSError):
+                    written.unlink()
+            raise
 
     def entries(self) -> tuple[list[Entry], str]:
-        """Those after the snapshot, in order, and what is wrong with the one after them; empty: nothing is."""
+        """Those after the snapshot, in order, up to the first damage, and what that is; empty: nothing is damaged.
+
+        An entry that did not come early says that all before it had been acknowledged: a missing one is seen.
+        """
         found: list[Entry] = []
-        for path in sorted((self.folder / "log").iterdir()):
-            if path.name.endswith(".tmp"):  # never acknowledged
-                path.unlink()
+        covered = self.covered
+        for match, path in self._logged():
+            number = int(match[1])
+            if number <= covered:
                 continue
-            parts = NAME.fullmatch(path.name)
-            if parts is None:
-                warn(f"{path} is not a request of this server, and is left alone")
-                continue
-            number = int(parts[1])
-            if number <= self.covered:
-                continue
-            before = found[-1].number if found else self.covered
-            if number != before + 1 and not parts[4]:
-                return found, f"request {before + 1} is missing in {path.parent}"
+            before = found[-1].number if found else covered
+            if number != before + 1 and not match[4]:
+                return found, f"{path.parent} lacks request {before + 1}"
             content = path.read_bytes()
-            if parts[3] and parts[3] != _sum_of(content):
+            if match[3] and not _has_sum(content, match[3]):
                 return found, f"{path} is damaged"
-            found.append(Entry(number, parts[2], content))
+            found.append(Entry(number, match[2], content, is_early=match[4] is not None))
         return found, ""
 
-    def keep_loaded(self, number: int, step_folder: Path) -> Path:
-        """The checkpoint that request `number` loads, in this model's folder: it may be overwritten where it is."""
-        kept = self.folder / "loaded" / str(number)
-        if not kept.exists():
-            unfinished = kept.with_name(f"{number}.tmp")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            shutil.copytree(step_folder, unfinished / step_folder.name, copy_function=_link_or_copy)
-            unfinished.rename(kept)
-            storage.flush(kept.parent)
-        return kept / step_folder.name
-
-    def loaded(self, number: int) -> Path | None:
-        """What `keep_loaded` has kept for this request."""
-        return next((self.folder / "loaded" / str(number)).glob("step_*"), None)
+    def _logged(self) -> list[tuple[re.Match[str], Path]]:
+        """The names, taken apart, and the files of all entries, in order."""
+        found = []
+        for path in sorted((self.folder / "log").iterdir()):
+            match = ENTRY_NAME.fullmatch(path.name)
+            if match:
+                found.append((match, path))
+            elif UNFINISHED_NAME.fullmatch(path.name):  # never acknowledged
+                path.unlink()
+            else:
+                warn(f"{path} is not a request of this server, and is left alone")
+        return found
 
     @property
     def covered(self) -> int:
@@ -104,26 +146,54 @@ class RequestLog:
     def snapshot(self) -> Path | None:
         """The checkpoint to resume from; None: the model begins as it was created.
 
-        Raises UserError: when the checkpoint is damaged.
+        Raises DamagedLog: when it is damaged.
         """
         if not self.covered:
             return None
         found = model_folder.newest(self._state(self.covered))
         if found is None:
-            raise UserError(f"{self._state(self.covered)} is damaged: create a training client from a saved state")
+            raise DamagedLog(f"{self._state(self.covered)} is damaged")
         return found[0]
 
     def results(self) -> dict[int, bytes]:
-        """The results, by number, of the requests that this snapshot covers and the previous one does not."""
-        folder = self._state(self.covered) / "results"
-        return {int(path.name): path.read_bytes() for path in folder.glob("*")}
+        """By number: the results of the requests that the snapshot covers and the one before it did not."""
+        found = {}
+        for path in (self._state(self.covered) / "results").glob("*"):
+            match = RESULT_NAME.fullmatch(path.name)
+            content = path.read_bytes()
+            if match and (not match[2] or _has_sum(content, match[2])):  # a damaged one is as one that is gone
+                found[int(match[1])] = content
+        return found
+
+    def loaded(self, number: int) -> Path | None:
+        """The pinned checkpoint of a load; None: it is not pinned yet."""
+        folder = self.folder / "loaded" / str(number)
+        found = model_folder.steps(folder)
+        return model_folder.step_path(folder, found[-1]) if found else None
+
+    def pin(self, number: int, step_folder: Path) -> Path:
+        """Keep the files that request `number` loads: the checkpoint may be overwritten or deleted before the log is
+        run again. A hard link takes no room, and a checkpoint's files are replaced, never changed.
+        """
+        pinned = self.folder / "loaded" / str(number) / step_folder.name
+        unfinished = checkpoints.unfinished_path(pinned)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        for path in step_folder.iterdir():
+            try:
+                os.link(path, unfinished / path.name)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, unfinished / path.name)
+                storage.flush(unfinished / path.name)
+        checkpoints.publish(unfinished, pinned)
+        return pinned
 
     def begin_snapshot(self, number: int, results: Mapping[int, bytes]) -> Path:
         """The folder in which the caller saves the checkpoint after request `number`; then it calls `end_snapshot`."""
         folder = self._state(number)
         (folder / "results").mkdir(parents=True, exist_ok=True)
         for its_number, result in results.items():
-            storage.write_file(folder / "results" / str(its_number), [result])
+            storage.write_file(folder / "results" / f"{its_number}.{_sum(result)}", [result])
         return folder
 
     def end_snapshot(self) -> None:
@@ -132,15 +202,14 @@ class RequestLog:
         if model_folder.newest(self._state(covered)) is None:
             shutil.rmtree(self._state(covered), ignore_errors=True)  # the log and the previous snapshot stay
             return
-        for path in (self.folder / "log").iterdir():
-            parts = NAME.fullmatch(path.name)
-            if parts is not None and int(parts[1]) <= covered:
+        for match, path in self._logged():
+            if int(match[1]) <= covered:
                 path.unlink(missing_ok=True)
-        for path in (self.folder / "state").iterdir():  # also one that a kill has left half-way
-            if path.name.isdigit() and int(path.name) < covered:
-                shutil.rmtree(path, ignore_errors=True)
         for path in (self.folder / "loaded").glob("*"):
-            if path.name.isdigit() and int(path.name) <= covered:
+            if path.name.isdecimal() and int(path.name) <= covered:
+                shutil.rmtree(path, ignore_errors=True)
+        for path in self._states():  # also one that a kill has left half-way
+            if int(path.name) < covered:
                 shutil.rmtree(path, ignore_errors=True)
 
     def _state(self, number: int) -> Path:
@@ -148,16 +217,15 @@ class RequestLog:
 
     def _snapshots(self) -> list[Path]:
         """The folders with a finished checkpoint."""
-        folders = [path for path in (self.folder / "state").iterdir() if path.name.isdigit()]
-        return [path for path in folders if model_folder.steps(path)]
+        return [path for path in self._states() if model_folder.steps(path)]
+
+    def _states(self) -> list[Path]:
+        return [path for path in (self.folder / "state").iterdir() if path.name.isdecimal()]
 
 
-def _sum_of(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:SUM_CHARACTERS]
 
 
-def _link_or_copy(source: str, target: str) -> None:
-    try:
-        os.link(source, target)  # a checkpoint's files are replaced, and never written again
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
+def _has_sum(content: bytes, expected: str) -> bool:
+    return _sum(content) == expected

@@ -17,7 +17,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from nanochat.log import warn
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import Job, Limits, Model, as_json, created, failure, finished, is_name
-from nanochat.train_service.log import REFUSED, Entry, RequestLog
+from nanochat.train_service.log import REFUSED, DamagedLog, Entry, RequestLog, read_record, write_record
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
 
@@ -41,6 +41,7 @@ KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
 KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folders of checkpoints, and what the client calls them
+NEW, OLD, DELETED = ".new", ".old", ".deleted"  # ends the names of folders while a checkpoint is replaced or deleted
 EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
 
@@ -69,8 +70,14 @@ class Service:
         self.tokenizer_folder.mkdir(exist_ok=True)
         for name_of_file, content in tokenizer_files(base.tokenizer, base.model.config.sequence_len, True).items():
             text = content if isinstance(content, str) else json.dumps(content)
-            (self.tokenizer_folder / name_of_file).write_text(text, encoding="utf-8")
-        self.sessions = dict(_readable((folder / "sessions").glob("*.json"), lambda path: path.stem))
+            path = self.tokenizer_folder / name_of_file
+            # A restart on a full disk writes nothing.
+            if not path.exists() or path.read_text(encoding="utf-8") != text:
+                path.write_text(text, encoding="utf-8")
+        self.sessions: dict[str, dict[str, Any]] = {}
+        for path in (folder / "sessions").glob("*.json"):
+            with _named("the session"):
+                self.sessions[path.stem] = _with_owner(path)
         with self.lock:
             self._restore()
         self.thread = threading.Thread(target=self._work, name="device", daemon=True)
@@ -80,9 +87,10 @@ class Service:
         """Raises UserError: when the folder holds models of another base."""
         path = self.folder / "base.json"
         if not path.exists():
-            storage.write_json(path, self.base.about)
-        if _read_json(path)["base_sha256"] != self.base.about["base_sha256"]:
-            base = _read_json(path)["base"]
+            write_record(path, self.base.about)
+        about = read_record(path)
+        if about.get("base_sha256") != self.base.about["base_sha256"]:
+            base = about.get("base")
             raise UserError(f"--folder {self.folder} holds models that were trained over {base}: name another folder")
 
     # ------------------------------------------------------------------ sessions
@@ -106,22 +114,45 @@ class Service:
     # ------------------------------------------------------------------ models
 
     def _restore(self) -> None:
-        """Find the models of an earlier start, and queue what their logs hold."""
-        files = sorted((self.folder / "models").glob("*/model.json"))
-        for model_id, facts in _readable(files, lambda path: path.parent.name):
-            model = self._add_model(model_id, facts)
-            model.done = model.log.covered
-            model.next = model.done + 1
-            for number, content in model.log.results().items():
-                self._keep(finished(f"{model.id}:{number}", content))
-            if not model.done:
-                self._keep(finished(f"{model.id}:0", created(model)))
-            entries, damage = model.log.entries()
-            for entry in entries:
-                self._park(model, entry)
-            if damage:
-                model.damage = f"{damage}: the model ends before it; create a training client from a saved state"
-                warn(f"model {model.id}: {model.damage}")
+        """Find the models of an earlier start, and queue what their logs hold. One that cannot be read is named."""
+        self._clean_up()
+        for path in sorted((self.folder / "models").glob("*/model.json")):
+            with _named("the model"):
+                self._restore_model(path)
+
+    def _clean_up(self) -> None:
+        """Remove what a kill left half-way; a checkpoint that was being replaced gets its name back."""
+        for kind in KINDS:
+            for path in (self.folder / "models").glob(f"*/{kind}/.*"):
+                name = path.name[1:].removesuffix(OLD)
+                if path.name.endswith(OLD) and not path.with_name(name).exists():
+                    path.rename(path.with_name(name))
+                elif path.name.endswith((OLD, NEW, DELETED)):
+                    shutil.rmtree(path, ignore_errors=True)
+
+    def _restore_model(self, path: Path) -> None:
+        model = self._make_model(path.parent.name, _with_owner(path))
+        self.models[model.id] = model
+        model.done = model.log.covered
+        model.next = model.done + 1
+        for number, content in model.log.results().items():
+            self._keep(finished(f"{model.id}:{number}", content))
+        if not model.done:
+            self._keep(finished(f"{model.id}:0", created(model)))
+        entries, damage = model.log.entries()  # the snapshot is read, and checked, when it is needed
+        for entry in entries:
+            self._park(model, entry)
+        if damage:
+            self._stop(model, damage, model.next - 1)
+
+    def _stop(self, model: Model, damage: str, after: int) -> None:
+        """Run no request after number `after` of a model with damaged files: it would become another one."""
+        model.stopped_after = after
+        model.stopped = (
+            f"model {model.id} has stopped after request {after}, {damage}: restore its folder from a backup and "
+            "restart the server, or create a training client from a saved state"
+        )
+        warn(model.stopped)
 
     def create_model(
         self,
@@ -144,23 +175,31 @@ class Service:
                 facts = {"owner": owner, "created": time.time(), "metadata": metadata, "trained": asdict(settings)}
                 facts["load"] = load
                 folder = self.folder / "models" / model_id
-                with _disk():
+                if (folder / "model.json").exists():  # the start has passed it over
+                    raise ApiError(400, f"model {model_id} cannot be read: create another one", code="damaged")
+                # On the disk first: a model that exists only in memory would lose acknowledged steps.
+                with _full_disk():
                     folder.mkdir(exist_ok=True)  # a kill may have left an empty one
-                    self._write(f"models/{model_id}", "model", facts)
+                    model = self._make_model(model_id, facts)
+                    if load:
+                        model.log.pin(0, self.path_of(owner, load["path"])[0])
+                    write_record(folder / "model.json", facts)
                     storage.flush(folder.parent)
-                    model = self._add_model(model_id, facts)
+                self.models[model_id] = model
                 self._enqueue(Job(f"{model_id}:0", lambda: self._create(model)))
         return f"{model_id}:0"
 
     def _create(self, model: Model) -> bytes:
-        self._live(model)
+        try:
+            self._live(model)
+        except DamagedLog as error:
+            self._stop(model, str(error), 0)
+            return failure(UserError(model.stopped))
         return created(model)
 
-    def _add_model(self, model_id: str, facts: dict[str, Any]) -> Model:
-        log = RequestLog(self.folder / "models" / model_id)
-        model = Model(model_id, facts["owner"], Trained(**facts["trained"]), facts, log)
-        self.models[model_id] = model
-        return model
+    def _make_model(self, model_id: str, facts: dict[str, Any]) -> Model:
+        settings = Trained(**facts["trained"])
+        return Model(model_id, facts["owner"], settings, facts, RequestLog(self.folder / "models" / model_id))
 
     def find_model(self, owner: str, model_id: str) -> Model:
         """Raises ApiError: 404, also for a model of another key."""
@@ -179,15 +218,15 @@ class Service:
             raise ApiError(400, "seq_id: the number of the request, from 1 on", param="seq_id", code="invalid_value")
         with self.lock:
             request_id = f"{model.id}:{number}"
+            if model.stopped:
+                raise ApiError(400, model.stopped, code="damaged")
             if number < model.next or number in model.parked:
                 return request_id
-            if model.damage:
-                raise ApiError(409, f"this model has stopped: {model.damage}", param="model_id", code="model_damaged")
             # The one that others wait for has room as long as the queue itself has.
             self._require_room(len(model.parked) if number != model.next else 0)
-            entry = Entry(number, kind, content)
-            with _disk():
-                model.log.append(entry, is_early=number != model.next)
+            entry = Entry(number, kind, content, is_early=number != model.next)
+            with _full_disk():
+                model.log.append(entry)
             self._park(model, entry)
         return request_id
 
@@ -234,6 +273,9 @@ class Service:
     def promise(self, owner: str, request_id: str) -> Job:
         """Raises ApiError: 410 for a promise that this server does not know (any more): the client asks again."""
         job = self.promises.get(request_id)
+        model = self.models.get(request_id.rpartition(":")[0])
+        if job is None and model is not None and model.owner == owner and model.stopped:
+            return finished(request_id, failure(UserError(model.stopped)))
         if job is None or not self._owns(owner, request_id):
             raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
         return job
@@ -261,7 +303,7 @@ class Service:
         found = []
         for kind, name_for_client in KINDS.items():
             for folder in sorted((self.folder / "models" / model.id / kind).glob("*")):
-                if model_folder.steps(folder) and is_name(folder.name) and not folder.name.startswith(EPHEMERAL):
+                if is_name(folder.name) and model_folder.steps(folder) and not folder.name.startswith(EPHEMERAL):
                     step = model_folder.step_path(folder, model_folder.steps(folder)[-1])
                     path = f"{kind}/{folder.name}"
                     found.append({
@@ -272,8 +314,11 @@ class Service:
         return found
 
     def delete_checkpoint(self, owner: str, uri: str) -> None:
-        step, _ = self.path_of(owner, uri)
-        shutil.rmtree(step.parent)
+        with self.lock:
+            folder = self.path_of(owner, uri)[0].parent
+            deleted = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{DELETED}")
+            folder.rename(deleted)
+        shutil.rmtree(deleted, ignore_errors=True)
 
     # ------------------------------------------------------------------ samplers
 
@@ -351,7 +396,7 @@ class Service:
         if weights not in self.engines:
             model = self.base.model
             if weights is not None:
-                source = _read_json(weights.parents[2] / "model.json")
+                source = read_record(weights.parents[2] / "model.json")
                 model = self.base.adapted(Trained(**source["trained"]))
                 load_weights(model, weights)
             self.engines[weights] = make_engine(model, self.base.tokenizer, self.base.device)
@@ -371,8 +416,8 @@ class Service:
                 live.load(snapshot, with_optimizer=True)
             elif model.facts["load"]:
                 self._load(model, live, 0, model.facts["load"])
+            model.live = live  # only now: without its checkpoint it would be another model
             model.saved_steps = live.steps
-            model.live = live  # only now: one that could not be loaded would go on as a new one
         return model.live
 
     def _make_room(self) -> None:
@@ -384,9 +429,14 @@ class Service:
 
     def _run(self, model: Model, entry: Entry) -> bytes:
         """Run a request of the log."""
+        if model.stopped and entry.number > model.stopped_after:
+            return failure(UserError(model.stopped))
         try:
             result = self._compute(model, entry)
-        except Exception as error:  # any kind: the number of a failed request is used up too
+        except DamagedLog as error:  # the request stays in the log
+            self._stop(model, str(error), model.done)
+            return failure(UserError(model.stopped))
+        except Exception as error:  # any kind: a number whose request failed is used up all the same
             result = failure(error)
         model.results[entry.number] = result
         model.done = entry.number
@@ -397,11 +447,17 @@ class Service:
         return result
 
     def _load(self, model: Model, trained: TrainedModel, number: int, body: dict[str, Any]) -> None:
-        """Load the checkpoint of request `number`, the same again after a restart."""
-        step = model.log.loaded(number)
-        if step is None:
-            step = model.log.keep_loaded(number, self.path_of(model.owner, body["path"])[0])
-        trained.load(step, body["optimizer"])
+        """Load the checkpoint of request `number`: the same files whenever the log is run again."""
+        with self.lock:  # no checkpoint is replaced or deleted meanwhile
+            pinned = model.log.loaded(number)
+            step = pinned or self.path_of(model.owner, body["path"])[0]
+            if pinned is None:
+                model_folder.verify(step)
+                step = model.log.pin(number, step)
+        try:
+            trained.load(step, body["optimizer"])
+        except model_folder.DamagedCheckpoint as error:  # it was whole when it was pinned
+            raise DamagedLog(error.what) from error
 
     def _compute(self, model: Model, entry: Entry) -> bytes:
         if entry.kind == REFUSED:
@@ -430,17 +486,23 @@ class Service:
             raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
         folder.parent.mkdir(exist_ok=True)
         mark.touch()
-        # Beside it, then in its place: on a full disk the earlier one stays.
-        new, old = folder.with_name(f".{name}.new"), folder.with_name(f".{name}.old")
-        shutil.rmtree(new, ignore_errors=True)
-        trained.save(new, with_optimizer=kind == "weights")
+        # Saved beside the old one, then swapped with it: a full disk leaves the old one.
+        beside = folder.with_name(f".{name}{NEW}")
+        shutil.rmtree(beside, ignore_errors=True)
+        try:
+            trained.save(beside, with_optimizer=kind == "weights")
+        except BaseException:
+            shutil.rmtree(beside, ignore_errors=True)  # give the room back
+            raise
+        replaced = folder.with_name(f".{name}{OLD}")
+        with self.lock:
+            if folder.exists():
+                folder.rename(replaced)
+            beside.rename(folder)
+            storage.flush(folder.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
         for weights in [path for path in self.engines if path is not None and path.parent == folder]:
             del self.engines[weights]
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            folder.rename(old)
-        new.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
         path = f"{SCHEME}{model.id}/{kind}/{name}"
         if body["sampler"] is None:
             return as_json({"type": entry.kind, "path": path})
@@ -480,50 +542,46 @@ class Service:
     # ------------------------------------------------------------------ small files
 
     def _write(self, part: str, name: str, content: dict[str, Any]) -> None:
-        path = self.folder / part / f"{name}.json"
-        unfinished = path.with_suffix(".tmp")
-        storage.write_json(unfinished, content)
-        unfinished.rename(path)
-        storage.flush(path.parent)
+        with _full_disk():
+            write_record(self.folder / part / f"{name}.json", content)
 
     def _read(self, part: str, name: str, owner: str) -> dict[str, Any]:
         """Raises ApiError: 404 when the file is missing or belongs to another key."""
         kind = part.removesuffix("s")
         path = self.folder / part / f"{name}.json"
         if re.fullmatch(r"[0-9a-f]{16}(:sample:\d{1,9})?", name) and path.is_file():
-            content = _read_json(path)
-            if content["owner"] == owner:
+            content = read_record(path)
+            if content.get("owner") == owner:
                 return content
         raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
-
-
-@contextlib.contextmanager
-def _disk() -> Iterator[None]:
-    """Raises ApiError: 503, which the client tries again for some minutes, when the disk takes nothing."""
-    try:
-        yield
-    except OSError as error:
-        message = f"the server cannot write to its disk ({error.strerror}): make room on it"
-        raise ApiError(503, message, code="disk") from error
-
-
-def _readable(paths: Iterable[Path], name_of: Callable[[Path], str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The names and contents of small files. One that cannot be read is named, and left out: others go on."""
-    for path in paths:
-        try:
-            facts = _read_json(path)
-            facts["owner"]
-            if "trained" in facts:
-                Trained(**facts["trained"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            warn(f"{path} cannot be read ({error}): it is left out; bring it back from a backup, or remove it")
-            continue
-        yield name_of(path), facts
 
 
 def _iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _with_owner(path: Path) -> dict[str, Any]:
+    content = read_record(path)
+    if not isinstance(content.get("owner"), str):
+        raise UserError(f"{path} names no owner: restore it from a backup, or remove it")
+    return content
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Passes over what cannot be read in the block, and says so: the others are served."""
+    try:
+        yield
+    except (UserError, OSError, ValueError, KeyError, TypeError) as error:
+        warn(f"{what} is passed over: {str(error) or type(error).__name__}")
+
+
+@contextlib.contextmanager
+def _full_disk() -> Iterator[None]:
+    """Raises ApiError: 503 when a file cannot be written; the client tries again for some minutes."""
+    try:
+        yield
+    except OSError as error:
+        raise ApiError(
+            503, f"the server cannot write ({error.strerror}): make room on its disk", code="disk"
+        ) from error

@@ -317,8 +317,10 @@ class TrainedModel:
         unfinished.mkdir(parents=True)
         about = {"model": asdict(self.model.config), "tokenizer": tokenizer.fingerprint(), "step": self.steps}
         about |= {"version": model_folder.FORMAT_VERSION, "world_size": 0, "trained_at": int(time.time())}
-        files = checkpoints.write_model(unfinished, dict(whole_weights(self.model)), tokenizer, about | meta)
-        checkpoints.commit(unfinished, final, files)
+        weights = dict(whole_weights(self.model))
+        with checkpoints.explained_full_disk(folder, sum(one.nbytes for one in weights.values())):
+            files = checkpoints.write_model(unfinished, weights, tokenizer, about | meta)
+            checkpoints.commit(unfinished, final, files)
 
     def load(self, step_folder: Path, with_optimizer: bool) -> None:
         """Load the weights, and optionally the optimizer's state, from a checkpoint of `save`.

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train_service import (  # noqa: F401 (base is a fixture)
+from test_train_service import (
     IDS,
     NAME,
     assert_same,
-    base,
     datum,
     live_weights,
     lora_client,
@@ -31,7 +30,7 @@ FULL = OSError(28, "No space left on device")
 
 
 @pytest.fixture
-def service(base: Base, tmp_path: Path) -> Service:  # noqa: F811
+def service(base: Base, tmp_path: Path) -> Service:
     return Service(base, tmp_path / "service", NAME, Limits(snapshot_steps=100))
 
 
@@ -54,7 +53,7 @@ def settled(service: Service, model_id: str) -> None:
 # ---------------------------------------------------------------------- a full disk
 
 
-def test_a_model_that_the_disk_did_not_take_does_not_exist(base, service, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_a_model_that_the_disk_did_not_take_does_not_exist(base, service, tmp_path, monkeypatch, capsys):
     session = service.create_session("me", {})
     write = storage.write_json
 
@@ -115,7 +114,7 @@ def test_a_checkpoint_that_cannot_be_overwritten_stays(service, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["overwritten", "deleted"])
-def test_a_model_begins_again_from_what_it_began_from(base, service, tmp_path, what):  # noqa: F811
+def test_a_model_begins_again_from_what_it_began_from(base, service, tmp_path, what):
     with serving(service) as address:
         client = client_of(address)
         source = lora_client(client)
@@ -138,7 +137,7 @@ def test_a_model_begins_again_from_what_it_began_from(base, service, tmp_path, w
         assert_same(live_weights(again, one), weights)
 
 
-def test_a_model_whose_start_is_lost_does_not_become_a_new_one(base, service, tmp_path):  # noqa: F811
+def test_a_model_whose_start_is_lost_does_not_become_a_new_one(base, service, tmp_path):
     with serving(service) as address:
         source = lora_client(client_of(address))
         path = source.save_state("start").result().path
@@ -162,7 +161,7 @@ def test_a_model_whose_start_is_lost_does_not_become_a_new_one(base, service, tm
 
 
 @pytest.mark.parametrize("damage", ["flipped", "missing", "cut off"])
-def test_damage_in_a_log_stops_one_model(base, service, tmp_path, damage, capsys):  # noqa: F811
+def test_damage_in_a_log_stops_one_model(base, service, tmp_path, damage, capsys):
     with serving(service) as address:
         client = client_of(address)
         hurt, well = lora_client(client), lora_client(client, seed=2)
@@ -182,14 +181,14 @@ def test_damage_in_a_log_stops_one_model(base, service, tmp_path, damage, capsys
             content[:middle] + (bytes([content[middle] ^ 1]) + content[middle + 1 :]) * (damage != "cut off")
         )
     again = Service(base, tmp_path / "killed", NAME)
-    assert f"model {hurt.model_id}: " in capsys.readouterr().err
+    assert f"model {hurt.model_id} has stopped" in capsys.readouterr().err
     for one, weights in ((well, expected), (hurt, after_one)):
         settled(again, one.model_id)
         assert_same(live_weights(again, one), weights)
     owner = again.models[hurt.model_id].owner
     with pytest.raises(ApiError) as refused:
         again.submit(owner, hurt.model_id, 3, "forward_backward", content)
-    assert refused.value.status_code == 409 and "saved state" in refused.value.body["error"]["message"]
+    assert refused.value.status_code == 400 and "saved state" in refused.value.body["error"]["message"]
     with serving(again) as address:
         train(resumed(address, again, well.model_id), 1, first=3)
 
@@ -197,7 +196,8 @@ def test_damage_in_a_log_stops_one_model(base, service, tmp_path, damage, capsys
 def test_a_log_of_an_earlier_version_and_requests_before_their_turn_are_read(tmp_path):
     log = RequestLog(tmp_path)
     (tmp_path / "log/000000001.optim_step").write_bytes(b"one")
-    log.append(Entry(3, "optim_step", b"three"), is_early=True)
+    log.append(Entry(3, "optim_step", b"three", is_early=True))
     assert ([entry.number for entry in log.entries()[0]], log.entries()[1]) == ([1, 3], "")
     log.append(Entry(2, "optim_step", b"two"))
-    assert log.entries() == ([Entry(n, "optim_step", text) for n, text in enumerate((b"one", b"two", b"three"), 1)], "")
+    entries = [Entry(n, "optim_step", text, n == 3) for n, text in enumerate((b"one", b"two", b"three"), 1)]
+    assert log.entries() == (entries, "")

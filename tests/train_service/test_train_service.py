@@ -49,14 +49,6 @@ ADAM = {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
-    tokenizer = tiny.tiny_tokenizer()
-    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
-    folder = tmp_path_factory.mktemp("base") / "checkpoints" / "sft" / NAME
-    return Base(tiny.save_checkpoint(folder, 0, model, tokenizer, {"stage": "sft", "tasks": []}), tiny.cpu_device())
-
-
-@pytest.fixture(scope="module")
 def service(base: Base, tmp_path_factory: pytest.TempPathFactory) -> Service:
     return Service(base, tmp_path_factory.mktemp("service"), NAME, Limits(batch_tokens=16, snapshot_steps=3))
 

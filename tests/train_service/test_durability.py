@@ -1,0 +1,372 @@
+"""What the training service keeps through full disks, damaged files and kills; no client, no socket."""
+
+import errno
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanochat import storage
+from nanochat.serve.schema import ApiError
+from nanochat.train_service import wire
+from nanochat.train_service.service import Limits, Service
+from nanochat.train_service.tenants import Base, Trained
+
+IDS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23, 24]]
+ADAM = {"learning_rate": 0.01}
+OWNER = "alice"
+
+
+# ---------------------------------------------------------------------- a client without HTTP
+
+
+def batch(model_id: str, number: int, shift: int = 0) -> bytes:
+    """The body of a forward_backward."""
+    data = []
+    for ids in IDS:
+        tokens = np.array(ids[:-1], "<i4") + shift
+        targets = {"dense": (np.array(ids[1:], "<i8") + shift).tobytes(), "dtype": 2}
+        inputs = [{"key": "target_tokens", "value": targets}]
+        data.append({"model_input": [{"encoded_text": {"tokens": tokens.tobytes()}}], "loss_fn_inputs": inputs})
+    message = wire._messages()["ForwardBackwardRequest"]
+    return message(model_id=model_id, seq_id=number, data=data, loss_fn="cross_entropy").SerializeToString()
+
+
+class Client:
+    """One owner's session and one model; requests are numbered as the tinker client numbers them."""
+
+    def __init__(self, service: Service, model_number: int = 0, load: dict[str, Any] | None = None):
+        self.service = service
+        self.session = service.create_session(OWNER, None)
+        created = service.create_model(OWNER, self.session, model_number, Trained(2, seed=7), None, load)
+        self.model_id = created.removesuffix(":0")
+        self.number = 0
+        assert "error" not in self.result(0)
+
+    def result(self, number: int) -> dict[str, Any]:
+        """A result, {} for one in the form of the wire."""
+        content = self.service.promise(OWNER, f"{self.model_id}:{number}").result.result(30)
+        return json.loads(content) if content.startswith(b"{") else {}
+
+    def submit(self, kind: str, **body: Any) -> int:
+        self.number += 1
+        content = json.dumps(body).encode()
+        if kind == "forward_backward":
+            content = batch(self.model_id, self.number, **body)
+        self.service.submit(OWNER, self.model_id, self.number, kind, content)
+        return self.number
+
+    def run(self, kind: str, **body: Any) -> dict[str, Any]:
+        return self.result(self.submit(kind, **body))
+
+    def train(self, shift: int = 0) -> None:
+        self.submit("forward_backward", shift=shift)
+        assert "error" not in self.run("optim_step", **ADAM)
+
+    def save(self, name: str, overwrite: bool = False) -> dict[str, Any]:
+        return self.run("save_weights", name=name, overwrite=overwrite, sampler=None)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return weights_of(self.service, self.model_id)
+
+
+def weights_of(service: Service, model_id: str) -> dict[str, torch.Tensor]:
+    live = service.models[model_id].live
+    assert live is not None
+    return {name: one.detach().clone() for name, one in live.model.named_parameters() if one.requires_grad}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
+
+
+@pytest.fixture
+def start(base: Base, tmp_path: Path) -> Any:
+    """Starts a service in a folder, by default the same one; all are closed at the end."""
+    started: list[Service] = []
+
+    def start(folder: Path = tmp_path / "service", **limits: Any) -> Service:
+        service = Service(base, folder, "tiny", Limits(**limits))
+        started.append(service)
+        return service
+
+    yield start
+    for service in started:
+        service.close()
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Callable[[], Path]:
+    """A copy of the service's folder as a kill at this moment would leave it."""
+
+    def killed() -> Path:
+        copy = tmp_path / f"killed-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(tmp_path / "service", copy)
+        return copy
+
+    return killed
+
+
+def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on a file is made and gets none of its bytes, as on a full disk."""
+
+    def write_file(path: Path, parts: Any) -> Any:
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(storage, "write_file", write_file)
+
+
+# ---------------------------------------------------------------------- a full disk
+
+
+def test_a_disk_that_was_full_costs_no_later_start(start, killed, monkeypatch):
+    service = start()
+    client = Client(service)
+    client.train()
+    with monkeypatch.context() as full:
+        fill_disk(full)
+        for request in (
+            lambda: service.create_session(OWNER, None),
+            lambda: service.create_model(OWNER, client.session, 1, Trained(2), None),
+            lambda: service.create_sampler(OWNER, client.session, 1, None),
+            lambda: service.submit(OWNER, client.model_id, client.number + 1, "optim_step", b"{}"),
+        ):
+            with pytest.raises(ApiError, match="make room") as error:
+                request()
+            assert error.value.status_code == 503
+    # Nothing was acknowledged, so a client that tries again gets a model that is on the disk.
+    again = start(killed())
+    created = again.create_model(OWNER, client.session, 1, Trained(2), None)
+    assert again.promise(OWNER, created).result.result(30)
+    assert again.models.keys() == {client.model_id, f"{client.session}:train:1"}
+    assert again.models[client.model_id].next == client.number + 1
+
+
+def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, capsys):
+    service = start()
+    client, other = Client(service), Client(service)
+    client.train()
+    other.train()
+    folder = killed()
+    (folder / "models" / other.model_id / "model.json").write_bytes(b"")
+    (folder / "models" / "lost+found").mkdir()
+    (folder / "sessions" / f"{'0' * 16}.json").write_bytes(b"[]")
+    for name in (".DS_Store", "000000001.optim_step.swp~", "000000009.optim_step.tmp", "notes"):
+        (folder / "models" / client.model_id / "log" / name).write_bytes(b"?")
+    (folder / "models" / client.model_id / "state" / "notes").mkdir()
+    again = start(folder)
+    named = capsys.readouterr()
+    assert f"{other.model_id}/model.json" in named.out + named.err and "0000.json" in named.out + named.err
+    assert again.models.keys() == {client.model_id}
+    assert again.promise(OWNER, f"{client.model_id}:2").result.result(30)
+    assert_same(weights_of(again, client.model_id), client.weights())
+    with pytest.raises(ApiError, match="cannot be read"):
+        again.create_model(OWNER, other.session, 0, Trained(2), None)
+
+
+# ---------------------------------------------------------------------- checkpoints that change
+
+
+@pytest.mark.parametrize("change", ["overwritten", "deleted"])
+@pytest.mark.parametrize("with_new_model", [True, False], ids=["at the creation", "later"])
+def test_a_load_is_of_the_same_files_when_the_log_is_run_again(start, killed, change, with_new_model):
+    service = start()
+    source = Client(service)
+    source.train()
+    path = source.save("x")["path"]
+    load = {"path": path, "optimizer": True}
+    client = Client(service, load=load if with_new_model else None)
+    if not with_new_model:
+        client.train(shift=3)
+        assert "error" not in client.run("load_weights", **load)
+    client.train(shift=5)
+    if change == "overwritten":
+        source.train(shift=9)
+        assert "error" not in source.save("x", overwrite=True)
+    else:
+        service.delete_checkpoint(OWNER, path)
+    again = start(killed())
+    again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    assert_same(weights_of(again, client.model_id), client.weights())
+
+
+def test_a_snapshot_lets_the_loaded_files_go(start):
+    service = start(snapshot_steps=1)
+    source = Client(service)
+    path = source.save("x")["path"]
+    client = Client(service, load={"path": path, "optimizer": True})
+    pinned = service.folder / "models" / client.model_id / "loaded"
+    assert len(list(pinned.glob("0/step_*/adapter.safetensors"))) == 1
+    client.train()
+    client.train()  # once it runs, the snapshot after the step before is done
+    assert not list(pinned.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
+def test_an_overwrite_on_a_full_disk_leaves_the_old_checkpoint(start, monkeypatch, kind):
+    service = start()
+    client = Client(service)
+    client.train()
+    save = {"name": "x", "overwrite": True, "sampler": None}
+    path = client.run(kind, **save)["path"]
+    before = client.weights()
+    client.train()
+    number = client.submit("forward_backward")
+    client.result(number)
+    with monkeypatch.context() as full:
+        write_file = storage.write_file
+
+        def write_weights(path: Path, parts: Any) -> Any:
+            if path.name.endswith(".safetensors"):
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            return write_file(path, parts)
+
+        full.setattr(storage, "write_file", write_weights)
+        assert "the disk is full" in client.run(kind, **save)["error"]
+    step, _ = service.path_of(OWNER, path)
+    assert_same(load_file(step / "adapter.safetensors"), before)
+    assert [folder.name for folder in step.parents[1].iterdir() if folder.is_dir()] == ["x"]
+    # Where there is room the new one takes its place, and is listed once.
+    assert client.run(kind, **save)["path"] == path
+    step, model = service.path_of(OWNER, path)
+    assert_same(load_file(step / "adapter.safetensors"), client.weights())
+    assert len(service.list_checkpoints(model)) == 1
+
+
+def test_a_kill_between_two_renames_loses_no_checkpoint(start, killed):
+    service = start()
+    client = Client(service)
+    path = client.save("x")["path"]
+    folder = killed()
+    weights = folder / "models" / client.model_id / "weights"
+    (weights / "x").rename(weights / ".x.old")
+    shutil.copytree(weights / ".x.old", weights / ".y.new")
+    (entry,) = (folder / "models" / client.model_id / "log").iterdir()
+    entry.unlink()  # or it would be saved again
+    again = start(folder)
+    assert again.path_of(OWNER, path)[0].parent.name == "x"
+    assert [one.name for one in weights.iterdir() if one.is_dir()] == ["x"]
+
+
+# ---------------------------------------------------------------------- damage
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+def require_stopped(service: Service, client: Client, after: int, named: str) -> None:
+    """Requests after `after` are answered by one line, which also names the file."""
+    for number in range(after + 1, client.number + 1):
+        content = service.promise(OWNER, f"{client.model_id}:{number}").result.result(30)
+        message = json.loads(content)["error"]
+        assert "has stopped" in message and "backup" in message and named in message and "\n" not in message
+    with pytest.raises(ApiError, match="has stopped") as error:
+        service.submit(OWNER, client.model_id, client.number + 1, "optim_step", b"{}")
+    assert error.value.status_code == 400  # any of 409 and 5xx is tried again by the client for hours
+
+
+def test_a_flipped_byte_of_a_log_stops_that_model_and_no_other(start, killed):
+    service = start()
+    client, other = Client(service), Client(service)
+    for one in (client, other):
+        one.train()
+        one.train(shift=2)
+    generator = np.random.default_rng(0)
+    for number in range(1, 5):
+        folder = killed()
+        (entry,) = (folder / "models" / client.model_id / "log").glob(f"{number:09d}.*")
+        flip(entry, int(generator.integers(entry.stat().st_size)))
+        again = start(folder)
+        require_stopped(again, client, number - 1, entry.name)
+        again.promise(OWNER, f"{other.model_id}:4").result.result(30)
+        assert_same(weights_of(again, other.model_id), other.weights())
+
+
+def test_a_flipped_byte_of_a_record_is_named(start, killed, capsys):
+    service = start()
+    client = Client(service)
+    client.train()
+    path = Path("models") / client.model_id / "model.json"
+    for place in range(0, (service.folder / path).stat().st_size, 23):
+        folder = killed()
+        flip(folder / path, place)
+        capsys.readouterr()
+        again = start(folder)
+        if client.model_id in again.models:  # a space between two fields
+            again.promise(OWNER, f"{client.model_id}:2").result.result(30)
+            assert_same(weights_of(again, client.model_id), client.weights())
+        else:
+            named = capsys.readouterr()
+            assert str(path) in named.out + named.err
+        shutil.rmtree(folder)
+
+
+def test_a_missing_entry_stops_its_model_and_one_that_has_not_come_yet_does_not(start, killed):
+    service = start()
+    client = Client(service)
+    client.train()
+    client.train()
+    content = batch(client.model_id, 6)
+    service.submit(OWNER, client.model_id, 6, "forward_backward", content)  # before request 5
+    folder = killed()
+    (entry,) = (folder / "models" / client.model_id / "log").glob("000000002.*")
+    entry.unlink()
+    require_stopped(start(folder), client, 1, "lacks request 2")
+
+    again = start(killed())
+    again.submit(OWNER, client.model_id, 5, "forward_backward", batch(client.model_id, 5))
+    for number in (5, 6):
+        assert not again.promise(OWNER, f"{client.model_id}:{number}").result.result(30).startswith(b"{")
+    # The one that came later is in the log as in its turn: without it there is a gap now.
+    (entry,) = (again.folder / "models" / client.model_id / "log").glob("000000004.*")
+    entry.unlink()
+    copy = again.folder.with_name("once more")
+    shutil.copytree(again.folder, copy)
+    assert start(copy).models[client.model_id].stopped
+
+
+@pytest.mark.parametrize("part", ["state", "loaded"])
+def test_a_damaged_snapshot_or_loaded_checkpoint_stops_its_model(start, killed, part):
+    service = start(snapshot_steps=1 if part == "state" else 20)
+    source = Client(service)
+    source.train()
+    path = source.save("x")["path"]
+    client = Client(service, load={"path": path, "optimizer": True} if part == "loaded" else None)
+    client.train()
+    client.run("save_weights", name="y", overwrite=False, sampler=None)
+    folder = killed()
+    (weights,) = (folder / "models" / client.model_id / part).glob("*/step_*/adapter.safetensors")
+    flip(weights, weights.stat().st_size - 1)
+    again = start(folder)
+    again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    assert again.models[client.model_id].stopped and again.models[client.model_id].live is None
+    with pytest.raises(ApiError, match="has stopped"):
+        again.submit(OWNER, client.model_id, client.number + 1, "optim_step", b"{}")
+    assert again.path_of(OWNER, f"tinker://{client.model_id}/weights/y")
+
+
+def test_a_log_of_before_the_checksums_is_read(start, killed):
+    service = start()
+    client = Client(service)
+    client.train()
+    client.train(shift=3)
+    folder = killed()
+    for path in [*(folder / "models").glob("*/model.json"), *(folder / "sessions").iterdir(), folder / "base.json"]:
+        path.write_text(json.dumps(json.loads(path.read_text())["content"]))
+    for path in (folder / "models" / client.model_id / "log").iterdir():
+        path.rename(path.with_name(".".join(path.name.split(".")[:2])))
+    again = start(folder)
+    again.promise(OWNER, f"{client.model_id}:4").result.result(30)
+    assert_same(weights_of(again, client.model_id), client.weights())
