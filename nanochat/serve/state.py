@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -196,8 +196,16 @@ class ServerState:
         raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": wait})
 
 
+class Closing(Protocol):
+    """What closes when a signal arrives."""
+
+    def close(self) -> None: ...
+
+    def exit_late(self) -> None: ...
+
+
 @contextlib.contextmanager
-def closing_at_signals(state: ServerState) -> Iterator[None]:
+def closing_at_signals(state: Closing) -> Iterator[None]:
     """Begin to close the replies as soon as SIGTERM or SIGINT arrives, and end the process after EXIT_SECONDS.
 
     uvicorn's own handler waits for open streams before it ends the app's lifespan, so it would wait for every reply.

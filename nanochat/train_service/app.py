@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -30,12 +31,13 @@ from nanochat.cli import UserError
 from nanochat.serve.app import LOOPBACK
 from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
 from nanochat.serve.schema import ApiError, Strict, read_body
+from nanochat.serve.state import closing_at_signals
 from nanochat.train_service import bodies, wire
 from nanochat.train_service.service import SCHEME, Model, Service
 from nanochat.train_service.tenants import Trained
 
-MAX_BODY = 64 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
-MAX_JSON = 4 << 20  # bytes of any other body: a prompt of half a million tokens
+MAX_BODY = 16 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
+MAX_JSON = 2 << 20  # bytes of any other body: a prompt of a quarter of a million tokens
 INLINE_BYTES = 4096  # a longer body is parsed off the event loop
 POLL_SECONDS = 20.0  # a request for a promise waits this long before the client has to ask again
 CLIENT_CONFIG = {
@@ -84,8 +86,9 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(service.close)
+        with closing_at_signals(service):
+            yield
+            await asyncio.to_thread(service.close)
 
     app = FastAPI(title="nanochat training service", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     access = {"state": _State(), "api_key": None, "hosts": tuple(hosts), "origins": ()}
@@ -97,11 +100,17 @@ def create_app(
             error = ApiError(error.status_code, f"{error.detail}: {request.url.path[:100]}", headers=error.headers)
         return error_response(error)
 
-    async def body_of(request: Request, body_type: type[Strict]) -> Any:
-        content = await read_limited(request, MAX_JSON)
+    # The parsers hold Python's lock, and what they make is larger than the body: one large body at a time.
+    parsing = asyncio.Lock()
+
+    async def parsed(body_type: type[Strict], content: bytes) -> Any:
         if len(content) <= INLINE_BYTES:
             return read_body(body_type, content)
-        return await asyncio.to_thread(read_body, body_type, content)
+        async with parsing:
+            return await asyncio.to_thread(read_body, body_type, content)
+
+    async def body_of(request: Request, body_type: type[Strict]) -> Any:
+        return await parsed(body_type, await read_limited(request, MAX_JSON))
 
     def promised(request_id: str, **more: Any) -> dict[str, Any]:
         return {"request_id": request_id, **more}
@@ -139,7 +148,7 @@ def create_app(
     @app.post("/api/v1/create_session")
     async def create_session(request: Request) -> dict[str, Any]:
         body = await body_of(request, bodies.CreateSessionBody)
-        session = service.create_session(_owner(request), body.user_metadata)
+        session = await asyncio.to_thread(service.create_session, _owner(request), body.user_metadata)
         return {"type": "create_session", "session_id": session}
 
     @app.post("/api/v1/session_heartbeat")
@@ -180,7 +189,13 @@ def create_app(
         content = await read_limited(request, MAX_BODY)
         if request.headers.get("content-type", "").partition(";")[0] != wire.CONTENT_TYPE:
             raise ApiError(415, f"forward_backward: the body is {wire.CONTENT_TYPE}")
-        return await asyncio.to_thread(_forward_backward, service, _owner(request), content)
+        owner = _owner(request)
+        found = await asyncio.to_thread(_outline, content)
+        service.find_model(owner, found.model_id)
+        async with parsing:
+            await asyncio.to_thread(_check_batch, service, owner, found, content)
+        batch = (owner, found.model_id, found.number, "forward_backward", content)
+        return promised(await asyncio.to_thread(service.submit, *batch), model_id=found.model_id)
 
     @app.post("/api/v1/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
@@ -197,7 +212,7 @@ def create_app(
     @app.post("/api/v1/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
         content = await read_limited(request, MAX_JSON)
-        body: Any = read_body(bodies.LoadWeightsBody, content)
+        body = await parsed(bodies.LoadWeightsBody, content)
         load = {"path": body.path, "optimizer": body.optimizer}
         if body.model_id is not None:
             return await _queued(request, bodies.LoadWeightsBody, "load_weights", lambda body: load, content)
@@ -207,7 +222,7 @@ def create_app(
         if body.base_model is not None:
             _require_base(service, body.base_model)
         owner = _owner(request)
-        _, source = service.path_of(owner, body.path)
+        _, source = await asyncio.to_thread(service.path_of, owner, body.path)
         about = (body.session_id, body.model_seq_id, source.settings, body.user_metadata, load)
         return promised(await asyncio.to_thread(service.create_model, owner, *about))
 
@@ -218,7 +233,7 @@ def create_app(
         owner = _owner(request)
         content = await read_limited(request, MAX_JSON) if content is None else content
         try:
-            body: Any = read_body(body_type, content)
+            body = await parsed(body_type, content)
         except ApiError:
             await asyncio.to_thread(_use_up, service, owner, content)
             raise
@@ -233,14 +248,13 @@ def create_app(
         body = await body_of(request, bodies.CreateSamplerBody)
         if body.model_path is None:
             _require_base(service, body.base_model or "")
-        sampler = service.create_sampler(
-            _owner(request), body.session_id, body.sampling_session_seq_id, body.model_path
-        )
+        about = (body.session_id, body.sampling_session_seq_id, body.model_path)
+        sampler = await asyncio.to_thread(service.create_sampler, _owner(request), *about)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     @app.get("/api/v1/samplers/{sampler}")
     async def get_sampler(request: Request, sampler: str) -> dict[str, Any]:
-        found = service.find_sampler(_owner(request), sampler)
+        found = await asyncio.to_thread(service.find_sampler, _owner(request), sampler)
         return {"sampler_id": sampler, "base_model": service.name, "model_path": found["path"]}
 
     @app.post("/api/v1/asample")
@@ -261,7 +275,10 @@ def create_app(
         body = await body_of(request, bodies.FutureBody)
         job = service.promise(_owner(request), body.request_id)
         waited = asyncio.wrap_future(job.result)
-        done, _ = await asyncio.wait({waited}, timeout=POLL_SECONDS)
+        done: set[Any] = set()
+        end = time.monotonic() + POLL_SECONDS
+        while not done and not service.closing and time.monotonic() < end:
+            done, _ = await asyncio.wait({waited}, timeout=1.0)
         if not done:
             pending = {"type": "try_again", "request_id": job.id, "queue_state": "active"}
             return JSONResponse(pending, 408)
@@ -273,7 +290,7 @@ def create_app(
     @app.post("/api/v1/cancel_future")
     async def cancel_future(request: Request) -> dict[str, Any]:
         body = await body_of(request, bodies.CancelBody)
-        service.cancel(_owner(request), body.request_id)
+        await asyncio.to_thread(service.cancel, _owner(request), body.request_id)
         return {}
 
     # ------------------------------------------------------------------ checkpoints
@@ -281,17 +298,17 @@ def create_app(
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
         body = await body_of(request, bodies.PathBody)
-        _, model = service.path_of(_owner(request), body.tinker_path)
+        _, model = await asyncio.to_thread(service.path_of, _owner(request), body.tinker_path)
         return {"base_model": service.name, **_facts(model)}
 
     @app.get("/api/v1/training_runs/{model_id}/checkpoints")
     async def list_checkpoints(request: Request, model_id: str) -> dict[str, Any]:
         model = service.find_model(_owner(request), model_id)
-        return {"checkpoints": service.list_checkpoints(model)}
+        return {"checkpoints": await asyncio.to_thread(service.list_checkpoints, model)}
 
     @app.delete("/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}")
     async def delete_checkpoint(request: Request, model_id: str, checkpoint: str) -> Response:
-        service.delete_checkpoint(_owner(request), f"{SCHEME}{model_id}/{checkpoint}")
+        await asyncio.to_thread(service.delete_checkpoint, _owner(request), f"{SCHEME}{model_id}/{checkpoint}")
         return Response(status_code=204)
 
     return app
@@ -323,22 +340,26 @@ def _saved(body: bodies.SaveWeightsBody) -> dict[str, Any]:
     return {"name": body.path, "overwrite": body.overwrite, "sampler": sampler}
 
 
-def _forward_backward(service: Service, owner: str, content: bytes) -> dict[str, Any]:
-    config = service.base.model.config
+def _outline(content: bytes) -> wire.Outline:
     try:
-        request = wire.read_forward_backward(content)
+        return wire.outline(content)
     except UserError as error:
         raise ApiError(400, str(error), code="invalid_value") from error
-    service.find_model(owner, request.model_id)
+
+
+def _check_batch(service: Service, owner: str, found: wire.Outline, content: bytes) -> None:
+    """Raises ApiError: 400 when the batch cannot be computed; its number is then used up."""
+    config = service.base.model.config
     try:
+        if found.mistake:
+            raise UserError(found.mistake)
+        request = wire.read_forward_backward(content)
         bodies.check_batch(request, config.vocab_size, config.sequence_len)
     except (UserError, ApiError) as error:
-        service.refuse(owner, request.model_id, request.number)
+        service.refuse(owner, found.model_id, found.number)
         if isinstance(error, ApiError):
             raise
         raise ApiError(400, str(error), param="loss_fn", code="invalid_value") from error
-    request_id = service.submit(owner, request.model_id, request.number, "forward_backward", content)
-    return {"request_id": request_id, "model_id": request.model_id}
 
 
 def _use_up(service: Service, owner: str, content: bytes) -> None:

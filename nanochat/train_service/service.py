@@ -11,6 +11,7 @@ One lock guards everything except running requests. The text of users is never l
 
 import contextlib
 import json
+import os
 import re
 import secrets
 import shutil
@@ -27,7 +28,9 @@ from nanochat.cli import UserError
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import tokenizer_files
 from nanochat.log import warn
+from nanochat.serve.scheduler import log_place
 from nanochat.serve.schema import ApiError
+from nanochat.serve.state import EXIT_SECONDS
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import Job, Limits, Model, as_json, created, failure, finished, is_name
 from nanochat.train_service.log import REFUSED, DamagedLog, Entry, RequestLog, read_record, write_record
@@ -61,6 +64,8 @@ class Service:
         self.models: dict[str, Model] = {}
         self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
         self.closing = False
+        self.ending = threading.Lock()
+        self.ended = False
         for part in ("sessions", "models", "samplers"):
             (folder / part).mkdir(parents=True, exist_ok=True)
         paths.lock(folder, "--folder")
@@ -530,14 +535,25 @@ class Service:
         return True
 
     def close(self) -> None:
-        """End the worker after its present request, and save the trained models."""
+        """End the worker after its present request, and write what it has trained."""
+        self.closing = True  # without the lock: a disk that hangs may keep it
         with self.lock:
-            self.closing = True
             self.wake.notify_all()
-        self.thread.join()
-        for model in self.models.values():
-            self._snapshot(model)
-        paths.unlock(self.folder)
+        with self.ending:
+            if self.ended:
+                return
+            self.thread.join()
+            for model in self.models.values():
+                self._snapshot(model)
+            paths.unlock(self.folder)
+            self.ended = True
+
+    def exit_late(self) -> None:
+        """End the process EXIT_SECONDS from now, whatever its threads do. All that was acknowledged is on the disk."""
+        time.sleep(EXIT_SECONDS)
+        if self.thread.is_alive():
+            log_place("the server ends, but the device's thread does not; it is at", self.thread)
+        os._exit(1)
 
     # ------------------------------------------------------------------ small files
 

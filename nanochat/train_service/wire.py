@@ -6,7 +6,8 @@ separate pool, so that they do not collide with the client's messages if a proce
 """
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,12 @@ import numpy as np
 from nanochat.cli import UserError
 
 CONTENT_TYPE = "application/x-protobuf"
-MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the most likely tokens
-MAX_TOPK = 100  # the most likely tokens of a place, as targets and in results
+MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the likeliest ones
+MAX_TOPK = 100  # likeliest tokens of a place, as targets and in results
+MAX_DATUMS = 4096  # of a request; the client sends at most 1,024 by default
+MAX_PARTS = 64  # of a datum: pieces of its input, and what its loss reads; also the settings of a loss
+MAX_DIMS = 4
+NOT_A_REQUEST = "the body is not a forward_backward request in the form of protocol buffers"
 
 # A star marks a repeated field. Enumerations and sizes are `int` here: they have the same form on the wire.
 _MESSAGES = {
@@ -93,6 +98,80 @@ class ForwardBackward:
     has_backward: bool
 
 
+@dataclass(frozen=True)
+class Outline:
+    """What a request's bytes say before they are parsed."""
+
+    model_id: str
+    number: int
+    mistake: str = ""  # it has more parts than a request may have; what follows them was not looked at
+
+
+def outline(content: bytes) -> Outline:
+    """Count the parts of a request: each becomes objects when it is parsed, 2 bytes of it up to 250.
+
+    It walks over the fields in Python, and so, unlike the parser, it never keeps other threads waiting.
+
+    Raises UserError: when the bytes are not such a request.
+    """
+    model_id, number = "", 0
+    datums = settings = 0
+    view = memoryview(content)
+    for field, value in _fields(view):
+        if field == 1 and isinstance(value, memoryview):
+            model_id = bytes(value[:200]).decode(errors="replace")
+        elif field == 2 and isinstance(value, int):
+            number = value
+        elif field == 3 and isinstance(value, memoryview):
+            datums += 1
+            for parts, _ in enumerate(_fields(value), 1):
+                if parts > MAX_PARTS:
+                    return Outline(model_id, number, f"datum {datums - 1} has more than {MAX_PARTS} parts")
+        else:
+            settings += 1
+        if datums > MAX_DATUMS:
+            return Outline(model_id, number, f"the request has more than {MAX_DATUMS:,} data: send it in several")
+        if settings > MAX_PARTS:
+            return Outline(model_id, number, f"the request has more than {MAX_PARTS} settings")
+    return Outline(model_id, number)
+
+
+def _fields(view: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """The numbers and values of a message's fields. https://protobuf.dev/programming-guides/encoding/"""
+    place = 0
+    while place < len(view):
+        key, place = _varint(view, place)
+        kind = key & 7
+        if kind == 0:
+            value, place = _varint(view, place)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            size, place = _varint(view, place)
+        elif kind in (1, 5):
+            size = 8 if kind == 1 else 4
+        else:
+            raise UserError(NOT_A_REQUEST)
+        if place + size > len(view):
+            raise UserError(NOT_A_REQUEST)
+        yield key >> 3, view[place : place + size]
+        place += size
+
+
+def _varint(view: memoryview, place: int) -> tuple[int, int]:
+    """A number, 7 bits a byte, and the place after it."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if place >= len(view):
+            break
+        byte = view[place]
+        place += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, place
+    raise UserError(NOT_A_REQUEST)
+
+
 def read_forward_backward(content: bytes) -> ForwardBackward:
     """Raises UserError: when the bytes are not such a request, or contain something other than text tokens."""
     from google.protobuf.message import DecodeError
@@ -100,7 +179,7 @@ def read_forward_backward(content: bytes) -> ForwardBackward:
     try:
         message = _messages()["ForwardBackwardRequest"].FromString(content)
     except DecodeError:
-        raise UserError("the body is not a forward_backward request in the form of protocol buffers") from None
+        raise UserError(NOT_A_REQUEST) from None
     settings = {entry.key: entry.value for entry in message.loss_fn_config}
     for entry in message.loss_fn_config_v2:
         if entry.value.text:
@@ -126,11 +205,13 @@ def _tensor(message: Any, what: str) -> np.ndarray:
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise UserError(f"{what} has a dtype that is neither float32 nor int64")
+    if len(message.shape) > MAX_DIMS:
+        raise UserError(f"{what} has {len(message.shape)} dimensions: at most {MAX_DIMS}")
     if message.HasField("sparse_csr"):
         return _dense(message.sparse_csr, tuple(message.shape), dtype, what)
     values = _array(message.dense, dtype, what)
     shape = tuple(message.shape) or (len(values),)
-    if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != len(values):
+    if min(shape, default=0) < 0 or math.prod(shape) != len(values):
         raise UserError(f"{what} has {len(values)} values, which do not fill its shape {list(shape)[:8]}")
     return values.reshape(shape)
 
