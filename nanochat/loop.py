@@ -44,6 +44,7 @@ from nanochat.stop import Stop
 from nanochat.train import Meter, Progress, StepStats
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
+STILL_STEPS = 10  # without a gradient, before a warning
 FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 
 
@@ -114,7 +115,8 @@ class StepLog:
         self.meter = meter
         self.due = due
         self.progress: Progress = meter.progress
-        self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
+        self.last: dict[str, float] = {}  # what this process has evaluated last
+        self._stats: StepStats | None = None  # of the last step, while no log line has read it
 
     def add(self, stats: StepStats, tokens: int) -> None:
         """Count a step of `tokens` tokens over all ranks."""
@@ -149,9 +151,8 @@ class StepLog:
         val_bpb = metrics.get("val_bpb")
         if val_bpb is not None:
             if not math.isfinite(val_bpb):
-                raise UserError(
-                    f"validation is {val_bpb} at step {self.progress.step}, nothing more was saved: lower the rates"
-                )
+                hint = "lower the rates" if self.progress.step else "nothing is trained yet, look at the source"
+                raise UserError(f"validation is {val_bpb} at step {self.progress.step}, nothing more was saved: {hint}")
             self.progress.best_val_bpb = min(val_bpb, self.progress.best_val_bpb or math.inf)
         if self.progress.step == 0:
             self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}
@@ -160,7 +161,39 @@ class StepLog:
         elif self.progress.pending is not None:
             self.logger.step(self.progress.pending | metrics)
             self.progress.pending = None
+        self.last = metrics
+        if self.progress.step < self.due.last:
+            self.warn_of_losses()  # at the end `Run.finish` does
         self.meter.restart()
+
+    def warn_of_losses(self) -> None:
+        """One line on stderr if the model is worse than before the first step, or the run no longer changes it."""
+        problems = []
+        for name, before, now in self._validations():
+            if now > before:
+                problems.append(f"{name} is {now:.4f}, worse than the {before:.4f} before the first step")
+        if self.meter.since_update >= STILL_STEPS:
+            problems.append(f"the last {self.meter.since_update} steps had no gradient")
+        if problems:
+            hint = "lower the learning rates, or look at the data"
+            warn(f"after {counted(self.progress.step, 'step')} {' and '.join(problems)}: {hint}")
+
+    def outcome(self) -> str:
+        """The last validation, beside the best one or the first; empty where this process has none."""
+        best = self.progress.best_val_bpb
+        if best is not None and "val_bpb" in self.last:
+            return f"best validation {best:.4f} bits per byte, last {self.last['val_bpb']:.4f}"
+        return ", ".join(f"{name} {before:.4f} -> {now:.4f}" for name, before, now in self._validations())
+
+    def _validations(self) -> list[tuple[str, float, float]]:
+        """Of each measure of validation its name, its value before the first step, and the last one."""
+        # A reward is left out: it is sampled, and falls and rises by chance.
+        found = []
+        for name in ("val_bpb", "val_loss"):
+            before = (self.progress.initial or {}).get(f"{name}_before")
+            if before is not None and name in self.last:
+                found.append((name, before, self.last[name]))
+        return found
 
     def message(self, text: str) -> None:
         self.logger.message(text)
@@ -349,5 +382,6 @@ class Run:
             raise UserError(f"{self.failure}; saved {saved}, --resume continues")
         if self.due.stopped:
             self.stop.leave(saved)
-        summary = summary or f"{self.progress.seconds:.1f} s of training"
+        self.log.warn_of_losses()
+        summary = summary or self.log.outcome() or f"{self.progress.seconds:.1f} s of training"
         print0(f"done: {counted(self.progress.step, 'step')}, {summary}")

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nanochat import checkpoint_manager, model_folder, rooms
 from nanochat import device as devices
 from nanochat.cli import UserError
+from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
 from nanochat.flags import ChatFlags, SourceFlags, TrainFlags
 from nanochat.gpt import GPT
@@ -24,6 +27,7 @@ from nanochat.optim import Optimizer
 from nanochat.paths import SCRIPTS, safe_tag
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
 from nanochat.scaling import Rates
+from nanochat.sharding import local
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_adamw, make_optimizer
 
@@ -121,6 +125,10 @@ def begin(
                 f"{model.config.sequence_len}: set --max_seq_len {reference.config.sequence_len}"
             )
     ledger = None
+    if not config.dry_run:
+        require_finite(model, source, "--source", device)
+        if reference_source != source:
+            require_finite(reference, reference_source, "--teacher", device)
     if config.dry_run:
         begin_ledger = rooms.find("attendants", "dry_run")
         ledger = begin_ledger(device, model, *([reference] if isinstance(reference, GPT) else []))
@@ -140,6 +148,21 @@ def begin(
         reference=reference, reference_source=reference_source, ledger=ledger,
         adapter=None if adapters is None else {**adapters.facts(), **rooms.find("adapters", "base")(source)},
     )  # fmt: skip
+
+
+def require_finite(model: GPT, folder: Path, flag: str, device: Device) -> None:
+    """All ranks call this together, before the first step: later the run would be blamed for what its source brought.
+
+    Raises UserError: when a weight is NaN or infinite.
+    """
+    parameters = dict(model.named_parameters())
+    broken = torch.stack([(~torch.isfinite(local(one)).all()).float() for one in parameters.values()])
+    names = [name for name, count in zip(parameters, sum_over_ranks(broken, device).tolist(), strict=True) if count]
+    if names:
+        raise UserError(
+            f"{flag} {folder}: weights are NaN or infinite ({names[0]}; {len(names)} of {len(parameters)} tensors): "
+            f"its training has failed; name another {flag}, or an earlier step"
+        )
 
 
 def count_micro_batches(micro_tokens: int, by_rule: int, total: int | None, requested: int | None = None) -> int:

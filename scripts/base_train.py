@@ -175,8 +175,7 @@ def main(config: Config) -> None:
                 epochs = by_part("epoch", micro[-1].epochs, train_corpus)
                 run.log.step(stats, lr=rates.matrix * schedule.lr(step), **epochs)
     loader.close()
-    best = run.progress.best_val_bpb
-    run.finish("" if best is None else f"best validation {best:.4f} bits per byte")
+    run.finish()
 
 
 if __name__ == "__main__":

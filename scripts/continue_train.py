@@ -181,8 +181,7 @@ def main(config: Config) -> None:
                 epochs = by_part("epoch", micro[-1].epochs, train_corpus)
                 run.log.step(stats, lr=peak_lr * schedule.lr(step), **epochs)
     loader.close()
-    best = run.progress.best_val_bpb
-    run.finish("" if best is None else f"best validation {best:.4f} bits per byte")
+    run.finish()
 
 
 def tag_beside_source(model_tag: str | None, start: "Start") -> str:

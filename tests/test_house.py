@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9086,
-    "mid_train": 10152,
-    "chat_sft": 9739,
-    "chat_dpo": 9868,
-    "chat_rl": 11486,
+    "base_train": 9145,
+    "mid_train": 10214,
+    "chat_sft": 9801,
+    "chat_dpo": 9930,
+    "chat_rl": 11548,
     "chat_cli": 7128,
 }
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import math
+import re
 import shutil
 import sys
 import time
@@ -333,6 +334,68 @@ def test_a_reward_that_fails_costs_nothing(start, tmp_path, capsys):
     assert sha256(start, "rl", 3) == sha256(start, "rl", 3, "straight")
     (tmp_path / "mine.py").write_text(REWARDS.replace("aeiou", "xyz") + "#")
     assert "mine.py" in mistake(capsys, "chat_rl", *flags, "--resume")[1]
+
+
+def warnings_of(capsys: pytest.CaptureFixture) -> tuple[list[str], str]:
+    """The warnings about what a run has lost, and its last line."""
+    captured = capsys.readouterr()
+    lost = [line for line in captured.err.splitlines() if re.search("worse than the|had no gradient", line)]
+    assert all(line.startswith("warning: after ") for line in lost)
+    return lost, captured.out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("lr_scale", ["0.2", "100"])
+def test_a_run_that_makes_the_model_worse_says_so(start, capsys, lr_scale):
+    """At each evaluation and once at the end, also when it resumes; a run that learns says nothing."""
+    flags = (*SFT, "--source=base", "--num_iterations=6", "--eval_every=2", "--save_every=4", f"--lr_scale={lr_scale}")
+    call("chat_sft", *flags)
+    lost, last = warnings_of(capsys)
+    ((before, after),) = [map(float, pair) for pair in re.findall(r"val_loss (\S+) -> (\S+)$", last)]
+    assert after == pytest.approx(metrics(start, "sft")[-1]["val_loss"], abs=1e-4)
+    if lr_scale == "0.2":
+        assert not lost and after < before
+        return
+    assert re.findall(r"after (\d) steps", " ".join(lost)) == ["2", "4", "6"]
+    assert f"val_loss is {after:.4f}, worse than the {before:.4f} before the first step" in lost[-1]
+    forget_after(start, "sft", 4)
+    call("chat_sft", *flags, "--resume")
+    assert warnings_of(capsys) == (lost[2:], last)
+
+
+def test_a_run_without_gradients_says_so(start, capsys):
+    """A rate that makes every logit infinite for the softmax: no loss is NaN, and no step changes anything."""
+    call("base_train", *BASE, "--num_iterations=30", "--eval_every=15", "--matrix_lr=100", "--model_tag=lost")
+    lost, last = warnings_of(capsys)
+    assert [re.search(r"the last (\d\d) steps had no gradient", line) is not None for line in lost] == [True] * 2
+    # The untrained model of the first evaluation counts, too.
+    lines = metrics(start, "base", "lost")
+    values = [line[name] for line in lines for name in ("val_bpb_before", "val_bpb") if name in line]
+    assert len(values) == 3 and last.endswith(f"best validation {min(values):.4f} bits per byte, last {values[-1]:.4f}")
+
+
+def spoiled(base: Path, value: float) -> Path:  # noqa: F811
+    """The pretrained model with one weight that is not finite; its checkpoint is whole."""
+    model, tokenizer, _ = load_model("base", "cpu")
+    with torch.no_grad():
+        model.get_parameter("blocks.0.mlp.input.weight")[3, 2] = value
+    return save_checkpoint(base / "checkpoints/base/spoiled", 1, model, tokenizer, {"stage": "base"})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("script", "flags", "flag"),
+    [
+        ("chat_sft", SFT, "--source"),
+        ("mid_train", MID, "--source"),
+        ("chat_dpo", DPO, "--source"),
+        ("chat_rl", (*RL, "--source=base", "--source_tag=d1", "--loss=distill"), "--teacher"),
+    ],
+)
+def test_a_source_that_is_not_finite_is_named_before_the_first_step(start, capsys, value, script, flags, flag):
+    folder = spoiled(start, value)
+    code, error = mistake(capsys, script, *flags, f"{flag}={folder}")
+    assert code == 1 and f"{flag} {folder}: weights are NaN or infinite (blocks.0.mlp.input.weight; 1 of" in error
+    assert not list(start.glob("runs/*/spoiled"))
 
 
 @pytest.mark.slow
