@@ -1,42 +1,32 @@
 """Chat templates of other model families: Jinja programs that write a conversation as text, run as transformers does.
 
 A template comes with a model, from strangers. Jinja's sandbox hides everything that is not data, but it does not bound
-time and memory. Two limits do:
+time and memory: a template may compare nested lists for ever without writing anything. So every template renders in a
+child process that has a second of computing for each text and 400 MB (template_process.py), one for all templates of
+this process. At loading it renders conversations of every kind, so that most hostile templates end there.
 
-- At loading, `try_out` renders an unknown template in a child process that has a second and 400 MB: short and long
-  conversations, with and without tools. A template that loops for ever or doubles a text again and again ends there.
-- At rendering, a text longer than any conversation, or one that takes long to write, is an error.
-
-Not covered: a template that looks harmless in the trial and then, for the messages of one conversation, computes for
-ever without writing anything, or makes one huge text in a single operation. Rendering runs in the process that serves
-or trains, many times a second, so nothing watches it from outside.
-
-Text of messages never becomes a special token, although a template mixes both in one text: a special token's name in a
-message gets an extra character that no text has, and loses it when the text is divided into tokens.
-
-Source: the settings of transformers' `apply_chat_template` (the environment, its filters and its functions).
+What is in the messages never becomes a special token, although a template mixes both in one text: a special token's
+name in a message gets a character into it that no text has, and loses it when the text is divided into tokens.
 """
 
+import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from nanochat.conversation import Settings, UnrenderableChat
 from nanochat.tokenizer import replace_surrogates
 
-MAX_CHARACTERS = 1 << 24  # in a rendered conversation: a context of a million tokens has about 4 million
-MAX_SECONDS = 10.0  # to write it; the longest conversations take about 0.1
-TRIAL_SECONDS = 60.0  # for the child of a machine that is very busy; its own limit is a second of computing
+REPLY_SECONDS = 60.0  # for the child of a machine that is very busy; its own limit is a second of computing
 # Unicode has set aside characters that no text contains, for uses like ours.
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -51,9 +41,6 @@ class TemplateError(UnrenderableChat):
 
 class TooMuchWork(TemplateError):
     """A text is too long, or takes too long to write."""
-
-    def __init__(self) -> None:
-        super().__init__("it takes more work than any conversation needs")
 
 
 @dataclass(frozen=True)
@@ -82,11 +69,9 @@ class ChatTemplate:
         # The first characters come before the names: templates of Mistral have a thousand names.
         firsts = "".join(re.escape(first) for first in sorted({name[0] for name in self._special}))
         self._names = f"(?=[{firsts}])(?:{'|'.join(map(re.escape, self._special))})" if firsts else "(?!)"
-        self._compiled: dict[str, Any] = {}
         # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (`learned`).
         self.has_marks = re.search(r"{%-?\s*generation\s*-?%}", self.sources["default"]) is not None
-        for name in self.sources:
-            self._compile(name)
+        _renderer(os.getpid()).request({"trial": list(self.sources.values())}, file)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ChatTemplate, (self.sources, self.names, self._special, self.file)
@@ -111,10 +96,8 @@ class ChatTemplate:
         unused = [character for character in NONCHARACTERS if character not in everything]
         if len(unused) < 3:
             raise TemplateError("the messages contain Unicode's noncharacters U+FDD0 to U+FDEF: leave them out")
-        state.marks = (unused[0], unused[1])
         guard = unused[2]
         source = "tool_use" if tools and "tool_use" in self.sources else "default"
-        template = self._compile(source)
         fields = {
             **self._guarded(settings or {}, guard),
             **self.names,
@@ -123,9 +106,8 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        with _complaints(self.file):
-            text = _written(template.generate(fields))
-        return self._divided(text, guard)
+        request = {"source": self.sources[source], "fields": fields, "marks": unused[:2]}
+        return self._divided(_renderer(os.getpid()).request(request, self.file), unused)
 
     @cached_property
     def reply_opening(self) -> str:
@@ -192,9 +174,9 @@ class ChatTemplate:
         # Names can overlap, so a match is the one character.
         return re.sub(f"(?={self._names})(?s:.)", lambda match: match[0] + guard, text)
 
-    def _divided(self, text: str, guard: str) -> RenderedText:
+    def _divided(self, text: str, ours: Sequence[str]) -> RenderedText:
         """The text without our marks, and where its special tokens are: guarded names are none."""
-        begin, end = state.marks
+        begin, end, guard, *_ = ours
         specials: list[Special] = []
         marked: list[Span] = []
         pieces = []
@@ -212,113 +194,76 @@ class ChatTemplate:
                 length += len(piece)
         return RenderedText("".join(pieces), specials, marked)
 
-    def _compile(self, name: str) -> Any:
-        if name not in self._compiled:
-            environment = self._environment
-            with _complaints(self.file):
-                self._compiled[name] = environment.from_string(self.sources[name])
-        return self._compiled[name]
 
-    @cached_property
-    def _environment(self) -> Any:
-        return _environment()
+# ---------------------------------------------------------------------- the child process
 
 
-# ---------------------------------------------------------------------- limits
+class _Renderer:
+    """The child process of this one, and the socket to it. It starts at the first request, and again after a template
+    has ended it; threads take turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._line = socket.socket()
+
+    def request(self, content: Mapping[str, Any], file: str) -> str:
+        """The text of the reply (template_process.py). `file` is where the template was read.
+
+        Raises TemplateError: with the template's own complaint. Raises TooMuchWork: when it needs more than the limits.
+        """
+        where = f" in {file}" if file else ""
+        # Values that JSON does not have, such as dates of a data set, become texts.
+        line = json.dumps(content, default=str).encode() + b"\n"
+        with self._lock:
+            reply = self._exchange(line)
+        if not reply.endswith(b"\n"):
+            raise TooMuchWork(f"the chat template{where} fails: it takes more work than any conversation needs")
+        answer = json.loads(reply)
+        if "error" in answer:
+            raise TemplateError(f"the chat template{where} fails: {answer['error']}")
+        return answer["text"]
+
+    def _exchange(self, line: bytes) -> bytes:
+        """The reply; without a line end where the process has ended."""
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        reply = b""
+        try:
+            self._line.sendall(line)
+            with self._line.makefile("rb") as file:
+                reply = file.readline()
+        except OSError:  # a timeout among them
+            return b""
+        finally:  # an interrupted exchange would leave its reply to the next request
+            if not reply.endswith(b"\n"):
+                self._end()
+        return reply
+
+    def _start(self) -> None:
+        if importlib.util.find_spec("jinja2") is None:
+            raise ModuleNotFoundError("No module named 'jinja2'", name="jinja2")
+        package_folder = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
+        self._line.close()
+        self._line, theirs = socket.socketpair()
+        self._line.settimeout(REPLY_SECONDS)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nanochat.families.template_process"],
+                stdin=theirs.fileno(), stdout=theirs.fileno(), stderr=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, "PYTHONPATH": path},
+            )  # fmt: skip
+
+    def _end(self) -> None:
+        self._line.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
 
 
-class _State(threading.local):
-    """The rendering on this thread."""
-
-    marks: tuple[str, str] = ("", "")  # around the text inside {% generation %}
-
-
-state = _State()
-
-
-class _complaints:
-    """One line for every error of a template."""
-
-    def __init__(self, file: str):
-        self.where = f" in {file}" if file else ""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        if isinstance(error, Exception):  # a template can raise anything: 1 / 0, no such key, memory
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
-            raise TemplateError(f"the chat template{self.where} fails: {reason}") from error
-
-
-def _written(pieces: Iterable[str]) -> str:
-    """The text of a template, which arrives in pieces. Raises TooMuchWork: when it is too long, or takes too long."""
-    began = time.monotonic()
-    text = []
-    characters = 0
-    for piece in pieces:
-        text.append(piece)
-        characters += len(piece)
-        if characters > MAX_CHARACTERS or time.monotonic() - began > MAX_SECONDS:
-            raise TooMuchWork
-    return "".join(text)
-
-
-def try_out(sources: Mapping[str, str], file: str = "") -> None:
-    """Render unknown templates once in a child process with limits (template_trial.py), which takes 0.2 seconds.
-
-    Raises TemplateError: when they need more than a second or 400 MB. Other complaints wait for the first rendering.
-    """
-    package_folder = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package_folder, os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "nanochat.families.template_trial"]
-    where = f" in {file}" if file else ""
-    try:
-        done = subprocess.run(
-            command, input=json.dumps(dict(sources)).encode(), capture_output=True, timeout=TRIAL_SECONDS, check=False,
-            env={**os.environ, "PYTHONPATH": path},
-        )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise TemplateError(f"the chat template{where} fails: its trial did not end") from error
-    if done.returncode:
-        raise TemplateError(f"the chat template{where} fails: {TooMuchWork()}")
-
-
-# ---------------------------------------------------------------------- Jinja
-
-
-def _environment() -> Any:
-    """The environment of transformers."""
-    import jinja2
-    from jinja2 import nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """{% generation %} ... {% endgeneration %} encloses the assistant's text."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_enclose"), [], [], body).set_lineno(line)
-
-        def _enclose(self, caller: Callable[[], str]) -> str:
-            begin, end = state.marks
-            return f"{begin}{caller()}{end}"
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False):
-        # Jinja's own filter writes < and > as \u003c and \u003e, which models have not learned.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
+@lru_cache(maxsize=1)
+def _renderer(process_id: int) -> _Renderer:
+    """The one of this process: in a process that was forked, the child process belongs to the other one."""
+    return _Renderer()

@@ -10,7 +10,10 @@ tokenizer.json, with its sha256. Two kinds are supported, which cover nearly eve
     SentencePiece     Llama 2, Mistral, Gemma: the space is U+2581, and text without a token is bytes such as <0x0A>
 """
 
+import base64
+import contextlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,11 +24,12 @@ from typing import Any
 from nanochat import rooms
 from nanochat.cli import UserError
 from nanochat.families.chat_format import TemplateFormat
-from nanochat.families.chat_template import ChatTemplate, RenderedText, try_out
+from nanochat.families.chat_template import ChatTemplate, RenderedText
 from nanochat.tokenizer import MAX_FILE, Tokenizer, replace_surrogates
 from nanochat.untrusted import read_json, read_text
 
 MAX_IDS = 1 << 20  # the largest vocabularies have 262,144; a single id of 10**9 would fill the memory with empty tokens
+MAX_GROWTH = 16  # a text of 1 MB in a request takes 0.5 GB while it is normalized to 16 MB
 MAX_TEMPLATE = 1 << 18  # characters; the longest that are in use have about 15,000
 NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # the roles that templates may name
 SPACE = "\u2581"  # SentencePiece's name of it
@@ -213,7 +217,8 @@ class ImportedTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         # "fast": without the place of each token in the text, which takes most of the time. The batch of one releases
         # the interpreter's lock.
-        return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        with _complaints("this model's tokenizer cannot encode a text"):
+            return self._library.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_continuation(self, text: str) -> list[int]:
         if self._adds_space:
@@ -323,13 +328,11 @@ def _optional(path: Path) -> dict[str, Any]:
 
 
 def _check_templates(templates: dict[str, str], file: str) -> None:
-    """Raises ValueError: when they are not chat templates, or need too much time or memory."""
+    """Raises ValueError: when they are not chat templates."""
     if not all(isinstance(one, str) and len(one) <= MAX_TEMPLATE for one in templates.values()):
         raise ValueError(f"its chat template is not a text of at most {MAX_TEMPLATE:,} characters")
     if templates and "default" not in templates:
         raise ValueError("none of its chat templates is the default one")
-    if templates:
-        try_out(templates, file)
 
 
 def _name(token: Any) -> str | None:
@@ -365,16 +368,45 @@ def _build(content: dict[str, Any]) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import tokenizers  # here, because our own tokenizer does not need it
 
-    try:
+    growth = math.prod(_growth(part) for part in _parts(content.get("normalizer")))
+    if growth > MAX_GROWTH:
+        raise ValueError(
+            f"its normalizers make a text up to {min(growth, 1e9):,.0f} times as long: {MAX_GROWTH} at most"
+        )
+    with _complaints("the tokenizers library cannot read it"):
         library = tokenizers.Tokenizer.from_str(json.dumps(content))
-    except BaseException as error:  # it raises Exception itself, and for a panic a BaseException
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            raise
-        raise ValueError(f"the tokenizers library cannot read it: {str(error)[:200]}") from error
     if getattr(library.model, "dropout", None):
         library.model.dropout = None  # dropout is for training: here a text has one encoding
     library.encode_special_tokens = True  # as plain text; see ImportedTokenizer
     return library
+
+
+@contextlib.contextmanager
+def _complaints(what: str) -> Iterator[None]:
+    """One line for whatever the library raises: Exception itself and, for a panic such as a regex that backtracks for
+    too long, a BaseException. Raises UserError."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        raise UserError(f"{what}: {' '.join(str(error).split())[:200]}") from error
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """How many times as long a normalizer makes a text at most. Those of Unicode (NFKC: 18 characters for one) are left
+    out."""
+    if part.get("type") == "Prepend":
+        return max(1, len(part["prepend"]))
+    if part.get("type") == "Replace":
+        pattern = part["pattern"].get("String")
+        # A regex may match between all characters.
+        return max(1, len(part["content"]) / len(pattern)) if pattern else 1 + len(part["content"])
+    if part.get("type") == "Precompiled":  # SentencePiece's: a trie, then all replacements
+        charsmap = base64.b64decode(part["precompiled_charsmap"] or "")
+        replacements = charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")
+        return max(1, max(map(len, replacements)) / 54)  # the longest of NFKC has 18 characters of 3 bytes
+    return 1
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:

@@ -32,6 +32,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from nanochat.cli import UserError
+from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
 from nanochat.serve.listener import STALL_SECONDS
@@ -194,12 +196,17 @@ def create_app(
     compiling = asyncio.Lock()
 
     async def parsed(content: bytes, parse: Callable[[], Result]) -> Result:
-        # A long body is parsed on another thread, one body at a time: parsing holds Python's lock, and the event loop
-        # must get its turn between two bodies.
-        if len(content) <= INLINE_BYTES:
-            return parse()
-        async with parsing:
-            return await asyncio.to_thread(parse)
+        # A long body is parsed on another thread. Only one at a time, because parsing holds Python's lock, and between
+        # two bodies the event loop must get its turn. The tokenizer and the template of another family are programs by
+        # strangers: they run there for every body.
+        is_foreign = state.model is not None and isinstance(state.model.tokenizer, ImportedTokenizer)
+        try:
+            if len(content) <= INLINE_BYTES and not is_foreign:
+                return parse()
+            async with parsing:
+                return await asyncio.to_thread(parse)
+        except UserError as error:
+            raise ApiError(400, str(error), code="invalid_value") from error
 
     async def generate(request: Request, body_type: BodyType) -> Response:
         # 1. Read the body. FastAPI could read and check it, but it would describe every mistake in it: a body with

@@ -1,5 +1,6 @@
 """Other families' tokenizers: transformers' ids and texts, no special ids from text, one file that holds everything."""
 
+import base64
 import json
 import pickle
 import random
@@ -114,6 +115,41 @@ def test_an_end_that_its_file_calls_plain_is_special(family_folders, tmp_path):
     tokenizer = Tokenizer.load(tmp_path)
     assert set(tokenizer.special_ids) == {"<|im_end|>", "<|endoftext|>"}
     assert not set(tokenizer.special_ids.values()) & set(tokenizer.encode("a<|im_end|>b<|endoftext|>"))
+
+
+def test_normalizers_that_grow_are_one_line(family_folders, tmp_path):
+    """Without the limit these take a text of a kilobyte to gigabytes."""
+    folder = shutil.copytree(family_folders["qwen2"], tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    text = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 100}
+    regex = {"type": "Replace", "pattern": {"Regex": "(?=.)"}, "content": "a" * 100}
+    charsmap = base64.b64encode((4).to_bytes(4, "little") + b"trie" + b"a" * 3000 + b"\0").decode()
+    for normalizer in (
+        {"type": "Sequence", "normalizers": [text, {"type": "Sequence", "normalizers": [text] * 3}]},
+        regex,
+        {"type": "Prepend", "prepend": "a" * 100},
+        {"type": "Precompiled", "precompiled_charsmap": charsmap},
+    ):
+        (folder / "tokenizer.json").write_text(json.dumps({**content, "normalizer": normalizer}))
+        line = complaint(lambda: Tokenizer.load(folder))
+        assert "cannot be used" in line and "times as long" in line and "\n" not in line
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    content["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, spaces]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert Tokenizer.load(folder).vocab_size > 0
+
+
+def test_a_regex_that_backtracks_is_one_line(family_folders, tmp_path):
+    """The library panics, which is not even an Exception."""
+    folder = shutil.copytree(family_folders["qwen2"], tmp_path / "model")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": r"(a+)+$|(a|aa)+\1b"}, "behavior": "Isolated", "invert": False}
+    bytes_of = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, bytes_of]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(folder)
+    line = complaint(lambda: tokenizer.encode("a" * 60 + "!"))
+    assert "cannot encode a text" in line and "retry-limit" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(
