@@ -68,7 +68,9 @@ class Rendered:
     ids: list[int]
     mask: list[int]  # 1 under each token that the assistant chooses
     cut: bool = False  # it was longer than max_tokens: its end is missing
-    unlearned: int = 0  # replies that a template changes once more turns follow: the model learns nothing there
+    replies: int = 0  # of the assistant, which the model is to learn
+    unlearned: int = 0  # of these, the ones that a template does not write as the model would: nothing is learned there
+    reply_tokens: int = 0  # of all these replies, before anything was left out or cut
 
     @property
     def target_count(self) -> int:
@@ -279,11 +281,13 @@ class TurnFormat(ChatFormat):
             raise UnrenderableChat(f"{what}: leave it out, or name another --source")
         ids = [self.tokenizer.get_bos_token_id()]
         mask = [0]
+        replies = 0
         for message in messages:
             turn, turn_mask = self._turn(message)
             ids += turn
             mask += turn_mask
-        return Rendered(ids, mask)
+            replies += turn_mask[-1]
+        return Rendered(ids, mask, replies=replies, reply_tokens=sum(mask))
 
     def _turn(self, message: Message) -> tuple[list[int], list[int]]:
         """One message as token ids and a mask."""

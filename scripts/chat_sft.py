@@ -35,6 +35,7 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.conversation import Rendered
+    from nanochat.learned_share import report_learned
     from nanochat.loop import Run
     from nanochat.losses import masked_loss
     from nanochat.mixture import (
@@ -96,12 +97,7 @@ def main(config: Config) -> None:
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     opening, opened = draw(train, horizon.draws(0))
-    unlearned = sum(one.unlearned for one in opened)
-    if unlearned:
-        print0(
-            f"the chat template writes {unlearned} replies of the first {len(opened)} conversations otherwise when "
-            "more turns follow, as templates do that drop earlier thoughts: such replies are read, and not learned"
-        )
+    report_learned(opened)
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.world_size)).inputs.shape
     compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)

@@ -45,6 +45,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     from nanochat.checkpoint_manager import load_config
     from nanochat.cross_entropy import IGNORE
+    from nanochat.learned_share import report_learned
     from nanochat.log import counted, print0, print_table
     from nanochat.mixture import default_tasks, is_learned, open_mixture
     from nanochat.model_folder import find_source
@@ -100,7 +101,9 @@ def main(config: Config) -> None:
                 f"{task.name} has {counted(len(task), kind)}: the {drawn:,} of the table repeat them, as training does"
             )
     if is_sft:
-        learned = [text for texts in examples.values() for [text] in texts if is_learned(text)]
+        rendered = [text for texts in examples.values() for [text] in texts]
+        report_learned(rendered)
+        learned = [text for text in rendered if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)
         targets = int((packed.targets != IGNORE).sum())
         share = sum(len(text.ids) - 1 for text in learned) / packed.inputs.numel()

@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SPARE_LINES = 200
 CLOSURES = {
     "base_train": 9145,
-    "mid_train": 10214,
-    "chat_sft": 9801,
-    "chat_dpo": 9930,
-    "chat_rl": 11548,
+    "mid_train": 10218,
+    "chat_sft": 9837,
+    "chat_dpo": 9934,
+    "chat_rl": 11552,
     "chat_cli": 7128,
 }
 

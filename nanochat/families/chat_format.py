@@ -4,12 +4,14 @@ A model learns the text that it would write after a prompt, with the token that 
 """
 
 import bisect
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nanochat.cli import UserError
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
+from nanochat.families.reply_spans import learned_spans
 from nanochat.tokenizer import Tokenizer
 
 CALL_ID = "000000000"  # the id of a tool call, in the form that Mistral's templates check
@@ -44,18 +46,24 @@ class TemplateFormat(ChatFormat):
         plain = _as_texts(messages)
         whole = self.template.render(plain, tools)
         spans = []
-        unlearned = 0
-        replies = [message for message in messages if message["role"] == "assistant"]
-        for message, span in zip(replies, self.template.learned(whole, plain, tools, self._end_names), strict=True):
-            has_content = text_of(message.get("content") or "") or message.get("tool_calls")
-            if not has_content or not message.get("train", True):
+        count = 0
+        lost = 0  # tokens of the replies that the template does not leave in one place
+        replies = [
+            (message, text) for message, text in zip(messages, plain, strict=True) if text["role"] == "assistant"
+        ]
+        found = learned_spans(self.template, whole, plain, tools, self._end_names)
+        for (message, text), span in zip(replies, found, strict=True):
+            if not (text["content"] or text.get("tool_calls")) or not message.get("train", True):
                 continue
+            count += 1
             if span is None:
-                unlearned += 1
+                parts = [text.get("reasoning_content"), text["content"], text.get("tool_calls")]
+                written = "".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
+                lost += len(self.tokenizer.encode(written)) + 1  # and the end of the turn
             else:
                 spans.append(span)
         ids, mask = self._encode_rendered(whole, spans)
-        return Rendered(ids, mask, unlearned=unlearned)
+        return Rendered(ids, mask, replies=count, unlearned=count - len(spans), reply_tokens=sum(mask) + lost)
 
     def shorten(
         self,

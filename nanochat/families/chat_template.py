@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -69,7 +69,7 @@ class ChatTemplate:
         # The first characters come before the names: templates of Mistral have a thousand names.
         firsts = "".join(re.escape(first) for first in sorted({name[0] for name in self._special}))
         self._names = f"(?=[{firsts}])(?:{'|'.join(map(re.escape, self._special))})" if firsts else "(?!)"
-        # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (`learned`).
+        # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (reply_spans.py).
         self.has_marks = re.search(r"{%-?\s*generation\s*-?%}", self.sources["default"]) is not None
         _renderer(os.getpid()).request({"trial": list(self.sources.values())}, file)
 
@@ -120,37 +120,6 @@ class ChatTemplate:
         except TemplateError:
             return ""
         return prompt.removeprefix(text) if prompt.startswith(text) else ""
-
-    def learned(
-        self, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
-    ) -> list[Span | None]:
-        """The model's text in each assistant's message of the rendered conversation: from the beginning of the reply to
-        its end, one of the special tokens `ends`. None if the template has no such place.
-        """
-        replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if self.has_marks and len(whole.marked) == len(replies):
-            return list(whole.marked)
-        # Without marks a reply is the part of its turn that the prompt before it lacks:
-        #
-        #     messages[:1] and the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
-        #     messages[:2]                    <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
-        #     learned                                                                              5.<|im_end|>
-        #
-        # That counts only where the whole conversation begins with it. Qwen3's template drops the thoughts of earlier
-        # replies: there the model would learn from a text to which it never replies.
-        spans: list[Span | None] = []
-        for number in replies:
-            try:
-                prompt = self.render(messages[:number], tools, add_generation_prompt=True).text
-                turn = self.render(messages[: number + 1], tools)
-            except TemplateError:  # it refuses a part of this conversation
-                spans.append(None)
-                continue
-            start = len(prompt)
-            end = next((end for first, end, name in turn.specials if first >= start and name in ends), len(turn.text))
-            is_exact = turn.text.startswith(prompt) and whole.text.startswith(turn.text[:end])
-            spans.append((start, end) if is_exact else None)
-        return spans
 
     def _guarded(self, value: Any, guard: str) -> Any:
         """A copy of the messages in which no text contains a special token's name, or ends with the begin of one."""

@@ -99,23 +99,33 @@ def test_conversations_are_those_of_transformers(family_folders, family_tokenize
 
 
 def test_the_mask_has_every_reply_that_follows_its_prompt(family_tokenizers):
-    for family, count in {"qwen2": 2, "qwen3": 1, "llama3": 2, "mistral": 2, "marked": 2}.items():
+    for family, count in {"qwen2": 2, "qwen3": 2, "llama3": 2, "mistral": 2, "marked": 2}.items():
         tokenizer = family_tokenizers[family]
         rendered = render(tokenizer, HELLO)
         learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
         assert learned.count(tokenizer.reply_ends[0]) == count, family
-        assert rendered.unlearned == 2 - count
+        assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, len(learned))
         if family != "qwen3":
             # What is learned is what the prompt before the first reply does not have, up to its end.
             prompt = render_prompt(tokenizer, HELLO[:1])
             first = learned[: learned.index(tokenizer.reply_ends[0]) + 1]
             assert rendered.ids[: len(prompt) + len(first)] == prompt + first
             assert text_of(parse_reply(tokenizer, first)) == "Hello! A boat?"
-    # Qwen3 drops the thoughts of earlier replies; the last one is learned with its own.
+    # Qwen3 drops the thoughts of earlier replies: such a reply is not learned. The last one is, with its own.
     tokenizer = family_tokenizers["qwen3"]
+    thoughtful = [
+        {**one, "content": f"<think>\nthe boat\n</think>\n\n{one['content']}"} if one["role"] == "assistant" else one
+        for one in HELLO
+    ]
+    rendered = render(tokenizer, thoughtful)
+    learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
+    assert tokenizer.decode(learned) == "<think>\nthe boat\n</think>\n\nThe sail is red.<|im_end|>"
+    assert (rendered.replies, rendered.unlearned) == (2, 1) and rendered.reply_tokens > 1.5 * len(learned)
+    # Where no thoughts are lost, both are.
     rendered = render(tokenizer, HELLO)
     learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
-    assert tokenizer.decode(learned) == "<think>\n\n</think>\n\nThe sail is red.<|im_end|>"
+    last = "<think>\n\n</think>\n\nThe sail is red.<|im_end|>"
+    assert tokenizer.decode(learned) == f"Hello! A boat?<|im_end|>{last}"
     not_learned = [{**message, "train": False} for message in HELLO]
     assert not render(tokenizer, not_learned).target_count and not render(tokenizer, not_learned).unlearned
     assert render(tokenizer, HELLO, max_tokens=9).cut

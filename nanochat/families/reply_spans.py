@@ -1,0 +1,203 @@
+"""Where the replies are in a rendered conversation: what a model learns of it, and nothing else.
+
+A template writes a whole conversation as one text. A reply in it is what the model would write after its prompt, up to
+and with the token that ends its turn. Three rules find it, each where the one before does not:
+
+1. *Marks.* The template says it itself, by {% generation %}.
+2. *Prompts.* The whole text begins with the prompt before the reply. Then the reply begins where the prompt ends.
+3. *Places.* The whole text differs from the prompt somewhere before the reply. Qwen3 writes an empty thought into the
+   last reply only, Mistral moves the system message into the last question, and the prompt of R1 opens a thought that
+   no reply has. So every text of the conversation is rendered between two characters that occur nowhere else. They
+   show where in the whole text each message went, and the prompt shows what comes between a question and its reply.
+
+A reply of which the template drops a part, such as the thoughts of earlier replies, is not learned: the model would
+learn to reply without it.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nanochat.families.chat_template import ChatTemplate, Messages, RenderedText, Span, TemplateError
+
+# Characters of the private planes 15 and 16, which no text has in practice: leaf number n is between the n-th of each.
+BEGINS = 0xF0000
+ENDS = 0x100000
+MAX_LEAVES = 0xFFFD
+MARK = re.compile("[\U000f0000-\U0010ffff]")
+THOUGHT_TAG = re.compile("(</?think>)")  # templates divide a reply there
+TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
+
+
+def learned_spans(
+    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
+) -> list[Span | None]:
+    """What the model writes in each assistant's message of `whole`, the rendered conversation: from where the reply
+    begins to its end, one of the special tokens `ends`. None where the template leaves no such place.
+    """
+    replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if template.has_marks and len(whole.marked) == len(replies):
+        return list(whole.marked)
+    spans = [_after_prompt(template, whole, messages[: number + 1], tools, ends) for number in replies]
+    if None in spans:
+        places = Places.of(template, whole, messages, tools)
+        if places is not None:
+            for index, number in enumerate(replies):
+                spans[index] = spans[index] or places.reply(number, ends)
+    return spans
+
+
+def _after_prompt(
+    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
+) -> Span | None:
+    """The last message, where the whole conversation begins with its prompt and its turn."""
+    #     the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
+    #     with the turn  <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
+    #     learned                                                               5.<|im_end|>
+    try:
+        prompt = template.render(messages[:-1], tools, add_generation_prompt=True).text
+        turn = template.render(messages, tools)
+    except TemplateError:  # it refuses a part of this conversation
+        return None
+    start = len(prompt)
+    end = next((end for first, end, name in turn.specials if first >= start and name in ends), len(turn.text))
+    is_exact = turn.text.startswith(prompt) and whole.text.startswith(turn.text[:end])
+    return (start, end) if is_exact else None
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One text of a message, without the white space around it."""
+
+    message: int
+    is_call: bool  # part of a function call, which a template writes inside of something like JSON
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the texts of a conversation are in its rendering."""
+
+    template: ChatTemplate
+    whole: RenderedText
+    tools: Sequence[Any] | None
+    marked: list[Any]  # the messages, with marks around their leaves
+    leaves: list[Leaf]
+    begins: list[list[int]]  # of each leaf: the places in the whole text
+    ends: list[list[int]]
+
+    @classmethod
+    def of(
+        cls, template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None
+    ) -> "Places | None":
+        """None: when the template does not write the same text around our marks, or a text contains them."""
+        leaves: list[Leaf] = []
+        marked = [_with_marks(message, number, leaves) for number, message in enumerate(messages)]
+        if MARK.search(whole.text) or len(leaves) > MAX_LEAVES:
+            return None
+        try:
+            text = template.render(marked, tools).text
+        except TemplateError:
+            return None
+        if MARK.sub("", text) != whole.text:
+            return None
+        begins: list[list[int]] = [[] for _ in leaves]
+        ends: list[list[int]] = [[] for _ in leaves]
+        for count, mark in enumerate(MARK.finditer(text)):
+            code = ord(mark[0])
+            found = begins[code - BEGINS] if code < ENDS else ends[code - ENDS]
+            found.append(mark.start() - count)
+        return cls(template, whole, tools, marked, leaves, begins, ends)
+
+    def reply(self, number: int, end_names: Collection[str]) -> Span | None:
+        """What the model writes in message `number`; None where a part of it is missing or not in one place."""
+        own = [index for index, leaf in enumerate(self.leaves) if leaf.message == number]
+        if not own or any(len(self.begins[index]) != 1 or len(self.ends[index]) != 1 for index in own):
+            return None
+        first_leaf = min(own, key=lambda index: self.begins[index])
+        last_leaf = max(own, key=lambda index: self.ends[index])
+        first = self.begins[first_leaf][0]
+        last = self.ends[last_leaf][0]
+        # Texts of other messages, which the reply must not contain: the last one before it, the first one after it.
+        others = [index for index, leaf in enumerate(self.leaves) if leaf.message != number]
+        ended = [(place, index) for index in others for place in self.ends[index]]
+        begun = [place for index in others for place in self.begins[index]]
+        if any(first < place < last for place in begun) or any(first < place < last for place, _ in ended):
+            return None
+        before = max((one for one in ended if one[0] <= first), default=None)
+        following = min((place for place in begun if place >= last), default=None)
+        start = self._start(number, first, self.leaves[first_leaf], before)
+        end = self._end(last, self.leaves[last_leaf], following, end_names)
+        return None if start is None or end is None else (start, end)
+
+    def _start(self, number: int, first: int, leaf: Leaf, before: tuple[int, int] | None) -> int | None:
+        """Where a reply begins whose first leaf is at `first`; `before` is where which leaf ends before it."""
+        opening = None
+        if before is not None and self.leaves[before[1]].message == number - 1:
+            opening = self._opening(number, before[1])
+        if before is not None and opening is not None:
+            # From the question to the first leaf, and the same in the prompt:
+            #
+            #     Qwen3, a call     <|im_end|>\n<|im_start|>assistant\n<tool_call>\n{"name": "      the prompt, and more
+            #     its prompt        <|im_end|>\n<|im_start|>assistant\n
+            #     R1                <|Assistant|>                                         less than the prompt
+            #     its prompt        <|Assistant|><think>\n
+            between = self.whole.text[before[0] : first]
+            if between.startswith(opening):
+                return before[0] + len(opening)
+        # A text is the assistant's from its first character on. What comes before a name in a call may not be.
+        return None if leaf.is_call else first
+
+    def _opening(self, number: int, before: int) -> str | None:
+        """What the prompt of message `number` has after leaf `before`, the last one of the message before it."""
+        try:
+            prompt = self.template.render(self.marked[:number], self.tools, add_generation_prompt=True).text
+        except TemplateError:
+            return None
+        _, mark, opening = prompt.rpartition(chr(ENDS + before))
+        return None if not mark or MARK.search(opening) else opening
+
+    def _end(self, last: int, leaf: Leaf, following: int | None, end_names: Collection[str]) -> int | None:
+        """Where a reply ends whose last leaf ends at `last`; `following` is where another message's text begins."""
+        special = next((special for special in self.whole.specials if special[0] >= last), None)
+        if special is not None and special[2] in end_names and (following is None or special[1] <= following):
+            return special[1]
+        return None if leaf.is_call else last
+
+
+def _with_marks(message: Mapping[str, Any], number: int, leaves: list[Leaf]) -> dict[str, Any]:
+    """A copy of a message with marks around its texts. Names and ids that templates check stay as they are."""
+
+    def mark(text: str, is_call: bool) -> str:
+        parts = []
+        for piece in [text] if is_call else THOUGHT_TAG.split(text):
+            body = piece.strip()
+            if not body or THOUGHT_TAG.fullmatch(piece):
+                parts.append(piece)
+                continue
+            # Templates strip texts: the marks are inside of the white space.
+            before, _, after = piece.partition(body)
+            count = len(leaves)
+            parts.append(f"{before}{chr(BEGINS + count)}{body}{chr(ENDS + count)}{after}")
+            leaves.append(Leaf(number, is_call))
+        return "".join(parts)
+
+    def mark_all(value: Any) -> Any:
+        if isinstance(value, str):
+            return mark(value, is_call=True)
+        if isinstance(value, Mapping):
+            return {key: mark_all(one) for key, one in value.items()}
+        return [mark_all(one) for one in value] if isinstance(value, list) else value
+
+    copied = dict(message)
+    for name in TEXT_FIELDS:
+        if isinstance(copied.get(name), str):
+            copied[name] = mark(copied[name], is_call=False)
+    if copied.get("tool_calls"):
+        calls = []
+        for call in copied["tool_calls"]:
+            function = dict(call.get("function") or {})
+            marked = {name: mark_all(function[name]) for name in ("name", "arguments") if name in function}
+            calls.append({**call, "function": {**function, **marked}} if function else call)
+        copied["tool_calls"] = calls
+    return copied

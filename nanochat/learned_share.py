@@ -1,0 +1,36 @@
+"""How much of the replies in a data set SFT learns, for its log and for the preview."""
+
+from collections.abc import Sequence
+
+from nanochat.conversation import Rendered
+from nanochat.log import counted, print0, warn
+
+LEARNED_SHARE = 0.9  # of replies and of their tokens; a run that learns less is warned
+
+
+def report_learned(rendered: Sequence[Rendered]) -> None:
+    """Print which share of the replies in some conversations is learned, and of their tokens; warn under 90%.
+
+    The rest is cut off at the context, or a chat template writes it as the model would not.
+    """
+    replies = sum(one.replies for one in rendered)
+    tokens = sum(one.reply_tokens for one in rendered)
+    if not replies or not tokens:
+        return
+    reply_share = 1 - sum(one.unlearned for one in rendered) / replies
+    token_share = sum(one.target_count for one in rendered) / tokens
+    conversations = counted(len(rendered), "conversation")
+    line = f"learned: {reply_share:.1%} of the replies and {token_share:.1%} of their tokens, in {conversations}"
+    if min(reply_share, token_share) >= LEARNED_SHARE:
+        print0(line)
+        return
+    causes = []
+    if any(one.unlearned for one in rendered):
+        causes.append(
+            "the chat template writes the others not as the model would, such as without their thoughts: put a "
+            "chat_template.jinja that marks replies with {% generation %} next to the model's tokenizer.json"
+        )
+    cut = sum(one.cut for one in rendered)
+    if cut:
+        causes.append(f"{counted(cut, 'conversation')} end after --max_seq_len tokens: raise it")
+    warn("; ".join([line, *causes, "python -m scripts.preview shows what is learned"]))

@@ -1,0 +1,212 @@
+"""What is learned where a template does not write a conversation as its prompts: transformers' masks are the oracle.
+
+Each template here has a twin, the same text with {% generation %} marks where its replies are. transformers computes
+the mask of the twin; ours must be the same for the template without marks.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_families import save_family
+
+from nanochat.conversation import Rendered, render
+from nanochat.families.chat_template import ChatTemplate
+from nanochat.families.imported_tokenizer import ImportedTokenizer
+from nanochat.families.reply_spans import learned_spans
+from nanochat.learned_share import report_learned
+from nanochat.tokenizer import Tokenizer
+
+transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+
+MARKS = ("{% generation %}", "{% endgeneration %}")
+
+# An empty thought is in the last reply only, so the turn of an earlier one, or of a call, is not how the whole begins.
+EMPTY_THOUGHT = """{%- if tools %}{{ '<|im_start|>system\\n' + (tools | tojson) + '<|im_end|>\\n' }}{% endif %}
+{%- for m in messages %}
+{{- '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\\n' }}
+{%- if m.role == 'assistant' %}[
+{%- if loop.last %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}
+{{- m.content.split('</think>')[-1].lstrip('\\n') }}
+{%- for call in m.tool_calls or [] %}
+{{- '<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>' }}]
+{%- else %}{{ m.content + '<|im_end|>' }}
+{%- endif %}{{ '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
+# The system message is in the question that ends the conversation, so only a prompt has it.
+LATE_SYSTEM = """{{ bos_token }}
+{%- set system = messages[0].content + '\\n\\n' if messages[0].role == 'system' else '' %}
+{%- for m in messages %}
+{%- if m.role == 'user' or m.role == 'tool' %}
+{{- '[INST] ' + (system if loop.last else '') + m.content + ' [/INST]' }}
+{%- elif m.role == 'assistant' %}[
+{{- ' ' + m.content }}
+{%- for call in m.tool_calls or [] %}{{ ' CALL ' + (call.function | tojson) }}{% endfor %}
+{{- eos_token }}]
+{%- endif %}
+{%- endfor %}"""
+
+# The prompt opens a thought, and replies lose theirs.
+OPENED_THOUGHT = """{%- for m in messages %}
+{%- if m.role == 'assistant' %}{{ '<|vision_start|>' }}[
+{{- m.content.split('</think>')[-1] + '<|im_end|>' }}]
+{%- else %}{{ '<|im_start|>' + m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|vision_start|><think>\\n' }}{% endif %}"""
+
+TEMPLATES = {
+    "empty thought": ("qwen3", EMPTY_THOUGHT),
+    "late system": ("metaspace", LATE_SYSTEM),
+    "opened thought": ("qwen3", OPENED_THOUGHT),
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def folder_of(folder: Path, name: str, marks: tuple[str, str]) -> Path:
+    family, source = TEMPLATES[name]
+    source = source.replace("assistant' %}[\n", f"assistant' %}}{marks[0]}").replace(
+        "start|>' }}[\n", f"start|>' }}}}{marks[0]}"
+    )
+    source = source.replace(" }}]", f" }}}}{marks[1]}")
+    assert (MARKS[0] in source and MARKS[1] in source) == bool(marks[0]) and "[\n" not in source
+    return save_family(folder, family, chat_template=source)
+
+
+def tokenizer_of(name: str, folder: Path) -> ImportedTokenizer:
+    tokenizer = Tokenizer.load(folder_of(folder / "plain", name, ("", "")))
+    assert isinstance(tokenizer, ImportedTokenizer)
+    return tokenizer
+
+
+def a_call(source: random.Random) -> dict[str, Any]:
+    arguments = {"city": source.choice(["Paris", "从前", "the boat"]), "days": source.randrange(9), "unit": ""}
+    return {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+
+
+def conversation(source: random.Random, calls: bool) -> list[dict[str, Any]]:
+    def text(of: str) -> str:
+        return f"{of} {source.randrange(1000)} " + source.choice(["the sail.", "从前", "hello\nuser", "x"])
+
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text("Be")}] if source.random() < 0.5 else []
+    for _ in range(source.randrange(1, 4)):
+        messages.append({"role": "user", "content": text("why")})
+        if calls and source.random() < 0.6:
+            said = text("look") if source.random() < 0.5 else ""
+            messages.append({"role": "assistant", "content": said, "tool_calls": [a_call(source)]})
+            messages.append({"role": "tool", "content": text("sun")})
+        messages.append({"role": "assistant", "content": text("so")})
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    [
+        ("empty thought", False),
+        ("empty thought", True),
+        ("late system", False),
+        ("late system", True),
+        ("opened thought", False),
+    ],
+)
+def test_the_mask_is_the_one_of_transformers(tmp_path, name, calls):
+    tokenizer = tokenizer_of(name, tmp_path)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder_of(tmp_path / "twin", name, MARKS))
+    source = random.Random(7)
+    lengths = set()
+    for _ in range(60):
+        messages = conversation(source, calls)
+        tools = TOOLS if calls and name == "empty thought" else None
+        theirs = oracle.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+        rendered = render(tokenizer, messages, tools=tools)
+        assert tokenizer.decode(rendered.ids) == oracle.decode(theirs["input_ids"])
+        expected = [token for token, one in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if one]
+        learned = [token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one]
+        assert tokenizer.decode(learned) == oracle.decode(expected)
+        if rendered.ids == theirs["input_ids"]:
+            assert rendered.mask == theirs["assistant_masks"]
+        replies = sum(one["role"] == "assistant" for one in messages)
+        assert (rendered.replies, rendered.unlearned) == (replies, 0)
+        assert rendered.reply_tokens == rendered.target_count
+        lengths.add(replies)
+    assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("name", ["empty thought", "opened thought"])
+def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, name, capsys):
+    """It would teach to reply without them. Only a template with marks decides otherwise."""
+    tokenizer = tokenizer_of(name, tmp_path)
+    messages = [
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "<think>\nso many words\n</think>\n\nso"},
+        {"role": "user", "content": "and"},
+        {"role": "assistant", "content": "then"},
+    ]
+    rendered = render(tokenizer, messages)
+    learned = [token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one]
+    thought = "<think>\n\n</think>\n\n" if name == "empty thought" else ""
+    assert tokenizer.decode(learned) == f"{thought}then<|im_end|>"
+    assert (rendered.replies, rendered.unlearned) == (2, 1)
+    report_learned([rendered])
+    err = capsys.readouterr().err
+    share = rendered.target_count / rendered.reply_tokens
+    assert share < 0.9
+    assert err.startswith(
+        f"warning: learned: 50.0% of the replies and {share:.1%} of their tokens, in 1 conversation; "
+    )
+    assert "{% generation %}" in err and "scripts.preview" in err and err.count("\n") == 1
+
+
+def test_the_share_that_is_learned_is_printed(capsys):
+    report_learned([Rendered([1] * 20, [0] * 10 + [1] * 10, replies=1, reply_tokens=10)] * 3)
+    out = capsys.readouterr()
+    assert out.out == "learned: 100.0% of the replies and 100.0% of their tokens, in 3 conversations\n" and not out.err
+    report_learned([Rendered([1] * 20, [0] * 15 + [1] * 5, cut=True, replies=1, reply_tokens=10)])
+    err = capsys.readouterr().err
+    assert "100.0% of the replies and 50.0% of their tokens" in err and "--max_seq_len" in err and "template" not in err
+    report_learned([Rendered([1], [0])])
+    assert capsys.readouterr() == ("", "")
+
+
+# How a template writes a message: its text is in several places, or in another turn, or depends on what marks change.
+ODD = {
+    "twice": "{{ m.role + ': ' + m.content + (m.content if m.role == 'assistant' else '') + '<e>' }}",
+    "quoted": "{{ m.role + ': ' + ('' if loop.first else '(' + loop.previtem.content + ')') + m.content + '<e>' }}",
+    "mixed": "{{ m.role + ': ' + m.content[:3] + messages[0].content + m.content[3:] + '<e>' }}",
+    "length": "{{ m.role + ': ' + m.content + (m.content | length | string) + '<e>' }}",
+    "hidden": "{{ m.role + ': ' + (m.content if m.role == 'user' else '') + '<e>' }}",
+    "no end": "{{ m.role + ': ' + m.content + '\\n' }}",
+    "one end": "{{ m.role + ': ' + m.content + '\\n' + ('<e>' if loop.last else '') }}",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_not_the_assistants_is_never_learned(name):
+    """The prompt always differs from the whole, so that places decide."""
+    turns = "{% for m in messages %}" + ODD[name] + "{% endfor %}"
+    source = (
+        "{{ '#' if add_generation_prompt else '' }}" + turns + "{{ 'assistant: ' if add_generation_prompt else '<b>' }}"
+    )
+    template = ChatTemplate({"default": source}, {}, ["<e>", "<b>"])
+    messages = [
+        {"role": "user", "content": "question one"},
+        {"role": "assistant", "content": "Reply One"},
+        {"role": "user", "content": "question two"},
+        {"role": "assistant", "content": "Reply Two"},
+    ]
+    whole = template.render(messages)
+    spans = learned_spans(template, whole, messages, None, ["<e>"])
+    expected: dict[str, list[str | None]] = {
+        "twice": [None, None],
+        "quoted": [None, "Reply Two<e>"],  # the first one is in the next turn, too
+        "mixed": [None, None],
+        "length": [None, None],  # the number would be another one
+        "hidden": [None, None],
+        "no end": ["Reply One", "Reply Two"],
+        "one end": ["Reply One", "Reply Two\n<e>"],
+    }
+    assert [whole.text[span[0] : span[1]] if span else None for span in spans] == expected[name]
