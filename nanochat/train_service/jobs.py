@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ def is_name(name: str) -> bool:
 class Limits:
     """The limits of one server."""
 
-    queue: int = 1024  # requests that wait
+    queue: int = 1024  # requests of one owner that wait
     slots: int = 16  # sequences sampled at once
     batch_tokens: int = 8192  # tokens of a micro-batch
     models: int = 8  # in memory at once
@@ -43,10 +43,62 @@ class Job:
     """A request in the queue."""
 
     id: str
+    owner: str
     run: Callable[[], bytes] | None = None  # None: it has run, or is a sample
     result: "Future[bytes]" = field(default_factory=_started_future)
     sampler: Path | None = None  # the weights of a sample; samples of the same weights run together
     sample: SampleJob | None = None
+
+
+class Queue:
+    """Requests that wait. Owners take turns; each owner's requests come in the order of their arrival."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[Job]] = {}  # the owner whose turn is next is in front
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def count(self, owner: str) -> int:
+        return len(self._of.get(owner, ()))
+
+    def append(self, job: Job) -> None:
+        self._of.setdefault(job.owner, []).append(job)
+
+    def remove(self, job: Job) -> bool:
+        """Whether it was waiting."""
+        jobs = self._of.get(job.owner, [])
+        if job not in jobs:
+            return False
+        jobs.remove(job)
+        return True
+
+    def take(self, may_sample: Callable[[str], bool]) -> list[Job]:
+        """The first request of the next owner. Of a sample, all of the owner's samples of the same weights.
+
+        Samples of an owner that may not start to sample now are passed over.
+        """
+        for owner in list(self._of):
+            jobs = self._of.pop(owner)
+            ready = [job for job in jobs if job.sample is None or may_sample(owner)]
+            taken = ready[:1]
+            if taken and taken[0].sample is not None:
+                taken = [job for job in ready if job.sample is not None and job.sampler == taken[0].sampler]
+            ids = {id(job) for job in taken}
+            left = [job for job in jobs if id(job) not in ids]
+            if left:
+                self._of[owner] = left  # at the end: the others come first
+            if taken:
+                return taken
+        return []
+
+
+@dataclass(eq=False)
+class Sampling:
+    """Samples of one owner and the same weights that are being decoded, a slice of time each turn."""
+
+    jobs: list[Job]
+    slices: "Iterator[list[bytes]] | None" = None  # the last one has the results; None: it has not begun
 
 
 @dataclass(eq=False)
@@ -81,9 +133,13 @@ def created(model: Model) -> bytes:
 
 
 def finished(request_id: str, content: bytes) -> Job:
-    job = Job(request_id)
+    """A request whose result is known."""
+    job = Job(request_id, "")
     job.result.set_result(content)
     return job
+
+
+FAILED = b'{"error"'  # begins the result of a request that failed
 
 
 def failure(error: Exception) -> bytes:

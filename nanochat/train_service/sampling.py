@@ -5,8 +5,9 @@ and the losses of RL compare the two.
 """
 
 import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -21,11 +22,12 @@ from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
 from nanochat.train_service.wire import MASKED_LOGPROB, Likeliest, Sampled, write_samples
 
+SLICE_SECONDS = 0.5  # samples are decoded for so long before the requests of others have their turn
 SCORED_AT_ONCE = 256  # tokens of a prompt whose logits are in memory at once
 NOT_FINITE = "sample: these weights give logits that are not finite; load weights of an earlier step"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SampleJob:
     """The parameters of one request."""
 
@@ -39,6 +41,7 @@ class SampleJob:
     prompt_logprobs: bool = False
     prompt_topk: int = 0
     prompt_last: int = 0  # score only the last tokens of the prompt; 0: all
+    is_cancelled: bool = False  # set at any time, by another thread
 
 
 def make_engine(model: GPT, tokenizer: Tokenizer, device: Device) -> Engine:
@@ -59,9 +62,13 @@ class _Sample:
     is_stopped: bool = False
 
 
-def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> list[bytes]:
-    """The results of all jobs, in the form of the wire."""
-    # Every sample is a row of the decoder. Samples of one prompt are neighbours, so its tokens are read once.
+def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[list[bytes]]:
+    """The results of all jobs, in the form of the wire, with pauses.
+
+    Yields an empty list every SLICE_SECONDS, when others may use the device, and the results at last. A job that is
+    cancelled meanwhile ends at the next pause, with the tokens that it has.
+    """
+    # Every sample is a row of the decoder. Samples of one prompt are neighbours, so that its tokens are read once.
     waiting: deque[Row] = deque()
     samples: list[_Sample] = []
     for job in jobs:
@@ -75,12 +82,18 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> list[bytes]
     if waiting:
         capacity = max(len(row.prompt) + row.max_tokens for row in waiting)
         decoder = Slots(engine, min(slots, len(waiting)), min(capacity, engine.model.config.sequence_len))
+        pause = time.monotonic() + SLICE_SECONDS
         while waiting or decoder.rows:
             free = decoder.size - len(decoder.rows)
             if waiting and (not decoder.rows or free >= max(1, decoder.size // 4)):
                 decoder.fill([waiting.popleft() for _ in range(min(free, len(waiting)))])
             new_tokens = decoder.decode(topk)
             decoder.release({new.row for new in new_tokens if _take(samples[new.row.number], new, engine.tokenizer)})
+            if time.monotonic() >= pause:
+                yield []
+                pause = time.monotonic() + SLICE_SECONDS
+                waiting = deque(row for row in waiting if not samples[row.number].job.is_cancelled)
+                decoder.release({row for row in decoder.rows if samples[row.number].job.is_cancelled})
 
     # Each job's samples, and the requested data about its prompt.
     results = []
@@ -90,10 +103,11 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> list[bytes]
         first += job.num_samples
         logprobs = None
         likeliest = None
-        if job.prompt_logprobs or job.prompt_topk:
+        if (job.prompt_logprobs or job.prompt_topk) and not job.is_cancelled:
+            yield []
             logprobs, likeliest = score_prompt(engine.model, job)
         results.append(write_samples([_finished(one, topk) for one in own], logprobs, likeliest))
-    return results
+    yield results
 
 
 def _take(sample: _Sample, new: NewToken, tokenizer: Tokenizer) -> bool:

@@ -2,8 +2,8 @@
 
     a route             checks a request, and calls `Service.submit` or `Service.sample` on a separate thread
     RequestLog          the request is on the disk
-    the queue           a model's requests in the order of their numbers, models in the order of arrival
-    the worker          runs them one at a time; samples of one model together
+    the queue           a model's requests in the order of their numbers, an owner's in the order of arrival
+    the worker          runs them one at a time, the owners in turn; samples of the same weights together, in slices
     Promise             the result, which the client fetches by the request's id
 
 One lock guards everything except running requests. The text of users is never logged.
@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,14 +32,27 @@ from nanochat.serve.scheduler import log_place
 from nanochat.serve.schema import ApiError
 from nanochat.serve.state import EXIT_SECONDS
 from nanochat.train_service import wire
-from nanochat.train_service.jobs import Job, Limits, Model, as_json, created, failure, finished, is_name
+from nanochat.train_service.jobs import (
+    FAILED,
+    Job,
+    Limits,
+    Model,
+    Queue,
+    Sampling,
+    as_json,
+    created,
+    failure,
+    finished,
+    is_name,
+)
 from nanochat.train_service.log import REFUSED, DamagedLog, Entry, RequestLog, read_record, write_record
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
 
-KEPT_RESULTS = 5_000  # finished requests whose results can still be fetched
-KEPT_BYTES = 1 << 28  # the total size of these results
-LOG_FACTOR = 16  # a snapshot also follows after this many requests per step of `snapshot_steps`
+KEPT_RESULTS = 5_000  # finished requests of a model, or of a session's samplers, whose results can still be fetched,
+KEPT_BYTES = 1 << 26  # and how large these are together
+MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
+LOG_FACTOR = 16  # a snapshot also comes after this many requests for each step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
 KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
@@ -58,9 +71,10 @@ class Service:
         self.folder = folder
         self.lock = threading.Lock()
         self.wake = threading.Condition(self.lock)
-        self.queue: deque[Job] = deque()
-        self.promises: OrderedDict[str, Job] = OrderedDict()
-        self.kept_bytes = 0  # size of the kept results
+        self.queue = Queue()
+        self.sampling: deque[Sampling] = deque()  # only the worker touches it
+        self.promises: dict[str, Job] = {}
+        self.kept: dict[str, dict[str, int]] = {}  # by model or session: finished requests and their results' bytes
         self.models: dict[str, Model] = {}
         self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
         self.closing = False
@@ -141,9 +155,9 @@ class Service:
         model.done = model.log.covered
         model.next = model.done + 1
         for number, content in model.log.results().items():
-            self._keep(finished(f"{model.id}:{number}", content))
+            self._finish(self._keep(Job(f"{model.id}:{number}", model.owner)), content)
         if not model.done:
-            self._keep(finished(f"{model.id}:0", created(model)))
+            self._finish(self._keep(Job(f"{model.id}:0", model.owner)), created(model))
         entries, damage = model.log.entries()  # the snapshot is read, and checked, when it is needed
         for entry in entries:
             self._park(model, entry)
@@ -176,7 +190,7 @@ class Service:
         model_id = f"{session}:train:{number}"
         with self.lock:
             if model_id not in self.models:
-                self._require_room()
+                self._require_room(owner)
                 facts = {"owner": owner, "created": time.time(), "metadata": metadata, "trained": asdict(settings)}
                 facts["load"] = load
                 folder = self.folder / "models" / model_id
@@ -191,7 +205,7 @@ class Service:
                     write_record(folder / "model.json", facts)
                     storage.flush(folder.parent)
                 self.models[model_id] = model
-                self._enqueue(Job(f"{model_id}:0", lambda: self._create(model)))
+                self._enqueue(Job(f"{model_id}:0", owner, lambda: self._create(model)))
         return f"{model_id}:0"
 
     def _create(self, model: Model) -> bytes:
@@ -228,7 +242,7 @@ class Service:
             if number < model.next or number in model.parked:
                 return request_id
             # The one that others wait for has room as long as the queue itself has.
-            self._require_room(len(model.parked) if number != model.next else 0)
+            self._require_room(owner, len(model.parked) if number != model.next else 0)
             entry = Entry(number, kind, content, is_early=number != model.next)
             with _full_disk():
                 model.log.append(entry)
@@ -242,16 +256,16 @@ class Service:
             self.submit(owner, model_id, number, REFUSED, b"")
 
     def _park(self, model: Model, entry: Entry) -> None:
-        """Queue a request when all earlier requests are queued."""
-        job = Job(f"{model.id}:{entry.number}", lambda: self._run(model, entry))
+        """Queue a request once all requests before it are queued."""
+        job = Job(f"{model.id}:{entry.number}", model.owner, lambda: self._run(model, entry))
         self._keep(job)
         model.parked[entry.number] = job
         while model.next in model.parked:
             self._enqueue(model.parked.pop(model.next))
             model.next += 1
 
-    def _require_room(self, parked: int = 0) -> None:
-        if len(self.queue) + parked >= self.limits.queue:
+    def _require_room(self, owner: str, parked: int = 0) -> None:
+        if self.queue.count(owner) + parked >= self.limits.queue:
             message = f"{self.limits.queue} requests wait already: try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
@@ -260,30 +274,43 @@ class Service:
         self.queue.append(job)
         self.wake.notify()
 
-    def _keep(self, job: Job) -> None:
-        """Keep a promise, and drop the oldest kept ones."""
+    def _keep(self, job: Job) -> Job:
         self.promises[job.id] = job
-        while len(self.promises) > KEPT_RESULTS or self.kept_bytes > KEPT_BYTES:
-            oldest = next(iter(self.promises.values()))
-            if not oldest.result.done():
-                break
-            self.kept_bytes -= len(oldest.result.result())
-            self.promises.pop(oldest.id)
+        return job
 
     def _settle(self, job: Job, result: bytes) -> None:
+        with self.lock:
+            self._finish(job, result)
+
+    def _finish(self, job: Job, result: bytes) -> None:
+        """Keep a result, and let the oldest ones of the same model go. The traffic of others changes nothing here."""
+        if job.result.done():  # it was cancelled
+            return
         job.run = None  # with the body of the request
-        self.kept_bytes += len(result)
         job.result.set_result(result)
+        kept = self.kept.setdefault(_group_of(job.id), {})
+        kept[job.id] = len(result)
+        while len(kept) > 1 and (len(kept) > KEPT_RESULTS or sum(kept.values()) > KEPT_BYTES):
+            oldest = next(iter(kept))
+            kept.pop(oldest)
+            self.promises.pop(oldest, None)
 
     def promise(self, owner: str, request_id: str) -> Job:
         """Raises ApiError: 410 for a promise that this server does not know (any more): the client asks again."""
         job = self.promises.get(request_id)
-        model = self.models.get(request_id.rpartition(":")[0])
-        if job is None and model is not None and model.owner == owner and model.stopped:
-            return finished(request_id, failure(UserError(model.stopped)))
-        if job is None or not self._owns(owner, request_id):
-            raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
-        return job
+        if job is not None and self._owns(owner, request_id):
+            return job
+        model_id, _, number = request_id.rpartition(":")
+        model = self.models.get(model_id)
+        if model is not None and model.owner == owner and number.isdecimal() and len(number) < 10:
+            if int(number) == 0 and not model.stopped:
+                return finished(request_id, created(model))
+            if int(number) <= model.done:  # if the client sent it again, it would wait without end
+                message = f"request {number} was carried out, and its result is no longer kept: continue with the next"
+                return finished(request_id, failure(UserError(message)))
+            if model.stopped:
+                return finished(request_id, failure(UserError(model.stopped)))
+        raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
 
     def _owns(self, owner: str, request_id: str) -> bool:
         return self.sessions.get(request_id.partition(":")[0], {}).get("owner") == owner
@@ -346,55 +373,65 @@ class Service:
         request_id = f"{sampler}:{number}"
         with self.lock:
             if request_id not in self.promises:
-                self._require_room()
-                self._enqueue(Job(request_id, sampler=weights, sample=job))
+                self._require_room(owner)
+                self._enqueue(Job(request_id, owner, sampler=weights, sample=job))
         return request_id
 
     def cancel(self, owner: str, request_id: str) -> None:
-        """Drop a waiting sample."""
+        """End a sample that waits, or at its next pause one that is being decoded."""
         with self.lock:
             job = self.promises.get(request_id)
-            if job in self.queue and job.sample is not None and self._owns(owner, request_id):
+            if job is not None and job.sample is not None and self._owns(owner, request_id):
+                job.sample.is_cancelled = True
                 self.queue.remove(job)
-                self.promises.pop(request_id)
+                self._finish(job, failure(UserError("the sample was cancelled")))
 
     # ------------------------------------------------------------------ the worker
 
     def _work(self) -> None:
         while True:
             with self.lock:
-                while not self.queue and not self.closing:
+                while not self.queue and not self.sampling and not self.closing:
                     self.wake.wait()
                 if self.closing:
                     return
-                jobs = [self.queue.popleft()]
-                first = jobs[0]
-                if first.sample is not None:
-                    # Samples of the same weights are decoded together, even if other requests came between them.
-                    alike = [job for job in self.queue if job.sample is not None and job.sampler == first.sampler]
-                    jobs += alike
-                    self.queue = deque(job for job in self.queue if job not in alike)
-            if first.run is None:
-                self._sample(jobs)
-                continue
-            try:
-                result = first.run()
-            except Exception as error:  # any kind: this thread serves all clients
-                result = failure(error)
-            self._settle(first, result)
+                jobs = self.queue.take(self._may_sample)
+            if jobs and jobs[0].run is None:
+                self.sampling.append(Sampling(jobs))
+            elif jobs:
+                (job,) = jobs
+                assert job.run is not None
+                try:
+                    result = job.run()
+                except Exception as error:  # any kind: this thread serves all clients
+                    result = failure(error)
+                self._settle(job, result)
+            if self.sampling:
+                self._sample_on(self.sampling.popleft())
 
-    def _sample(self, jobs: Sequence[Job]) -> None:
-        """Decode samples of the same weights together."""
-        wanted = [job.sample for job in jobs if job.sample is not None]
+    def _may_sample(self, owner: str) -> bool:
+        """One set of samples of an owner at a time: a second one would take the device from the others."""
+        return len(self.sampling) < MAX_SAMPLING and all(one.jobs[0].owner != owner for one in self.sampling)
+
+    def _sample_on(self, sampling: Sampling) -> None:
+        """Decode samples of the same weights together for one slice of time."""
+        jobs = [job for job in sampling.jobs if not job.result.done()]
+        if not jobs:  # all are cancelled
+            return
+        wanted = [job.sample for job in sampling.jobs if job.sample is not None]
         try:
-            results = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
-        except Exception as error:  # any kind: it must not end this thread or another client's request
+            if sampling.slices is None:
+                sampling.slices = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
+            results = next(sampling.slices)
+        except Exception as error:  # any kind: it must end neither this thread nor a request of someone else
             if len(jobs) > 1:
-                for job in jobs:
-                    self._sample([job])
+                self.sampling.extend(Sampling([job]) for job in jobs)
                 return
-            results = [failure(error)]
-        for job, result in zip(jobs, results, strict=True):
+            self._settle(jobs[0], failure(error))
+            return
+        if not results:
+            self.sampling.append(sampling)
+        for job, result in zip(sampling.jobs, results, strict=False):
             self._settle(job, result)
 
     def _engine(self, weights: Path | None) -> Engine:
@@ -423,13 +460,37 @@ class Service:
                 self._load(model, live, 0, model.facts["load"])
             model.live = live  # only now: without its checkpoint it would be another model
             model.saved_steps = live.steps
+            self._repeat(model)
         return model.live
 
+    def _repeat(self, model: Model) -> None:
+        """Run what has run since the snapshot again: the model left the memory without a new one."""
+        entries, damage = model.log.entries()
+        try:
+            for entry in entries:
+                if entry.number <= model.done and not entry.kind.startswith("save_weights"):
+                    try:
+                        self._compute(model, entry)
+                    except Exception:
+                        if not model.results.get(entry.number, b"").startswith(FAILED):  # what failed fails again
+                            raise
+            if damage and model.done > max((entry.number for entry in entries), default=model.log.covered):
+                raise DamagedLog(damage)
+        except BaseException:
+            model.live = None
+            raise
+
     def _make_room(self) -> None:
-        """Write unused models to the disk, the longest unused first."""
-        in_memory = [model for model in self.models.values() if model.live is not None]
-        for model in sorted(in_memory, key=lambda one: one.used)[: max(0, len(in_memory) + 1 - self.limits.models)]:
-            if self._snapshot(model):
+        """Let models go that are not in use, the longest unused first; those with pending gradients last.
+
+        Gradients are in no snapshot: such a model runs its log again when it is needed.
+        """
+        in_memory = [(one.live.has_gradients, one.used, one) for one in self.models.values() if one.live is not None]
+        in_memory.sort(key=lambda entry: entry[:2])
+        for _, _, model in in_memory[: max(0, len(in_memory) + 1 - self.limits.models)]:
+            self._snapshot(model)
+            assert model.live is not None
+            if not model.live.lost_gradients:  # what has failed might not fail again
                 model.live = None
 
     def _run(self, model: Model, entry: Entry) -> bytes:
@@ -570,6 +631,12 @@ class Service:
             if content.get("owner") == owner:
                 return content
         raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+
+
+def _group_of(request_id: str) -> str:
+    """The model of a request; for samples their session, which may have thousands of samplers."""
+    before, _, _ = request_id.rpartition(":")
+    return before.rpartition(":")[0] if ":sample:" in before else before
 
 
 def _iso(seconds: float) -> str:

@@ -41,17 +41,18 @@ def batch(model_id: str, number: int, shift: int = 0) -> bytes:
 class Client:
     """One owner's session and one model; requests are numbered as the tinker client numbers them."""
 
-    def __init__(self, service: Service, model_number: int = 0, load: dict[str, Any] | None = None):
+    def __init__(self, service: Service, model_number: int = 0, load: dict[str, Any] | None = None, owner: str = OWNER):
         self.service = service
-        self.session = service.create_session(OWNER, None)
-        created = service.create_model(OWNER, self.session, model_number, Trained(2, seed=7), None, load)
+        self.owner = owner
+        self.session = service.create_session(owner, None)
+        created = service.create_model(owner, self.session, model_number, Trained(2, seed=7), None, load)
         self.model_id = created.removesuffix(":0")
         self.number = 0
         assert "error" not in self.result(0)
 
     def result(self, number: int) -> dict[str, Any]:
         """A result, {} for one in the form of the wire."""
-        content = self.service.promise(OWNER, f"{self.model_id}:{number}").result.result(30)
+        content = self.service.promise(self.owner, f"{self.model_id}:{number}").result.result(30)
         return json.loads(content) if content.startswith(b"{") else {}
 
     def submit(self, kind: str, **body: Any) -> int:
@@ -59,7 +60,7 @@ class Client:
         content = json.dumps(body).encode()
         if kind == "forward_backward":
             content = batch(self.model_id, self.number, **body)
-        self.service.submit(OWNER, self.model_id, self.number, kind, content)
+        self.service.submit(self.owner, self.model_id, self.number, kind, content)
         return self.number
 
     def run(self, kind: str, **body: Any) -> dict[str, Any]:

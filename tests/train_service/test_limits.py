@@ -15,13 +15,18 @@ from typing import Any
 
 import httpx
 import pytest
-from test_durability import batch
+from test_durability import ADAM, OWNER, Client, assert_same, batch
 from test_train_service import NAME, serving, tinker, train
 
 from nanochat import storage
 from nanochat.cli import UserError
+from nanochat.engine import Slots
+from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError, read_body
-from nanochat.train_service import bodies, wire
+from nanochat.train_service import bodies, sampling, wire
+from nanochat.train_service import service as service_module
+from nanochat.train_service.jobs import Job, Queue
+from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.service import Limits, Service
 from nanochat.train_service.tenants import Base
 
@@ -181,6 +186,122 @@ def test_nothing_waits_for_the_disk_on_the_event_loop(service, monkeypatch):
         tinker.RestClient(base_url=address, api_key="tml-any").delete_checkpoint_from_tinker_path(path).result()
     # The client's own loop is in this process too: it reads JSON, and touches no file.
     assert not set(on_loop) - {"loads"}
+
+
+# ---------------------------------------------------------------------- several owners
+
+
+def test_owners_take_turns():
+    queue = Queue()
+    weights = [Path("x"), Path("y")]
+    some = SampleJob([5], 1, 4, SamplingParams(), frozenset())
+    jobs = [Job(f"a{number}", "alice", lambda: b"") for number in range(3)]
+    jobs += [Job(f"s{number}", "alice", sampler=weights[number % 2], sample=some) for number in range(4)]
+    jobs += [
+        Job("b0", "bob", lambda: b""),
+        Job("b1", "bob", lambda: b""),
+        Job("c0", "carol", sampler=None, sample=some),
+    ]
+    for job in jobs:
+        queue.append(job)
+    assert len(queue) == 10 and queue.count("alice") == 7
+    order = []
+    while taken := queue.take(lambda owner: owner == "alice"):
+        order.append(" ".join(job.id for job in taken))
+    assert order == ["a0", "b0", "a1", "b1", "a2", "s0 s2", "s1 s3"]
+    assert [job.id for job in queue.take(lambda owner: True)] == ["c0"] and len(queue) == 0
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token takes a hundredth of a second, and slices are short."""
+    decode = Slots.decode
+
+    def slow_decode(self: Slots, topk: int = 0) -> Any:
+        time.sleep(0.01)
+        return decode(self, topk)
+
+    monkeypatch.setattr(Slots, "decode", slow_decode)
+    monkeypatch.setattr(sampling, "SLICE_SECONDS", 0.02)
+
+
+def test_a_long_sample_holds_up_no_one_else_and_can_be_cancelled(service, slow):
+    alice, bob = Client(service), Client(service, owner="bob")
+    sampler = service.create_sampler(OWNER, alice.session, 1, None)
+    jobs = [SampleJob([5, 6], 1024, 50, SamplingParams(seed=number), frozenset()) for number in range(3)]
+    running = [service.sample(OWNER, sampler, number, job) for number, job in enumerate(jobs)]
+    while not service.sampling:
+        time.sleep(0.001)
+    bob.train()
+    results = [service.promises[one].result for one in running]
+    assert not any(result.done() for result in results)
+    mine = service.create_sampler("bob", bob.session, 1, None)
+    short = service.sample("bob", mine, 0, SampleJob([5, 6], 2, 3, SamplingParams(), frozenset()))
+    assert not service.promise("bob", short).result.result(30).startswith(b"{")
+    assert not any(result.done() for result in results)
+    # One key cannot cancel the samples of another. The owner's are over at once.
+    service.cancel("bob", running[0])
+    assert not results[0].done()
+    for one in running:
+        service.cancel(OWNER, one)
+        assert b"cancelled" in service.promise(OWNER, one).result.result(0)
+    alice.train()
+    while service.sampling:
+        time.sleep(0.001)
+    assert sum(job.num_samples for job in jobs) == 3072
+
+
+def test_a_sample_in_slices_is_the_sample(service, monkeypatch):
+    client = Client(service)
+    sampler = service.create_sampler(OWNER, client.session, 1, None)
+    results = []
+    for number, seconds in enumerate((1000.0, 0.0)):
+        monkeypatch.setattr(sampling, "SLICE_SECONDS", seconds)
+        job = SampleJob([5, 6], 20, 9, SamplingParams(seed=3), frozenset({7}), prompt_logprobs=True, topk=2)
+        results.append(service.promise(OWNER, service.sample(OWNER, sampler, number, job)).result.result(30))
+    assert results[0] == results[1] and not results[0].startswith(b"{")
+
+
+def test_results_go_by_model_and_one_that_is_gone_is_answered(service, monkeypatch):
+    monkeypatch.setattr(service_module, "KEPT_RESULTS", 3)
+    alice, bob = Client(service), Client(service, owner="bob")
+    bob.train()
+    service.submit(OWNER, alice.model_id, 100, "forward_backward", batch(alice.model_id, 100))  # waits for its turn
+    for _ in range(4):
+        alice.train()
+    assert "error" not in bob.result(0) and "error" not in bob.result(2)
+    assert "error" not in alice.result(8) and "error" not in alice.result(0)
+    gone = alice.result(2)
+    assert gone["category"] == "user" and "request 2 was carried out" in gone["error"]
+    assert not service.promise(OWNER, f"{alice.model_id}:100").result.done()
+    with pytest.raises(ApiError) as unknown:
+        service.promise(OWNER, f"{alice.model_id}:50")
+    assert unknown.value.status_code == 410
+    with pytest.raises(ApiError):
+        service.promise("bob", f"{alice.model_id}:2")
+    assert len(service.kept[alice.model_id]) == 3
+
+
+def test_models_in_memory_are_bounded_also_between_gradients_and_a_step(base, tmp_path, service):
+    limited = Service(base, tmp_path / "limited", NAME, Limits(models=1))
+    few, many = ([Client(one) for _ in range(3)] for one in (limited, service))
+    for clients in (few, many):
+        for place, client in enumerate(clients):
+            client.train(shift=place)
+            client.submit("forward_backward", shift=place + 4)
+            assert "checkpoint" not in client.save("x").get("error", "")
+        for client in clients:
+            client.result(client.submit("forward_backward", shift=9))
+            assert sum(model.live is not None for model in limited.models.values()) <= 1
+        for client in clients:
+            assert "error" not in client.run("optim_step", **ADAM)
+            client.final = client.weights()
+    for left, right in zip(few, many, strict=True):
+        assert_same(left.final, right.final)
+    limited.close()
+
+
+# ---------------------------------------------------------------------- the end of a server
 
 
 WEDGED = """
