@@ -126,9 +126,9 @@ class Meter:
         self.skipped = torch.zeros((), device=device.torch_device)  # since the last line
         self.idle = torch.zeros((), device=device.torch_device)  # likewise
         self.bad_in_a_row = torch.zeros((), device=device.torch_device)
-        self.still_in_a_row = torch.zeros((), device=device.torch_device)
         self.since_good = 0  # steps since the last finite one, as of the last line; three or more end a run
-        self.since_update = 0  # steps since the last one that changed the weights, likewise
+        self.since_update = 0  # steps that changed nothing, in the last lines that had no other steps
+        self.read_step = progress.step  # of the last line
         self.restart()
 
     def restart(self) -> None:
@@ -146,16 +146,14 @@ class Meter:
         # only the next log line reads the count.
         good = (stats.finite > 0) & (self.bad_in_a_row < 3)
         self.bad_in_a_row = (self.bad_in_a_row + 1).masked_fill_(good, 0)
-        self.still_in_a_row = (self.still_in_a_row + 1) * (1 - stats.updated)
         self.progress.step += 1
         self.progress.tokens += tokens
 
     def read(self, stats: "StepStats") -> dict[str, Any]:
         """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token."""
         # The one wait for the device, for all numbers together.
-        counts = (self.skipped, self.idle, self.bad_in_a_row, self.still_in_a_row)
-        numbers = torch.stack((stats.loss, stats.grad_norm, *counts))
-        loss, grad_norm, skipped, idle, bad_in_a_row, still_in_a_row = numbers.tolist()
+        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self.idle, self.bad_in_a_row))
+        loss, grad_norm, skipped, idle, bad_in_a_row = numbers.tolist()
         now = time.perf_counter()
 
         # Speed over all steps since the last line. MFU: the share of the devices' peak that the model's own products
@@ -166,14 +164,17 @@ class Meter:
         if self.token_flops and self.device.peak_flops:
             mfu = self.token_flops * rate / (self.device.peak_flops * self.device.world_size)
 
-        # Start the next line's counts. Counts of steps in a row are kept: such a row may cross a log line.
+        # Start the next line's counts. `bad_in_a_row` is kept: a row of bad steps may cross a log line.
         progress.seconds += now - self.clock
         progress.skipped_steps += int(skipped)
         progress.idle_steps += int(idle)
         self.skipped.zero_()
         self.idle.zero_()
         self.since_good = int(bad_in_a_row)
-        self.since_update = int(still_in_a_row)
+        # Whole lines are exact enough: a count of steps in a row would cost three more launches in every step.
+        steps = progress.step - self.read_step
+        self.since_update = self.since_update + steps if idle + skipped == steps else 0
+        self.read_step = progress.step
         self.restart()
         return {
             "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,
