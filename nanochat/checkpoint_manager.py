@@ -100,18 +100,14 @@ def save(
     # Which part of it this rank writes, and how much all ranks write together. What several ranks hold alike is written
     # once, by the first of them. Rank 0's share is the largest: this sum is never too small.
     share, entries = storage.share_of(state, device.rank)
-    weight_bytes = sum(tensor.nbytes for tensor in trained_parameters(model).values())
-    share_bytes = sum(tensor.nbytes for tensor in share.values())
-    needed_bytes = weight_bytes + share_bytes * device.world_size
+    needed_bytes = _bytes_of(model, share, device)
 
     # Rank 0 makes an empty folder, without the leftovers of a save that was killed; then the others may use it.
     def prepare() -> None:
         with explained_full_disk(folder, needed_bytes):
             folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(unfinished, ignore_errors=True)
-            # Two percent more, for the JSON files and the file system. A full disk is found before anything is written.
-            if needed_bytes * 1.02 > shutil.disk_usage(folder).free:
-                raise OSError(errno.ENOSPC, "too little room for a checkpoint")
+            require_room(folder, needed_bytes)  # a full disk is found before anything is written
             unfinished.mkdir()
 
     decide_on_rank_zero(device, prepare)
@@ -243,6 +239,31 @@ def unfinished_path(final: Path) -> Path:
     return final.with_name(final.name + ".tmp")
 
 
+def bytes_of_checkpoint(model: GPT, optimizer_state: dict[str, Tensor], device: Device) -> int:
+    """What a checkpoint of this model and this optimizer takes, without its small files. Rank 0 knows it."""
+    share, _ = storage.share_of({f"optimizer/{name}": tensor for name, tensor in optimizer_state.items()}, device.rank)
+    return _bytes_of(model, share, device)
+
+
+def _bytes_of(model: GPT, share: dict[str, Tensor], device: Device) -> int:
+    """The bytes of a checkpoint from rank 0's share of the training state."""
+    weight_bytes = sum(tensor.nbytes for tensor in trained_parameters(model).values())
+    return weight_bytes + sum(tensor.nbytes for tensor in share.values()) * device.world_size
+
+
+def require_room(folder: Path, needed_bytes: int) -> None:
+    """Raises UserError: when the disk of a folder, which may be missing yet, has less room than a checkpoint needs."""
+    with explained_full_disk(folder, needed_bytes):
+        # Two percent more, for the JSON files and the file system.
+        if needed_bytes * 1.02 > free_bytes(folder):
+            raise OSError(errno.ENOSPC, "too little room for a checkpoint")
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk of a folder, which may be missing yet, has free."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
 @contextlib.contextmanager
 def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
     """Raises UserError, naming the bytes needed and free, when the disk fills up in the block."""
@@ -251,9 +272,8 @@ def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free_bytes = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
         raise UserError(
-            f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {folder} has {free_bytes:,} free; "
+            f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {folder} has {free_bytes(folder):,} free; "
             "make room, or point NANOCHAT_BASE_DIR elsewhere"
         ) from error
 

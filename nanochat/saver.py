@@ -7,6 +7,7 @@ flags, the source, the tokenizer and the fingerprints of its data have to be the
 import dataclasses
 import datetime
 import json
+import math
 import os
 import platform
 import tempfile
@@ -69,8 +70,32 @@ class Saver:
         self.loader_states: list[dict[str, Tensor]] = []  # one per rank that saved
         if config.resume:
             self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
+        self._require_room(steps)
         self.resumed_step = self.progress.step if self.loader_states else None
         self.saved_step = self.resumed_step  # step of the newest checkpoint
+
+    def _require_room(self, steps: int) -> None:
+        """Raises UserError: when the disk has no room for a checkpoint; warns when it has none for all of them."""
+
+        # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
+        # first save that the disk is too small.
+        def compare() -> None:
+            state = self.optimizer.state_dict()
+            needed_bytes = checkpoint_manager.bytes_of_checkpoint(self.start.model, state, self.start.device)
+            checkpoint_manager.require_room(self.folder, needed_bytes)
+            if self.progress.step or not self.config.save_every:
+                return  # of a resumed run some are there, and older ones make room
+            count = math.ceil(steps / self.config.save_every)
+            if self.config.keep_last:
+                count = min(count, self.config.keep_last + 1)  # an old one is deleted after the new one is saved
+            free_bytes = checkpoint_manager.free_bytes(self.folder)
+            if needed_bytes * count > free_bytes:
+                warn(
+                    f"{count} checkpoints of {needed_bytes:,} bytes will not fit into the {free_bytes:,} free bytes of "
+                    f"{self.folder}: make room, set --keep_last, or raise --save_every"
+                )
+
+        decide_on_rank_zero(self.start.device, compare)
 
     def save(self, loader_state: dict[str, Tensor]) -> Path:
         """Write a checkpoint of the present weights; returns when all ranks have written their part.

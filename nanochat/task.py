@@ -63,7 +63,7 @@ class Task:
 
     name: str
     code: str = ""  # the sha256 of the user's file that defines it
-    labels: bytes | bytearray = b""  # whether each labelled example is good
+    labels: bytes | bytearray = b""  # of each judged example: whether it is good, a hash of its rejected reply
     kind: Kind = "generative"
     baseline: float = 0.0  # accuracy of guessing at random
     has_pairs: bool = True  # whether each reference answer has a worse reply to compare with

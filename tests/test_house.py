@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9145,
-    "mid_train": 10218,
-    "chat_sft": 9837,
-    "chat_dpo": 9934,
-    "chat_rl": 11552,
+    "base_train": 9191,
+    "mid_train": 10264,
+    "chat_sft": 9883,
+    "chat_dpo": 9980,
+    "chat_rl": 11598,
     "chat_cli": 7128,
 }
 

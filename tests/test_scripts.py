@@ -939,6 +939,28 @@ def test_a_full_disk(base, tokenizer, capsys, monkeypatch):
     assert "the disk is full" in err and "10 free" in err
 
 
+def test_a_disk_that_is_too_small_is_named_before_the_first_step(base, tokenizer, capsys, monkeypatch):
+    """With room for one checkpoint of many there is a warning; without room for one, an error."""
+    monkeypatch.setattr("nanochat.train.train_step", lambda *_, **__: pytest.fail("a step was taken"))
+    usage = shutil.disk_usage(base)
+    flags = (*TINY, "--num_iterations=7", "--save_every=2")
+
+    def error_with(free: int, *more: str) -> str:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+        with pytest.raises(BaseException) as caught:
+            call("base_train", *flags, *more)
+        assert isinstance(caught.value, SystemExit if free < 10**6 else pytest.fail.Exception)
+        return capsys.readouterr().err
+
+    error = error_with(5000)
+    (needed,) = re.findall(r"error: the disk is full: a checkpoint needs (\S+) bytes, .* has 5,000 free", error)
+    needed = int(needed.replace(",", ""))
+    assert needed > 10**6 and not (base / "runs").exists()
+    assert f"4 checkpoints of {needed:,} bytes will not fit" in error_with(needed * 3)
+    assert f"2 checkpoints of {needed:,} bytes will not fit" in error_with(int(needed * 1.5), "--keep_last=1")
+    assert "will not fit" not in error_with(needed * 3, "--keep_last=1") + error_with(needed * 5)
+
+
 @pytest.mark.slow
 def test_a_mistake_of_a_real_process(base, tokenizer):
     result = process("scripts.base_train", "--", "--depth=0")

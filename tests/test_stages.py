@@ -954,18 +954,21 @@ def test_resume_keeps_to_its_source(start, capsys):
 
 @pytest.mark.slow
 def test_resume_keeps_to_its_data(start, tmp_path, capsys):
-    """Other rows under the same name would come in another order: some twice, some never. A label that has changed is
-    noticed in any row."""
+    """Other rows under the same name would come in another order: some twice, some never. A label or a rejected reply
+    that has changed is noticed in any row."""
     said = [
         {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "no"}]} for i in range(9)
     ]
     pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(9)]
+    many = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(40)]
+    rewritten = [many[0], {**many[1], "rejected": "never"}, *many[2:]]
     labelled = [{"prompt": f"{i}?", "completion": "no", "label": i % 2 == 0} for i in range(40)]
     relabelled = [labelled[0], {**labelled[1], "label": True}, *labelled[2:]]
     for script, rows, others, flags in (
         ("chat_sft", said, said[::-1], SFT),
         ("mid_train", said, said[::-1], MID),
         ("chat_dpo", pairs, pairs[::-1], DPO),
+        ("chat_dpo", many, rewritten, (*DPO, "--model_tag=many", "--source_tag=d1")),
         ("chat_dpo", labelled, relabelled, (*DPO, "--loss=kto", "--model_tag=kto", "--source_tag=d1")),
     ):
         file = tmp_path / "rows.jsonl"

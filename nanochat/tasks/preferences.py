@@ -16,6 +16,7 @@ A text under "system" or "system_prompt" goes before the prompt. conversations.p
 of a field, and how an unusable row is handled.
 """
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,8 +54,15 @@ class Preferences(Conversations):
     has_pairs = True
     columns = {*Conversations.columns, "chosen", "rejected"}
 
+    def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
+        self.labels = bytearray()
+        return super()._checked(source, bad_records)
+
     def check(self, record: Any) -> bool:
-        self.read(record)
+        # A resumed run must find the rejected replies as they were. An example holds only the chosen one.
+        rejected = repr(pair_of(record).rejected).encode()
+        tools_of(record)
+        self.labels += hashlib.blake2b(rejected, digest_size=8).digest()
         return False
 
     @staticmethod
@@ -80,13 +88,11 @@ class Labelled(Preferences):
         has_label = any(name in LABELS for name in names) and Conversations.is_known(names)
         return has_label or Preferences.is_known(names)
 
-    def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
-        self.labels = bytearray()
-        return super()._checked(source, bad_records)
-
     def check(self, record: Any) -> bool:
         # A resumed run must find every label unchanged: a changed label reverses its gradient.
         self.labels += bytes(is_good for _, is_good in judged_of(record))
+        if Preferences.is_known(record):
+            super().check(record)
         return False
 
     def judged(self, index: int) -> list[tuple[list[Message], bool]]:

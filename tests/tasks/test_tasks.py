@@ -777,6 +777,19 @@ def test_labelled_replies_and_pairs_in_one_file(tmp_path):
     assert "line 1 cannot be used: unknown form" in line and "--loss kto" in line
 
 
+@pytest.mark.parametrize("files", ["pairs", "labelled"])
+def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path, files):
+    """A fingerprint holds the messages of sixteen examples, in which only the chosen reply is."""
+    rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(40)]
+
+    def fingerprint(rows: list[dict]) -> str:
+        path = write(tmp_path / "pairs.jsonl", rows)
+        return open_mixture(str(path), "train", files=files, val_share=0.0).fingerprint()
+
+    known = {fingerprint([*rows[:place], {**rows[place], "rejected": "No."}, *rows[place + 1 :]]) for place in (0, 1)}
+    assert len(known | {fingerprint(rows)}) == 3 and fingerprint(rows) == fingerprint(list(rows))
+
+
 def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):
     (tmp_path / "data").mkdir()
     for split in ("train_gen", "train_prefs", "train_sft", "test_prefs", "test_sft"):
