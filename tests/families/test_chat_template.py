@@ -258,7 +258,7 @@ REFUSED = {
 def test_a_template_that_takes_too_much_is_refused(source):
     """Without the limits these would take minutes, or all memory."""
     with pytest.raises(TemplateError, match="more work") as error:
-        try_out({"default": source})
+        ChatTemplate({"default": source}, {}, [])
     assert "\n" not in str(error.value)
 
 
