@@ -42,6 +42,7 @@ class Config:
     batch_tokens: Positive = 8192  # tokens of a micro-batch: lower it when training does not fit into the memory
     models: Positive = 8  # models in memory at once; the others wait on the disk
     snapshot_steps: Positive = 20  # the most optimizer steps that a restart has to repeat
+    owner_gb: Annotated[float, Range(0)] = 0.0  # disk for the models of a key, in GB; 0: as much as there is
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
 
@@ -51,6 +52,7 @@ def main(config: Config) -> None:
     if find_spec("google.protobuf") is None:
         raise UserError("the tinker client speaks protocol buffers: pip install protobuf, or this project's [service]")
     keys = choose_keys(config)
+    os.umask(0o077)  # files for this user only: they hold what clients send
     with listening(config.host, config.port) as listener:
         # -------------------------------------------------------------- load, on a thread that ends
         # Its OpenMP workers end with it. Otherwise they and the workers of the computing thread would outnumber the
@@ -99,7 +101,8 @@ def open_service(config: Config) -> "Service":
     stage = base.meta["stage"]
     name = config.name or (tag_of(source) if stage == "hf" else f"nanochat-{tag_of(source)}-{stage}")
     folder = config.folder or base_dir() / "service" / name
-    limits = Limits(config.queue, config.slots, config.batch_tokens, config.models, config.snapshot_steps)
+    owner_bytes = int(config.owner_gb * 1e9)
+    limits = Limits(config.queue, config.slots, config.batch_tokens, config.models, config.snapshot_steps, owner_bytes)
     return Service(base, folder, name, limits)
 
 

@@ -33,7 +33,7 @@ from nanochat.serve.middleware import AccessMiddleware, error_response, read_lim
 from nanochat.serve.schema import ApiError, Strict, read_body
 from nanochat.serve.state import closing_at_signals
 from nanochat.train_service import bodies, wire
-from nanochat.train_service.service import SCHEME, Model, Service
+from nanochat.train_service.service import SCHEME, Model, Service, iso
 from nanochat.train_service.tenants import Trained
 
 MAX_BODY = 16 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
@@ -154,7 +154,7 @@ def create_app(
     @app.post("/api/v1/session_heartbeat")
     async def heartbeat(request: Request) -> dict[str, str]:
         body = await body_of(request, bodies.SessionBody)
-        service.require_session(_owner(request), body.session_id)
+        await asyncio.to_thread(service.touch_session, _owner(request), body.session_id)
         return {"type": "session_heartbeat"}
 
     @app.post("/api/v1/sessions/{session}/finish")
@@ -293,7 +293,31 @@ def create_app(
         await asyncio.to_thread(service.cancel, _owner(request), body.request_id)
         return {}
 
-    # ------------------------------------------------------------------ checkpoints
+    # ------------------------------------------------------------------ models and checkpoints
+
+    @app.get("/api/v1/training_runs")
+    async def list_models(request: Request) -> dict[str, Any]:
+        models, cursor = _page(request, service.owned(_owner(request)))
+        return {"training_runs": [_run_of(service, model) for model in models], "cursor": cursor}
+
+    @app.get("/api/v1/training_runs/{model_id}")
+    async def get_model(request: Request, model_id: str) -> dict[str, Any]:
+        return _run_of(service, service.find_model(_owner(request), model_id))
+
+    @app.delete("/api/v1/training_runs/{model_id}")
+    async def delete_model(request: Request, model_id: str) -> Response:
+        """Of this server only: the client has no such method."""
+        job = await asyncio.to_thread(service.delete_model, _owner(request), model_id)
+        await asyncio.wrap_future(job.result)
+        return Response(status_code=204)
+
+    @app.get("/api/v1/checkpoints")
+    async def list_all_checkpoints(request: Request) -> dict[str, Any]:
+        def found() -> list[dict[str, Any]]:
+            return [one for model in service.owned(_owner(request)) for one in service.list_checkpoints(model)]
+
+        checkpoints, cursor = _page(request, await asyncio.to_thread(found))
+        return {"checkpoints": checkpoints, "cursor": cursor}
 
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
@@ -331,6 +355,29 @@ def _facts(model: Model) -> dict[str, Any]:
     one = model.settings
     flags = {"train_unembed": one.head, "train_mlp": one.mlp, "train_attn": one.attention}
     return {"is_lora": bool(one.rank), "lora_rank": one.rank or None, **flags}
+
+
+def _run_of(service: Service, model: Model) -> dict[str, Any]:
+    """A model as the client lists it."""
+    metadata = model.facts.get("metadata") or {}
+    return {
+        "training_run_id": model.id, "base_model": service.name, "model_owner": model.owner,
+        "is_lora": bool(model.settings.rank), "lora_rank": model.settings.rank or None,
+        "corrupted": bool(model.stopped), "last_request_time": iso(model.facts.get("created", 0)),
+        "user_metadata": {name: str(value) for name, value in metadata.items()},
+    }  # fmt: skip
+
+
+def _page(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    """The part of a list that a request wants. Raises ApiError: 400 for what is not a number."""
+    numbers = {}
+    for name, default in (("limit", 20), ("offset", 0)):
+        text = request.query_params.get(name, str(default))
+        if not text.isdecimal() or len(text) > 9:
+            raise ApiError(400, f"{name}: a whole number from 0 on", param=name)
+        numbers[name] = min(int(text), 1000) if name == "limit" else int(text)
+    page = items[numbers["offset"] : numbers["offset"] + numbers["limit"]]
+    return page, {**numbers, "total_count": len(items)}
 
 
 def _saved(body: bodies.SaveWeightsBody) -> dict[str, Any]:

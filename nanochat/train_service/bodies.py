@@ -3,6 +3,7 @@
 `read_body` of serve/schema.py turns bytes into one of them, or raises an `ApiError` that names the wrong field.
 """
 
+import json
 import secrets
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -29,7 +30,16 @@ def _checked_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(_checked_name)]
 Number = Annotated[int, Field(ge=0, lt=10**9)]
 Rate = Annotated[float, Field(ge=0)]
-Metadata = dict[str, Any] | None
+MAX_METADATA = 4096  # bytes of JSON: the server keeps it as long as the session or model
+
+
+def _small(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+    if metadata is not None and len(json.dumps(metadata)) > MAX_METADATA:
+        raise ValueError(f"at most {MAX_METADATA:,} bytes of JSON")
+    return metadata
+
+
+Metadata = Annotated[dict[str, Any] | None, AfterValidator(_small)]
 MAX_SAMPLES = 1024  # in one request
 MAX_PROMPT = 1 << 19  # tokens; the context is shorter
 MAX_CHUNKS = 1024  # of a prompt

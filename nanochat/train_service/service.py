@@ -51,6 +51,8 @@ from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedM
 
 KEPT_RESULTS = 5_000  # finished requests of a model, or of a session's samplers, whose results can still be fetched,
 KEPT_BYTES = 1 << 26  # and how large these are together
+SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client
+MAX_SESSIONS = 10_000  # of an owner
 MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
 LOG_FACTOR = 16  # a snapshot also comes after this many requests for each step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
@@ -78,10 +80,12 @@ class Service:
         self.models: dict[str, Model] = {}
         self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
         self.closing = False
+        self.expired = 0.0  # when sessions were last looked through
         self.ending = threading.Lock()
         self.ended = False
         for part in ("sessions", "models", "samplers"):
             (folder / part).mkdir(parents=True, exist_ok=True)
+            (folder / part).chmod(0o700)  # what clients send is for this user only
         paths.lock(folder, "--folder")
         self._require_base()
         # For clients on this machine, whose get_tokenizer reads a folder as well as a hub.
@@ -99,6 +103,7 @@ class Service:
                 self.sessions[path.stem] = _with_owner(path)
         with self.lock:
             self._restore()
+        self._expire_sessions()
         self.thread = threading.Thread(target=self._work, name="device", daemon=True)
         self.thread.start()
 
@@ -115,11 +120,44 @@ class Service:
     # ------------------------------------------------------------------ sessions
 
     def create_session(self, owner: str, user_metadata: Any) -> str:
+        self._expire_sessions()
+        if sum(facts["owner"] == owner for facts in list(self.sessions.values())) >= MAX_SESSIONS:
+            raise ApiError(429, f"this key has {MAX_SESSIONS:,} sessions already", code="too_many_sessions")
         session = secrets.token_hex(8)
         facts = {"owner": owner, "created": time.time(), "user_metadata": user_metadata}
         self._write("sessions", session, facts)
         self.sessions[session] = facts
         return session
+
+    def touch_session(self, owner: str, session: str) -> None:
+        """A client says that it is still there."""
+        self.require_session(owner, session)
+        with contextlib.suppress(OSError):
+            os.utime(self.folder / "sessions" / f"{session}.json")
+
+    def _expire_sessions(self) -> None:
+        """Forget the sessions that have no models and of which nothing was heard, with their samplers; once an hour."""
+        now = time.time()
+        with self.lock:
+            if now < self.expired + 3600:
+                return
+            self.expired = now
+            with_models = {model_id.partition(":")[0] for model_id in self.models}
+            old = []
+            for session in self.sessions.keys() - with_models:
+                path = self.folder / "sessions" / f"{session}.json"
+                with contextlib.suppress(OSError):
+                    if path.stat().st_mtime < now - SESSION_SECONDS:
+                        path.unlink()
+                        old.append(session)
+            for session in old:
+                self.sessions.pop(session)
+                for request_id in self.kept.pop(f"{session}:sample", ()):
+                    self.promises.pop(request_id, None)
+        expired = set(old)
+        for path in (self.folder / "samplers").glob("*.json") if old else ():
+            if path.name.partition(":")[0] in expired:
+                path.unlink(missing_ok=True)
 
     def require_session(self, owner: str, session: str) -> dict[str, Any]:
         """Raises ApiError: 404, also for a session of another key."""
@@ -135,12 +173,14 @@ class Service:
     def _restore(self) -> None:
         """Find the models of an earlier start, and queue what their logs hold. One that cannot be read is named."""
         self._clean_up()
-        for path in sorted((self.folder / "models").glob("*/model.json")):
+        for path in sorted((self.folder / "models").glob("[!.]*/model.json")):
             with _named("the model"):
                 self._restore_model(path)
 
     def _clean_up(self) -> None:
         """Remove what a kill left half-way; a checkpoint that was being replaced gets its name back."""
+        for path in (self.folder / "models").glob(f".*{DELETED}"):
+            shutil.rmtree(path, ignore_errors=True)
         for kind in KINDS:
             for path in (self.folder / "models").glob(f"*/{kind}/.*"):
                 name = path.name[1:].removesuffix(OLD)
@@ -188,6 +228,8 @@ class Service:
         """
         self.require_session(owner, session)
         model_id = f"{session}:train:{number}"
+        if model_id not in self.models:
+            self._require_disk(owner)
         with self.lock:
             if model_id not in self.models:
                 self._require_room(owner)
@@ -219,6 +261,59 @@ class Service:
     def _make_model(self, model_id: str, facts: dict[str, Any]) -> Model:
         settings = Trained(**facts["trained"])
         return Model(model_id, facts["owner"], settings, facts, RequestLog(self.folder / "models" / model_id))
+
+    def owned(self, owner: str) -> list[Model]:
+        """The owner's models, the newest first."""
+        with self.lock:
+            models = [model for model in self.models.values() if model.owner == owner]
+        return sorted(models, key=lambda model: -model.facts.get("created", 0))
+
+    def used_bytes(self, owner: str) -> int:
+        """What the owner's models take on the disk. A file with two names, as of a loaded checkpoint, counts once."""
+        sizes = {}
+        for model in self.owned(owner):
+            for path in (self.folder / "models" / model.id).rglob("*"):
+                with contextlib.suppress(OSError):  # it was replaced meanwhile
+                    facts = path.lstat()
+                    sizes[facts.st_ino] = facts.st_size
+        return sum(sizes.values())
+
+    def _require_disk(self, owner: str) -> None:
+        """Raises ApiError: 400 when the owner's models fill their quota."""
+        if self.limits.owner_bytes:
+            used = self.used_bytes(owner)
+            if used >= self.limits.owner_bytes:
+                message = f"the models of this key take {used:,} of {self.limits.owner_bytes:,} bytes on the server's "
+                raise ApiError(400, message + "disk: delete checkpoints or models first", code="disk_quota")
+
+    def delete_model(self, owner: str, model_id: str) -> Job:
+        """Queue the deletion of a model with all its checkpoints; it takes no requests from now on."""
+        with self.lock:
+            model = self.find_model(owner, model_id)
+            model.stopped = f"model {model.id} was deleted"
+            model.stopped_after = 0
+            job = Job(f"{model.id}:deletion", owner, lambda: self._delete(model))
+            self.queue.append(job)
+            self.wake.notify()
+        return job
+
+    def _delete(self, model: Model) -> bytes:
+        model.live = None
+        folder = self.folder / "models" / model.id
+        deleted = folder.with_name(f".{model.id}{DELETED}")
+        for weights in [path for path in self.engines if path is not None and folder in path.parents]:
+            del self.engines[weights]
+        with self.lock:
+            if self.models.pop(model.id, None) is None:  # deleted twice
+                return as_json({})
+            for job in model.parked.values():
+                self._finish(job, failure(UserError(model.stopped)))
+            for request_id in self.kept.pop(model.id, ()):
+                self.promises.pop(request_id, None)
+            folder.rename(deleted)
+            storage.flush(folder.parent)
+        shutil.rmtree(deleted, ignore_errors=True)
+        return as_json({})
 
     def find_model(self, owner: str, model_id: str) -> Model:
         """Raises ApiError: 404, also for a model of another key."""
@@ -288,6 +383,8 @@ class Service:
             return
         job.run = None  # with the body of the request
         job.result.set_result(result)
+        if job.id not in self.promises:  # of a model that was deleted
+            return
         kept = self.kept.setdefault(_group_of(job.id), {})
         kept[job.id] = len(result)
         while len(kept) > 1 and (len(kept) > KEPT_RESULTS or sum(kept.values()) > KEPT_BYTES):
@@ -339,7 +436,7 @@ class Service:
                     step = model_folder.step_path(folder, model_folder.steps(folder)[-1])
                     path = f"{kind}/{folder.name}"
                     found.append({
-                        "checkpoint_id": path, "checkpoint_type": name_for_client, "time": _iso(step.stat().st_mtime),
+                        "checkpoint_id": path, "checkpoint_type": name_for_client, "time": iso(step.stat().st_mtime),
                         "tinker_path": f"{SCHEME}{model.id}/{path}", "public": False,
                         "size_bytes": sum(file.stat().st_size for file in step.iterdir()),
                     })  # fmt: skip
@@ -550,6 +647,8 @@ class Service:
         mark = folder.with_name(f".{name}.{entry.number}")
         if model_folder.steps(folder) and not body["overwrite"] and not mark.exists():
             raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
+        if not mark.exists():  # otherwise it was there before
+            self._require_disk(model.owner)
         folder.parent.mkdir(exist_ok=True)
         mark.touch()
         # Saved beside the old one, then swapped with it: a full disk leaves the old one.
@@ -639,7 +738,7 @@ def _group_of(request_id: str) -> str:
     return before.rpartition(":")[0] if ":sample:" in before else before
 
 
-def _iso(seconds: float) -> str:
+def iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 

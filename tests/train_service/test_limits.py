@@ -28,7 +28,7 @@ from nanochat.train_service import service as service_module
 from nanochat.train_service.jobs import Job, Queue
 from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.service import Limits, Service
-from nanochat.train_service.tenants import Base
+from nanochat.train_service.tenants import Base, Trained
 
 PROTO = {"content-type": "application/x-protobuf"}
 
@@ -301,6 +301,97 @@ def test_models_in_memory_are_bounded_also_between_gradients_and_a_step(base, tm
     limited.close()
 
 
+# ---------------------------------------------------------------------- disk
+
+
+def test_metadata_is_small(http):
+    for size, status in ((4000, 200), (5000, 400)):
+        body = {"tags": [], "sdk_version": "0", "user_metadata": {"note": "x" * size}}
+        answer = http.post("create_session", json=body)
+        assert answer.status_code == status, answer.text
+    assert "user_metadata: at most 4,096" in message_of(answer, 400)
+    session = http.post("create_session", json={"tags": [], "sdk_version": "0"}).json()["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": NAME, "user_metadata": {"note": "x" * 5000}}
+    assert "user_metadata" in message_of(http.post("create_model", json=body), 400)
+
+
+def test_sessions_without_models_expire(service, monkeypatch):
+    client = Client(service)
+    silent, alive = (service.create_session(OWNER, None) for _ in range(2))
+    sampler = service.create_sampler(OWNER, silent, 1, None)
+    other = service.create_sampler(OWNER, alive, 1, None)
+    old = time.time() - service_module.SESSION_SECONDS - 60
+    for session in (client.session, silent, alive):
+        os.utime(service.folder / "sessions" / f"{session}.json", (old, old))
+    service.touch_session(OWNER, alive)
+    service.expired = 0.0
+    new = service.create_session(OWNER, None)
+    assert service.sessions.keys() == {client.session, alive, new}
+    with pytest.raises(ApiError):
+        service.find_sampler(OWNER, sampler)
+    assert service.find_sampler(OWNER, other)["path"] is None
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 3)
+    with pytest.raises(ApiError) as refused:
+        service.create_session(OWNER, None)
+    assert refused.value.status_code == 429
+    assert service.create_session("bob", None)
+
+
+def test_a_quota_of_disk_is_of_one_owner_and_deleting_makes_room(base, tmp_path):
+    service = Service(base, tmp_path / "service", NAME, Limits(owner_bytes=1))
+    service.limits = Limits(owner_bytes=10**9)
+    alice, bob = Client(service), Client(service, owner="bob")
+    path = alice.save("x")["path"]
+    used = service.used_bytes(OWNER)
+    size = sum(file.stat().st_size for file in service.path_of(OWNER, path)[0].iterdir())
+    assert size < used < 2 * size
+    loaded = Client(service, load={"path": path, "optimizer": True})
+    assert service.used_bytes(OWNER) < used + size / 2  # a link takes no room
+    service.limits = Limits(owner_bytes=used)
+    assert "delete checkpoints or models" in alice.save("y")["error"]
+    with pytest.raises(ApiError, match="delete checkpoints or models"):
+        service.create_model(OWNER, alice.session, 1, Trained(2), None)
+    assert "error" not in bob.save("y")
+    alice.train()  # is not refused
+    service.delete_checkpoint(OWNER, path)
+    service.delete_model(OWNER, loaded.model_id).result.result(30)
+    assert service.used_bytes(OWNER) < used - size / 2
+    assert "error" not in alice.save("z")
+    service.close()
+
+
+def test_models_are_listed_and_deleted(service):
+    with serving(service) as address:
+        client = tinker.ServiceClient(base_url=address, api_key="tml-any")
+        training, other = (client.create_lora_training_client(base_model=NAME, rank=2).result() for _ in range(2))
+        path = training.save_state("x").result().path
+        child = client.create_training_client_from_state_with_optimizer(path).result()
+        rest = tinker.RestClient(base_url=address, api_key="tml-any")
+        runs = rest.list_training_runs().result()
+        ids = [one.training_run_id for one in runs.training_runs]
+        assert set(ids) == {training.model_id, other.model_id, child.model_id} and runs.cursor.total_count == 3
+        assert rest.list_training_runs(limit=1, offset=1).result().training_runs[0].training_run_id == ids[1]
+        run = rest.get_training_run(training.model_id).result()
+        assert run.lora_rank == 2 and not run.corrupted
+        assert [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints] == [path]
+        with httpx.Client(base_url=f"{address}/api/v1/", timeout=30) as http:
+            assert http.delete(f"training_runs/{training.model_id}").status_code == 204
+            assert http.delete(f"training_runs/{training.model_id}").status_code == 404
+            assert "limit" in message_of(http.get("training_runs?limit=x"), 400)
+        assert {one.training_run_id for one in rest.list_training_runs().result().training_runs} == {
+            other.model_id, child.model_id
+        }  # fmt: skip
+        assert training.model_id not in {path.name for path in (service.folder / "models").iterdir()}
+        # What began from it goes on.
+        train(child, 1)
+
+
+def test_another_user_of_the_machine_reads_nothing(service):
+    Client(service).train()
+    for part in ("sessions", "models", "samplers"):
+        assert (service.folder / part).stat().st_mode & 0o777 == 0o700
+
+
 # ---------------------------------------------------------------------- the end of a server
 
 
@@ -338,3 +429,4 @@ def test_a_thread_that_hangs_does_not_keep_the_server_from_ending(base, tmp_path
     # What was acknowledged is on the disk, which only its owner reads.
     (entry,) = (tmp_path / "service" / "models" / model_id / "log").iterdir()
     assert entry.read_bytes() == batch(model_id, 1)
+    assert entry.stat().st_mode & 0o777 == 0o600
