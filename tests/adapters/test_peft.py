@@ -223,7 +223,9 @@ def test_a_qwen_is_tuned_exported_and_read_by_peft(qwen, pretrained, base, tmp_p
     call("export", *flags, "--to=hf", f"--out={tmp_path / 'merged'}")
     call("export", *flags, "--to=peft", f"--out={tmp_path / 'peft'}")
     call("export", f"--source={folder}", f"--adapter={tmp_path / 'peft'}", "--to=hf", f"--out={tmp_path / 'again'}")
-    assert "warning" not in capsys.readouterr().err
+    # In rows of 64 tokens some chats are cut, which SFT reports; nothing else is amiss.
+    err = capsys.readouterr().err
+    assert err.count("warning") == err.count("warning: learned: 100.0% of the replies and ")
     shutil.copytree(folder, tmp_path / "other")
     call("export", f"--source={tmp_path / 'other'}", f"--adapter={tmp_path / 'peft'}", f"--out={tmp_path / 'over'}")
     assert f"names {folder} as its base" in capsys.readouterr().err
