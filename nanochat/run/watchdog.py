@@ -26,6 +26,7 @@ from nanochat.device import Device
 from nanochat.log import print0
 from nanochat.loop import Attendant
 from nanochat.stop import STORE_SECONDS, Stop, end_process
+from nanochat.untrusted import printable
 
 POLL_SECONDS = 0.5  # between two reads of the store
 BEAT_SECONDS = 1.0
@@ -130,7 +131,7 @@ class Watchdog(Attendant):
         while not self._closed.wait(POLL_SECONDS):
             try:
                 self._look()
-            except (RuntimeError, ValueError) as error:  # torch's DistError among them
+            except (RuntimeError, ValueError, TypeError) as error:  # torch's DistError among them
                 if not self._closed.wait(2):  # the other ranks may be leaving, and their store with them
                     self._lose_store(str(error).splitlines()[0])
 
@@ -212,7 +213,9 @@ class Watchdog(Attendant):
         self._end(text, print_it=print_it)
 
     def _end(self, text: str, print_it: bool = True) -> NoReturn:
-        end_process(text, 128 + self.stop.signal if self.stop.signal else 1, print_it)
+        # Any user of the machine can write in the job's store.
+        line = printable(" ".join(text.split()))
+        end_process(line, 128 + self.stop.signal if self.stop.signal else 1, print_it)
 
 
 def _places(beats: dict[int, Beat]) -> str:

@@ -3,11 +3,12 @@
     hand_over   rank 0 writes the weights to a folder that the servers can see, and makes each server load it
     sample      one request to /v1/completions per reply: token ids in, token ids and their logprobs out
 
-A wrong sampler damages the policy without an error, so every reply is checked: the number of its tokens, their range,
-the prompt's tokens as the server has read them, and the weights if the server names them. If a server refuses a request
-for a while (429, 503), the next server gets it, with the same seed. A server that is lost, because it died or restarts,
-gets no requests until it answers again, and then first the weights. After `patience` seconds without a reply the run
-saves and ends.
+A sampler that is wrong makes a policy wrong without any error, so every reply is checked: its number of tokens, their
+range, the tokens of the prompt as the server has read them, and the weights where the server names them. What a server
+refuses for a while (429, 503) is asked for again, by the same seed and of the next server. A server that is lost,
+because it dies or restarts, gets no requests until it answers again, and then the weights first. After `patience`
+seconds without a single reply the run saves and ends. A reply may be hostile: it is read as it is, without any
+compression, up to 64 MiB, and whatever it makes its reader raise is one line.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 import torch
@@ -48,9 +49,11 @@ from nanochat.tokenizer import Tokenizer
 LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
 RETURN_SECONDS = 1.0  # between two checks whether a lost server answers again
 CONNECT_SECONDS = 10.0
-LONGEST_PAUSE = 10.0  # the longest time before a request is sent again
-STALE_REPLIES = 3  # replies with other weights that a restart may explain; more are an error
-FOREIGN_SEEDS = 2**63  # vLLM's seeds are below this
+LONGEST_PAUSE = 10.0  # seconds before a request is sent again
+STALE_REPLIES = 3  # with other weights than those handed over, before that is no restart but a mistake
+FOREIGN_SEEDS = 2**63  # those of vLLM are below it
+MAX_REPLY = 64 << 20  # bytes; a million tokens with their logprobs take 30 MB
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -63,6 +66,15 @@ class Server:
     at_once: int  # requests that it gets at the same time
     needs_weights: bool = True  # it has not received them, or may have lost them
     is_lost: bool = False  # it does not answer, and gets no requests
+
+
+@dataclass(frozen=True)
+class Response:
+    """What a server has replied."""
+
+    status: int
+    retry_after: str  # a header; empty: it has none
+    content: bytes
 
 
 class TryAgain(Exception):
@@ -103,7 +115,9 @@ class HttpSampler:
         self.folder = folder
         self.patience = patience
         self.should_stop = should_stop
-        self.headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.headers = {"accept-encoding": "identity"}
+        if key:
+            self.headers["authorization"] = f"Bearer {key}"
         self.is_checked = False
         self.trouble = ""  # the last problem of the present work
         self.weights = Path()  # the folder last handed over; its name identifies the weights
@@ -142,28 +156,40 @@ class HttpSampler:
         )  # fmt: skip
 
     def _find(self, address: str, rows: int) -> Server:
+        async def list_models() -> Response:
+            async with self._client() as client:
+                return await self._fetch(client, f"{address}/v1/models", None, CONNECT_SECONDS)
+
         try:
-            response = httpx2.get(f"{address}/v1/models", headers=self.headers, timeout=CONNECT_SECONDS)
-            response.raise_for_status()
-            listed = response.json()["data"][0]
-            kind, name = str(listed["owned_by"]), str(listed["id"])
-        except httpx2.HTTPStatusError as error:
-            status = error.response.status_code
+            response = asyncio.run(list_models())
+        except (httpx2.TransportError, httpx2.InvalidURL) as error:
+            raise UserError(f"--sampler {address}: {_words(error)}; is the server started?") from error
+        except Failed as error:
+            raise UserError(str(error)) from error
+        if response.status != 200:
             hints = {
                 401: "set NANOCHAT_API_KEY to its key",
                 404: "it has no /v1/models, so it is not a server with OpenAI's API, as chat_web --for_rl is",
             }
-            raise UserError(f"--sampler {address}: status {status}; {hints.get(status, 'look at its log')}") from error
-        except httpx2.TransportError as error:
-            raise UserError(f"--sampler {address}: {_words(error)}; is the server started?") from error
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"--sampler {address}: its /v1/models does not have the form of OpenAI's API") from error
-        if kind not in HAND_OVER:
-            raise UserError(f"--sampler {address} is a server of {kind}: weights go to {', '.join(HAND_OVER)}")
-        # More requests than slots, so that no slot is free while a request is on its way.
-        slots = listed.get("nanochat", {}).get("slots")
-        at_once = rows if slots is None else math.ceil(1.5 * slots / self.device.world_size)
-        return Server(address, kind, name, at_once)
+            hint = hints.get(response.status, "look at its log")
+            raise UserError(f"--sampler {address}: status {response.status}; {hint}")
+
+        def read() -> Server:
+            listed = json.loads(response.content)["data"][0]
+            slots = listed.get("nanochat", {}).get("slots")
+            # A few more than it has slots, so that none is free while a request is on its way.
+            at_once = rows if slots is None else math.ceil(1.5 * slots / self.device.world_size)
+            if not 0 < at_once < 100_000:
+                raise ValueError("slots")
+            return Server(address, str(listed["owned_by"])[:100], str(listed["id"]), at_once)
+
+        try:
+            server = _understood(address, "its /v1/models is not that of OpenAI's API", read)
+        except Failed as error:
+            raise UserError(str(error)) from error
+        if server.kind not in HAND_OVER:
+            raise UserError(f"--sampler {address} is a server of {server.kind}: weights go to {', '.join(HAND_OVER)}")
+        return server
 
     # ------------------------------------------------------------------ weights
 
@@ -255,7 +281,7 @@ class HttpSampler:
     async def _tell(self, client: httpx2.AsyncClient, server: Server) -> None:
         """Make a server load the weights."""
         for route, body in HAND_OVER[server.kind](str(self.weights), self.weights.name):
-            response = await client.post(server.address + route, json=body)
+            response = await self._fetch(client, server.address + route, body, self.patience)
             _require(server, response, f"does not take the weights in {self.weights}")
         server.needs_weights = False
 
@@ -279,11 +305,11 @@ class HttpSampler:
             if not server.is_lost:
                 continue
             try:
-                response = await client.get(f"{server.address}/v1/models", timeout=CONNECT_SECONDS)
-            except httpx2.TransportError as error:
+                response = await self._fetch(client, f"{server.address}/v1/models", None, CONNECT_SECONDS)
+            except (httpx2.TransportError, Failed) as error:
                 self.trouble = f"{server.address}: {_words(error)}"
                 continue
-            if response.is_success:
+            if response.status == 200:
                 server.is_lost = False
                 print0(f"sampler: {server.address} is back")
 
@@ -291,6 +317,29 @@ class HttpSampler:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
         timeout = httpx2.Timeout(self.patience, connect=CONNECT_SECONDS)
         return httpx2.AsyncClient(headers=self.headers, limits=limits, timeout=timeout)
+
+    async def _fetch(
+        self, client: httpx2.AsyncClient, address: str, body: dict[str, Any] | None, seconds: float
+    ) -> Response:
+        """The whole reply to a request; without a body it is a GET.
+
+        Raises Failed: when it is too large. Raises TransportError: when it has not arrived in time, as for whatever
+        happens to the connection.
+        """
+
+        # Not by asyncio.wait_for: before Python 3.12 it can swallow the cancellation of its caller.
+        deadline = time.monotonic() + seconds
+        timeout = httpx2.Timeout(seconds, connect=CONNECT_SECONDS)
+        content = bytearray()
+        method = "GET" if body is None else "POST"
+        async with client.stream(method, address, json=body, timeout=timeout) as response:
+            async for part in response.aiter_raw():  # as it is: gzip makes 6 GB of 3 MB
+                content += part
+                if len(content) > MAX_REPLY:
+                    raise Failed(f"--sampler {address}: a reply of more than {MAX_REPLY >> 20} MiB")
+                if time.monotonic() > deadline:
+                    raise httpx2.ReadTimeout(f"no whole reply within {seconds:g} s")
+            return Response(response.status_code, response.headers.get("retry-after", ""), bytes(content))
 
     def _given_up(self) -> str:
         return (
@@ -334,7 +383,8 @@ class HttpSampler:
                         if server.is_lost:  # while this request waited for its turn
                             continue
                         body = self._request(server, prompts[number], settings[number], max_tokens)
-                        response = await client.post(f"{server.address}/v1/completions", json=body)
+                        route = f"{server.address}/v1/completions"
+                        response = await self._fetch(client, route, body, self.patience)
                         _require(server, response, "refuses a request")
                         reply, weights = self._read(server, response, prompts[number], max_tokens)
                         if weights in ("", self.weights.name):
@@ -399,26 +449,25 @@ class HttpSampler:
             body["stop_token_ids"] = sorted(self.tokenizer.stop_ids)
         return body
 
-    def _read(
-        self, server: Server, response: httpx2.Response, prompt: Sequence[int], max_tokens: int
-    ) -> tuple[Reply, str]:
-        """The reply, and the weights that sampled it if the server names them. Raises Failed: when it is wrong."""
-        try:
-            body = response.json()
-            choices = body["choices"]
-            choice = choices[0]
-            tokens = list(choice["token_ids"])
-            logprobs = list(choice["logprobs"]["token_logprobs"])
-            read = choice.get("prompt_token_ids") or body.get("prompt_token_ids") or list(prompt)
-            prompt_tokens = (body.get("usage") or {}).get("prompt_tokens", len(prompt))
-            weights = (body.get("metadata") or {}).get("weight_version") or ""
-            if server.kind == "nanochat":
-                weights = body["system_fingerprint"]
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Failed(
-                f"--sampler {server.address}: a reply without token_ids or logprobs ({_words(error)}); it needs the "
-                "field return_token_ids, as vLLM has it from 0.10.2 on"
-            ) from error
+    def _read(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
+        """The reply, and the weights that have sampled it where the server says. Raises Failed: when wrong."""
+        what = (
+            "a reply without token_ids or logprobs; it needs the field return_token_ids, as vLLM has it from 0.10.2 on"
+        )
+        return _understood(server.address, what, lambda: self._checked(server, response, prompt, max_tokens))
+
+    def _checked(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
+        """Raises Failed: for what is wrong in the reply. Raises whatever its form makes it raise."""
+        body = json.loads(response.content)
+        choices = body["choices"]
+        choice = choices[0]
+        tokens = list(choice["token_ids"])
+        logprobs = list(choice["logprobs"]["token_logprobs"])
+        read = choice.get("prompt_token_ids") or body.get("prompt_token_ids") or list(prompt)
+        prompt_tokens = (body.get("usage") or {}).get("prompt_tokens", len(prompt))
+        weights = (body.get("metadata") or {}).get("weight_version") or ""
+        if server.kind == "nanochat":
+            weights = body["system_fingerprint"]
         wrong = ""
         if len(choices) != 1:
             wrong = f"{len(choices)} replies instead of 1"
@@ -428,14 +477,15 @@ class HttpSampler:
             wrong = f"it has read other tokens than the {len(prompt)} of the prompt: it has another tokenization"
         elif not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
             wrong = f"token ids outside of the vocabulary of {self.vocab_size}: it has another model"
-        elif not all(logp is None or (isinstance(logp, int | float) and logp <= 1e-3) for logp in logprobs):
-            wrong = "logprobs that are not logarithms of probabilities"
+        elif not all(logp is None or (isinstance(logp, int | float) and _is_logprob(logp)) for logp in logprobs):
+            wrong = "logprobs that are no logarithms of probabilities"
         if wrong:
             raise Failed(f"--sampler {server.address}: {wrong}")
         # The calculator's answers have no logprob: the policy did not choose them.
         mask = [int(logp is not None) for logp in logprobs]
         how = ending(tokens, mask, self.tokenizer.stop_ids, self.tokenizer.reply_ends)
-        return Reply(list(tokens), mask, [0.0 if logp is None else float(logp) for logp in logprobs], how), weights
+        reply = Reply(list(tokens), mask, [0.0 if logp is None else float(logp) for logp in logprobs], how)
+        return reply, str(weights)[:100]
 
 
 # The requests that make each kind of server load the weights of a folder: routes with their bodies, in order. SGLang
@@ -451,19 +501,33 @@ HAND_OVER: dict[str, Callable[[str, str], list[tuple[str, dict[str, Any]]]]] = {
 }
 
 
-def _require(server: Server, response: httpx2.Response, what: str) -> None:
+def _understood(address: str, what: str, read: Callable[[], Result]) -> Result:
+    """What `read` makes of a server's reply. Raises Failed: in one line, for whatever the reply makes it raise."""
+    try:
+        return read()
+    except Failed:
+        raise
+    except Exception as error:  # no list is complete: RecursionError, OverflowError, UnicodeDecodeError
+        raise Failed(f"--sampler {address}: {what} ({_words(error)})") from error
+
+
+def _is_logprob(value: float) -> bool:
+    return math.isfinite(value) and value <= 1e-3
+
+
+def _require(server: Server, response: Response, what: str) -> None:
     """Raises TryAgain: when the server is busy or restarts. Raises Failed: when it refuses."""
-    status = response.status_code
-    if status < 400:
+    status = response.status
+    if 200 <= status < 300:
         return
     if status in (408, 429) or status >= 500:
         pause = 0.0
         with contextlib.suppress(ValueError):
-            pause = float(response.headers.get("retry-after", 0))
+            pause = max(0.0, float(response.retry_after))  # NaN is no pause
         raise TryAgain(f"status {status}", min(pause, LONGEST_PAUSE))
-    message = response.text
-    with contextlib.suppress(ValueError, LookupError, TypeError):
-        message = response.json()["error"]["message"]
+    message = response.content.decode(errors="replace")
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        message = str(json.loads(message)["error"]["message"])
     raise Failed(f"--sampler {server.address} {what} (status {status}): {message[:300]}")
 
 

@@ -4,8 +4,8 @@ A worker holds an engine on its own device, on any machine of the cluster; nanoc
 travel through Ray's object store. A worker that dies is replaced, and the new one draws its samples with the same
 seeds. Anybody who reaches a Ray cluster can run programs on its machines: keep it in a private network.
 
-The cluster is the one in RAY_ADDRESS, or the one that `ray start` has started on this machine. Without both, Ray starts
-processes on this machine.
+The cluster is that of RAY_ADDRESS, or the one that `ray start` has started on this machine; without either, one of this
+machine's own processes, which listen on 127.0.0.1.
 """
 
 import importlib.util
@@ -102,12 +102,10 @@ class RaySampler:
         self.ray = ray
         self.errors = exceptions
         if not ray.is_initialized():
-            # Without a cluster each of several processes would start its own.
-            address = "auto" if device.world_size > 1 and "RAY_ADDRESS" not in os.environ else None
             handler = signal.getsignal(signal.SIGTERM)
             try:
-                ray.init(address, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-                signal.signal(signal.SIGTERM, handler)  # Ray's handler exits with status 15
+                _join_or_start(alone=device.world_size == 1 and "RAY_ADDRESS" not in os.environ)
+                signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own, which leaves with status 15
             except ConnectionError as error:
                 raise UserError(
                     "--sampler ray:N found no cluster: `ray start --head` starts one, RAY_ADDRESS names one"
@@ -216,6 +214,27 @@ class RaySampler:
                     "shows whether the cluster has room for the workers"
                 )
         return results
+
+
+def _join_or_start(alone: bool) -> None:
+    """Join the cluster, or start one of this machine's processes; only where this process is `alone`, because several
+    that found no cluster would each start one.
+
+    Raises ConnectionError: when there is no cluster.
+    """
+    import ray
+    from ray._private import ray_constants
+
+    settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        ray.init("auto", **settings)
+    except ConnectionError:
+        if not alone:
+            raise
+        # Ray's processes would listen on all interfaces, and run the programs of whoever connects. Its name for
+        # 127.0.0.1 only, as it is on other systems than Linux (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER).
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        ray.init("local", **settings)
 
 
 def _words(error: BaseException) -> str:

@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -362,3 +363,14 @@ def test_a_slow_step_is_no_hang_while_work_or_a_longer_leave_is_shown():
                 time.sleep(1)
     finally:
         module.BEAT_SECONDS = module_seconds
+
+
+def test_what_others_write_in_the_jobs_store_is_printed_with_escapes():
+    """Any user of the machine can write the verdict that the watchdog obeys."""
+    code = (
+        "from types import SimpleNamespace; from nanochat.run.watchdog import Watchdog; "
+        "Watchdog._end(SimpleNamespace(stop=SimpleNamespace(signal=0)), '\\x1b[2Jlost\\nerror: \\x9b31m all')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == rb"error: \x1b[2Jlost error: \x9b31m all" + b"\n"

@@ -1,7 +1,12 @@
 """Samplers outside of the trainer sample what its own engine samples, and one that fails or is wrong costs one line."""
 
+import gzip
 import json
+import os
 import random
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,11 +194,14 @@ class FakeServer:
         self.fault: Callable[[int, dict[str, Any]], int | None] = lambda number, reply: None
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.weights = "fp_at_start"
+        self.content: bytes | None = None  # instead of the reply to a request for completions
+        self.models: dict[str, Any] = {}  # further entries of the model in /v1/models
+        self.headers: dict[str, str] = {}
 
     def reply(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
         self.requests.append((route, body))
         if route == "/v1/models":
-            return 200, {"data": [{"id": "fake", "owned_by": self.kind}]}
+            return 200, {"data": [{"id": "fake", "owned_by": self.kind, **self.models}]}
         if route != "/v1/completions":
             path = body.get("model_path") or body.get("kwargs", {}).get("weights_path")
             self.weights = Path(path).name if path else self.weights
@@ -205,7 +213,7 @@ class FakeServer:
         content |= {"system_fingerprint": self.weights}
         number = sum(route == "/v1/completions" for route, _ in self.requests)
         status = self.fault(number, content)
-        return 200 if status is None else status, content
+        return 200 if status is None else status, content if self.content is None else self.content
 
 
 @contextmanager
@@ -220,8 +228,10 @@ def served(fake: FakeServer, port: int = 0) -> Iterator[str]:
             if status == 0:  # it dies
                 self.connection.close()
                 return
-            text = json.dumps(reply).encode()
+            text = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
             self.send_response(status)
+            for name, value in fake.headers.items():
+                self.send_header(name, value)
             self.send_header("content-length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -310,6 +320,51 @@ def test_a_wrong_reply_is_one_line(sampler, fake, fault, message):
     fake.fault = fault
     prompts, settings = prompts_and_settings(1.0)
     assert message in failure(lambda: sampler(prompts, settings, 8))
+
+
+HOSTILE = {
+    "nested": (200, b"[" * 200_000, {}, "return_token_ids"),
+    "no text": (200, b"\xff\xfe\xfd", {}, "return_token_ids"),
+    "compressed": (200, gzip.compress(b" " * 10**6), {"content-encoding": "gzip"}, "return_token_ids"),
+    "too large": (200, b" " * (1 << 20) + b"{}", {}, "more than"),
+    "a redirection": (302, b"", {"location": "http://localhost:1/"}, "status 302"),
+    "an error that is no text": (400, b'{"error": {"message": 5}}', {}, "status 400): 5"),
+    "an error that is nested": (400, b"[" * 200_000, {}, "status 400): [[["),
+    "a pause that is none": (503, b"", {"retry-after": "nan"}, "no reply for 1 s"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_reply_is_one_line(sampler, fake, name, monkeypatch):
+    status, content, headers, message = HOSTILE[name]
+    monkeypatch.setattr(http_sampler, "MAX_REPLY", 1 << 20)
+    monkeypatch.setattr(fake, "content", content)
+    monkeypatch.setattr(fake, "headers", headers)
+    fake.fault = lambda number, reply: status
+    prompts, settings = prompts_and_settings(1.0)
+    line = failure(lambda: sampler(prompts, settings, 8))
+    assert message in line and "\n" not in line and len(line) < 500
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (LOGPROBS, -(10**400)),
+        (LOGPROBS, float("-inf")),
+        (LOGPROBS, float("nan")),
+    ],
+    ids=["huge", "infinite", "no number"],
+)
+def test_numbers_that_are_no_logprobs_are_one_line(sampler, fake, path, value):
+    fake.fault = changed(*path, to=lambda logprobs: [value] * len(logprobs))
+    prompts, settings = prompts_and_settings(1.0)
+    assert "--sampler http://127.0.0.1" in failure(lambda: sampler(prompts, settings, 8))
+
+
+@pytest.mark.parametrize("slots", [0, -1, "many", [], 10**400, float("nan"), float("inf")])
+def test_slots_that_are_no_number_are_one_line(fake, fake_address, folder, monkeypatch, slots):
+    monkeypatch.setattr(fake, "models", {"nanochat": {"slots": slots}})
+    assert "/v1/models" in complaint(lambda: open_http(fake_address, model=policy(), folder=folder))
 
 
 @pytest.mark.slow
@@ -665,6 +720,37 @@ def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, ca
     sampler.should_stop = lambda: True
     with pytest.raises(cli.Interrupted):
         sampler(prompts, settings, 20)
+
+
+LISTENERS = """
+import psutil
+from tiny import cpu_device, tiny_tokenizer
+from test_samplers import policy
+from nanochat.samplers.ray import RaySampler
+
+sampler = RaySampler(1, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
+sampler.hand_over(policy())
+me = psutil.Process()
+for process in [me, *me.children(recursive=True)]:
+    for connection in process.net_connections(kind="inet"):
+        if connection.status == "LISTEN":
+            print("LISTENS", connection.laddr.ip)
+"""
+
+
+@pytest.mark.slow
+def test_a_ray_of_this_machine_listens_on_loopback():
+    pytest.importorskip("ray", reason="the extra `ray` brings it")
+    pytest.importorskip("psutil")
+    folders = [str(Path(__file__).parents[2]), str(Path(__file__).parent), *sys.path]
+    with tempfile.TemporaryDirectory(prefix="ray") as short:  # the path of a socket has 107 characters at most
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "RAY_TMPDIR": short}
+        done = subprocess.run(
+            [sys.executable, "-c", LISTENERS], env=environment, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    addresses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("LISTENS")]
+    assert len(addresses) > 3 and {one.removeprefix("::ffff:") for one in addresses} <= {"127.0.0.1", "::1"}
 
 
 @pytest.mark.slow
