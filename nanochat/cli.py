@@ -10,6 +10,7 @@ of the command line.
 
 import atexit
 import contextlib
+import ctypes
 import errno
 import functools
 import gc
@@ -17,6 +18,7 @@ import io
 import os
 import re
 import shlex
+import signal
 import sys
 import types
 import typing
@@ -213,7 +215,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     ignore_exported_ranks()
-    atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second
+    end_with_launcher()
     config = parse(config_type)
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
         main(config)
@@ -273,6 +275,16 @@ def ignore_exported_ranks() -> None:
     if exported:
         names = " ".join(exported)
         print(f"warning: {names} of this shell ignored, torchrun sets them: `unset {names}`", file=sys.stderr)
+
+
+def end_with_launcher() -> None:
+    """Have the system send this process SIGTERM when its torchrun dies; a run then saves and leaves."""
+    # A torchrun that ends in good order ends its processes. One that is killed (kill -9, out of memory) cannot, and
+    # they would train on, with nobody to restart them and the devices taken. The system sends nothing if torchrun died
+    # before this call, so a command makes the call first; what is left of the gap, `store.of_this_start` finds.
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
+    if prctl is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -13,7 +13,6 @@ import os
 import platform
 import re
 import resource
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,8 +23,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from nanochat import rooms, store
-from nanochat.cli import UserError, explainers, ignore_exported_ranks
+from nanochat import rooms, screen, store
+from nanochat.cli import UserError, end_with_launcher, explainers, ignore_exported_ranks
 from nanochat.operators import TorchKernels
 
 # `auto` looks for them in this order: an accelerator before the CPU.
@@ -427,29 +426,24 @@ def _cpu_info(field: str) -> str:
 
 
 def _join(kind: str, rank: int, local_rank: int, world_size: int) -> None:
-    """Join the process group of the job, and end with its torchrun."""
-    _end_with_torchrun()
+    """Join the process group of the job.
+
+    Raises UserError: when the launcher of this process has died.
+    """
+    end_with_launcher()
     variable, value = LOOPBACK_ENVIRONMENT[BACKENDS[kind]]
     # HCCL_IF_IP would override an interface that the user chose.
     if store.on_one_host() and not (kind == "npu" and "HCCL_SOCKET_IFNAME" in os.environ):
         os.environ.setdefault(variable, value)
-    dist.init_process_group(
-        BACKENDS[kind],
-        timeout=PROCESS_GROUP_TIMEOUT,
-        store=store.of_this_start(PROCESS_GROUP_TIMEOUT),  # None: torch makes one from torchrun's variables
-        rank=rank,
-        world_size=world_size,
-        device_id=None if kind == "cpu" else torch.device(kind, local_rank),
-    )
-
-
-def _end_with_torchrun() -> None:
-    """Have the system send this process SIGTERM when its torchrun dies; a run then saves and leaves."""
-    # A torchrun that ends in good order ends its processes. One that is killed (kill -9, out of memory) cannot, and
-    # they would train on, with nobody to restart them and the devices taken.
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
-    if prctl is not None and "TORCHELASTIC_RUN_ID" in os.environ:
-        prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+    with screen.bar("waiting for the other processes"):
+        dist.init_process_group(
+            BACKENDS[kind],
+            timeout=PROCESS_GROUP_TIMEOUT,
+            store=store.of_this_start(PROCESS_GROUP_TIMEOUT),  # None: torch makes one from torchrun's variables
+            rank=rank,
+            world_size=world_size,
+            device_id=None if kind == "cpu" else torch.device(kind, local_rank),
+        )
 
 
 def explain(error: BaseException) -> str | None:

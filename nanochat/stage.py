@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanochat import checkpoint_manager, model_folder, rooms
+from nanochat import checkpoint_manager, model_folder, rooms, screen
 from nanochat import device as devices
 from nanochat.cli import UserError
 from nanochat.collectives import sum_over_ranks
@@ -91,6 +91,7 @@ def begin(
     """
     began = time.time()
     device, layout = open_device(config)
+    screen.phase("loading the model")
     source_tag = config.source_tag
     if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag

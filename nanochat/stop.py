@@ -67,7 +67,8 @@ class Stop:
             store.set("signal", "")
             store.set("last", "")
         store.set(f"passed/{self.device.rank}", str(step))
-        dist.barrier()  # every key that is read exists now
+        with screen.bar("waiting for the other processes"):
+            dist.barrier()  # every key that is read exists now
         return store
 
     # ---------------------------------------------------------------------- what the loop calls

@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from nanochat.cli import UserError
 from nanochat.log import warn
 
 LOOPBACK = "127.0.0.1"
@@ -48,19 +49,27 @@ def serve(timeout: timedelta, port: int = 0) -> TCPStore:
     )
 
 
+def is_served(port: int, host: str = LOOPBACK) -> bool:
+    """Whether something listens at this port of this host."""
+    try:
+        socket.create_connection((host, port), timeout=1).close()
+    except OSError as error:
+        return isinstance(error, TimeoutError)  # it listens, and is busy
+    return True
+
+
 def is_open_to_others(port: int) -> bool:
     """Whether something listens at this port on every address of this host."""
     # 127.0.0.2 is this host as well. A server that answers there listens on every address.
-    try:
-        socket.create_connection(("127.0.0.2", port), timeout=1).close()
-    except OSError:
-        return False
-    return True
+    return is_served(port, "127.0.0.2")
 
 
 def of_this_start(timeout: timedelta) -> Store | None:
     """The job's store, with keys that only this start of its processes uses; None: torch makes one from torchrun's
-    variables."""
+    variables.
+
+    Raises UserError: when torchrun, which serves the store, has died.
+    """
     if not is_torchruns():
         if not on_one_host():
             return None
@@ -72,7 +81,11 @@ def of_this_start(timeout: timedelta) -> Store | None:
     if not on_one_host():  # each host counts its own starts, so the prefixes would differ
         warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host: a host that is lost cannot come back without it")
         return None
-    port = address()[1]
+    host, port = address()
+    if not is_served(port, host):
+        # torch would look for it until `timeout`. A torchrun that dies after this point takes the process with it:
+        # the system closes its ports before it sends the signal of `cli.end_with_launcher`.
+        raise UserError(f"the launcher of this process has died (nothing listens at its port {port}): start it again")
     if is_open_to_others(port):
         warn(
             f"torchrun's port {port} is open to the network, without a password, and `--standalone` runs what it is "

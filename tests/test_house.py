@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9261,
-    "mid_train": 10334,
-    "chat_sft": 9954,
-    "chat_dpo": 10053,
-    "chat_rl": 11669,
-    "chat_cli": 7199,
+    "base_train": 9213,
+    "mid_train": 10286,
+    "chat_sft": 9905,
+    "chat_dpo": 10002,
+    "chat_rl": 11620,
+    "chat_cli": 7148,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,11 +17,12 @@ from pathlib import Path
 import pytest
 from runs import ROOT, start, wait_for
 from test_endings import RUN, home  # noqa: F401 (a fixture)
-from tiny import command_on_a_rank, run_ranks
+from tiny import command_on_a_rank, is_running, run_ranks
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from nanochat import store
+from nanochat.cli import UserError
 from nanochat.collectives import gather_values
 from nanochat.device import Device
 
@@ -134,6 +136,68 @@ def test_a_store_listens_on_this_host_alone():
     assert not store.is_open_to_others(served.port)
     torchruns = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert store.is_open_to_others(torchruns.port)
+
+
+def test_a_rank_whose_launcher_has_died_ends_at_once(monkeypatch):
+    """torch would look for the launcher's store for the whole timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in (job | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"launcher of this process has died .*{port}"):
+        store.of_this_start(timedelta(seconds=5))
+
+
+def test_a_command_ends_with_its_launcher_from_its_first_moment_on():
+    """The launcher dies before torch is loaded, which takes seconds: `cli.run` has asked for the signal by then."""
+    script = (
+        "import dataclasses, os, time\n"
+        "from nanochat import cli\n"
+        "@dataclasses.dataclass\n"
+        "class Config:\n"
+        "    x: int = 0  # help\n"
+        "def main(config):\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(60)\n"
+        "cli.run(main, Config)\n"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {script!r}])"
+    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", launcher]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        rank = int(process.stdout.readline())
+        process.kill()
+        deadline = time.monotonic() + 10
+        while is_running(rank):
+            assert time.monotonic() < deadline, os.kill(rank, signal.SIGKILL)
+            time.sleep(0.05)
+
+
+WAITING = """
+from nanochat import device, screen
+screen.HEARTBEAT_SECONDS = screen.LOOK_SECONDS = screen.SHOWN_AFTER_SECONDS = 0.2
+with screen.opened():
+    screen.phase("loading torch")
+    device.init("cpu")
+"""
+
+
+def test_the_screen_says_that_a_rank_waits_for_the_others():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    job = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
+    job |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-u", "-c", WAITING]
+    with subprocess.Popen(command, env={**os.environ, **job}, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "waiting for the other processes" in line or len(lines) == 5:
+                process.kill()  # nobody else joins
+    assert any("waiting for the other processes" in line for line in lines), lines
 
 
 # ---------------------------------------------------------------------- collectives
