@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import gc
 import io
 import os
 import re

@@ -441,7 +441,12 @@ class Optimizer:
         # One launch for all norms. Large gradients are cut into slices: a CPU adds up all squares of one tensor in
         # fp32, in a few sums that grow too large for what is added. At 155 million elements the norm is 2% too small,
         # in slices 0.01%. A gradient of one slice keeps its norm to the bit.
-        slices = [piece for grad in counted for piece in grad.flatten().split(NORM_ELEMENTS)]
+        slices: list[Tensor] = []
+        for grad in counted:
+            if grad.is_cpu and grad.numel() > NORM_ELEMENTS:
+                slices += grad.flatten().split(NORM_ELEMENTS)
+            else:  # an accelerator adds up in a tree, and takes a launch more for a longer list
+                slices.append(grad)
         norms = torch.stack(torch._foreach_norm(slices))  # pyright: ignore[reportPrivateImportUsage]
         return norms.square().sum() * self.exchange.divided_by**2
 
