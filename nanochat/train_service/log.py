@@ -7,9 +7,10 @@
     models/<model>/state/<number>/results/    the results of the requests that it covers, for a client that still asks
 
 A request is in the log, and the log on the disk, before the client gets its promise. A restarted server loads the
-snapshot and runs the log after it. Why a log, and not the state after every step: a batch has kilobytes, and the state
-of a model that is trained whole gigabytes; and gradients since the last step are not lost either. The price is
-that a restart computes up to `snapshot_steps` steps again, on a CPU to the same bits, on an accelerator up to rounding.
+snapshot and replays the log after it. The reason for a log instead of the state after every step: a batch has
+kilobytes, but the state of a fully trained model gigabytes. A log also keeps the gradients since the last step. The
+cost is that a restart repeats up to `snapshot_steps` steps: with the same bits on a CPU, up to rounding on an
+accelerator.
 """
 
 import contextlib

@@ -504,7 +504,8 @@ class Service:
                     result = failure(error)
                 self._settle(job, result)
             if self.sampling:
-                self._sample_on(self.sampling.popleft())
+                self._sample_on(self.sampling[0])
+                self.sampling.popleft()  # it is at the end again, unless it is done
 
     def _may_sample(self, owner: str) -> bool:
         """One set of samples of an owner at a time: a second one would take the device from the others."""
