@@ -60,6 +60,8 @@ KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folders of checkpoints, and what the client calls them
 NEW, OLD, DELETED = ".new", ".old", ".deleted"  # ends the names of folders while a checkpoint is replaced or deleted
+SAVED = ".saved"  # ends the mark of a request that has saved its checkpoint
+MARK_NAME = re.compile(rf"\..*\.(\d+)({re.escape(SAVED)})?")  # .checkpoint.request
 EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
 
@@ -644,23 +646,41 @@ class Service:
         kind = "weights" if entry.kind == "save_weights" else "sampler_weights"
         name = body["name"] or f"{EPHEMERAL}{entry.number:09d}"
         folder = self.folder / "models" / model.id / kind / name
-        # A request that runs again after a restart replaces its earlier output.
-        mark = folder.with_name(f".{name}.{entry.number}")
-        if model_folder.steps(folder) and not body["overwrite"] and not mark.exists():
-            raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
-        if not mark.exists():  # otherwise it was there before
-            self._require_disk(model.owner)
-        folder.parent.mkdir(exist_ok=True)
-        mark.touch()
-        # Saved beside the old one, then swapped with it: a full disk leaves the old one.
-        beside = folder.with_name(f".{name}{NEW}")
+        path = f"{SCHEME}{model.id}/{kind}/{name}"
+        sampler = None
+        if body["sampler"] is not None:
+            sampler = f"{model.id.partition(':')[0]}:sample:{body['sampler']}"
+        # A request that runs again after a restart finds its marks. It may replace what it had begun to write. What it
+        # had finished it leaves alone: the client may have replaced or deleted that meanwhile.
+        begun = folder.with_name(f".{name}.{entry.number}")
+        saved = folder.with_name(f".{name}.{entry.number}{SAVED}")
+        if not saved.exists():
+            if model_folder.steps(folder) and not body["overwrite"] and not begun.exists():
+                raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
+            if not begun.exists():  # otherwise it was there before
+                self._require_disk(model.owner)
+            folder.parent.mkdir(exist_ok=True)
+            begun.touch()
+            self._replace(folder, trained, with_optimizer=kind == "weights")
+            if sampler is not None:
+                self._write("samplers", sampler, {"owner": model.owner, "path": path})
+                for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
+                    shutil.rmtree(old, ignore_errors=True)
+            saved.touch()
+        if sampler is not None:
+            return as_json({"type": entry.kind, "sampling_session_id": sampler})
+        return as_json({"type": entry.kind, "path": path})
+
+    def _replace(self, folder: Path, trained: TrainedModel, with_optimizer: bool) -> None:
+        """Save a checkpoint beside the old one, and swap the two: a full disk leaves the old one."""
+        beside = folder.with_name(f".{folder.name}{NEW}")
+        replaced = folder.with_name(f".{folder.name}{OLD}")
         shutil.rmtree(beside, ignore_errors=True)
         try:
-            trained.save(beside, with_optimizer=kind == "weights")
+            trained.save(beside, with_optimizer=with_optimizer)
         except BaseException:
             shutil.rmtree(beside, ignore_errors=True)  # give the room back
             raise
-        replaced = folder.with_name(f".{name}{OLD}")
         with self.lock:
             if folder.exists():
                 folder.rename(replaced)
@@ -669,13 +689,6 @@ class Service:
         shutil.rmtree(replaced, ignore_errors=True)
         for weights in [path for path in self.engines if path is not None and path.parent == folder]:
             del self.engines[weights]
-        path = f"{SCHEME}{model.id}/{kind}/{name}"
-        if body["sampler"] is None:
-            return as_json({"type": entry.kind, "path": path})
-        sampler = self.create_sampler(model.owner, model.id.partition(":")[0], body["sampler"], path)
-        for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
-            shutil.rmtree(old, ignore_errors=True)
-        return as_json({"type": entry.kind, "sampling_session_id": sampler})
 
     def _snapshot(self, model: Model) -> bool:
         """Write a model to the disk, and empty its log; returns whether everything is on the disk now."""
@@ -691,6 +704,10 @@ class Service:
                 return False
             with self.lock:  # so that nothing is appended in the meantime
                 model.log.end_snapshot()
+            for mark in (self.folder / "models" / model.id).glob("*/.*"):
+                match = MARK_NAME.fullmatch(mark.name)
+                if match and int(match[1]) <= model.log.covered:  # these requests never run again
+                    mark.unlink(missing_ok=True)
             model.saved_steps = live.steps
             model.results = {}
         return True

@@ -16,7 +16,7 @@ from nanochat import storage
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
 from nanochat.train_service.service import Limits, Service
-from nanochat.train_service.tenants import Base, Trained
+from nanochat.train_service.tenants import Base, Trained, TrainedModel
 
 IDS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23, 24]]
 ADAM = {"learning_rate": 0.01}
@@ -258,6 +258,30 @@ def test_a_kill_between_two_renames_loses_no_checkpoint(start, killed):
     assert [one.name for one in weights.iterdir() if one.is_dir()] == ["x"]
 
 
+def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch):
+    """Saved again, a replaced one would be the older one where the disk fills up, and a deleted one would be back."""
+    service = start()
+    client = Client(service)
+    path = client.save("x")["path"]
+    deleted = client.save("y")["path"]
+    client.train()
+    assert "error" not in client.save("x", overwrite=True)
+    expected = client.weights()
+    service.delete_checkpoint(OWNER, deleted)
+    monkeypatch.setattr(TrainedModel, "save", lambda *_, **__: 1 / 0)
+    again = start(killed())
+    again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    assert_same(load_file(again.path_of(OWNER, path)[0] / "adapter.safetensors"), expected)
+    with pytest.raises(ApiError, match="does not exist"):
+        again.path_of(OWNER, deleted)
+    monkeypatch.undo()
+    # A snapshot lets the marks go.
+    marks = again.folder / "models" / client.model_id / "weights"
+    assert list(marks.glob(".*"))
+    again.close()
+    assert not list(marks.glob(".*")) and (marks / "x").is_dir()
+
+
 # ---------------------------------------------------------------------- damage
 
 
@@ -356,6 +380,20 @@ def test_a_damaged_snapshot_or_loaded_checkpoint_stops_its_model(start, killed, 
     with pytest.raises(ApiError, match="has stopped"):
         again.submit(OWNER, client.model_id, client.number + 1, "optim_step", b"{}")
     assert again.path_of(OWNER, f"tinker://{client.model_id}/weights/y")
+
+
+def test_a_model_whose_start_is_lost_does_not_become_a_new_one(start, killed):
+    service = start()
+    source = Client(service)
+    client = Client(service, load={"path": source.save("x")["path"], "optimizer": True})
+    folder = killed()
+    shutil.rmtree(folder / "models" / client.model_id / "loaded")
+    shutil.rmtree(folder / "models" / source.model_id)
+    again = start(folder)
+    for number in (1, 2):
+        again.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
+        content = again.promise(OWNER, f"{client.model_id}:{number}").result.result(30)
+        assert "does not exist" in json.loads(content)["error"]
 
 
 def test_a_log_of_before_the_checksums_is_read(start, killed):
