@@ -60,8 +60,9 @@ KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folders of checkpoints, and what the client calls them
 NEW, OLD, DELETED = ".new", ".old", ".deleted"  # ends the names of folders while a checkpoint is replaced or deleted
-SAVED = ".saved"  # ends the mark of a request that has saved its checkpoint
-MARK_NAME = re.compile(rf"\..*\.(\d+)({re.escape(SAVED)})?")  # .checkpoint.request
+# Marks of requests that save a checkpoint: .<checkpoint>.<request>, and how it ended.
+SAVED, FAILED_SAVE = ".saved", ".failed"
+MARK_NAME = re.compile(r"\.(.*)\.(\d+)(\.saved|\.failed)?")
 EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
 
@@ -650,23 +651,28 @@ class Service:
         sampler = None
         if body["sampler"] is not None:
             sampler = f"{model.id.partition(':')[0]}:sample:{body['sampler']}"
-        # A request that runs again after a restart finds its marks. It may replace what it had begun to write. What it
-        # had finished it leaves alone: the client may have replaced or deleted that meanwhile.
-        begun = folder.with_name(f".{name}.{entry.number}")
-        saved = folder.with_name(f".{name}.{entry.number}{SAVED}")
+        # A request that runs again after a restart finds its mark. What it had begun, it does again. What it had
+        # finished it leaves alone: the client may have replaced or deleted that meanwhile. What has failed fails again.
+        begun, saved, failed = (folder.with_name(f".{name}.{entry.number}{end}") for end in ("", SAVED, FAILED_SAVE))
         if not saved.exists():
+            if failed.exists() or _last_saved(folder) > entry.number:
+                raise UserError("it could not be saved; the server has been started again since: save it once more")
             if model_folder.steps(folder) and not body["overwrite"] and not begun.exists():
                 raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
             if not begun.exists():  # otherwise it was there before
                 self._require_disk(model.owner)
             folder.parent.mkdir(exist_ok=True)
             begun.touch()
-            self._replace(folder, trained, with_optimizer=kind == "weights")
-            if sampler is not None:
-                self._write("samplers", sampler, {"owner": model.owner, "path": path})
-                for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
-                    shutil.rmtree(old, ignore_errors=True)
-            saved.touch()
+            try:
+                self._replace(folder, trained, with_optimizer=kind == "weights")
+                if sampler is not None:
+                    self._write("samplers", sampler, {"owner": model.owner, "path": path})
+            except Exception:
+                begun.rename(failed)
+                raise
+            begun.rename(saved)
+            for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
+                shutil.rmtree(old, ignore_errors=True)
         if sampler is not None:
             return as_json({"type": entry.kind, "sampling_session_id": sampler})
         return as_json({"type": entry.kind, "path": path})
@@ -706,7 +712,7 @@ class Service:
                 model.log.end_snapshot()
             for mark in (self.folder / "models" / model.id).glob("*/.*"):
                 match = MARK_NAME.fullmatch(mark.name)
-                if match and int(match[1]) <= model.log.covered:  # these requests never run again
+                if match and int(match[2]) <= model.log.covered:  # these requests never run again
                     mark.unlink(missing_ok=True)
             model.saved_steps = live.steps
             model.results = {}
@@ -754,6 +760,12 @@ def _group_of(request_id: str) -> str:
     """The model of a request; for samples their session, which may have thousands of samplers."""
     before, _, _ = request_id.rpartition(":")
     return before.rpartition(":")[0] if ":sample:" in before else before
+
+
+def _last_saved(folder: Path) -> int:
+    """The last request since the snapshot that has saved this checkpoint; 0: none."""
+    marks = [MARK_NAME.fullmatch(path.name) for path in folder.parent.glob(f".*{SAVED}")]
+    return max((int(mark[2]) for mark in marks if mark and mark[1] == folder.name), default=0)
 
 
 def iso(seconds: float) -> str:

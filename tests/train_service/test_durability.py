@@ -268,13 +268,18 @@ def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch)
     assert "error" not in client.save("x", overwrite=True)
     expected = client.weights()
     service.delete_checkpoint(OWNER, deleted)
-    monkeypatch.setattr(TrainedModel, "save", lambda *_, **__: 1 / 0)
-    again = start(killed())
-    again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    with monkeypatch.context() as full:
+        full.setattr(TrainedModel, "save", lambda *_, **__: 1 / 0)
+        assert "error" in client.save("z")
+        again = start(killed())
+        again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
     assert_same(load_file(again.path_of(OWNER, path)[0] / "adapter.safetensors"), expected)
     with pytest.raises(ApiError, match="does not exist"):
         again.path_of(OWNER, deleted)
-    monkeypatch.undo()
+    # A save that has failed does not succeed later, when it might replace a newer one.
+    third = start(killed())
+    message = third.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    assert b"save it once more" in message
     # A snapshot lets the marks go.
     marks = again.folder / "models" / client.model_id / "weights"
     assert list(marks.glob(".*"))
