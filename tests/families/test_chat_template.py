@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 import threading
+from concurrent.futures import ProcessPoolExecutor
 
 import pyarrow as pa
 import pytest
@@ -314,10 +315,10 @@ def test_a_template_that_runs_away_after_its_trial_ends_in_one_line(work):
 
 def test_a_forked_process_has_its_own_child():
     template = ChatTemplate({"default": "{{ messages[0].content }}"}, {}, [])
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        texts = [pool.apply_async(template.render, ([{"role": "user", "content": str(n)}],)) for n in range(40)]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+        texts = [pool.submit(template.render, [{"role": "user", "content": str(n)}]) for n in range(40)]
         own = [template.render([{"role": "user", "content": str(n)}]).text for n in range(40)]
-        assert [one.get(60).text for one in texts] == own == [str(n) for n in range(40)]
+        assert [one.result(60).text for one in texts] == own == [str(n) for n in range(40)]
 
 
 def test_loop_controls_dates_and_pickling():

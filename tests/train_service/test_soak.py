@@ -5,6 +5,7 @@ small disk, so it needs the right to do so.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -22,9 +23,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_durability import ADAM, batch, flip
+from test_limits import PROTO as PROTO_HEADERS
+from test_limits import new_model
 from test_train_service import IDS, NAME, datum, lora_client, serving, tinker, train
 
 from nanochat.serve.schema import ApiError
+from nanochat.train_service import wire
 from nanochat.train_service.service import Limits, Service
 from nanochat.train_service.tenants import Base
 
@@ -33,6 +37,7 @@ OPERATIONS = 150  # of each client in a round
 KEYS = ("tml-alice-soak", "tml-bob-soak")
 LIMITS = Limits(snapshot_steps=3, batch_tokens=16, models=2)
 DISK_MB = 64
+PROTO, JSON = PROTO_HEADERS["content-type"], "application/json"
 
 
 # ---------------------------------------------------------------------- what a client does
@@ -137,7 +142,7 @@ class Server:
         end = time.monotonic() + 120
         while time.monotonic() < end and self.process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"{self.address}/healthz")
+                httpx.get(f"{self.address}/api/v1/healthz")
                 return
             time.sleep(0.05)
         raise AssertionError(self.log.read_text()[-3000:])
@@ -174,7 +179,7 @@ def continued(service: Service, model_id: str) -> dict[str, torch.Tensor] | None
     number = model.next
     try:
         service.submit(model.owner, model_id, number, "forward_backward", batch(model_id, number))
-        service.submit(model.owner, model_id, number + 1, "optim_step", str(ADAM).replace("'", '"').encode())
+        service.submit(model.owner, model_id, number + 1, "optim_step", json.dumps(ADAM).encode())
     except ApiError as error:
         assert "has stopped" in str(error.body)
         return None
@@ -299,3 +304,82 @@ def test_a_bad_week(base, disk, tmp_path, capsys):
     finally:
         server.kill()
     assert "Traceback" not in server.log.read_text()
+
+
+def worst_bodies(model_id: str) -> list[tuple[str, bytes, str]]:
+    """Route, content and type of what costs most to read: each nearly as large as is allowed."""
+    first = batch(model_id, 1)  # never in its turn
+    tensor = wire._messages()["ForwardBackwardRequest"]
+    token = {"encoded_text": {"tokens": (5).to_bytes(4, "little")}}
+    values = {"dense": bytes(8), "dtype": 2, "shape": [1] * 4}
+    small = {"model_input": [token], "loss_fn_inputs": [{"key": "target_tokens", "value": values}]}
+    shape = {"dense": bytes(8), "dtype": 2, "shape": [1] * 4_000_000}
+    deep = {"model_input": [token], "loss_fn_inputs": [{"key": "target_tokens", "value": shape}]}
+    head = {"model_id": model_id, "seq_id": 10**6}
+    large = {"dense": bytes(15 << 20), "dtype": 2}
+    wide = {"model_input": [token], "loss_fn_inputs": [{"key": "target_tokens", "value": large}]}
+    prompt = {"sampling_session_id": "x", "num_samples": 1, "sampling_params": {}}
+    stops = json.dumps({**prompt, "prompt": {}, "sampling_params": {"stop": "@"}})
+    floats = "[" + ",".join(["0.123456789"] * 150_000) + "]"
+    return [
+        ("forward_backward", tensor(**head, data=[small] * 4096).SerializeToString(), PROTO),
+        ("forward_backward", tensor(**head, data=[deep]).SerializeToString(), PROTO),
+        ("forward_backward", tensor(**head, data=[wide]).SerializeToString(), PROTO),
+        ("forward_backward", first[: len(first) // 2] + b"\x1a\x00" * 8_000_000, PROTO),
+        ("forward_backward", b"\x1b" * (16 << 20), PROTO),
+        ("asample", json.dumps({**prompt, "prompt": {"chunks": [{"tokens": [5] * 250_000}]}}).encode(), JSON),
+        ("asample", json.dumps({**prompt, "prompt": {"chunks": [{"tokens": []}] * 100_000}}).encode(), JSON),
+        ("asample", stops.replace('"@"', floats).encode(), JSON),
+        ("asample", b"[" * (2 << 20), JSON),
+        ("create_session", json.dumps({"tags": ["x"] * 300_000, "sdk_version": "0"}).encode(), JSON),
+    ]  # fmt: skip
+
+
+@pytest.mark.soak
+def test_health_is_answered_under_the_worst_bodies(base, tmp_path):
+    """p99 under 100 ms, as for the chat server, while clients send each of the worst bodies as fast as they can."""
+    server = Server(base, tmp_path, tmp_path / "server.log")
+    slowest: dict[str, float] = {}
+    try:
+        headers = {"x-api-key": KEYS[0]}
+        with httpx.Client(base_url=f"{server.address}/api/v1/", headers=headers, timeout=60) as http:
+            model_id = new_model(http)
+            for number, (route, content, kind) in enumerate(worst_bodies(model_id)):
+                ended = threading.Event()
+                statuses: list[int] = []
+
+                def send(
+                    route: str = route,
+                    content: bytes = content,
+                    kind: str = kind,
+                    ended: threading.Event = ended,
+                    statuses: list[int] = statuses,
+                ) -> None:
+                    while not ended.is_set():
+                        answer = httpx.post(
+                            f"{server.address}/api/v1/{route}",
+                            content=content,
+                            headers={**headers, "content-type": kind},
+                            timeout=60,
+                        )
+                        statuses.append(answer.status_code)
+
+                senders = [threading.Thread(target=send) for _ in range(4)]
+                for sender in senders:
+                    sender.start()
+                seconds = []
+                while len(seconds) < 500:
+                    start = time.perf_counter()
+                    assert http.get("healthz").status_code == 200
+                    seconds.append(time.perf_counter() - start)
+                    time.sleep(0.01)
+                ended.set()
+                for sender in senders:
+                    sender.join()
+                assert statuses
+                p99 = sorted(seconds)[int(0.99 * len(seconds))]
+                slowest[f"{number} {route} {len(content):,} bytes {sorted(set(statuses))}"] = p99
+        print(*(f"{1000 * p99:6.1f} ms  {name}" for name, p99 in slowest.items()), sep="\n")
+        assert max(slowest.values()) < 0.1
+    finally:
+        server.kill()
