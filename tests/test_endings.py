@@ -224,13 +224,13 @@ def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0, 0.5, 2, 4, 8])
+@pytest.mark.parametrize("seconds", [0, 0.5, 2, 4])
 @pytest.mark.parametrize("launcher", [LAUNCH, STANDALONE], ids=["launch", "standalone"])
 def test_a_torchrun_that_is_killed_before_the_first_step_leaves_no_orphans(launcher, seconds, home, tmp_path):
     """At moments from the start of its ranks to their first collectives; at most of them torch is being loaded."""
     base = tmp_path / "base"
     shutil.copytree(home, base)
-    with running(base, command(2, "base", *RUN, launcher=launcher)) as (process, output):
+    with running(base, command(2, "base", *RUN, "--num_iterations=100000", launcher=launcher)) as (process, output):
         deadline = time.monotonic() + 60
         while not workers_of(process):
             assert process.poll() is None and time.monotonic() < deadline, output.read_text()

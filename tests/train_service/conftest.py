@@ -1,9 +1,13 @@
 """The base model of the training service's tests."""
 
+import logging
+
 import pytest
 import tiny
 
 from nanochat.train_service.tenants import Base
+
+logging.getLogger("tinker").setLevel(logging.ERROR)  # clients of servers that have ended complain for minutes
 
 NAME = "tiny"
 CONTEXT = 64
