@@ -478,7 +478,7 @@ class HttpSampler:
         elif not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
             wrong = f"token ids outside of the vocabulary of {self.vocab_size}: it has another model"
         elif not all(logp is None or (isinstance(logp, int | float) and _is_logprob(logp)) for logp in logprobs):
-            wrong = "logprobs that are no logarithms of probabilities"
+            wrong = "logprobs that are not logarithms of probabilities"
         if wrong:
             raise Failed(f"--sampler {server.address}: {wrong}")
         # The calculator's answers have no logprob: the policy did not choose them.

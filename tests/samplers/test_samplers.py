@@ -274,7 +274,7 @@ def sampler(fake, fake_address, folder, monkeypatch) -> Iterator[HttpSampler]:
     fake.requests.clear()
     monkeypatch.setattr(http_sampler, "check_agreement", lambda *_: None)
     model = policy()
-    sampler = open_http(fake_address, model=model, folder=folder / "fake", patience=1.0)
+    sampler = open_http(fake_address, model=model, folder=folder / "fake", patience=20.0)
     sampler.hand_over(model)
     fake.requests.clear()
     yield sampler
@@ -407,6 +407,7 @@ def test_without_a_reply_for_long_the_sampler_gives_up(sampler, fake, how):
         return 0
 
     fake.fault = fault
+    sampler.patience = 1.0
     prompts, settings = prompts_and_settings(1.0)
     began = time.monotonic()
     message = failure(lambda: sampler(prompts, settings, 8))
@@ -475,6 +476,7 @@ def test_a_server_that_refuses_the_weights_ends_the_run_though_another_takes_the
 
 def test_without_a_server_that_takes_the_weights_the_sampler_gives_up(sampler, fake, fake_address, folder):
     sampler.servers[0].address = "http://127.0.0.1:9"
+    sampler.patience = 1.0
     assert "no reply for 1 s (--sampler_patience): start it again" in failure(lambda: sampler.hand_over(policy()))
 
 
