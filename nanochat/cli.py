@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import gc
 import io
 import os
 import re
@@ -215,6 +216,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
             stream.reconfigure(errors="replace")
     ignore_exported_ranks()
     end_with_launcher()
+    atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second
     config = parse(config_type)
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
         main(config)

@@ -36,9 +36,7 @@ class Config:
     # Clients' keys, with commas, each tml-...; a key gives access to what was made with it. Default: NANOCHAT_API_KEY
     api_key: str | None = None
     slots: Positive = 16  # sequences sampled at once
-    queue: Positive = (
-        1024  # requests of a key that may wait; the next one is refused with 429, and the client tries again
-    )
+    queue: Positive = 1024  # requests of a key that may wait; the next is refused with 429: the client tries again
     batch_tokens: Positive = 8192  # tokens of a micro-batch: lower it when training does not fit into the memory
     models: Positive = 8  # models in memory at once; the others wait on the disk
     snapshot_steps: Positive = 20  # the most optimizer steps that a restart has to repeat

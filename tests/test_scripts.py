@@ -634,7 +634,9 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     last = subprocess.run(
         [*command, "--data=my text.txt"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    assert (last.returncode, last.stderr) == (0, "")
+    assert last.returncode == 0
+    # Its short rows cut conversations, which is said.
+    assert all(line.startswith("warning: learned: ") for line in last.stderr.splitlines()), last.stderr
     for half_way in ("base/smoke/step_000030", "rl/smoke/step_000001"):
         assert re.search(f"^resumed from .*{half_way}$", said + last.stdout, re.MULTILINE)
     assert said.count("starting from the beginning") == last.stdout.count("resumed from") == 4

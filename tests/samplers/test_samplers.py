@@ -341,6 +341,7 @@ def test_a_hostile_reply_is_one_line(sampler, fake, name, monkeypatch):
     monkeypatch.setattr(fake, "content", content)
     monkeypatch.setattr(fake, "headers", headers)
     fake.fault = lambda number, reply: status
+    sampler.patience = 1.0
     prompts, settings = prompts_and_settings(1.0)
     line = failure(lambda: sampler(prompts, settings, 8))
     assert message in line and "\n" not in line and len(line) < 500
@@ -381,7 +382,7 @@ def test_what_a_server_loses_is_asked_again_by_the_same_seed(sampler, fake, stat
     assert ("/update_weights_from_disk" in [route for route, _ in fake.requests]) == (status == 0)
     printed = capsys.readouterr()
     assert ("is lost (" in printed.err) == ("is back" in printed.out) == (status == 0)
-    assert printed.err.count("asked again for up to 1 s") == printed.out.count("is back")
+    assert printed.err.count("asked again for up to 20 s") == printed.out.count("is back")
 
 
 def test_a_server_with_other_weights_gets_them_again_and_not_for_ever(sampler, fake):
@@ -725,7 +726,10 @@ def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, ca
 
 
 LISTENERS = """
+import functools
 import psutil
+from ray._private import services
+services.find_gcs_addresses = functools.cache(set)  # the clusters of other tests are not joined
 from tiny import cpu_device, tiny_tokenizer
 from test_samplers import policy
 from nanochat.samplers.ray import RaySampler
