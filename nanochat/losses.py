@@ -240,7 +240,7 @@ def over_max_tokens(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> t
 
 
 def group_mean(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
-    """Reward less the mean of its question (source: Liu et al. 2025, Understanding R1-Zero-Like Training)."""
+    """Reward minus the mean of its question (source: Liu et al. 2025, Understanding R1-Zero-Like Training)."""
     # The mean reward of a question is its baseline: an easy question then teaches no more than a hard one, and a group
     # in which all replies are equally good teaches nothing.
     rewards = rewards - penalties

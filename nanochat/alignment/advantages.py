@@ -14,7 +14,7 @@ from nanochat.losses import Penalties, group_mean
 
 
 def leave_one_out(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
-    """Reward less the mean of the other replies to its question (source: Ahmadian et al. 2024, Back to Basics: RLOO).
+    """Reward minus the mean of the other replies to its question (source: Ahmadian et al. 2024, Back to Basics: RLOO).
 
     The baseline leaves out the reply's own reward. So the mean gradient is the gradient of the expected reward, without
     the factor (G - 1) / G of `group_mean`.
@@ -24,7 +24,7 @@ def leave_one_out(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray
 
 
 def batch_deviation(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
-    """Reward less the mean of all of the step's replies, by their deviation (source: Hu et al. 2025, REINFORCE++).
+    """Reward minus the mean of all of the step's replies, by their deviation (source: Hu et al. 2025, REINFORCE++).
 
     All questions share a baseline: a question whose replies are always right also teaches, and an easy one teaches
     more. With `--kl_in reward` every token is charged for the KL of its whole reply; in the paper, only for the KL from
