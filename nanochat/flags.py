@@ -128,6 +128,8 @@ class StageFlags(SourceFlags):
 class ChatFlags(StageFlags):
     """The flags of SFT, DPO and RL, which can train only adapters (nanochat/adapters/lora.py)."""
 
+    # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
+    chat_template: str | None = None
     # optimizer
     learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
     weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate

@@ -30,6 +30,9 @@ from nanochat.scaling import Rates
 from nanochat.sharding import local
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_adamw, make_optimizer
+from nanochat.untrusted import read_text
+
+MAX_TEMPLATE = 1 << 20  # bytes of a file with a chat template
 
 
 @dataclass
@@ -125,6 +128,8 @@ def begin(
                 f"--teacher {teacher}: its context is {reference.config.sequence_len} tokens, the student's "
                 f"{model.config.sequence_len}: set --max_seq_len {reference.config.sequence_len}"
             )
+    if isinstance(config, ChatFlags):
+        tokenizer = chosen_template(tokenizer, config.chat_template)
     ledger = None
     if not config.dry_run:
         require_finite(model, source, "--source", device)
@@ -149,6 +154,20 @@ def begin(
         reference=reference, reference_source=reference_source, ledger=ledger,
         adapter=None if adapters is None else {**adapters.facts(), **rooms.find("adapters", "base")(source)},
     )  # fmt: skip
+
+
+def chosen_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:
+    """The tokenizer with the template of --chat_template; checkpoints then have it too.
+
+    Raises UserError: when the file cannot be read, or the model has no templates.
+    """
+    if file is None:
+        return tokenizer
+    try:
+        source = read_text(Path(file), MAX_TEMPLATE)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--chat_template {file} cannot be read: {error}") from error
+    return tokenizer.with_chat_template(source, file)
 
 
 def require_finite(model: GPT, folder: Path, flag: str, device: Device) -> None:

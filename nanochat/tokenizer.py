@@ -133,6 +133,13 @@ class Tokenizer:
             name="nanochat", pat_str=pattern, mergeable_ranks=ranks, special_tokens=self.special_ids
         )
 
+    def with_chat_template(self, source: str, file: str) -> "Tokenizer":
+        """The same vocabulary with the chat template `source`, which was read from `file`.
+
+        Raises UserError: our own tokenizer has no template; of another family's, when it cannot be used.
+        """
+        raise UserError(f"--chat_template {file} is for imported models; conversation.py has the format of this one")
+
     # ---------------------------------------------------------------------- train, save, load
 
     @classmethod

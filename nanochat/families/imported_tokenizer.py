@@ -177,6 +177,13 @@ class ImportedTokenizer(Tokenizer):
             raise ValueError("its content does not match its sha256")
         return tokenizer
 
+    def with_chat_template(self, source: str, file: str) -> "ImportedTokenizer":
+        try:
+            _check_templates({"default": source}, file)
+            return ImportedTokenizer({**self._definition(), "chat_templates": {"default": source}}, file)
+        except ValueError as error:
+            raise UserError(f"--chat_template: {error}") from error
+
     def __reduce__(self) -> tuple[Any, ...]:
         return ImportedTokenizer, (self._definition(), self.chat_template.file if self.chat_template else "")
 

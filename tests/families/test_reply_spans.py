@@ -4,12 +4,15 @@ Each template here has a twin, the same text with {% generation %} marks where i
 the mask of the twin; ours must be the same for the template without marks.
 """
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_families import save_family
+import tiny
+from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from tiny_families import FAMILIES, save_family
 
 from nanochat.conversation import Rendered, render
 from nanochat.families.chat_template import ChatTemplate
@@ -210,3 +213,46 @@ def test_what_is_not_the_assistants_is_never_learned(name):
         "one end": ["Reply One", "Reply Two\n<e>"],
     }
     assert [whole.text[span[0] : span[1]] if span else None for span in spans] == expected[name]
+
+
+@pytest.mark.slow
+def test_another_template_in_place_of_the_models_own(base, tmp_path, capsys):  # noqa: F811 (a fixture)
+    folder = folder_of(tmp_path / "model", "opened thought", ("", ""))  # drops all thoughts
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    shape |= {"head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 256}
+    config = transformers.Qwen3Config(vocab_size=Tokenizer.load(folder).vocab_size, **shape)
+    transformers.Qwen3ForCausalLM(config).float().save_pretrained(folder)
+    chats = tmp_path / "chats.jsonl"
+    messages = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"}]
+    chats.write_text(f"{json.dumps({'messages': messages})}\n" * 12)
+    marked = tmp_path / "marked.jinja"
+    marked.write_text(FAMILIES["marked"])
+
+    flags = (f"--source={folder}", f"--tasks={chats}")
+    call("preview", *flags)
+    assert "--chat_template FILE" in capsys.readouterr().err
+    call("preview", *flags, f"--chat_template={marked}")
+    assert "learned: 100.0% of the replies and 100.0% of their tokens" in capsys.readouterr().out
+    sft = ("--device=cpu", "--dtype=float32", "--num_iterations=1", "--target_examples_per_step=4", "--model_tag=t")
+    call("chat_sft", *flags, *sft, f"--chat_template={marked}")
+    assert "learned: 100.0% of the replies" in capsys.readouterr().out
+    # The checkpoint has it, so later stages do not name it again.
+    call("preview", "--source=sft", f"--tasks={chats}")
+    assert "learned: 100.0% of the replies" in capsys.readouterr().out
+
+    # Side by side with adapters of the folder's own template they would read other chats.
+    call("chat_sft", *flags, *sft[:-1], "--model_tag=a", "--lora_rank=2", f"--chat_template={marked}")
+    adapter = base / "checkpoints/sft/a/step_000001"
+    _, line = mistake(capsys, "chat_web", f"--source={folder}", f"--adapter={adapter}", "--device=cpu")
+    assert "--chat_template" in line and "--source" in line
+
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    for file, said in ((tmp_path / "none", "cannot be read"), (broken, "broken.jinja"), (folder, "cannot be read")):
+        _, line = mistake(capsys, "preview", *flags, f"--chat_template={file}")
+        assert said in line
+    ours = tiny.tiny_tokenizer()
+    model = tiny.lively_model(tiny.tiny_config(vocab_size=ours.vocab_size))
+    tiny.save_checkpoint(base / "checkpoints/base/ours", 1, model, ours, {"stage": "base", "tasks": []})
+    _, line = mistake(capsys, "preview", "--source=base", f"--tasks={chats}", f"--chat_template={marked}")
+    assert "--chat_template" in line and "imported models" in line
