@@ -131,10 +131,10 @@ class RequestLog:
         found = []
         for path in sorted((self.folder / "log").iterdir()):
             match = ENTRY_NAME.fullmatch(path.name)
-            if match:
-                found.append((match, path))
-            elif UNFINISHED_NAME.fullmatch(path.name):  # never acknowledged
+            if UNFINISHED_NAME.fullmatch(path.name):  # never acknowledged; 000000001.tmp looks like an entry, too
                 path.unlink()
+            elif match:
+                found.append((match, path))
             else:
                 warn(f"{path} is not a request of this server, and is left alone")
         return found

@@ -161,7 +161,8 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
     (folder / "models" / other.model_id / "model.json").write_bytes(b"")
     (folder / "models" / "lost+found").mkdir()
     (folder / "sessions" / f"{'0' * 16}.json").write_bytes(b"[]")
-    for name in (".DS_Store", "000000001.optim_step.swp~", "000000009.optim_step.tmp", "notes"):
+    unfinished = ("000000003.tmp", "000000009.optim_step.tmp")
+    for name in (".DS_Store", "000000001.optim_step.swp~", "notes", *unfinished):
         (folder / "models" / client.model_id / "log" / name).write_bytes(b"?")
     (folder / "models" / client.model_id / "state" / "notes").mkdir()
     again = start(folder)
@@ -170,6 +171,7 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
     assert again.models.keys() == {client.model_id}
     assert again.promise(OWNER, f"{client.model_id}:2").result.result(30)
     assert_same(weights_of(again, client.model_id), client.weights())
+    assert again.models[client.model_id].next == 3 and not list(folder.glob("models/*/log/*.tmp"))
     with pytest.raises(ApiError, match="cannot be read"):
         again.create_model(OWNER, other.session, 0, Trained(2), None)
 
