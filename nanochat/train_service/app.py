@@ -190,9 +190,9 @@ def create_app(
         if request.headers.get("content-type", "").partition(";")[0] != wire.CONTENT_TYPE:
             raise ApiError(415, f"forward_backward: the body is {wire.CONTENT_TYPE}")
         owner = _owner(request)
-        found = await asyncio.to_thread(_outline, content)
-        service.find_model(owner, found.model_id)
         async with parsing:
+            found = await asyncio.to_thread(_outline, content)
+            service.find_model(owner, found.model_id)
             await asyncio.to_thread(_check_batch, service, owner, found, content)
         batch = (owner, found.model_id, found.number, "forward_backward", content)
         return promised(await asyncio.to_thread(service.submit, *batch), model_id=found.model_id)
