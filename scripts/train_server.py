@@ -8,6 +8,7 @@ python -m scripts.train_server --source hf:ORG/NAME --host 0.0.0.0 --api_key tml
 import contextlib
 import os
 import secrets
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -50,6 +51,7 @@ def main(config: Config) -> None:
     if find_spec("google.protobuf") is None:
         raise UserError("the tinker client speaks protocol buffers: pip install protobuf, or this project's [service]")
     keys = choose_keys(config)
+    sys.setswitchinterval(0.001)  # the event loop waits this long for threads that parse, each time: 5 ms add up
     os.umask(0o077)  # files for this user only: they hold what clients send
     with listening(config.host, config.port) as listener:
         # -------------------------------------------------------------- load, on a thread that ends

@@ -33,6 +33,7 @@ from nanochat.serve.middleware import AccessMiddleware, error_response, read_lim
 from nanochat.serve.schema import ApiError, Strict, read_body
 from nanochat.serve.state import closing_at_signals
 from nanochat.train_service import bodies, wire
+from nanochat.train_service.jobs import FAILED
 from nanochat.train_service.service import SCHEME, Model, Service, iso
 from nanochat.train_service.tenants import Trained
 
@@ -273,7 +274,7 @@ def create_app(
     @app.post("/api/v1/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
         body = await body_of(request, bodies.FutureBody)
-        job = service.promise(_owner(request), body.request_id)
+        job = await asyncio.to_thread(service.promise, _owner(request), body.request_id)
         waited = asyncio.wrap_future(job.result)
         done: set[Any] = set()
         end = time.monotonic() + POLL_SECONDS
@@ -297,7 +298,7 @@ def create_app(
 
     @app.get("/api/v1/training_runs")
     async def list_models(request: Request) -> dict[str, Any]:
-        models, cursor = _page(request, service.owned(_owner(request)))
+        models, cursor = _page(request, await asyncio.to_thread(service.owned, _owner(request)))
         return {"training_runs": [_run_of(service, model) for model in models], "cursor": cursor}
 
     @app.get("/api/v1/training_runs/{model_id}")
@@ -308,7 +309,9 @@ def create_app(
     async def delete_model(request: Request, model_id: str) -> Response:
         """Of this server only: the client has no such method."""
         job = await asyncio.to_thread(service.delete_model, _owner(request), model_id)
-        await asyncio.wrap_future(job.result)
+        result = await asyncio.wrap_future(job.result)
+        if result.startswith(FAILED):
+            raise ApiError(503, json.loads(result)["error"], code="not_deleted")
         return Response(status_code=204)
 
     @app.get("/api/v1/checkpoints")

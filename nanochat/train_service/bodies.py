@@ -14,15 +14,15 @@ from pydantic import AfterValidator, Field
 from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError, Strict, Unsupported
 from nanochat.tokenizer import Tokenizer
-from nanochat.train_service.jobs import is_name
+from nanochat.train_service.jobs import EPHEMERAL, is_name
 from nanochat.train_service.losses import find_loss
-from nanochat.train_service.sampling import SampleJob
+from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
 from nanochat.train_service.tenants import MAX_RANK, Trained
 from nanochat.train_service.wire import MAX_TOPK, ForwardBackward
 
 
 def _checked_name(name: str) -> str:
-    if not is_name(name):
+    if not is_name(name) or name.startswith(EPHEMERAL):
         raise ValueError("1 to 100 letters (a-z, A-Z), digits and _ . = + -, of which the last four not in front")
     return name
 
@@ -215,7 +215,7 @@ class SampleBody(Strict):
         stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
         if "" in stop_texts or len(stops) > MAX_STOPS or any(len(text) > 256 for text in stop_texts):
             raise ApiError(400, "stop: at most 64 texts of 1 to 256 characters, or 64 tokens", param="stop")
-        return SampleJob(
+        job = SampleJob(
             prompt,
             self.num_samples,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
@@ -232,6 +232,10 @@ class SampleBody(Strict):
             prompt_topk=self.topk_prompt_logprobs,
             prompt_last=last,
         )
+        if job.numbers > MAX_NUMBERS:
+            message = f"num_samples x max_tokens x (1 + 2 x topk_sample_logprobs) is {job.numbers:,}, at most "
+            raise ApiError(400, f"{message}{MAX_NUMBERS:,}: ask in several requests", param="num_samples")
+        return job
 
 
 class FutureBody(Strict):

@@ -1,7 +1,9 @@
 """The service's data in memory: the limits, the queued requests with their results, and the models."""
 
+import itertools
 import json
 import re
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -11,14 +13,17 @@ from typing import Any
 from nanochat.cli import UserError, out_of_memory
 from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import ApiError
-from nanochat.train_service.log import RequestLog
-from nanochat.train_service.sampling import SampleJob
+from nanochat.train_service.log import Entry, RequestLog
+from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
 from nanochat.train_service.tenants import Trained, TrainedModel
 
 
 def is_name(name: str) -> bool:
     """Whether a checkpoint may have this name, which becomes a folder and a part of an address."""
     return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", name))
+
+
+EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Job:
     result: "Future[bytes]" = field(default_factory=_started_future)
     sampler: Path | None = None  # the weights of a sample; samples of the same weights run together
     sample: SampleJob | None = None
+    size: int = 0  # bytes of the request's body, which waits in memory
+    came: float = field(default_factory=time.monotonic)
 
 
 class Queue:
@@ -63,6 +70,10 @@ class Queue:
     def count(self, owner: str) -> int:
         return len(self._of.get(owner, ()))
 
+    def bytes(self, owner: str) -> int:
+        """Of the bodies of an owner's requests."""
+        return sum(job.size for job in self._of.get(owner, ()))
+
     def append(self, job: Job) -> None:
         self._of.setdefault(job.owner, []).append(job)
 
@@ -75,7 +86,8 @@ class Queue:
         return True
 
     def take(self, may_sample: Callable[[str], bool]) -> list[Job]:
-        """The first request of the next owner. Of a sample, all of the owner's samples of the same weights.
+        """The first request of the next owner. Of a sample, the owner's samples of the same weights, as many as are
+        decoded together.
 
         Samples of an owner that may not start to sample now are passed over.
         """
@@ -84,7 +96,7 @@ class Queue:
             ready = [job for job in jobs if job.sample is None or may_sample(owner)]
             taken = ready[:1]
             if taken and taken[0].sample is not None:
-                taken = [job for job in ready if job.sample is not None and job.sampler == taken[0].sampler]
+                taken = _together([job for job in ready if job.sample and job.sampler == taken[0].sampler])
             ids = {id(job) for job in taken}
             left = [job for job in jobs if id(job) not in ids]
             if left:
@@ -92,6 +104,12 @@ class Queue:
             if taken:
                 return taken
         return []
+
+
+def _together(jobs: list[Job]) -> list[Job]:
+    """The first samples whose results have at most MAX_NUMBERS numbers."""
+    totals = itertools.accumulate(job.sample.numbers for job in jobs if job.sample)
+    return [job for job, total in zip(jobs, totals, strict=True) if total <= MAX_NUMBERS] or jobs[:1]
 
 
 @dataclass(eq=False)
@@ -113,11 +131,13 @@ class Model:
     log: RequestLog
     next: int = 1  # the number of the request that is queued next
     parked: dict[int, Job] = field(default_factory=dict)  # requests that came before their turn
+    early: dict[int, Entry] = field(default_factory=dict)  # what the log calls so, for a missing one before them
     live: TrainedModel | None = None
     used: float = 0.0
     done: int = 0  # the last request that has run
     saved_steps: int = 0  # optimizer steps that the snapshot covers
     results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
+    snapshot_after: float = 0.0  # time.monotonic() before which none is tried again, after one that failed
     stopped: str = ""  # why it takes no more requests: its files are damaged
     stopped_after: int = 0  # the last request that can still be run then
 

@@ -1,7 +1,7 @@
 """A training client's requests on the disk, so that no kill loses an acknowledged one.
 
     models/<model>/model.json                 what is trained, and whose it is
-    models/<model>/log/<number>.<kind>.<sum>  the body of each request since the last snapshot
+    models/<model>/log/<number>.<kind>.<sum>  the body of each request since the last snapshot; the sum covers all three
     models/<model>/state/<number>/step_<n>/   the last snapshot: weights and optimizer after request <number>
     models/<model>/loaded/<number>/step_<n>/  the checkpoint that request <number> loads, since the last snapshot
     models/<model>/state/<number>/results/    the results of the requests that it covers, for a client that still asks
@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def read_record(path: Path) -> dict[str, Any]:
         elif not content.keys() & {"owner", "base_sha256"}:  # the fields of files of before 2026-11-24
             raise ValueError("it is not a record")
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({str(error)[:200]}): restore it from a backup, or remove it") from None
+        raise UserError(f"{path} cannot be read ({str(error)[:200]}): restore it from a backup") from None
     return content
 
 
@@ -95,9 +95,8 @@ class RequestLog:
         unfinished = self.folder / "log" / f"{entry.number:09d}.tmp"
         path = unfinished
         try:
-            sha256 = storage.write_file(unfinished, [entry.content])["sha256"]
-            name = f"{entry.number:09d}.{entry.kind}.{sha256[:SUM_CHARACTERS]}" + (".early" if entry.is_early else "")
-            path = unfinished.with_name(name)
+            storage.write_file(unfinished, [entry.content])
+            path = self._path(entry)
             unfinished.rename(path)
             storage.flush(path.parent)
         except BaseException:  # it is not acknowledged: the client sends it again
@@ -105,6 +104,16 @@ class RequestLog:
                 with contextlib.suppress(OSError):
                     written.unlink()
             raise
+
+    def in_turn(self, entry: Entry) -> None:
+        """All requests before an early one have come: from now on a missing one is seen."""
+        path = self._path(entry)
+        if entry.is_early and path.exists():
+            path.rename(self._path(replace(entry, is_early=False)))
+
+    def _path(self, entry: Entry) -> Path:
+        name = f"{entry.number:09d}.{entry.kind}.{_entry_sum(entry.number, entry.kind, entry.content)}"
+        return self.folder / "log" / (name + ".early" * entry.is_early)
 
     def entries(self) -> tuple[list[Entry], str]:
         """Those after the snapshot, in order, up to the first damage, and what that is; empty: nothing is damaged.
@@ -121,7 +130,7 @@ class RequestLog:
             if number != before + 1 and not match[4]:
                 return found, f"{path.parent} lacks request {before + 1}"
             content = path.read_bytes()
-            if match[3] and not _has_sum(content, match[3]):
+            if match[3] and _entry_sum(number, match[2], content) != match[3]:
                 return found, f"{path} is damaged"
             found.append(Entry(number, match[2], content, is_early=match[4] is not None))
         return found, ""
@@ -190,19 +199,27 @@ class RequestLog:
         return pinned
 
     def begin_snapshot(self, number: int, results: Mapping[int, bytes]) -> Path:
-        """The folder in which the caller saves the checkpoint after request `number`; then it calls `end_snapshot`."""
+        """The folder in which the caller saves the checkpoint after request `number`.
+
+        Afterwards it calls `end_snapshot`, or `drop_snapshot` if it could not, or if the checkpoint is not whole.
+        """
         folder = self._state(number)
         (folder / "results").mkdir(parents=True, exist_ok=True)
         for its_number, result in results.items():
             storage.write_file(folder / "results" / f"{its_number}.{_sum(result)}", [result])
         return folder
 
+    def drop_snapshot(self, number: int) -> None:
+        """Remove one that could not be written, or is damaged: the log and the previous one stay."""
+        shutil.rmtree(self._state(number), ignore_errors=True)
+
+    def is_whole(self, number: int) -> bool:
+        """Whether the snapshot after request `number` can be read back."""
+        return model_folder.newest(self._state(number)) is not None
+
     def end_snapshot(self) -> None:
-        """Remove the log entries that the new snapshot covers, after reading it back to check that it is whole."""
+        """Remove the log entries that the new snapshot covers."""
         covered = self.covered
-        if model_folder.newest(self._state(covered)) is None:
-            shutil.rmtree(self._state(covered), ignore_errors=True)  # the log and the previous snapshot stay
-            return
         for match, path in self._logged():
             if int(match[1]) <= covered:
                 path.unlink(missing_ok=True)
@@ -222,6 +239,10 @@ class RequestLog:
 
     def _states(self) -> list[Path]:
         return [path for path in (self.folder / "state").iterdir() if path.name.isdecimal()]
+
+
+def _entry_sum(number: int, kind: str, content: bytes) -> str:
+    return _sum(f"{number}.{kind}.".encode() + content)
 
 
 def _sum(content: bytes) -> str:

@@ -6,6 +6,7 @@ and the losses of RL compare the two.
 
 import math
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from nanochat.train_service.wire import MASKED_LOGPROB, Likeliest, Sampled, writ
 
 SLICE_SECONDS = 0.5  # samples are decoded for so long before the requests of others have their turn
 SCORED_AT_ONCE = 256  # tokens of a prompt whose logits are in memory at once
+MAX_NUMBERS = 1 << 22  # logprobs and ids in results that are made together; 34 MB, and a tenth of a second to send
 NOT_FINITE = "sample: these weights give logits that are not finite; load weights of an earlier step"
 
 
@@ -43,6 +45,11 @@ class SampleJob:
     prompt_last: int = 0  # score only the last tokens of the prompt; 0: all
     is_cancelled: bool = False  # set at any time, by another thread
 
+    @property
+    def numbers(self) -> int:
+        """How many numbers its result can have."""
+        return self.num_samples * self.max_tokens * (1 + 2 * self.topk)
+
 
 def make_engine(model: GPT, tokenizer: Tokenizer, device: Device) -> Engine:
     """An engine that ends a sequence only as its request requires, and does not answer tool calls."""
@@ -58,7 +65,7 @@ class _Sample:
 
     job: SampleJob
     tokens: list[int] = field(default_factory=list)
-    numbers: list[Sequence[float]] = field(default_factory=list)  # see NewToken.logprobs
+    numbers: "array[float]" = field(default_factory=lambda: array("d"))  # see NewToken.logprobs; token after token
     is_stopped: bool = False
 
 
@@ -113,7 +120,7 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[li
 def _take(sample: _Sample, new: NewToken, tokenizer: Tokenizer) -> bool:
     """Add a token to a sequence; returns whether it was the last one."""
     sample.tokens.append(new.id)
-    sample.numbers.append(new.logprobs)
+    sample.numbers.extend(new.logprobs)
     sample.is_stopped = new.finish_reason == "stop"
     if sample.job.stop_texts and not sample.is_stopped:
         # A text may begin in any of the last tokens: each of its bytes is part of one token at least.
@@ -127,7 +134,7 @@ def _finished(sample: _Sample, topk: int) -> Sampled:
     k = sample.job.topk
     if not sample.tokens:
         return Sampled([], [], False, Likeliest(np.zeros((0, k)), np.zeros((0, k))) if k else None)
-    numbers = np.array(sample.numbers, dtype=np.float64)
+    numbers = np.frombuffer(sample.numbers).reshape(len(sample.tokens), -1)
     likeliest = None
     if k:
         # The decoder computed as many as any of its rows wanted: the logprobs in front, then the ids.

@@ -17,8 +17,8 @@ import secrets
 import shutil
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from nanochat.serve.schema import ApiError
 from nanochat.serve.state import EXIT_SECONDS
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import (
+    EPHEMERAL,
     FAILED,
     Job,
     Limits,
@@ -52,7 +53,12 @@ from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedM
 KEPT_RESULTS = 5_000  # finished requests of a model, or of a session's samplers, whose results can still be fetched,
 KEPT_BYTES = 1 << 26  # and how large these are together
 SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client
-MAX_SESSIONS = 10_000  # of an owner
+MAX_SESSIONS = 10_000  # of an owner; then a new one takes the place of the one that was silent for longest
+MAX_MODELS = 2_000  # of an owner
+MAX_WAITING = 1 << 28  # bytes of an owner's bodies in the queue, and as many of those that came before their turn
+MAX_OWNER_RESULTS = 1 << 29  # bytes of an owner's results that can still be fetched
+PARKED_SECONDS = 900.0  # a request that waits longer for an earlier one waits for one that was lost
+SNAPSHOT_PAUSE = 60.0  # seconds after a snapshot that could not be written
 MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
 LOG_FACTOR = 16  # a snapshot also comes after this many requests for each step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
@@ -63,7 +69,6 @@ NEW, OLD, DELETED = ".new", ".old", ".deleted"  # ends the names of folders whil
 # Marks of requests that save a checkpoint: .<checkpoint>.<request>, and how it ended.
 SAVED, FAILED_SAVE = ".saved", ".failed"
 MARK_NAME = re.compile(r"\.(.*)\.(\d+)(\.saved|\.failed)?")
-EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
 
 class Service:
@@ -80,6 +85,7 @@ class Service:
         self.sampling: deque[Sampling] = deque()  # only the worker touches it
         self.promises: dict[str, Job] = {}
         self.kept: dict[str, dict[str, int]] = {}  # by model or session: finished requests and their results' bytes
+        self.owner_bytes: dict[str, int] = defaultdict(int)  # of an owner's results, as in `kept`
         self.models: dict[str, Model] = {}
         self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
         self.closing = False
@@ -95,11 +101,13 @@ class Service:
         self.tokenizer_folder = folder / "tokenizer"
         self.tokenizer_folder.mkdir(exist_ok=True)
         for name_of_file, content in tokenizer_files(base.tokenizer, base.model.config.sequence_len, True).items():
-            text = content if isinstance(content, str) else json.dumps(content)
+            file = (content if isinstance(content, str) else json.dumps(content)).encode()
             path = self.tokenizer_folder / name_of_file
             # A restart on a full disk writes nothing.
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                path.write_text(text, encoding="utf-8")
+            if not path.exists() or path.read_bytes() != file:
+                unfinished = path.with_name(path.name + ".tmp")
+                storage.write_file(unfinished, [file])
+                unfinished.rename(path)
         self.sessions: dict[str, dict[str, Any]] = {}
         for path in (folder / "sessions").glob("*.json"):
             with _named("the session"):
@@ -125,7 +133,7 @@ class Service:
     def create_session(self, owner: str, user_metadata: Any) -> str:
         self._expire_sessions()
         if sum(facts["owner"] == owner for facts in list(self.sessions.values())) >= MAX_SESSIONS:
-            raise ApiError(429, f"this key has {MAX_SESSIONS:,} sessions already", code="too_many_sessions")
+            self._forget_silent_session(owner)
         session = secrets.token_hex(8)
         facts = {"owner": owner, "created": time.time(), "user_metadata": user_metadata}
         self._write("sessions", session, facts)
@@ -138,6 +146,37 @@ class Service:
         with contextlib.suppress(OSError):
             os.utime(self.folder / "sessions" / f"{session}.json")
 
+    def _heard(self, session: str) -> float:
+        """When a session's client gave its last sign, in seconds since 1970."""
+        try:
+            return (self.folder / "sessions" / f"{session}.json").stat().st_mtime
+        except OSError:
+            return 0.0
+
+    def _forget_silent_session(self, owner: str) -> None:
+        """Raises ApiError: 400 when all sessions of the owner have models."""
+        with self.lock:
+            with_models = {model_id.partition(":")[0] for model_id in self.models}
+            own = [one for one, facts in self.sessions.items() if facts["owner"] == owner and one not in with_models]
+            if not own:
+                message = f"this key has {MAX_SESSIONS:,} sessions with models: delete models first"
+                raise ApiError(400, message, code="too_many_sessions")
+            self._forget({min(own, key=self._heard)})
+
+    def _forget(self, sessions: set[str]) -> None:
+        for session in sessions:
+            (self.folder / "sessions" / f"{session}.json").unlink(missing_ok=True)
+            owner = self.sessions.pop(session)["owner"]
+            self._drop_results(owner, f"{session}:sample")
+        for path in (self.folder / "samplers").glob("*.json") if sessions else ():
+            if path.name.partition(":")[0] in sessions:
+                path.unlink(missing_ok=True)
+
+    def _drop_results(self, owner: str, group: str) -> None:
+        for request_id, size in self.kept.pop(group, {}).items():
+            self.owner_bytes[owner] -= size
+            self.promises.pop(request_id, None)
+
     def _expire_sessions(self) -> None:
         """Forget the sessions that have no models and of which nothing was heard, with their samplers; once an hour."""
         now = time.time()
@@ -146,21 +185,8 @@ class Service:
                 return
             self.expired = now
             with_models = {model_id.partition(":")[0] for model_id in self.models}
-            old = []
-            for session in self.sessions.keys() - with_models:
-                path = self.folder / "sessions" / f"{session}.json"
-                with contextlib.suppress(OSError):
-                    if path.stat().st_mtime < now - SESSION_SECONDS:
-                        path.unlink()
-                        old.append(session)
-            for session in old:
-                self.sessions.pop(session)
-                for request_id in self.kept.pop(f"{session}:sample", ()):
-                    self.promises.pop(request_id, None)
-        expired = set(old)
-        for path in (self.folder / "samplers").glob("*.json") if old else ():
-            if path.name.partition(":")[0] in expired:
-                path.unlink(missing_ok=True)
+            without = self.sessions.keys() - with_models
+            self._forget({session for session in without if self._heard(session) < now - SESSION_SECONDS})
 
     def require_session(self, owner: str, session: str) -> dict[str, Any]:
         """Raises ApiError: 404, also for a session of another key."""
@@ -176,9 +202,12 @@ class Service:
     def _restore(self) -> None:
         """Find the models of an earlier start, and queue what their logs hold. One that cannot be read is named."""
         self._clean_up()
-        for path in sorted((self.folder / "models").glob("[!.]*/model.json")):
-            with _named("the model"):
-                self._restore_model(path)
+        for folder in sorted((self.folder / "models").glob("[!.]*/")):
+            if (folder / "model.json").exists():
+                with _named("the model"):
+                    self._restore_model(folder / "model.json")
+            elif _has_requests(folder):
+                warn(f"the model is passed over: {folder} has no model.json: restore it from a backup")
 
     def _clean_up(self) -> None:
         """Remove what a kill left half-way; a checkpoint that was being replaced gets its name back."""
@@ -236,10 +265,14 @@ class Service:
         with self.lock:
             if model_id not in self.models:
                 self._require_room(owner)
+                if sum(model.owner == owner for model in self.models.values()) >= MAX_MODELS:
+                    message = f"this key has {MAX_MODELS:,} models: delete some first"
+                    raise ApiError(400, message, code="too_many_models")
                 facts = {"owner": owner, "created": time.time(), "metadata": metadata, "trained": asdict(settings)}
                 facts["load"] = load
                 folder = self.folder / "models" / model_id
-                if (folder / "model.json").exists():  # the start has passed it over
+                # The start has passed it over: a new model would begin where the old one stopped.
+                if (folder / "model.json").exists() or _has_requests(folder):
                     raise ApiError(400, f"model {model_id} cannot be read: create another one", code="damaged")
                 # On the disk first: a model that exists only in memory would lose acknowledged steps.
                 with _full_disk():
@@ -303,17 +336,16 @@ class Service:
     def _delete(self, model: Model) -> bytes:
         model.live = None
         folder = self.folder / "models" / model.id
-        deleted = folder.with_name(f".{model.id}{DELETED}")
+        deleted = folder.with_name(f".{model.id}.{secrets.token_hex(8)}{DELETED}")
         for weights in [path for path in self.engines if path is not None and folder in path.parents]:
             del self.engines[weights]
         with self.lock:
-            if self.models.pop(model.id, None) is None:  # deleted twice
+            if model.id not in self.models:  # deleted twice
                 return as_json({})
-            for job in model.parked.values():
-                self._finish(job, failure(UserError(model.stopped)))
-            for request_id in self.kept.pop(model.id, ()):
-                self.promises.pop(request_id, None)
             folder.rename(deleted)
+            del self.models[model.id]
+            self._refuse_parked(model)
+            self._drop_results(model.owner, model.id)
             storage.flush(folder.parent)
         shutil.rmtree(deleted, ignore_errors=True)
         return as_json({})
@@ -340,7 +372,7 @@ class Service:
             if number < model.next or number in model.parked:
                 return request_id
             # The one that others wait for has room as long as the queue itself has.
-            self._require_room(owner, len(model.parked) if number != model.next else 0)
+            self._require_room(owner, [] if number == model.next else self._parked(owner))
             entry = Entry(number, kind, content, is_early=number != model.next)
             with _full_disk():
                 model.log.append(entry)
@@ -355,16 +387,30 @@ class Service:
 
     def _park(self, model: Model, entry: Entry) -> None:
         """Queue a request once all requests before it are queued."""
-        job = Job(f"{model.id}:{entry.number}", model.owner, lambda: self._run(model, entry))
+        job = Job(f"{model.id}:{entry.number}", model.owner, lambda: self._run(model, entry), size=len(entry.content))
         self._keep(job)
         model.parked[entry.number] = job
+        if entry.is_early:
+            model.early[entry.number] = entry
         while model.next in model.parked:
             self._enqueue(model.parked.pop(model.next))
+            if model.next in model.early:
+                model.log.in_turn(model.early.pop(model.next))
             model.next += 1
 
-    def _require_room(self, owner: str, parked: int = 0) -> None:
-        if self.queue.count(owner) + parked >= self.limits.queue:
-            message = f"{self.limits.queue} requests wait already: try again later"
+    def _parked(self, owner: str) -> list[Job]:
+        """The owner's requests that came before their turn."""
+        return [job for model in self.models.values() if model.owner == owner for job in model.parked.values()]
+
+    def _refuse_parked(self, model: Model) -> None:
+        for job in model.parked.values():
+            self._finish(job, failure(UserError(model.stopped)))
+        model.parked.clear()
+
+    def _require_room(self, owner: str, parked: Sequence[Job] = ()) -> None:
+        count = self.queue.count(owner) + len(parked)
+        if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or _bytes(parked) > MAX_WAITING:
+            message = f"{count} requests wait already: try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
     def _enqueue(self, job: Job) -> None:
@@ -390,19 +436,34 @@ class Service:
             return
         kept = self.kept.setdefault(_group_of(job.id), {})
         kept[job.id] = len(result)
+        self.owner_bytes[job.owner] += len(result)
         while len(kept) > 1 and (len(kept) > KEPT_RESULTS or sum(kept.values()) > KEPT_BYTES):
-            oldest = next(iter(kept))
-            kept.pop(oldest)
-            self.promises.pop(oldest, None)
+            self._drop_oldest(job.owner, kept)
+        while self.owner_bytes[job.owner] > MAX_OWNER_RESULTS:
+            own = [
+                group
+                for name, group in self.kept.items()
+                if len(group) > (group is kept) and self._owns(job.owner, name)
+            ]
+            if not own:
+                break
+            self._drop_oldest(job.owner, max(own, key=lambda group: sum(group.values())))
+
+    def _drop_oldest(self, owner: str, kept: dict[str, int]) -> None:
+        oldest = next(iter(kept))
+        self.owner_bytes[owner] -= kept.pop(oldest)
+        self.promises.pop(oldest, None)
 
     def promise(self, owner: str, request_id: str) -> Job:
         """Raises ApiError: 410 for a promise that this server does not know (any more): the client asks again."""
         job = self.promises.get(request_id)
-        if job is not None and self._owns(owner, request_id):
-            return job
         model_id, _, number = request_id.rpartition(":")
         model = self.models.get(model_id)
-        if model is not None and model.owner == owner and number.isdecimal() and len(number) < 10:
+        if job is not None and self._owns(owner, request_id):
+            if model is not None and not job.result.done() and job.came < time.monotonic() - PARKED_SECONDS:
+                self._give_up_waiting(model, job)
+            return job
+        if model is not None and model.owner == owner and re.fullmatch(r"[0-9]{1,9}", number):
             if int(number) == 0 and not model.stopped:
                 return finished(request_id, created(model))
             if int(number) <= model.done:  # if the client sent it again, it would wait without end
@@ -411,6 +472,13 @@ class Service:
             if model.stopped:
                 return finished(request_id, failure(UserError(model.stopped)))
         raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
+
+    def _give_up_waiting(self, model: Model, job: Job) -> None:
+        """Stop a model whose next request does not come: a lost newest entry of its log looks like that."""
+        with self.lock:
+            if job in model.parked.values() and not model.stopped:
+                self._stop(model, f"request {model.next} has not come", model.next - 1)
+                self._refuse_parked(model)
 
     def _owns(self, owner: str, request_id: str) -> bool:
         return self.sessions.get(request_id.partition(":")[0], {}).get("owner") == owner
@@ -586,7 +654,8 @@ class Service:
 
         Gradients are in no snapshot: such a model runs its log again when it is needed.
         """
-        in_memory = [(one.live.has_gradients, one.used, one) for one in self.models.values() if one.live is not None]
+        models = list(self.models.values())  # others create models meanwhile
+        in_memory = [(one.live.has_gradients, one.used, one) for one in models if one.live is not None]
         in_memory.sort(key=lambda entry: entry[:2])
         for _, _, model in in_memory[: max(0, len(in_memory) + 1 - self.limits.models)]:
             self._snapshot(model)
@@ -615,15 +684,15 @@ class Service:
 
     def _load(self, model: Model, trained: TrainedModel, number: int, body: dict[str, Any]) -> None:
         """Load the checkpoint of request `number`: the same files whenever the log is run again."""
-        with self.lock:  # no checkpoint is replaced or deleted meanwhile
+        with self.lock:  # no checkpoint is replaced or deleted meanwhile; links are quick
             pinned = model.log.loaded(number)
-            step = pinned or self.path_of(model.owner, body["path"])[0]
-            if pinned is None:
-                model_folder.verify(step)
-                step = model.log.pin(number, step)
+            step = pinned or model.log.pin(number, self.path_of(model.owner, body["path"])[0])
         try:
             trained.load(step, body["optimizer"])
-        except model_folder.DamagedCheckpoint as error:  # it was whole when it was pinned
+        except model_folder.DamagedCheckpoint as error:
+            if pinned is None:  # it was damaged before
+                shutil.rmtree(step.parent, ignore_errors=True)
+                raise
             raise DamagedLog(error.what) from error
 
     def _compute(self, model: Model, entry: Entry) -> bytes:
@@ -703,10 +772,16 @@ class Service:
         if live is None or live.has_gradients or live.lost_gradients or live.is_broken:
             return False
         if model.done > model.log.covered:
+            if time.monotonic() < model.snapshot_after:
+                return False
             try:
                 live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
+                if not model.log.is_whole(model.done):
+                    raise UserError("it cannot be read back")
             except (OSError, UserError) as error:  # the requests are still in the log
                 warn(f"no snapshot of {model.id}: {error}")
+                model.log.drop_snapshot(model.done)
+                model.snapshot_after = time.monotonic() + SNAPSHOT_PAUSE
                 return False
             with self.lock:  # so that nothing is appended in the meantime
                 model.log.end_snapshot()
@@ -750,10 +825,23 @@ class Service:
         kind = part.removesuffix("s")
         path = self.folder / part / f"{name}.json"
         if re.fullmatch(r"[0-9a-f]{16}(:sample:\d{1,9})?", name) and path.is_file():
-            content = read_record(path)
+            try:
+                content = read_record(path)
+            except UserError as error:
+                warn(str(error))
+                raise ApiError(400, f"{kind} {name} cannot be read: create another one", code="damaged") from error
             if content.get("owner") == owner:
                 return content
         raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
+
+
+def _has_requests(folder: Path) -> bool:
+    """Whether a model has been in a folder."""
+    return any(True for part in ("log", "state") for _ in (folder / part).glob("*"))
+
+
+def _bytes(jobs: Sequence[Job]) -> int:
+    return sum(job.size for job in jobs)
 
 
 def _group_of(request_id: str) -> str:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from nanochat import storage
 from nanochat.serve.schema import ApiError
+from nanochat.train_service import service as service_module
 from nanochat.train_service import wire
 from nanochat.train_service.service import Limits, Service
 from nanochat.train_service.tenants import Base, Trained, TrainedModel
@@ -367,6 +368,90 @@ def test_a_missing_entry_stops_its_model_and_one_that_has_not_come_yet_does_not(
     copy = again.folder.with_name("once more")
     shutil.copytree(again.folder, copy)
     assert start(copy).models[client.model_id].stopped
+
+
+def test_a_request_that_was_early_is_missed_once_those_before_it_have_come(start, killed, monkeypatch):
+    service = start()
+    client = Client(service)
+    for number in (1, 3, 2):
+        service.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
+    client.result(3)
+    folder = killed()
+    (entry,) = (folder / "models" / client.model_id / "log").glob("000000002.*")
+    entry.unlink()
+    client.number = 3
+    require_stopped(start(folder), client, 1, "lacks request 2")
+    # A lost newest request looks as if it had not come yet, until it is late.
+    folder = killed()
+    (entry,) = (folder / "models" / client.model_id / "log").glob("000000003.*")
+    entry.unlink()
+    again = start(folder)
+    request_id = again.submit(OWNER, client.model_id, 4, "forward_backward", batch(client.model_id, 4))
+    assert not again.promise(OWNER, request_id).result.done()
+    monkeypatch.setattr(service_module, "PARKED_SECONDS", 0.0)
+    client.number = 4
+    require_stopped(again, client, 3, "request 3 has not come")
+
+
+def test_entries_that_change_places_are_damage(start, killed):
+    service = start()
+    client = Client(service)
+    client.train()
+    client.train(shift=3)
+    folder = killed()
+    log = folder / "models" / client.model_id / "log"
+    first, _, third, _ = sorted(log.iterdir())
+    first.rename(log / "x")
+    third.rename(log / third.name.replace("000000003", "000000001"))
+    (log / "x").rename(log / first.name.replace("000000001", "000000003"))
+    require_stopped(start(folder), client, 0, "000000001")
+
+
+def test_a_folder_without_its_record_is_named_and_becomes_no_other_model(start, killed, capsys):
+    service = start(snapshot_steps=1)
+    client = Client(service)
+    client.train()
+    client.train()
+    folder = killed()
+    (folder / "models" / client.model_id / "model.json").unlink()
+    again = start(folder)
+    assert f"{client.model_id} has no model.json" in capsys.readouterr().err
+    with pytest.raises(ApiError, match="cannot be read"):
+        again.create_model(OWNER, client.session, 0, Trained(2, seed=7), None)
+
+
+def test_other_small_files_that_are_damaged_end_no_start(start, killed, capsys):
+    service = start()
+    client = Client(service)
+    sampler = service.create_sampler(OWNER, client.session, 1, None)
+    folder = killed()
+    flip(folder / "tokenizer" / "tokenizer.json", 7)
+    flip(folder / "samplers" / f"{sampler}.json", 30)
+    again = start(folder)
+    expected = (service.folder / "tokenizer" / "tokenizer.json").read_bytes()
+    assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == expected
+    with pytest.raises(ApiError, match="create another one") as error:
+        again.find_sampler(OWNER, sampler)
+    assert error.value.status_code == 400 and f"{sampler}.json" in capsys.readouterr().err
+
+
+def test_a_snapshot_that_fails_gives_its_room_back_and_comes_later(start, monkeypatch):
+    service = start(snapshot_steps=1)
+    client = Client(service)
+    state = service.folder / "models" / client.model_id / "state"
+    with monkeypatch.context() as full:
+        full.setattr(TrainedModel, "save", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        client.train()
+        client.train()
+        client.result(client.submit("forward_backward"))
+        assert not list(state.iterdir())
+    assert "error" not in client.run("optim_step", **ADAM)
+    client.result(client.submit("forward_backward"))
+    assert not list(state.iterdir())  # not tried again at once
+    service.models[client.model_id].snapshot_after = 0.0
+    assert "error" not in client.run("optim_step", **ADAM)
+    client.result(client.submit("forward_backward"))
+    assert list(state.iterdir())
 
 
 @pytest.mark.parametrize("part", ["state", "loaded"])

@@ -103,7 +103,9 @@ def test_a_request_of_many_parts_is_refused_before_it_is_parsed(http, monkeypatc
     assert named in message_of(answer, 400)
     # What has a model and a number has used it up: later requests do not wait for it.
     step = {"model_id": model_id, "seq_id": 2 if "more than" in named else 1, "adam_params": {}}
-    request_id = http.post("optim_step", json=step).json()["request_id"]
+    queued = http.post("optim_step", json=step)
+    assert queued.status_code == 200, queued.text
+    request_id = queued.json()["request_id"]
     assert "no gradients" in http.post("retrieve_future", json={"request_id": request_id}).json()["error"]
 
 
@@ -262,6 +264,53 @@ def test_a_sample_in_slices_is_the_sample(service, monkeypatch):
     assert results[0] == results[1] and not results[0].startswith(b"{")
 
 
+def test_a_sample_has_a_bounded_result(base):
+    config = base.model.config
+    body = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_session_id": "x", "seq_id": 0, "num_samples": 1024}
+    for topk, fits in ((0, True), (100, False)):
+        text = json.dumps({**body, "topk_sample_logprobs": topk, "sampling_params": {}}).encode()
+        asked = read_body(bodies.SampleBody, text)
+        if fits:
+            assert asked.job(base.tokenizer, config.vocab_size, config.sequence_len).numbers == 1024 * 63
+        else:
+            with pytest.raises(ApiError, match="several requests"):
+                asked.job(base.tokenizer, config.vocab_size, config.sequence_len)
+    # Several are decoded together as long as their results are as small.
+    queue = Queue()
+    large = SampleJob([5], 1024, 1024, SamplingParams(), frozenset())
+    for number in range(9):
+        queue.append(Job(f"s{number}", "alice", sampler=None, sample=large))
+    assert [len(queue.take(lambda owner: True)) for _ in range(3)] == [4, 4, 1]
+
+
+def test_what_waits_and_what_is_kept_is_bounded_in_bytes(service, monkeypatch):
+    client, other = Client(service), Client(service, owner="bob")
+    size = len(batch(client.model_id, 3))
+    monkeypatch.setattr(service_module, "MAX_WAITING", 3 * size)
+    for number in range(3, 7):  # before their turn
+        service.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
+    with pytest.raises(ApiError) as refused:
+        service.submit(OWNER, client.model_id, 7, "forward_backward", batch(client.model_id, 7))
+    assert refused.value.status_code == 429
+    for number in (1, 2):  # those that they wait for have room
+        service.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
+    client.result(6)
+    service.submit(OWNER, client.model_id, 7, "forward_backward", batch(client.model_id, 7))
+    client.result(7)
+    other.train()
+    monkeypatch.setattr(service_module, "MAX_OWNER_RESULTS", service.owner_bytes[OWNER])
+    client.number = 7
+    client.train()
+    assert (
+        service.owner_bytes[OWNER]
+        == sum(sum(group.values()) for name, group in service.kept.items() if name == client.model_id)
+        <= service_module.MAX_OWNER_RESULTS
+    )
+    assert "no longer kept" in client.result(1)["error"] and "error" not in other.result(1)
+    service.delete_model(OWNER, client.model_id).result.result(30)
+    assert service.owner_bytes[OWNER] == 0 and service.owner_bytes["bob"] > 0
+
+
 def test_results_go_by_model_and_one_that_is_gone_is_answered(service, monkeypatch):
     monkeypatch.setattr(service_module, "KEPT_RESULTS", 3)
     alice, bob = Client(service), Client(service, owner="bob")
@@ -330,10 +379,16 @@ def test_sessions_without_models_expire(service, monkeypatch):
     with pytest.raises(ApiError):
         service.find_sampler(OWNER, sampler)
     assert service.find_sampler(OWNER, other)["path"] is None
+    # At the limit the longest silent one makes room, and none with models.
     monkeypatch.setattr(service_module, "MAX_SESSIONS", 3)
-    with pytest.raises(ApiError) as refused:
+    os.utime(service.folder / "sessions" / f"{new}.json", (old, old))
+    newest = service.create_session(OWNER, None)
+    assert service.sessions.keys() == {client.session, alive, newest}
+    for session in (alive, newest):
+        service.create_model(OWNER, session, 0, Trained(2), None)
+    with pytest.raises(ApiError, match="delete models") as refused:
         service.create_session(OWNER, None)
-    assert refused.value.status_code == 429
+    assert refused.value.status_code == 400
     assert service.create_session("bob", None)
 
 
