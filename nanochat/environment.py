@@ -62,6 +62,18 @@ class Environment:
         return None
 
 
+def opening_of(environment: Environment, name: str) -> list[Message]:
+    """The messages before the first reply.
+
+    Raises UserError: when `start` returns anything else; `name` is the task's.
+    """
+    messages = environment.start()
+    if not isinstance(messages, list | tuple) or not messages:
+        raise UserError(f"the environment of {name}: start returned {repr(messages)[:40]}: a list of messages")
+    _check(messages, f"the environment of {name}", "start")
+    return list(messages)
+
+
 def take_step(environment: Environment, reply: Sequence[Part], name: str) -> Step:
     """What follows the model's reply. Others write environments, so what one returns is checked.
 
@@ -71,12 +83,16 @@ def take_step(environment: Environment, reply: Sequence[Part], name: str) -> Ste
     if not isinstance(step, Step) or not isinstance(step.messages, list | tuple):
         shown = step if not isinstance(step, Step) else step.messages
         raise UserError(f"the environment of {name} returned {repr(shown)[:40]}: a Step, with a list of messages")
+    _check(step.messages, f"the environment of {name}", "a step")
+    return Step(list(step.messages), checked_reward(step.reward, f"the environment or the reward of {name}"))
+
+
+def _check(messages: Sequence[Any], source: str, place: str) -> None:
     try:
-        for number, message in enumerate(step.messages):
+        for number, message in enumerate(messages):
             check_message(number, message)
     except ValueError as error:
-        raise UserError(f"the environment of {name}: {error} of a step") from error
-    return Step(list(step.messages), checked_reward(step.reward, f"the environment or the reward of {name}"))
+        raise UserError(f"{source}: {error} of {place}") from error
 
 
 def checked_reward(value: Any, source: str, place: str = "") -> float:

@@ -146,13 +146,16 @@ class StepLog:
 
         The evaluation before the first step has no line yet: `step` adds its numbers to line 0, as `..._before`.
 
-        Raises UserError: when a validation loss in bits per byte is not finite.
+        Raises UserError: when a validation loss is not finite.
         """
+        for name in ("val_bpb", "val_loss"):
+            if not math.isfinite(metrics.get(name, 0.0)):
+                hint = "lower the rates" if self.progress.step else "nothing is trained yet, look at the source"
+                raise UserError(
+                    f"validation is {metrics[name]} at step {self.progress.step}, nothing more was saved: {hint}"
+                )
         val_bpb = metrics.get("val_bpb")
         if val_bpb is not None:
-            if not math.isfinite(val_bpb):
-                hint = "lower the rates" if self.progress.step else "nothing is trained yet, look at the source"
-                raise UserError(f"validation is {val_bpb} at step {self.progress.step}, nothing more was saved: {hint}")
             self.progress.best_val_bpb = min(val_bpb, self.progress.best_val_bpb or math.inf)
         if self.progress.step == 0:
             self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}

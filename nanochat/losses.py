@@ -263,9 +263,12 @@ def group_deviation(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarr
     return group_mean(rewards, penalties) / deviation
 
 
+ROUNDING = 1e-6  # relative difference of rewards, below which they are equal
+
+
 def has_signal(rewards: np.ndarray) -> np.ndarray:
-    """Whether some replies to a question were better than others, (Q,)."""
-    return np.ptp(rewards, axis=1) > 0
+    """Whether some replies to a question were better than others, (Q,). Equal sums can differ by their rounding."""
+    return np.ptp(rewards, axis=1) > ROUNDING * np.abs(rewards).max(axis=1, initial=0.0)
 
 
 POLICY_LOSSES = {

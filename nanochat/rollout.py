@@ -19,7 +19,7 @@ from nanochat.collectives import gather_values
 from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
-from nanochat.environment import Environment, take_step
+from nanochat.environment import Environment, opening_of, take_step
 from nanochat.gpt import GPT
 from nanochat.log import warn
 from nanochat.mixture import Mixture
@@ -199,7 +199,7 @@ def draw_questions(mixture: Mixture, tokenizer: Tokenizer, numbers: range, conte
         task, index = mixture.draw(number)
         example = task.example(index)
         environment = task.environment(example)
-        if len(render_prompt(tokenizer, environment.start(), tools=environment.tools)) < context:
+        if len(render_prompt(tokenizer, opening_of(environment, task.name), tools=environment.tools)) < context:
             questions.append((task, example))
     return questions
 
@@ -221,7 +221,7 @@ class Episode:
     @classmethod
     def begin(cls, task: Task, example: Example, question: int, number: int, prompt: Sequence[int]) -> "Episode":
         environment = task.environment(example)
-        opening = list(environment.start())
+        opening = opening_of(environment, task.name)
         sample = Sample(question, number, list(prompt), [0] * len(prompt), [0.0] * len(prompt))
         return cls(task, example, environment, opening, list(opening), sample)
 
@@ -278,8 +278,8 @@ def play(
     """
     # At least one token of the context is left for the reply.
     room = context - 1
-    environments = [task.environment(example) for task, example in questions]
-    prompts = [render_prompt(tokenizer, one.start(), room, tools=one.tools) for one in environments]
+    environments = [(task.name, task.environment(example)) for task, example in questions]
+    prompts = [render_prompt(tokenizer, opening_of(one, name), room, tools=one.tools) for name, one in environments]
 
     # 1. Deal. Episodes are dealt out to the ranks like cards, in the order of their questions' lengths, so that each
     #    rank gets some of every question: replies to one question tend to be long together, and a rank that had them

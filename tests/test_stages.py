@@ -396,6 +396,10 @@ def test_a_source_that_is_not_finite_is_named_before_the_first_step(start, capsy
     code, error = mistake(capsys, script, *flags, f"{flag}={folder}")
     assert code == 1 and f"{flag} {folder}: weights are NaN or infinite (blocks.0.mlp.input.weight; 1 of" in error
     assert not list(start.glob("runs/*/spoiled"))
+    if value == math.inf:  # finite, and too large
+        shutil.rmtree(folder.parent)
+        code, error = mistake(capsys, script, *flags, f"{flag}={spoiled(start, 3e38)}")
+        assert code == 1 and "computes NaN or infinite numbers" in error
 
 
 @pytest.mark.slow

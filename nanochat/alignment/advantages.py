@@ -10,7 +10,7 @@ Four replies to a question, by their rewards:
 
 import numpy as np
 
-from nanochat.losses import Penalties, group_mean
+from nanochat.losses import Penalties, group_mean, has_signal
 
 
 def leave_one_out(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
@@ -31,9 +31,10 @@ def batch_deviation(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarr
     this token on.
     """
     worth = rewards - penalties
-    if worth.size == 0 or np.ptp(worth) == 0:
+    if worth.size == 0 or not has_signal(worth.reshape(1, -1)).any():
         return np.zeros_like(worth)
-    deviation = rewards.std() + 1e-6 if np.ptp(rewards) else 1.0  # equal rewards: the penalties keep their size
+    # Equal rewards: the penalties keep their size.
+    deviation = rewards.std() + 1e-6 if has_signal(rewards.reshape(1, -1)).any() else 1.0
     return (worth - worth.mean()) / deviation
 
 

@@ -28,6 +28,11 @@ def test_penalties_are_not_in_the_deviation(name):
     one = 1e-6 * np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])  # rounding
     equal = np.ones((2, 4))
     assert advantages(equal, 0.0).tolist() == advantages(equal, np.full((2, 4), 0.1)).tolist() == [[0] * 4] * 2
+    # Sums that are equal but for their rounding are equal.
+    sums = np.array([[0.1 + 0.2, 0.3, 0.3, 0.3]] * 2)
+    assert np.ptp(sums) > 0 and advantages(sums, 0.0).tolist() == [[0] * 4] * 2
+    costs = np.array([[0.01, 0.02, 0.03, 0.04]] * 2)
+    np.testing.assert_allclose(advantages(sums, costs), advantages(np.full((2, 4), 0.3), costs), atol=1e-12)
     # Where all rewards are equal a penalty moves a reply by about as much as it takes away.
     assert np.abs(advantages(equal, one)).max() < 2e-6
     # Elsewhere it counts in the same unit as the rewards.

@@ -11,12 +11,12 @@ import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
-from nanochat.cli import Failed
+from nanochat.cli import Failed, UserError
 from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
-from nanochat.environment import Environment, Step
+from nanochat.environment import Environment, Step, opening_of
 from nanochat.losses import POLICY_LOSSES, all_rows
 from nanochat.packing import pack_sequences
 from nanochat.samples import Sample, Samples, kl_of_samples, logp_of, policy_batches, with_advantages
@@ -328,3 +328,10 @@ def test_numbers_of_any_library_are_rewards(engine, value, number):
 def test_what_is_not_a_step_is_one_line_that_names_its_environment(engine, step, words):
     with pytest.raises(Failed, match=f"the environment of {words}"):
         sample_episodes(engine, questions(2, Odd(step)), rows=4, samples=2, max_tokens=4, seed=1)
+
+
+@pytest.mark.parametrize("messages", [5, None, [], "hello", ["hello"], [{"role": "guide", "content": "x"}]], ids=repr)
+def test_what_is_not_an_opening_is_one_line_that_names_its_environment(messages):
+    environment = type("Game", (Environment,), {"start": lambda _: messages})(random.Random(0))
+    with pytest.raises(UserError, match="the environment of game: .*(start|message)"):
+        opening_of(environment, "game")
