@@ -184,7 +184,7 @@ def require_finite(model: GPT, folder: Path, flag: str, device: Device) -> None:
             f"its training has failed; name another {flag}, or an earlier step"
         )
     with torch.no_grad():
-        logits = model(torch.arange(8, device=model.device)[None])
+        logits = model(torch.arange(min(8, model.config.sequence_len), device=model.device)[None])
     if sum_over_ranks((~torch.isfinite(logits)).sum().float(), device).item():
         raise UserError(
             f"{flag} {folder} computes NaN or infinite numbers from its weights, which are finite: "
