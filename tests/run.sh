@@ -67,12 +67,12 @@ if [[ $result == 1 && -n $workers && -n $first ]]; then
   while IFS= read -r test; do flaky+=("$test"); done < <(comm -23 <(echo "$first") <(failures "$failed"))
   if [[ ${#flaky[@]} != 0 ]]; then
     echo '== pytest, three times more beside a busy loop: what passed alone'
-    while :; do :; done &
+    while :; do :; done >/dev/null 2>&1 &
     busy=$!
     for _ in 1 2 3; do
       OMP_NUM_THREADS=1 "$bin/python" -m pytest "${flaky[@]}" </dev/null || result=$?
     done
-    kill "$busy"
+    kill -KILL "$busy" # a shell whose parent ignores SIGTERM ignores it, too
     printf '!! flaky: failed beside another file, passed alone\n'
     printf '%s\n' "${flaky[@]}"
   fi
