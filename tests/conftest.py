@@ -89,6 +89,15 @@ def interruptible() -> None:
 
 
 @pytest.fixture(autouse=True)
+def can_be_ended() -> Iterator[None]:
+    """A run that leaves by a signal ignores SIGTERM from then on; what later tests start would inherit that."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+@pytest.fixture(autouse=True)
 def one_thread_and_seed() -> None:
     """The same numbers at every run, and no second thread to wait for where cores are shared."""
     torch.set_num_threads(1)
