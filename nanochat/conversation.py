@@ -68,9 +68,9 @@ class Rendered:
     ids: list[int]
     mask: list[int]  # 1 under each token that the assistant chooses
     cut: bool = False  # it was longer than max_tokens: its end is missing
-    replies: int = 0  # of the assistant, which the model is to learn
-    unlearned: int = 0  # of these, the ones that a template does not write as the model would: nothing is learned there
-    reply_tokens: int = 0  # of all these replies, before anything was left out or cut
+    replies: int = 0  # the assistant's replies that the model should learn
+    unlearned: int = 0  # replies that the template does not write as the model would: not learned
+    reply_tokens: int = 0  # tokens of all replies, before anything was left out or cut
 
     @property
     def target_count(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from nanochat.conversation import Rendered
 from nanochat.log import counted, print0, warn
 
-LEARNED_SHARE = 0.9  # of replies and of their tokens; a run that learns less is warned
+LEARNED_SHARE = 0.9  # the least share of replies and of their tokens that is learned without a warning
 
 
 def report_learned(rendered: Sequence[Rendered]) -> None:

@@ -116,7 +116,7 @@ class StepLog:
         self.due = due
         self.progress: Progress = meter.progress
         self.last: dict[str, float] = {}  # what this process has evaluated last
-        self._stats: StepStats | None = None  # of the last step, while no log line has read it
+        self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
 
     def add(self, stats: StepStats, tokens: int) -> None:
         """Count a step of `tokens` tokens over all ranks."""

@@ -33,7 +33,7 @@ from nanochat.tokenizer import Tokenizer
 # bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1. What is much depends on how sure
 # the model is: another temperature moves log probabilities by a share of their mean, the entropy.
 ROUNDING_GAP = 0.02
-LARGEST_GAP = 0.1  # of the entropy, beyond rounding
+LARGEST_GAP = 0.1  # share of the entropy, in addition to rounding
 
 
 def never() -> bool:
@@ -49,7 +49,7 @@ class Reply:
 
     tokens: list[int] = field(default_factory=list)  # with the end token: the policy must learn to end
     mask: list[int] = field(default_factory=list)  # 1 under each token that the policy chose
-    logprobs: list[float] = field(default_factory=list)  # of each token in nats, at the reply's temperature
+    logprobs: list[float] = field(default_factory=list)  # one per token in nats, at the reply's temperature
     ending: Ending = "cut off"
 
 
@@ -116,7 +116,7 @@ def largest_gap(entropy: float) -> float:
 
 
 def check_gap(gap: float, entropy: float, staleness: int) -> None:
-    """Warn when the samples of a step do not have the log probabilities that the trainer computes for them.
+    """Warn when the sampler's log probabilities of a step differ from the trainer's.
 
     `gap` is the mean difference in nats a token; older weights have a larger one. `entropy` is the mean of -log p.
     """
@@ -270,9 +270,9 @@ def play(
 ) -> list[Episode]:
     """This rank's share of `samples` episodes of each question, to their ends.
 
-    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. What a
-    reply draws depends on `seed`, its question's number, its own number and its turn, not on the rank that samples it.
-    Its neighbours change at most the rounding, because they change the shapes of the products.
+    A reply has at most `max_tokens`, an episode at most `context`. `sampling` names fields of SamplingParams. A reply
+    depends on `seed`, its question's number, its own number and its turn, but not on the rank that samples it. Its
+    neighbours change at most the rounding, because they change the shapes of the products.
     Raises Failed: when an environment of the user's fails. Raises UserError: when one returns something else than a
     Step with a finite reward, and for a chat template that cannot be used.
     """

@@ -27,7 +27,7 @@ class Config(ChatFlags):
     num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
     max_tokens: Frozen[Positive] = 256  # tokens of a reply
     reward: Frozen[str] = "task"  # the task's own, a FILE.py:FUNCTION, or a weighted sum: task:0.8,FILE.py:FUNCTION:0.2
-    temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # of the policy: for sampling, and in the loss
+    temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # the policy's, in sampling and in the loss
     top_k: Frozen[Count] = 0  # 0: off
     rollout_rows: Positive = 256  # replies a device samples at once
     # This process's engine, servers (http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM, SGLang), or ray:WORKERS.

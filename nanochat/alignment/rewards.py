@@ -57,7 +57,7 @@ class Episode:
         )  # fmt: skip
 
 
-Function = Callable[[list[Episode]], Any]  # -> as many numbers, or an awaitable of them
+Function = Callable[[list[Episode]], Any]  # -> one number per episode, or an awaitable of them
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ time and memory: a template may compare nested lists for ever without writing an
 child process that has a second of computing for each text and 400 MB (template_process.py), one for all templates of
 this process. At loading it renders conversations of every kind, so that most hostile templates end there.
 
-What is in the messages never becomes a special token, although a template mixes both in one text: a special token's
-name in a message gets a character into it that no text has, and loses it when the text is divided into tokens.
+Text of messages never becomes a special token, although a template mixes both in one text: a special token's name in a
+message gets an extra character that no text has, and loses it when the text is divided into tokens.
 """
 
 import importlib.util

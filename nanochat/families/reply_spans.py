@@ -83,7 +83,7 @@ class Places:
     tools: Sequence[Any] | None
     marked: list[Any]  # the messages, with marks around their leaves
     leaves: list[Leaf]
-    begins: list[list[int]]  # of each leaf: the places in the whole text
+    begins: list[list[int]]  # for each leaf, its places in the whole text
     ends: list[list[int]]
 
     @classmethod

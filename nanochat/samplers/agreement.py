@@ -34,7 +34,7 @@ def check_agreement(
     failed = ""
     try:
         reply = sampler([prompt], [replace(sampling, seed=device.rank)], PROBE_TOKENS)[0]
-    except Failed as error:  # this rank still takes part in what follows
+    except Failed as error:  # this rank must still take part in the exchange below
         failed = str(error)
     rows = pack_sequences([[*prompt, *reply.tokens]], [[0] * len(prompt) + reply.mask], model.config.sequence_len)
     rows = next(rows.micro_batches(1, device))

@@ -3,12 +3,12 @@
     hand_over   rank 0 writes the weights to a folder that the servers can see, and makes each server load it
     sample      one request to /v1/completions per reply: token ids in, token ids and their logprobs out
 
-A sampler that is wrong makes a policy wrong without any error, so every reply is checked: its number of tokens, their
-range, the tokens of the prompt as the server has read them, and the weights where the server names them. What a server
-refuses for a while (429, 503) is asked for again, by the same seed and of the next server. A server that is lost,
-because it dies or restarts, gets no requests until it answers again, and then the weights first. After `patience`
-seconds without a single reply the run saves and ends. A reply may be hostile: it is read as it is, without any
-compression, up to 64 MiB, and whatever it makes its reader raise is one line.
+A wrong sampler damages the policy without an error, so every reply is checked: the number of its tokens, their range,
+the prompt's tokens as the server has read them, and the weights if the server names them. If a server refuses a request
+for a while (429, 503), the next server gets it, with the same seed. A server that is lost, because it died or restarts,
+gets no requests until it answers again, and then first the weights. After `patience` seconds without a reply the run
+saves and ends. A reply may be hostile: it is read without compression, up to 64 MiB, and any error of its reader
+becomes one line.
 """
 
 import asyncio
@@ -49,9 +49,9 @@ from nanochat.tokenizer import Tokenizer
 LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
 RETURN_SECONDS = 1.0  # between two checks whether a lost server answers again
 CONNECT_SECONDS = 10.0
-LONGEST_PAUSE = 10.0  # seconds before a request is sent again
-STALE_REPLIES = 3  # with other weights than those handed over, before that is no restart but a mistake
-FOREIGN_SEEDS = 2**63  # those of vLLM are below it
+LONGEST_PAUSE = 10.0  # the longest time before a request is sent again
+STALE_REPLIES = 3  # replies with other weights that a restart may explain; more are an error
+FOREIGN_SEEDS = 2**63  # vLLM's seeds are below this
 MAX_REPLY = 64 << 20  # bytes; a million tokens with their logprobs take 30 MB
 Result = TypeVar("Result")
 
@@ -106,7 +106,7 @@ class HttpSampler:
         rows: int,
         patience: float,
         key: str = "",
-        sampling: SamplingParams = NEUTRAL_PARAMS,  # of the run's samples, of which the probe is one
+        sampling: SamplingParams = NEUTRAL_PARAMS,  # the run's settings, also for the probe
         should_stop: Callable[[], bool] = lambda: False,
     ):
         self.sampling = sampling
@@ -184,7 +184,7 @@ class HttpSampler:
             return Server(address, str(listed["owned_by"])[:100], str(listed["id"]), at_once)
 
         try:
-            server = _understood(address, "its /v1/models is not that of OpenAI's API", read)
+            server = _understood(address, "its /v1/models has not the form of OpenAI's API", read)
         except Failed as error:
             raise UserError(str(error)) from error
         if server.kind not in HAND_OVER:
@@ -450,7 +450,7 @@ class HttpSampler:
         return body
 
     def _read(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
-        """The reply, and the weights that have sampled it where the server says. Raises Failed: when wrong."""
+        """The reply, and the weights that sampled it if the server names them. Raises Failed: when it is wrong."""
         what = (
             "a reply without token_ids or logprobs; it needs the field return_token_ids, as vLLM has it from 0.10.2 on"
         )

@@ -105,7 +105,7 @@ class RaySampler:
             handler = signal.getsignal(signal.SIGTERM)
             try:
                 _join_or_start(alone=device.world_size == 1 and "RAY_ADDRESS" not in os.environ)
-                signal.signal(signal.SIGTERM, handler)  # Ray sets one of its own, which leaves with status 15
+                signal.signal(signal.SIGTERM, handler)  # Ray's handler exits with status 15
             except ConnectionError as error:
                 raise UserError(
                     "--sampler ray:N found no cluster: `ray start --head` starts one, RAY_ADDRESS names one"

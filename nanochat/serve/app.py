@@ -78,7 +78,7 @@ def create_app(
     use it. `on_failure` is called with the error when the model could not be loaded or its device stopped working.
     """
     state = ServerState(load, grace, on_failure, stuck_seconds)
-    disable_created_metrics()  # the times at which each metric was made
+    disable_created_metrics()  # drops the creation time of each metric
     files = load_page()
 
     @contextlib.asynccontextmanager

@@ -64,8 +64,8 @@ class Vocabulary:
         except ImportError as error:
             raise SchemaError("replies that follow a schema need llguidance: pip install -e '.[serve]'") from error
         self._trial = grammar_trial
-        # The attributes that llguidance's wrapper reads. No text becomes a special token: llguidance takes a token that
-        # begins with the byte 0xff for one. So are ids that a vocabulary leaves out.
+        # The attributes that llguidance's wrapper reads. Text never becomes a special token: llguidance treats a token
+        # that begins with the byte 0xff as special. Unused ids of the vocabulary get this form too.
         self.tokens = [text or b"\xff<%d>" % index for index, text in enumerate(tokenizer.token_texts)]
         for name, index in tokenizer.special_ids.items():
             self.tokens[index] = b"\xff" + name.encode()

@@ -238,8 +238,8 @@ class Scheduler:
         self.changed = threading.Condition()  # guards the next three
         # All unfinished requests, oldest first; `slots.rows` are the running ones.
         self.requests: list[_RequestRow] = []
-        self.closing = False  # takes no more requests
-        self.killed = False  # ends those that it has
+        self.closing = False  # accepts no more requests
+        self.killed = False  # ends the present requests
         self.moved = time.monotonic()  # when the last turn began, or a request came that found no other
 
         # Running means in seconds, and the metrics of /metrics.

@@ -23,7 +23,7 @@ from nanochat.tokenizer import Tokenizer
 STUCK_SECONDS = 60.0  # a step takes less than a second; the first ones on an NPU compile kernels
 EXIT_SECONDS = 9.5  # after the signal to end; supervisors kill after 10
 
-# Reads other weights from a folder; returns their fingerprint, and what takes them over while no request runs.
+# Reads other weights from a folder; returns their fingerprint, and a function that loads them while no request runs.
 ReadUpdate = Callable[[str], tuple[str, Callable[[], None]]]
 
 
@@ -64,7 +64,7 @@ class LoadedModel:
 class ServerState:
     """State that the loading thread, the signal to end and the event loop write, and the routes read.
 
-    `load` returns the model. `grace` is how many seconds running replies have when the server closes. `on_failure` is
+    `load` returns the model. `grace` is the time in seconds for running replies when the server closes. `on_failure` is
     called with the error when the model could not be loaded or its device stopped working. After `stuck_seconds` in
     which no request moved, the server is not ready, and its log names the place.
     """

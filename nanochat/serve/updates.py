@@ -18,7 +18,7 @@ def fingerprint_of(folder: Path) -> str:
 
 
 def reader_of_updates(engine: Engine, max_seq_len: int = 0) -> ReadUpdate:
-    """For `LoadedModel.read_update`: reads weights of the same model for this engine, which samples for a trainer.
+    """A function for `LoadedModel.read_update`, which reads weights of the same model for this engine.
 
     It raises UserError: for a folder outside of NANOCHAT_BASE_DIR, or of another model or tokenizer.
     """

@@ -42,7 +42,7 @@ def _small(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
 Metadata = Annotated[dict[str, Any] | None, AfterValidator(_small)]
 MAX_SAMPLES = 1024  # in one request
 MAX_PROMPT = 1 << 19  # tokens; the context is shorter
-MAX_CHUNKS = 1024  # of a prompt
+MAX_CHUNKS = 1024  # in a prompt
 MAX_STOPS = 64
 # `fail_fast` ends at the first wrong item: describing every one of 4 MiB of wrong ones took 6 s.
 StopTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]

@@ -35,7 +35,7 @@ class Limits:
     batch_tokens: int = 8192  # tokens of a micro-batch
     models: int = 8  # in memory at once
     snapshot_steps: int = 20  # optimizer steps between two snapshots
-    owner_bytes: int = 0  # of an owner's models on the disk, above which nothing new is saved; 0: any
+    owner_bytes: int = 0  # the disk for an owner's models, above which nothing new is saved; 0: any
 
 
 def _started_future() -> "Future[bytes]":
@@ -136,7 +136,7 @@ class Model:
     used: float = 0.0
     done: int = 0  # the last request that has run
     saved_steps: int = 0  # optimizer steps that the snapshot covers
-    results: dict[int, bytes] = field(default_factory=dict)  # since the snapshot
+    results: dict[int, bytes] = field(default_factory=dict)  # results since the snapshot
     snapshot_after: float = 0.0  # time.monotonic() before which none is tried again, after one that failed
     stopped: str = ""  # why it takes no more requests: its files are damaged
     stopped_after: int = 0  # the last request that can still be run then

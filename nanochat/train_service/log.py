@@ -1,10 +1,10 @@
 """A training client's requests on the disk, so that no kill loses an acknowledged one.
 
-    models/<model>/model.json                 what is trained, and whose it is
+    models/<model>/model.json                 the trained parts, and the owner
     models/<model>/log/<number>.<kind>.<sum>  the body of each request since the last snapshot; the sum covers all three
     models/<model>/state/<number>/step_<n>/   the last snapshot: weights and optimizer after request <number>
     models/<model>/loaded/<number>/step_<n>/  the checkpoint that request <number> loads, since the last snapshot
-    models/<model>/state/<number>/results/    the results of the requests that it covers, for a client that still asks
+    models/<model>/state/<number>/results/    the results of the covered requests, for a client that still asks
 
 A request is in the log, and the log on the disk, before the client gets its promise. A restarted server loads the
 snapshot and replays the log after it. The reason for a log instead of the state after every step: a batch has
@@ -30,7 +30,7 @@ from nanochat.cli import UserError
 from nanochat.log import warn
 
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
-SUM_CHARACTERS = 16  # of a file's sha256, in its name: 64 bits
+SUM_CHARACTERS = 16  # characters of a sha256 in an entry's name: 64 bits
 # number.kind.sum, and .early for one that came before its turn. Logs of before 2026-11-24 have no sums.
 ENTRY_NAME = re.compile(r"(\d{9})\.([a-z_]+)(?:\.([0-9a-f]{16})(\.early)?)?")
 UNFINISHED_NAME = re.compile(r"\d{9}(?:\.[a-z_]+)?(?:\.[0-9a-f]{16})?(?:\.early)?\.tmp")

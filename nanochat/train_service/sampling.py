@@ -75,7 +75,7 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[li
     Yields an empty list every SLICE_SECONDS, when others may use the device, and the results at last. A job that is
     cancelled meanwhile ends at the next pause, with the tokens that it has.
     """
-    # Every sample is a row of the decoder. Samples of one prompt are neighbours, so that its tokens are read once.
+    # Every sample is a row of the decoder. Samples of one prompt are neighbours, so its tokens are read once.
     waiting: deque[Row] = deque()
     samples: list[_Sample] = []
     for job in jobs:

@@ -53,14 +53,14 @@ from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedM
 KEPT_RESULTS = 5_000  # finished requests of a model, or of a session's samplers, whose results can still be fetched,
 KEPT_BYTES = 1 << 26  # and how large these are together
 SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client
-MAX_SESSIONS = 10_000  # of an owner; then a new one takes the place of the one that was silent for longest
-MAX_MODELS = 2_000  # of an owner
+MAX_SESSIONS = 10_000  # sessions per owner; then a new one replaces the one that was silent for longest
+MAX_MODELS = 2_000  # models per owner
 MAX_WAITING = 1 << 28  # bytes of an owner's bodies in the queue, and as many of those that came before their turn
 MAX_OWNER_RESULTS = 1 << 29  # bytes of an owner's results that can still be fetched
 PARKED_SECONDS = 900.0  # a request that waits longer for an earlier one waits for one that was lost
 SNAPSHOT_PAUSE = 60.0  # seconds after a snapshot that could not be written
 MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
-LOG_FACTOR = 16  # a snapshot also comes after this many requests for each step of `snapshot_steps`
+LOG_FACTOR = 16  # a snapshot also follows after this many requests per step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
 KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
@@ -371,7 +371,7 @@ class Service:
                 raise ApiError(400, model.stopped, code="damaged")
             if number < model.next or number in model.parked:
                 return request_id
-            # The one that others wait for has room as long as the queue itself has.
+            # The request that others wait for is accepted as long as the queue itself has room.
             self._require_room(owner, [] if number == model.next else self._parked(owner))
             entry = Entry(number, kind, content, is_early=number != model.next)
             with _full_disk():
@@ -592,7 +592,7 @@ class Service:
             if sampling.slices is None:
                 sampling.slices = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
             results = next(sampling.slices)
-        except Exception as error:  # any kind: it must end neither this thread nor a request of someone else
+        except Exception as error:  # any kind: it must not end this thread or another client's request
             if len(jobs) > 1:
                 self.sampling.extend(Sampling([job]) for job in jobs)
                 return
@@ -672,7 +672,7 @@ class Service:
         except DamagedLog as error:  # the request stays in the log
             self._stop(model, str(error), model.done)
             return failure(UserError(model.stopped))
-        except Exception as error:  # any kind: a number whose request failed is used up all the same
+        except Exception as error:  # any kind: the number of a failed request is used up too
             result = failure(error)
         model.results[entry.number] = result
         model.done = entry.number
@@ -794,7 +794,7 @@ class Service:
         return True
 
     def close(self) -> None:
-        """End the worker after its present request, and write what it has trained."""
+        """End the worker after its present request, and save the trained models."""
         self.closing = True  # without the lock: a disk that hangs may keep it
         with self.lock:
             self.wake.notify_all()

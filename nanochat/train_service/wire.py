@@ -16,10 +16,10 @@ import numpy as np
 from nanochat.cli import UserError
 
 CONTENT_TYPE = "application/x-protobuf"
-MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the likeliest ones
-MAX_TOPK = 100  # likeliest tokens of a place, as targets and in results
-MAX_DATUMS = 4096  # of a request; the client sends at most 1,024 by default
-MAX_PARTS = 64  # of a datum: pieces of its input, and what its loss reads; also the settings of a loss
+MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the most likely tokens
+MAX_TOPK = 100  # the most likely tokens of a place, as targets and in results
+MAX_DATUMS = 4096  # in a request; the client sends at most 1,024 by default
+MAX_PARTS = 64  # in a datum: pieces of its input, and what its loss reads; also the settings of a loss
 MAX_DIMS = 4
 NOT_A_REQUEST = "the body is not a forward_backward request in the form of protocol buffers"
 
