@@ -4,8 +4,8 @@ A worker holds an engine on its own device, on any machine of the cluster; nanoc
 travel through Ray's object store. A worker that dies is replaced, and the new one draws its samples with the same
 seeds. Anybody who reaches a Ray cluster can run programs on its machines: keep it in a private network.
 
-The cluster is that of RAY_ADDRESS, or the one that `ray start` has started on this machine; without either, one of this
-machine's own processes, which listen on 127.0.0.1.
+The cluster is the one in RAY_ADDRESS, or the one that `ray start` has started on this machine; without both, one of
+this machine's own processes, which listen on 127.0.0.1.
 """
 
 import importlib.util

@@ -166,7 +166,7 @@ class RequestLog:
         return found[0]
 
     def results(self) -> dict[int, bytes]:
-        """By number: the results of the requests that the snapshot covers and the one before it did not."""
+        """The results, by number, of the requests that this snapshot covers and the previous one did not."""
         found = {}
         for path in (self._state(self.covered) / "results").glob("*"):
             match = RESULT_NAME.fullmatch(path.name)

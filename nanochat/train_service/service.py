@@ -410,7 +410,7 @@ class Service:
     def _require_room(self, owner: str, parked: Sequence[Job] = ()) -> None:
         count = self.queue.count(owner) + len(parked)
         if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or _bytes(parked) > MAX_WAITING:
-            message = f"{count} requests wait already: try again later"
+            message = f"{count:,} requests wait already: try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
     def _enqueue(self, job: Job) -> None:
@@ -735,7 +735,7 @@ class Service:
             try:
                 self._replace(folder, trained, with_optimizer=kind == "weights")
                 if sampler is not None:
-                    self._write("samplers", sampler, {"owner": model.owner, "path": path})
+                    self.create_sampler(model.owner, model.id.partition(":")[0], body["sampler"], path)
             except Exception:
                 begun.rename(failed)
                 raise
