@@ -735,7 +735,7 @@ class Service:
             try:
                 self._replace(folder, trained, with_optimizer=kind == "weights")
                 if sampler is not None:
-                    self.create_sampler(model.owner, model.id.partition(":")[0], body["sampler"], path)
+                    self._write("samplers", sampler, {"owner": model.owner, "path": path})
             except Exception:
                 begun.rename(failed)
                 raise
