@@ -382,14 +382,9 @@ def random_model(config: ModelFlags, device: Any) -> tuple[Any, Any]:
     """A model with random weights, and a tokenizer that fits it."""
     from nanochat import scaling
     from nanochat.gpt import GPT
-    from nanochat.tokenizer import Tokenizer
+    from nanochat.run.random_model import random_tokenizer
 
-    words = [bytes([value]) for value in range(256)]
-    words += [b"%d " % number for number in range(config.vocab_size)]
-    specials = len(Tokenizer(words).special_ids)
-    if config.vocab_size < 256 + specials:
-        raise UserError(f"--vocab_size {config.vocab_size}: at least {256 + specials}, for bytes and special tokens")
-    tokenizer = Tokenizer(words[: config.vocab_size - specials])
+    tokenizer = random_tokenizer(config.vocab_size)
     shape = scaling.model_config(config.depth, tokenizer.vocab_size, config.max_seq_len, head_dim=config.head_dim)
     model = GPT(shape, device.kernels).to(device.torch_device)
     model.init_weights()

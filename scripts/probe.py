@@ -48,47 +48,28 @@ def main(config: Config) -> None:
 
 def record(config: Config, out: Path) -> None:
     # The heavy imports are here so that --help answers at once.
-    import torch
-
     from nanochat import device as devices
     from nanochat import scaling
-    from nanochat.attention import Segments
-    from nanochat.gpt import GPT
-    from nanochat.run.probe import Probe, WatchedKernels
-    from nanochat.train import make_optimizer, next_token_loss, train_step
+    from nanochat.run.probe import record_steps
 
     if not out.parent.is_dir():
         raise UserError(f"--out {out}: there is no folder {out.parent}")
 
-    # ---- a model and its batches, drawn on the host, so that they are the same on every device
+    # ---- the steps
     device = devices.init(config.device, config.dtype)
     shape = scaling.model_config(
         config.depth, config.vocab_size, config.max_seq_len, window_pattern=config.window_pattern
     )
-    kernels: Any = WatchedKernels(device.kernels)
-    model = GPT(shape, kernels)
-    model.init_weights(config.seed)
-    # Add noise to every weight. The output projections start as zeros, and gradients could not pass through them.
-    generator = torch.Generator().manual_seed(config.seed + 1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += torch.randn(parameter.shape, generator=generator) * (0.5 / shape.width**0.5)
-    model.to(device.torch_device)
-    tokens = config.device_batch_size * config.max_seq_len
-    optimizer = make_optimizer(model, scaling.rates(shape, tokens, 1000 * tokens), device)
-
-    # ---- the steps
-    probe = Probe(model)
-    for step in range(config.steps):
-        size = (config.device_batch_size, config.max_seq_len + 1)
-        ids = device.to_device(torch.randint(config.vocab_size, size, generator=generator))
-        batch: list[Any] = [ids[:, :-1], ids[:, 1:].contiguous()]
-        if config.document_tokens:
-            numbers = (torch.arange(config.max_seq_len) // config.document_tokens).expand(batch[0].shape)
-            batch.append(Segments.from_numbers(numbers).to(device.to_device))
-        stats = train_step(model, optimizer, [batch], next_token_loss, device=device)
-        probe.end_step()
-        print0(f"step {step}: loss {stats.loss.item():.6f}")
+    losses, readings = record_steps(
+        device,
+        shape,
+        rows=config.device_batch_size,
+        steps=config.steps,
+        document_tokens=config.document_tokens,
+        seed=config.seed,
+    )
+    for step, loss in enumerate(losses):
+        print0(f"step {step}: loss {loss:.6f}")
 
     # ---- the recording
     data = {"vocab_size", "device_batch_size", "max_seq_len", "document_tokens", "seed"}
@@ -99,11 +80,11 @@ def record(config: Config, out: Path) -> None:
         "kernels": str(device.kernels),
         "versions": device.versions(),
         "config": {name: value for name, value in vars(config).items() if name in settings},
-        "readings": probe.to_json(),
+        "readings": readings,
     }
     out.write_text(json.dumps(recording, indent=0), encoding="utf-8")
-    bad = sum(reading.not_finite > 0 for reading in probe.readings)
-    print0(f"{out}: {len(probe.readings)} readings, {bad} with values that are not finite; {device}, {device.kernels}")
+    bad = sum(reading["not_finite"] > 0 for reading in readings)
+    print0(f"{out}: {len(readings)} readings, {bad} with values that are not finite; {device}, {device.kernels}")
 
 
 def compare(config: Config) -> None:

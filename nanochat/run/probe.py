@@ -1,6 +1,7 @@
 """Record numbers of every module in a training step, to find where two devices or two versions begin to differ.
 
-`Probe(model)` watches a model that was built with `WatchedKernels`. In a forward pass it records the output of each
+`record_steps` trains a model of random weights and returns its recording. `Probe(model)` watches a model that was built
+with `WatchedKernels`. In a forward pass it records the output of each
 module and each kernel, in the order of the computation; in a backward pass the gradients of the modules' outputs; at
 the end of a step the gradients of the parameters. It keeps four numbers per tensor: the norm, the largest absolute
 value, the count of values that are not finite, and a signature. `first_difference` compares two recordings.
@@ -16,6 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from nanochat import scaling
+from nanochat.attention import Segments
+from nanochat.device import Device
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.run.random_model import add_noise
+from nanochat.train import make_optimizer, next_token_loss, train_step
 
 # The operators of a device (nanochat/kernels/). They are functions, not modules, and the first suspects on a new card.
 KERNELS = ("rms_norm", "add_rms_norm", "rotate", "attention", "swiglu")
@@ -148,6 +156,37 @@ def _signs(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (count,), generator=generator, dtype=torch.int8)
     return (signs * 2 - 1).float().to(device)
+
+
+def record_steps(
+    device: Device, config: GPTConfig, *, rows: int, steps: int = 1, document_tokens: int = 0, seed: int = 0
+) -> tuple[list[float], list[dict[str, Any]]]:
+    """Take training steps; returns the loss and the readings of each. Weights and tokens are the same on every device.
+
+    With `document_tokens` the rows are packed with documents of this many tokens.
+    """
+    # ---- a model and its optimizer, drawn on the host
+    kernels: Any = WatchedKernels(device.kernels)
+    model = GPT(config, kernels)
+    model.init_weights(seed)
+    generator = add_noise(model, seed + 1)
+    model.to(device.torch_device)
+    T = config.sequence_len
+    optimizer = make_optimizer(model, scaling.rates(config, rows * T, 1000 * rows * T), device)
+
+    # ---- the steps
+    probe = Probe(model)
+    losses = []
+    for _ in range(steps):
+        ids = device.to_device(torch.randint(config.vocab_size, (rows, T + 1), generator=generator))
+        batch: list[Any] = [ids[:, :-1], ids[:, 1:].contiguous()]
+        if document_tokens:
+            numbers = (torch.arange(T) // document_tokens).expand(rows, T)
+            batch.append(Segments.from_numbers(numbers).to(device.to_device))
+        stats = train_step(model, optimizer, [batch], next_token_loss, device=device)
+        probe.end_step()
+        losses.append(stats.loss.item())
+    return losses, probe.to_json()
 
 
 def first_difference(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], tolerance: float) -> str | None:
