@@ -2,7 +2,7 @@
 
 python -m scripts.bench train
 
-python -m scripts.bench train --depth 12 --max_seq_len 2048 --vocab_size 32768 --device_batch_size 16
+python -m scripts.bench train --depth 20 --steps 5
 
 python -m scripts.bench serve --json serve.json
 
@@ -10,7 +10,8 @@ python -m scripts.bench compare before.json after.json
 
 `train` times whole steps, optimizer included, on random tokens. `serve` times the engine, then the same replies over
 HTTP, where each client waits for its reply. `compare` reads two files of `--json` and prints each ratio with its noise.
-docs/bench.md explains how to read the output. `bench train --help` lists the flags of `train`.
+Without flags the model is small on a CPU, and on an accelerator large enough that the device is busy. docs/bench.md
+explains how to read the output. `bench train --help` lists the flags of `train`.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,29 +30,36 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from nanochat import decoding_flags, provenance
-from nanochat.cli import Count, Depth, Positive, Range, Size, UserError, run
+from nanochat.cli import Count, Positive, Range, UserError, run
 from nanochat.decoding_flags import DecodingFlags
 from nanochat.log import counted, print0
 
 Made = TypeVar("Made")
+MeasuredFlags = TypeVar("MeasuredFlags", bound="ModelFlags")
+DefaultSize = Annotated[int, Range(0, 10**7)]  # 0: the default for the device
 
 PRODUCT = 1024  # width and height of the matrix in the bare product
 PRODUCT_FLOPS = 1e11  # one measurement of the product computes at least this much
 LEARNING_RATE = 1e-5  # for --source, a trained model
 TRIALS = 5  # per batch size in `serve`, after one warm-up
 THREADS_A_CORE = 4  # thousands of threads would block the machine before the first measurement
+# The defaults of sizes, on a CPU and on an accelerator. On a card a step at depth 4 with rows of 512 tokens takes as
+# long as its launches from the host, so its time says nothing about the card.
+CPU_SIZES = {"depth": 4, "vocab_size": 8192, "max_seq_len": 512, "device_batch_size": 8}
+ACCELERATOR_SIZES = {"depth": 12, "vocab_size": 32768, "max_seq_len": 2048, "device_batch_size": 16}
 
 
 @dataclass(frozen=True)
 class ModelFlags:
     """What `train` and `serve` measure, and where."""
 
-    depth: Depth = 4  # layers; the width is 64 x depth, rounded up to whole heads
+    # Layers; the width is 64 x depth, rounded up to whole heads. 0: 12, on a CPU 4.
+    depth: Annotated[int, Range(0, 1000)] = 0
     head_dim: Annotated[int, Range(2, 4096)] = 128  # channels of an attention head
-    vocab_size: Size = 8192  # tokens that the model knows
+    vocab_size: DefaultSize = 0  # tokens that the model knows; 0: 32768, on a CPU 8192
     # Measure this model instead of a new one: a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME.
     source: str | None = None
-    max_seq_len: Size = 512  # tokens a row
+    max_seq_len: DefaultSize = 0  # tokens a row; 0: 2048, on a CPU 512
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     threads: Positive | None = None  # CPU threads; default: torch's choice
@@ -62,7 +70,7 @@ class ModelFlags:
 class Train(ModelFlags):
     """Time training steps."""
 
-    device_batch_size: Size = 8  # rows
+    device_batch_size: DefaultSize = 0  # rows; 0: 16, on a CPU 8
     document_tokens: Count = 0  # pack rows with documents of this many tokens; 0: a row is one document
     optimizer: Literal["muon", "adamw"] = "muon"  # for the matrices; with --source it is fine-tuning's AdamW
     steps: Positive = 20  # steps to measure, each followed by a measurement of the bare product
@@ -118,10 +126,20 @@ def main(config: Config) -> None:
                 raise UserError(f"--{field.name} does not change the model of --source: leave it out")
     if measured.json is not None:
         check_writable(measured.json)
+    measured = with_default_sizes(measured)
     if isinstance(measured, Train):
         write_json("train", measured, train(measured))
     else:
         write_json("serve", measured, serve(measured))
+
+
+def with_default_sizes(config: MeasuredFlags) -> MeasuredFlags:
+    """The flags with the defaults of their device in place of the sizes that were left out."""
+    from nanochat import device as devices
+
+    sizes = CPU_SIZES if devices.kind_of(config.device) == "cpu" else ACCELERATOR_SIZES
+    missing = {name: size for name, size in sizes.items() if getattr(config, name, size) == 0}
+    return replace(config, **missing)
 
 
 def check_threads(threads: int | None) -> None:

@@ -773,6 +773,19 @@ def test_a_shape_that_bench_cannot_build(capsys):
     assert code == 1 and "--head_dim 31 is odd" in err and "such as 32" in err
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [("cpu", (4, 8192, 512, 8)), ("cuda", (12, 32768, 2048, 16))])
+def test_bench_without_flags_fits_the_device(monkeypatch, kind: str, sizes: tuple[int, ...]):
+    """On a card depth 4 and rows of 512 tokens measure the launches. A flag counts on every device."""
+    monkeypatch.setattr("nanochat.device.kind_of", lambda requested: kind)
+    bench = importlib.import_module("scripts.bench")
+    measured = []
+    monkeypatch.setattr(bench, "train", measured.append)
+    for flags in ([], ["--depth=3", "--max_seq_len=64"]):
+        bench.main(cli.parse(bench.Config, ["train", *flags]))
+    ours, given = ((one.depth, one.vocab_size, one.max_seq_len, one.device_batch_size) for one in measured)
+    assert ours == sizes and given == (3, sizes[1], 64, sizes[3])
+
+
 def test_a_vocabulary_beyond_all_bounds(base, capsys):
     code, err = mistake(capsys, "tok_train", "--vocab_size=99999999999999", "--max_chars=100000")
     assert code == 2 and "--vocab_size 99999999999999: at most 10,000,000" in err
