@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.device import Device
-from nanochat.kernels.profiler import make_profiler
+from nanochat.kernels.profiler import kernel_table, make_profiler
 from nanochat.loop import Attendant
 
 SKIPPED = 3  # steps before the recording: they compile and fill caches; the last one warms up the profiler
@@ -73,5 +73,7 @@ class Recorder(Attendant):
         if hasattr(self.profiler, "key_averages"):
             column = "self_cpu_time_total" if self.device.kind == "cpu" else "self_device_time_total"
             lines.append(self.profiler.key_averages().table(column, SHOWN, max_name_column_width=50))
+        elif table := kernel_table(self.folder, SHOWN):
+            lines.append(table)
         lines.append(f"trace: {self.folder}")
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixt
 from tiny import cpu_device
 
 from nanochat.device import Device
+from nanochat.kernels.profiler import kernel_table
 from nanochat.run import profiling
 from nanochat.run.profiling import Recorder
 
@@ -157,3 +158,36 @@ def test_every_stage_has_it(start, script, stage, flags):  # noqa: F811
 def test_a_negative_number_of_steps(base, tokenizer, capsys):  # noqa: F811
     code, err = mistake(capsys, "base_train", *TINY, "--profile=-1")
     assert code == 2 and "--profile -1: at least 0" in err
+
+
+# ---------------------------------------------------------------------- the vendor's table
+
+# The columns of torch_npu 2.13.0, and one more step than one file has.
+KERNELS = """\
+Device_id,Name,Type,Accelerator Core,Start Time(us),Duration(us),Wait Time(us),Block Dim
+0,aclnnMatmul_1,MatMulV3,AI_CORE,1.5,300.25,0,24
+0,aclnnMatmul_2,MatMulV3,AI_CORE,2.5,299.75,0,24
+0,"aclnnCast_1, aclnnCast",Cast,AI_VECTOR_CORE,3.5,200,0,48
+0,aclnnAdd_1,Add,AI_VECTOR_CORE,4.5,200,0,48
+"""
+
+
+def test_the_summary_of_an_npu_has_the_kernels_that_took_most_time(tmp_path: Path):
+    folder = tmp_path / "host_1_2_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+    folder.mkdir(parents=True)
+    assert kernel_table(tmp_path, 2) == ""
+    (folder / "kernel_details.csv").write_text(KERNELS)
+    rows = [line.split() for line in kernel_table(tmp_path, 2).splitlines()]
+    assert rows[1] == ["MatMulV3", "2", "0.600", "60.0%"] and rows[2][1:] == ["1", "0.200", "20.0%"]
+    assert rows[-1] == ["all", "4", "1.000", "100.0%"] and len(rows) == 4
+
+
+def test_the_kernels_are_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def write() -> None:
+        folder = tmp_path / "profile" / "host_1_2_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "kernel_details.csv").write_text(KERNELS)
+
+    said: list[str] = []
+    run(Recorder(1, 4, accelerator(monkeypatch, VendorProfiler(write)), tmp_path / "profile", said.append), 4)
+    assert "MatMulV3" in said[0] and said[0].endswith(f"trace: {tmp_path / 'profile'}")
