@@ -2,6 +2,7 @@
 
     python check_npu.py                 # an Ascend server, a GPU machine or a laptop
     python check_npu.py --device cpu    # do not use the accelerator
+    python check_npu.py --full          # ten minutes: everything that we want to know of a card, in report.json
 
 It first inspects the machine with only the standard library (device files, driver, CANN, versions). Then it imports
 torch and computes: a matrix product, attention, one training step of this project's model, an all-reduce.
@@ -14,6 +15,7 @@ install, one `key value` per line.
 import argparse
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -21,8 +23,9 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -424,17 +427,24 @@ def summary(text: str) -> str:
 
 
 class Report:
-    """Prints one line per check and counts the results. An unexpected error is a FAIL, never a traceback."""
+    """Prints one line per check and counts the results. An unexpected error is a FAIL, never a traceback.
 
-    def __init__(self, kind: str = "cpu", environment: str = Machine.cann_environment) -> None:
+    With `record` each line is also appended to that file as JSON, with the end of the traceback, for --full.
+    """
+
+    def __init__(
+        self, kind: str = "cpu", environment: str = Machine.cann_environment, record: Path | None = None
+    ) -> None:
         self.kind = kind
         self.environment = environment
+        self.record = record
         self.counts = {"PASS": 0, "FAIL": 0, "SKIP": 0}
 
     def check(self, name: str, function: Callable[..., Any], *arguments: Any) -> bool:
         """Run one check; returns whether it passed."""
         fix = ""
         outcome = "FAIL"
+        trace = ""
         try:
             detail = str(function(*arguments))
             outcome = "PASS"
@@ -446,6 +456,7 @@ class Report:
             fix = fail.fix
         except Exception as error:
             detail = f"{type(error).__name__}: {summary(str(error))}"
+            trace = traceback.format_exc()[-3000:]
             fix = fix_for(str(error), self.kind, self.environment) or (
                 "fix the first FAIL above; if there is none, run `bash setup_ascend.sh` again and report this line"
             )
@@ -453,6 +464,10 @@ class Report:
         print(f"{outcome} {name}: {detail}", flush=True)
         if fix:
             print(f"     fix: {fix}", flush=True)
+        if self.record:
+            line = {"name": name, "outcome": outcome, "detail": detail, "fix": fix, "traceback": trace}
+            with self.record.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
         return outcome == "PASS"
 
     def finish(self) -> int:
@@ -879,13 +894,13 @@ def all_reduce_worker(kind: str) -> None:
 # ---------------------------------------------------------------------------------------------------------
 
 
-def check_everything(requested: str, machine: Machine, root: Path) -> int:
+def check_everything(requested: str, machine: Machine, root: Path, record: Path | None = None) -> int:
     """Run every check that applies to the kind of device; returns the exit code."""
     kind = machine.kind if requested == "auto" else requested
     torch, torch_npu = installed("torch"), installed("torch_npu")
     reason = "no NPU here (/dev/davinci*)" if requested == "auto" else f"--device {requested}"
     smi = run_program([str(below(root, machine.npu_smi)), "info"]) if kind == "npu" and machine.npu_smi else ""
-    report = Report(kind, machine.cann_environment)
+    report = Report(kind, machine.cann_environment, record)
 
     def npu_check(name: str, function: Callable[..., Any], *arguments: Any) -> None:
         report.check(name, function if kind == "npu" else skip_because(reason), *arguments)
@@ -924,6 +939,53 @@ def check_everything(requested: str, machine: Machine, root: Path) -> int:
     return report.finish()
 
 
+# --full reports the variables that begin so: they change what the vendor's libraries and torch do.
+VARIABLES = {
+    "npu": (
+        "ASCEND", "ACL", "HCCL", "NPU", "TASK_QUEUE", "CPU_AFFINITY", "COMBINED_ENABLE", "MULTI_STREAM", "INF_NAN",
+        "CLOSE_MATMUL", "ATB", "TE_", "HCCN",
+    ),
+    "cuda": ("CUDA", "NCCL", "NVIDIA", "CUBLAS", "CUDNN"),
+    "cpu": (),
+}  # fmt: skip
+SHARED_VARIABLES = (
+    "TORCH", "PYTORCH", "OMP_", "MKL_", "GLOO", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "NANOCHAT", "RANK",
+    "LOCAL_RANK", "WORLD_SIZE", "MASTER_",
+)  # fmt: skip
+DESCRIBE = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}  # the vendor's view of the device
+
+
+def full(requested: str, machine: Machine, root: Path, out: Path, is_small: bool) -> int:
+    """Run these checks and the parts of nanochat/run/full_check.py, each in a process of its own; write `out`."""
+    if not (ROOT / "nanochat").is_dir():
+        print("FAIL full: it needs the project\n     fix: run this file in its folder", flush=True)
+        return 1
+    full_report = importlib.import_module("nanochat.run.full_report")
+    provenance = importlib.import_module("nanochat.provenance")
+    kind = machine.kind if requested == "auto" else requested
+    name, *arguments = DESCRIBE[kind]
+    tool = find_program(root, name)
+    about = {
+        "commit": provenance.commit(),
+        "device": kind,
+        "machine": asdict(machine),
+        "versions": provenance.versions() | {"numpy": installed("numpy"), "CANN": machine.cann},
+        "vendor_tool": {
+            "command": " ".join(DESCRIBE[kind]),
+            "output": run_program([str(below(root, tool)), *arguments]) if tool else f"{name} not found",
+        },
+        "environment": full_report.environment((*VARIABLES[kind], *SHARED_VARIABLES), os.environ),
+    }
+    try:
+        out.touch()  # before ten minutes of work
+    except OSError as error:
+        print(f"FAIL full: {out}: {error.strerror}\n     fix: --out names a file that can be written", flush=True)
+        return 1
+    report = full_report.FullReport(out, about, lambda text: fix_for(text, kind, machine.cann_environment))
+    checks = [sys.executable, str(Path(__file__).resolve()), "--device", kind, "--root", str(root)]
+    return full_report.run_parts(report, kind, checks, works=f"{kind} devices", is_small=is_small)
+
+
 def skip_because(reason: str) -> Callable[..., str]:
     def skip(*_: Any) -> str:
         raise Skip(reason)
@@ -938,6 +1000,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=Path("/"), help="look for files below this folder")
     parser.add_argument("--arch", help="with --plan: x86_64 or aarch64, instead of this machine's")
     parser.add_argument("--cann", help="with --plan: take this row of the version table")
+    parser.add_argument("--full", action="store_true", help="also try and time what training and decoding need")
+    parser.add_argument("--out", type=Path, default=Path("report.json"), help="with --full: the report's file")
+    parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # with --full, on a simulated device
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--all_reduce_worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.all_reduce_worker:
@@ -948,7 +1014,9 @@ def main(arguments: list[str] | None = None) -> int:
         for line in plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", "")):
             print(" ".join(line.split()))  # one line, whatever a file of this machine contains
         return 0
-    return check_everything(options.device, machine, options.root)
+    if options.full:
+        return full(options.device, machine, options.root, options.out.resolve(), options.small)
+    return check_everything(options.device, machine, options.root, options.record)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """check_npu.py: each judgement on made-up values, and the whole command on this machine's CPU."""
 
 import importlib
+import json
 import os
 import re
 import shutil
@@ -20,6 +21,7 @@ import check_npu
 from check_npu import Chip, Fail, Holder, Machine, Report, Skip
 from nanochat import device as devices
 from nanochat.operators import TorchKernels
+from nanochat.run import full_report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -594,6 +596,17 @@ def test_a_copy_without_the_project_looks_around(tmp_path: Path):
     assert answer.stdout.splitlines()[-1].startswith("3 passed, 0 failed, 13 skipped")
 
 
+def test_the_full_report_needs_the_project_and_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Both are said before ten minutes of work."""
+    assert check_npu.main(["--full", "--device", "cpu", "--out", str(tmp_path / "none" / "report.json")]) == 1
+    assert "--out names a file that can be written" in capsys.readouterr().out
+    monkeypatch.setattr(check_npu, "ROOT", tmp_path)
+    assert check_npu.main(["--full", "--device", "cpu"]) == 1
+    assert "run this file in its folder" in capsys.readouterr().out
+
+
 def test_an_npu_that_is_not_there_fails_with_fixes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -625,7 +638,9 @@ def test_the_plan_is_what_setup_reads(tmp_path: Path, capsys: pytest.CaptureFixt
 # ---- On a simulated NPU: the real torch_npu over a CANN of our own (tests/simnpu) ---------------------------------
 
 
-def check_simulated(root: Path, sourced: bool = True, forked: bool = True, **options: Any) -> tuple[int, list[str]]:
+def check_simulated(
+    root: Path, *flags: str, sourced: bool = True, forked: bool = True, **options: Any
+) -> tuple[int, list[str]]:
     """The exit code and the lines of the whole command on a machine with NPUs, and CANN 9.1.0 below `root`."""
     try:
         environment = build.environment(**options)
@@ -641,14 +656,14 @@ def check_simulated(root: Path, sourced: bool = True, forked: bool = True, **opt
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "usr/local/bin/npu-smi").chmod(0o755)
-    command = [str(ROOT / "check_npu.py"), "--root", str(root)]
+    command = [str(ROOT / "check_npu.py"), "--root", str(root), *flags]
     if forked:
         answer = simulated(command, env=environment, **options)
     else:
         env = {**os.environ, **environment}
         if not sourced:
             env = {name: value for name, value in env.items() if not name.startswith(("ASCEND", "LD_"))}
-        answer = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=500)
+        answer = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=1500)
     assert "Traceback" not in answer.stdout + answer.stderr
     lines = answer.stdout.splitlines()
     failures = [index for index, line in enumerate(lines) if line.startswith("FAIL")]
@@ -719,3 +734,48 @@ def test_a_step_that_is_not_skipped_is_found(monkeypatch):
     )
     with pytest.raises(check_npu.Fail, match="NaN"):
         check_npu.check_skipped_step(device)
+
+
+@pytest.mark.slow
+def test_the_full_report_on_two_simulated_npus(tmp_path: Path):
+    """Every part passes, but for two: there is no device that could be profiled, and the one step of depth 20 that a
+    simulator could take is too large."""
+    out = tmp_path / "report.json"
+    check_simulated(tmp_path, "--full", "--small", "--out", str(out), forked=False, devices=2)
+    report = json.loads(out.read_text())
+    lines = {line["name"]: line for line in report["lines"]}
+    failed = {name for name, line in lines.items() if line["outcome"] == "FAIL"}
+    failed -= {"decoding memory"}  # today each call records anew and keeps its cache: the report finds that
+    assert failed == {"profile"}, {name: lines[name] for name in failed}
+    assert "no table of kernels" in lines["profile"]["detail"]
+    skipped = {name for name, line in lines.items() if line["outcome"] == "SKIP"}
+    assert skipped == {"versions match", "train depth 20"}
+    assert report["vendor_tool"]["output"] == A2 and report["versions"]["CANN"] == "9.1.0"
+    assert report["environment"]["TASK_QUEUE_ENABLE"] and "~" in report["environment"]["ASCEND_HOME_PATH"]
+    assert lines["recorded float32"]["figures"]["recordings"] >= 1
+    trained = lines["train depth 12"]["figures"]
+    assert trained["peak_gib"] == pytest.approx(trained["counted_gib"], rel=0.05) and trained["counted_gib"] > 0.1
+    verdicts = {doubt.lines[0]: report["settles"][doubt.text] for doubt in full_report.DOUBTS}
+    assert verdicts.pop("train depth") == "open" and verdicts.pop("profile") == "wrong"
+    verdicts.pop("decoding memory")
+    assert set(verdicts.values()) == {"settled"}, verdicts
+
+
+@pytest.mark.slow
+def test_the_full_report_makes_calls_that_the_adapters_take(tmp_path: Path):
+    """Nothing is computed, so that values are wrong. But no call raises an error, and memory is counted right."""
+    record = tmp_path / "lines.jsonl"
+    options = {"adapters": str(tmp_path / "calls.jsonl"), "memory": "64GiB"}
+    parts = {"probe": ["--small"], "decode": ["--small"], "operators": ["--small"], "train depth 20": []}
+    for part, flags in parts.items():
+        command = ["-m", "nanochat.run.full_check", part, "--device", "npu", *flags, "--record", str(record)]
+        try:
+            done = simulated(command, **options)
+        except build.Unavailable as missing:
+            pytest.skip(f"no simulated NPU: {missing}")
+        assert done.returncode == 0, done.stderr
+    lines = {line.name: line for line in full_report.read_lines(record)}
+    assert len(lines) == 8 + 5 + 8 + 1
+    assert not {name: line.traceback for name, line in lines.items() if line.traceback}
+    trained = lines["train depth 20"]
+    assert trained.outcome == "PASS" and 42 < trained.figures["peak_gib"] < 44, trained

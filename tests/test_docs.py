@@ -16,6 +16,7 @@ import pytest
 import check_npu
 from nanochat import device as devices
 from nanochat.paths import STAGES
+from nanochat.run import full_report
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ascend.md", "ascend.zh.md")}
@@ -197,6 +198,14 @@ def test_releases_that_are_named_are_in_the_version_table(text):
 
 def test_the_folders_of_a_profile():
     assert "runs/<stage>/<tag>/profile/" in ENGLISH and "base" in STAGES
+
+
+@each_page
+def test_the_table_of_the_full_report_is_what_it_settles(text):
+    """A row of the page for each doubt, with the names of its lines."""
+    section = next(part for part in text.split("\n## ") if "check_npu.py --full " in part.partition("```\n")[0])
+    table = [tuple(spans(row[0])) for row in rows(section)[2:]]
+    assert table == [doubt.lines for doubt in full_report.DOUBTS]
 
 
 # ---------------------------------------------------------------------- the container

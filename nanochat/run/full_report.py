@@ -1,0 +1,249 @@
+"""`check_npu.py --full`: run every part in a process of its own, and write what they find to one report.json.
+
+This file uses only the standard library, so it also runs where torch is missing or does not start. A part is a command
+that appends its lines to a file as JSON, one object a line (`add_line`). So a part that crashes or hangs keeps the
+lines that it has written, and the next part starts anyway. `full_check.py` has the parts that need torch.
+"""
+
+import contextlib
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FIRST = "checks"  # the part without which no other part makes sense
+# Seconds that a part may take. On a card all of them together take about ten minutes.
+PARTS = {
+    FIRST: 420, "probe": 240, "decode": 240, "operators": 180, "train depth 12": 150, "train depth 20": 210,
+    "two ranks": 180, "profile": 180,
+}  # fmt: skip
+ENDING_SECONDS = 40  # a part that is stopped stops its own processes first
+TAIL = 3000  # characters of a traceback or an output in the report
+OUTCOMES = ("PASS", "FAIL", "SKIP")
+SEND_TO = "attach {out} to an issue of this project; look at it first, because the vendor's tool lists processes"
+
+
+@dataclass
+class Line:
+    """One check: its outcome, and the figure that it found."""
+
+    name: str
+    outcome: str  # PASS, FAIL or SKIP
+    detail: str
+    fix: str = ""
+    traceback: str = ""  # the end of it, if the check ended in an error that nobody expected
+    figures: dict[str, float] = field(default_factory=dict)  # with the unit in the name
+    table: str = ""
+    part: str = ""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A statement of docs/ascend.md that nobody has seen on a card, and the lines that show whether it holds."""
+
+    text: str
+    lines: tuple[str, ...]  # beginnings of names
+
+
+# docs/ascend.md has the same names in a table, with the reason for each doubt.
+DOUBTS = (
+    Doubt("the card's operators compute what a CPU computes", ("matrix product", "attention", "probe")),
+    Doubt("a step that is not finite changes nothing", ("skipped step",)),
+    Doubt("tokens decoded by single launches are those of a CPU", ("eager",)),
+    Doubt("launches are recorded and replayed, with the same tokens", ("recorded",)),
+    Doubt("decoding again takes no more memory", ("decoding memory",)),
+    Doubt("these operators are as fast as their bytes", ("cache write", "top", "NF4", "cumulative", "embedding")),
+    Doubt("a packed row may have this many documents", ("documents",)),
+    Doubt("speed, its share of the peak, and the count of memory", ("train depth",)),
+    Doubt("the devices of one host find each other, and uneven exchanges arrive", ("all-reduce", "two ranks")),
+    Doubt("the profiler records the card", ("profile",)),
+)
+
+
+def add_line(file: Path, line: Line) -> None:
+    """Append a line to a part's file. Several processes may write to one file."""
+    with file.open("a", encoding="utf-8") as opened:
+        opened.write(json.dumps(asdict(line)) + "\n")
+
+
+def read_lines(file: Path) -> list[Line]:
+    """The whole lines of a part's file; a process that was killed may have left half a line at the end."""
+    lines = []
+    for text in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        with contextlib.suppress(ValueError):
+            lines.append(Line(**json.loads(text)))
+    return lines
+
+
+class FullReport:
+    """The lines of all parts, printed as they arrive, and the file that holds them.
+
+    `about` are further entries of the file, such as the versions. `fix_for` knows the fix of an error by its text.
+    """
+
+    def __init__(self, out: Path, about: Mapping[str, Any], fix_for: Callable[[str], str | None]):
+        self.out = out
+        self.about = about
+        self.fix_for = fix_for
+        self.lines: list[Line] = []
+        self.seconds: dict[str, float] = {}  # of each part
+        self.began = time.monotonic()
+
+    # ------------------------------------------------------------------ parts
+
+    def run(self, part: str, command: Sequence[str], limit: float) -> list[Line]:
+        """Run a part for at most `limit` seconds; returns its lines. What goes wrong is a line too."""
+        print(f"== {part} (at most {limit:g} s)", flush=True)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", errors="replace") as output:
+            record = Path(folder) / "lines.jsonl"
+            # A session of its own: whatever the part has started ends with it.
+            process = subprocess.Popen(
+                [*command, "--record", str(record)],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            )  # fmt: skip
+            shown = 0
+            is_late = False
+            try:
+                while process.poll() is None and not is_late:
+                    time.sleep(0.2)
+                    shown = self._show(part, record, shown)
+                    is_late = time.monotonic() - began > limit
+            finally:
+                end_session(process)
+            shown = self._show(part, record, shown)
+            reason = ""
+            if is_late:
+                reason = f"stopped: no end within {limit:g} s"
+            elif process.returncode < 0:
+                reason = f"ended by signal {-process.returncode}"
+            elif process.returncode and not self._has_failed(part):  # the checks end with 1 after a FAIL
+                reason = f"ended with exit code {process.returncode}"
+            if reason:
+                self._add(Line(part, "FAIL", reason, traceback=tail_of(output), part=part))
+        self.seconds[part] = round(time.monotonic() - began, 1)
+        self.write()
+        return [line for line in self.lines if line.part == part]
+
+    def _has_failed(self, part: str) -> bool:
+        return any(line.part == part and line.outcome == "FAIL" for line in self.lines)
+
+    def skip(self, part: str, reason: str) -> None:
+        self._add(Line(part, "SKIP", reason, part=part))
+
+    def _show(self, part: str, record: Path, shown: int) -> int:
+        """Print the lines that are new in a part's file; returns how many it has."""
+        lines = read_lines(record)
+        for line in lines[shown:]:
+            line.part = part
+            self._add(line)
+        return max(shown, len(lines))
+
+    def _add(self, line: Line) -> None:
+        if line.outcome == "FAIL" and not line.fix:
+            line.fix = self.fix_for(line.traceback + line.detail) or "send the report: this line is what it is for"
+        self.lines.append(line)
+        print(f"{line.outcome} {line.name}: {line.detail}", flush=True)
+        if line.outcome == "FAIL":
+            print(f"     fix: {line.fix}", flush=True)
+        if line.table:
+            print(line.table, flush=True)
+
+    # ------------------------------------------------------------------ the end
+
+    def finish(self, is_accelerator: bool) -> int:
+        """Print what the lines settle, and write the file; returns the exit code."""
+        print("== what this settles of docs/ascend.md")
+        if not is_accelerator:
+            print("nothing: a CPU only shows that the command works; run it on the card")
+        for doubt in DOUBTS if is_accelerator else ():
+            print(f"{self.verdict(doubt):7} {doubt.text} ({', '.join(doubt.lines)})")
+        counts = {outcome: sum(line.outcome == outcome for line in self.lines) for outcome in OUTCOMES}
+        seconds = time.monotonic() - self.began
+        print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in {seconds:.0f} s")
+        print(f"please send it, also if nothing failed: {SEND_TO.format(out=self.out)}", flush=True)
+        self.write()
+        return 1 if counts["FAIL"] else 0
+
+    def verdict(self, doubt: Doubt) -> str:
+        """settled (all of its lines passed), wrong (one failed), or open (one is missing or was skipped)."""
+        outcomes = set()
+        for name in doubt.lines:
+            found = {line.outcome for line in self.lines if line.name.startswith(name)}
+            outcomes |= found or {"SKIP"}
+        if "FAIL" in outcomes:
+            return "wrong"
+        return "open" if "SKIP" in outcomes else "settled"
+
+    def write(self) -> None:
+        """Write the file as a whole: a reader never sees half of one."""
+        content = {
+            "what": "check_npu.py --full",
+            "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **self.about,
+            "seconds": {**self.seconds, "all": round(time.monotonic() - self.began, 1)},
+            "settles": {doubt.text: self.verdict(doubt) for doubt in DOUBTS},
+            "lines": [asdict(line) for line in self.lines],
+        }
+        text = json.dumps(content, indent=1, ensure_ascii=False)
+        home = str(Path.home())
+        if len(home) > 1:
+            text = text.replace(home, "~")  # the name of the account is in every path below it
+        unfinished = self.out.with_name(f"{self.out.name}.tmp")
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.replace(self.out)
+
+
+def tail_of(output: IO[str]) -> str:
+    """The end of what a process printed."""
+    output.seek(0)
+    return output.read()[-TAIL:].strip()
+
+
+def end_session(process: subprocess.Popen[Any]) -> None:
+    """End a process and whatever it has started: a launcher needs a moment to stop its workers."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(ENDING_SECONDS)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def environment(prefixes: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables that begin so, without those that may hold a secret."""
+    kept = {}
+    for name, value in sorted(variables.items()):
+        if name.startswith(tuple(prefixes)) and not re.search(r"TOKEN|SECRET|PASS|KEY|AUTH|CRED", name):
+            kept[name] = re.sub(r"//[^/@\s]*@", "//...@", value)  # a password in an address
+    return kept
+
+
+def run_parts(report: FullReport, kind: str, first: Sequence[str], works: str, is_small: bool = False) -> int:
+    """Run `first`, the checks, and then the other parts if its line `works` passed; returns the exit code.
+
+    `is_small`: compute as little as on a CPU, for a simulated device.
+    """
+    lines = report.run(FIRST, first, PARTS[FIRST])
+    is_usable = any(line.name == works and line.outcome == "PASS" for line in lines)
+    for part, limit in PARTS.items():
+        if part == FIRST:
+            continue
+        if not is_usable:
+            report.skip(part, f"needs `{works}`")
+            continue
+        command = [sys.executable, "-m", "nanochat.run.full_check", part, "--device", kind]
+        report.run(part, [*command, "--small"] if is_small else command, limit)
+    return report.finish(is_accelerator=kind != "cpu")
