@@ -204,6 +204,7 @@ def test_the_folders_of_a_profile():
 def test_the_table_of_the_full_report_is_what_it_settles(text):
     """A row of the page for each doubt, with the names of its lines."""
     section = next(part for part in text.split("\n## ") if "check_npu.py --full " in part.partition("```\n")[0])
+    assert re.search(rf"\b{sum(full_report.PARTS.values()) / 60:g} (minutes|分钟)", section)
     table = [tuple(spans(row[0])) for row in rows(section)[2:]]
     assert table == [doubt.lines for doubt in full_report.DOUBTS]
 

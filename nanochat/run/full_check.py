@@ -164,7 +164,7 @@ PROMPT_LENGTHS = (5, 9, 17, 33)
 SAMPLINGS = {"greedy": SamplingParams(temperature=0.0), "sampled": SamplingParams(temperature=0.3, top_k=50, seed=1)}
 # In bf16 two tokens that are about equally likely may change places, and then the rest of a row differs. A wrong kernel
 # leaves next to none of them.
-AGREEING_SHARE = 0.25
+AGREEING_SHARE = 0.125
 HEAD_GAIN = 6  # on the head's weights: a new model's tokens would all be about equally likely
 
 
@@ -229,7 +229,7 @@ def timed_tokens(engine: Engine, sampling: SamplingParams) -> tuple[list[list[in
 def compare_tokens(
     kind: str, depth: int, dtype: str, graphs: Literal["on", "off"], expected: dict[str, list[list[int]]]
 ) -> Found:
-    """Decode here and on the CPU. `expected` keeps the CPU's tokens for the next call."""
+    """Decode here, and in fp32 on the CPU. `expected` keeps the CPU's tokens for the next call."""
     engine = decoder(kind, depth, dtype, graphs)
     if graphs == "on" and not engine.graphs:
         raise Skip("launches are not recorded here")
@@ -238,10 +238,9 @@ def compare_tokens(
     steps: list[float] = []
     for how, sampling in SAMPLINGS.items():
         tokens, seconds = timed_tokens(engine, sampling)
-        case = f"{how}, {dtype}"
-        if case not in expected:
-            expected[case] = timed_tokens(decoder("cpu", depth, dtype, "off"), sampling)[0]
-        agreeing = sum(map(leading, tokens, expected[case]))
+        if how not in expected:  # not in bf16: many servers' CPUs emulate it, which takes minutes
+            expected[how] = timed_tokens(decoder("cpu", depth, "float32", "off"), sampling)[0]
+        agreeing = sum(map(leading, tokens, expected[how]))
         total = NEW_TOKENS * len(PROMPT_LENGTHS)
         is_wrong = is_wrong or agreeing < (total if dtype == "float32" else AGREEING_SHARE * total)
         agreed.append(f"{how} {agreeing} of {total}")

@@ -145,14 +145,13 @@ def test_other_tokens_fail():
     """In fp32 one token is enough; in bf16 it takes most of them."""
     expected: dict[str, list[list[int]]] = {}
     full_check.compare_tokens("cpu", 2, "float32", "off", expected)
-    expected["sampled, float32"][3][-1] += 1
+    expected["sampled"][3][-1] += 1
     with pytest.raises(Wrong, match="greedy 128 of 128, sampled 127 of 128"):
         full_check.compare_tokens("cpu", 2, "float32", "off", expected)
     for rows in expected.values():
         for row in rows:
-            row[7] += 1
-    expected = {name.replace("float32", "bfloat16"): rows for name, rows in expected.items()}
-    with pytest.raises(Wrong, match=r"greedy 2\d of 128, sampled 2\d of 128"):
+            row[2] += 1
+    with pytest.raises(Wrong, match=r"greedy \d of 128, sampled \d of 128"):
         full_check.compare_tokens("cpu", 2, "bfloat16", "off", expected)
 
 
