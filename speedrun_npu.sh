@@ -10,6 +10,7 @@
 #   --val_data NAME|PATH                held-out text; default: the end of --data
 #   --hub hf|modelscope                 where a dataset comes from (HF_ENDPOINT names a mirror of the first)
 #   --tasks NAME[=PATH][:WEIGHT],...    what mid-training and SFT learn; default: by the data and the hub
+#   --rehearsal auto|on|off             first run every stage for two steps; auto: where the run takes hours (npu, cuda)
 #
 # Everything is written below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again to resume where it
 # stopped. speedrun.sh is the same script.
@@ -26,11 +27,11 @@ title() {
 
 # ---- Flags ---------------------------------------------------------------------------------------------
 
-profile=auto data='' val_data='' hub=hf tasks=''
+profile=auto data='' val_data='' hub=hf tasks='' rehearsal=auto
 while (($#)); do
   case ${1%%=*} in
     --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
-    --profile | --data | --val_data | --val-data | --hub | --tasks) ;;
+    --profile | --data | --val_data | --val-data | --hub | --tasks | --rehearsal) ;;
     *) fail "unknown flag $1: see bash speedrun_npu.sh --help" 2 ;;
   esac
   flag=${1%%=*}
@@ -39,6 +40,7 @@ while (($#)); do
   declare "${flag//-/_}=$value"
 done
 [[ $profile =~ ^(auto|npu|cuda|cpu|smoke)$ ]] || fail "--profile $profile: one of auto, npu, cuda, cpu, smoke" 2
+[[ $rehearsal =~ ^(auto|on|off)$ ]] || fail "--rehearsal $rehearsal: one of auto, on, off" 2
 if [[ -n $data && -e $called_from/$data ]]; then data=$called_from/$data; fi
 if [[ -n $val_data && -e $called_from/$val_data ]]; then val_data=$called_from/$val_data; fi
 if [[ -n $tasks && -e $called_from/$tasks ]]; then tasks=$called_from/$tasks; fi # a path inside NAME=PATH: from / on
@@ -60,6 +62,7 @@ if [[ $profile == smoke ]]; then kind=cpu; fi
 # ---- Sizes ---------------------------------------------------------------------------------------------
 
 run_folder=${NANOCHAT_BASE_DIR:-$HOME/.cache/nanochat}
+run_folder=${run_folder/#\~\//$HOME/}
 demo_tasks=questions,addition,arithmetic,identity,unknown,first_questions=tests/first_questions.jsonl
 launch=("$python") shards='' sampled='' # sampled: tasks that are evaluated as users get replies; the others greedily
 case $profile in
@@ -125,39 +128,117 @@ source=(--data "$data" --hub "$hub")
 [[ -z $val_data ]] || source+=(--val_data "$val_data")
 printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data" "$run_folder"
 
-# ---- Run -----------------------------------------------------------------------------------------------
+# ---- Stages --------------------------------------------------------------------------------------------
 # Every stage resumes where it stopped. A finished one trains no more, but is evaluated again.
 
 again=(--model_tag "$profile" --resume)
+run() { "$@"; } # a command of a stage; the rehearsal runs the same commands in its own way
+pretrain() { run "${launch[@]}" -m scripts.base_train "${source[@]}" "${base[@]}" "${again[@]}"; }
 evaluate() { # stage, further flags
   local call=("${launch[@]}" -m scripts.chat_eval --source "$1" --model_tag "$profile" --hub "$hub" "${eval[@]}" "${@:2}")
-  "${call[@]}" --tasks "$chat_tasks" --temperature 0
-  [[ -z $sampled ]] || "${call[@]}" --tasks "$sampled"
+  run "${call[@]}" --tasks "$chat_tasks" --temperature 0
+  [[ -z $sampled ]] || run "${call[@]}" --tasks "$sampled"
 }
+
+stages() {
+  title 'tokenizer'
+  run "$python" -m scripts.tok_train "${source[@]}" "${tokenizer[@]}"
+
+  title 'pretraining'
+  pretrain
+  run "${launch[@]}" -m scripts.base_eval "${source[@]}" "${base_eval[@]}" --model_tag "$profile"
+
+  title 'mid-training: the chat format and new skills'
+  run "${launch[@]}" -m scripts.mid_train "${mid[@]}" --hub "$hub" --tasks "$tasks" "${again[@]}"
+  evaluate mid --max_examples 50
+
+  title 'supervised fine-tuning'
+  run "${launch[@]}" -m scripts.chat_sft "${sft[@]}" --hub "$hub" --tasks "$tasks" "${again[@]}"
+  evaluate sft
+
+  title 'reinforcement learning'
+  run "${launch[@]}" -m scripts.chat_rl "${rl[@]}" --hub "$hub" "${again[@]}"
+  evaluate rl
+
+  title 'report'
+  run "$python" -m scripts.report --model_tag "$profile"
+}
+
+# ---- Rehearsal -----------------------------------------------------------------------------------------
+# Pretraining takes hours. What would end a later stage (an exported variable, a missing package, too little memory)
+# should be found before it. So the commands of the run are rehearsed with the same model, batch and processes, for two
+# steps: memory is fullest in the second, which also has the state of the optimizer.
+
+rehearse() ( # a subshell: what it sets and defines ends with it
+  folder=$run_folder/rehearsal log=$run_folder/rehearsal.log
+  trap 'rm -rf "$folder"' EXIT
+  trap 'rm -f "$log"; exit 130' INT TERM HUP # after the running command, which gets the signal as well
+  rm -rf "$folder" # a rehearsal that was killed leaves it
+  mkdir -p "$folder" "$run_folder/data"
+  ln -s ../data "$folder/data" # the run needs the same downloads
+  export NANOCHAT_BASE_DIR=$folder
+
+  # A script appends the flags in its variable to its command line (nanochat/cli.py). The last of equal flags counts.
+  add_flags() { local variable=NANOCHAT_$1; export "$variable=${!variable-} ${*:2}"; }
+  one_file='' few="--num_iterations 2 --track=''" little="--eval_tokens $((count * 4096))"
+  [[ " ${base[*]} " != *' --shards '* ]] || one_file='--shards 1'
+  add_flags TOK_TRAIN "$one_file" --max_chars 10000000
+  add_flags BASE_TRAIN "$few" "$one_file" "$little" --keep_last 1
+  add_flags BASE_EVAL "$one_file" "$little" --samples 1 --max_tokens 16
+  add_flags MID_TRAIN "$few" "$little"
+  add_flags CHAT_SFT "$few" --eval_examples 16
+  add_flags CHAT_RL "$few" --eval_examples 16 # replies keep their length: they fill the memory of the cache
+  add_flags CHAT_EVAL --max_examples 8 --max_tokens 16
+
+  title() { :; }
+  run() {
+    local command="$*" began=$SECONDS status=0
+    local script=${command#* -m scripts.}
+    script=${script%% *}
+    [[ $script != chat_eval || $command == *' --source rl '* ]] || return 0 # one model is enough
+    printf '  %-12s' "$script"
+    printf '%s\n\n' "$command" >"$log"
+    "$@" >>"$log" 2>&1 </dev/null || status=$?
+    printf '%4d s\n' $((SECONDS - began))
+    ((status)) || return 0
+    cause=$(grep '^error: ' "$log" | tail -n 1) || cause=$(grep -E '(Error|Exception): ' "$log" | tail -n 1) ||
+      cause="exit code $status"
+    fail "$script failed in the rehearsal, before anything was trained: ${cause#error: } (all of it: $log). Fix it and \
+run this again, or add --rehearsal off"
+  }
+  stages
+  add_flags BASE_TRAIN --num_iterations 3
+  pretrain # resumes
+  run "$python" -m scripts.chat_cli --prompt Hello --max_tokens 16
+  rm "$log"
+)
+
+# ---- Run -----------------------------------------------------------------------------------------------
+
 title 'tasks of all stages'
 "$python" -m scripts.fetch --data "$data" --hub "$hub" --tasks "$tasks" --eval_tasks "$chat_tasks"
 
-title 'tokenizer'
-"$python" -m scripts.tok_train "${source[@]}" "${tokenizer[@]}"
+if [[ $rehearsal == auto ]]; then # smoke and cpu take minutes themselves
+  rehearsal=off
+  [[ $profile == smoke || $profile == cpu ]] || rehearsal=on
+fi
+if [[ $rehearsal == on ]]; then
+  # A run that resumes rehearses again only if its flags, its environment, its packages or the code have changed.
+  setting=$({
+    declare -p launch source tokenizer base base_eval mid sft rl eval chat_tasks sampled tasks
+    env | grep -E '^(ASCEND|CUDA|HCCL|LD_LIBRARY|NANOCHAT|NCCL|NPU|OMP|PYTORCH|TASK_QUEUE|TORCH)' | sort
+    cat "$VENV/nanochat_setup.txt"
+    find nanochat scripts -name '*.py' -exec cksum {} + | sort
+  } | cksum)
+  passed=$run_folder/rehearsal_passed.txt
+  if [[ ! -e $passed || $(<"$passed") != "$setting" ]]; then
+    title 'rehearsal: every stage for two steps'
+    rehearse
+    printf '%s\n' "$setting" >"$passed"
+  fi
+fi
 
-title 'pretraining'
-"${launch[@]}" -m scripts.base_train "${source[@]}" "${base[@]}" "${again[@]}"
-"${launch[@]}" -m scripts.base_eval "${source[@]}" "${base_eval[@]}" --model_tag "$profile"
-
-title 'mid-training: the chat format and new skills'
-"${launch[@]}" -m scripts.mid_train "${mid[@]}" --hub "$hub" --tasks "$tasks" "${again[@]}"
-evaluate mid --max_examples 50
-
-title 'supervised fine-tuning'
-"${launch[@]}" -m scripts.chat_sft "${sft[@]}" --hub "$hub" --tasks "$tasks" "${again[@]}"
-evaluate sft
-
-title 'reinforcement learning'
-"${launch[@]}" -m scripts.chat_rl "${rl[@]}" --hub "$hub" "${again[@]}"
-evaluate rl
-
-title 'report'
-"$python" -m scripts.report --model_tag "$profile"
+stages
 
 title 'done'
 printf 'The report:  %s/runs/report/%s/report.html\n' "$run_folder" "$profile"

@@ -613,7 +613,7 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     text.write_text("".join(f"The boat number {n} sails to island {n * 7 % 90}.\n\n" for n in range(4000)))
     environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "VENV": str(venv), "OMP_NUM_THREADS": "1"}
 
-    command = ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke"]
+    command = ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke", "--rehearsal", "on"]
     said = ""
     for half_way in ("base/smoke/step_000030", "rl/smoke/step_000001"):
         killed = subprocess.Popen(
@@ -640,6 +640,10 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     for half_way in ("base/smoke/step_000030", "rl/smoke/step_000001"):
         assert re.search(f"^resumed from .*{half_way}$", said + last.stdout, re.MULTILINE)
     assert said.count("starting from the beginning") == last.stdout.count("resumed from") == 4
+    # It was rehearsed once, before the run began, in a folder of its own.
+    assert said.count("== rehearsal") == 1 and "== rehearsal" not in last.stdout
+    assert said.index("  chat_cli ") < said.index("== tokenizer")
+    assert [path.name for path in folder.glob("rehearsal*")] == ["rehearsal_passed.txt"]
     assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
     assert (folder / "checkpoints/rl/smoke/step_000002/model.safetensors").is_file()
     assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == weights and len(set(weights)) == 3

@@ -217,6 +217,37 @@ def test_several_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path, rank
         assert losses(base, stage) == pytest.approx(losses(on_npu[0], stage), rel=1e-5), stage
 
 
+@pytest.fixture
+def speedrun(tmp_path) -> Path:
+    """speedrun_npu.sh in a folder where there is nothing to set up: the set-up of a machine with NPUs would replace
+    the environment of these tests."""
+    for name in ("nanochat", "scripts", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "setup_ascend.sh").touch()
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / ".venv/nanochat_setup.txt").touch()
+    return shutil.copy(ROOT / "speedrun_npu.sh", tmp_path)
+
+
+def test_the_speedrun_of_two_npus_is_rehearsed(speedrun, texts, tmp_path, monkeypatch):
+    """By the launcher on both, up to a failure in base_eval, which came after hours before there was a rehearsal."""
+    monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=6", "").replace("--data=texts.txt", ""))
+    monkeypatch.setenv("NANOCHAT_BASE_EVAL", "--graphs=planted")
+    monkeypatch.setenv("VENV", str(tmp_path / ".venv"))
+    base = tmp_path / "base"
+    done = launch(base, texts, "bash", str(speedrun), "--data", "texts.txt", simulated="--devices 2")
+    assert done.returncode == 1 and "profile npu, " in done.stdout, done.stderr
+    lines = [line.split() for line in done.stdout.partition("== rehearsal")[2].splitlines()[1:]]
+    assert [line[0] for line in lines] == ["tok_train", "base_train", "base_eval"]
+    assert "error: base_eval failed in the rehearsal, before anything was trained: " in done.stderr
+    (folder,) = (base / "speedrun").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"data", "rehearsal.log"}
+    assert "--nproc_per_node=2" in (folder / "rehearsal.log").read_text()
+
+
 # ---------------------------------------------------------------------- eight cards
 
 # Tiny sizes for commands that are run as people's documents have them; in bfloat16 a CPU multiplies slowly.

@@ -1,0 +1,223 @@
+"""The rehearsal of speedrun_npu.sh: the run's own commands, short, in a folder that is removed.
+
+The script is the real one; its Python is a program that records the commands and takes no time. Real stages behind a
+rehearsal are in test_scripts.py.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# In place of Python: eight NPUs, and a line for every command. FAIL or HANG names the script that does so.
+PYTHON = """#!{python}
+import json, os, sys, time
+from pathlib import Path
+if sys.argv[1] == "-c":
+    print("npu 8", 64 * 2**30)
+    sys.exit()
+base = Path(os.environ["NANOCHAT_BASE_DIR"])
+script = next(word for word in sys.argv if word.startswith("scripts.")).removeprefix("scripts.")
+variable = "NANOCHAT_" + script.upper()
+line = dict(script=script, base=str(base), command=sys.argv[1:], flags=os.environ.get(variable, ""))
+with open(os.environ["RECORD"], "a") as record:
+    record.write(json.dumps(line) + "\\n")
+if script == "base_train":
+    (base / "checkpoints").mkdir(parents=True, exist_ok=True)
+    (base / "data").mkdir(exist_ok=True)
+    (base / "data/shard").touch()
+if script == os.environ.get("FAIL"):
+    print("warning: not the reason", file=sys.stderr)
+    print("error: TASK_QUEUE_ENABLE=2 cannot record", file=sys.stderr)
+    print("and what a launcher adds", file=sys.stderr)
+    sys.exit(1)
+if script == os.environ.get("HANG"):
+    print("hangs", file=sys.stderr)
+    time.sleep(60)
+"""
+# The run, and the order in which it was before there was a rehearsal.
+RUN = (
+    *("tok_train", "base_train", "base_eval", "mid_train", "chat_eval", "chat_sft", "chat_eval", "chat_rl"),
+    *("chat_eval", "report"),
+)
+
+
+class Speedrun:
+    """speedrun_npu.sh in a folder of its own."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.base = folder / "base"
+        self.record = folder / "record"
+        project = folder / "project"
+        python = folder / "venv/bin/python"
+        python.parent.mkdir(parents=True)
+        python.write_text(PYTHON.format(python=sys.executable))
+        python.chmod(0o755)
+        (folder / "venv/nanochat_setup.txt").write_text("torch 2.9.0\n")
+        for room in ("nanochat", "scripts"):
+            (project / room).mkdir(parents=True)
+            (project / room / "a.py").touch()
+        (project / "setup_ascend.sh").touch()
+        self.script = shutil.copy(ROOT / "speedrun_npu.sh", project)
+        mine = {name: value for name, value in os.environ.items() if not name.startswith("NANOCHAT")}
+        places = {"VENV": folder / "venv", "NANOCHAT_BASE_DIR": self.base, "RECORD": self.record}
+        self.environment = {**mine, **{name: str(path) for name, path in places.items()}}
+
+    def start(self, *flags: str, **environment: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", self.script, *flags], env={**self.environment, **environment}, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def run(self, *flags: str, code: int = 0, **environment: str) -> tuple[list[dict], str, str]:
+        """The commands of this run, and its two outputs."""
+        self.record.write_text("")
+        process = self.start(*flags, **environment)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == code, err
+        return self.commands(), out, err
+
+    def commands(self) -> list[dict]:
+        return [json.loads(line) for line in self.record.read_text().splitlines()]
+
+    def left(self) -> set[str]:
+        return {path.name for path in self.base.iterdir()}
+
+
+@pytest.fixture
+def speedrun(tmp_path) -> Speedrun:
+    return Speedrun(tmp_path)
+
+
+def parts(commands: list[dict], speedrun: Speedrun) -> tuple[list[dict], list[dict]]:
+    """The commands of the rehearsal, and of the run that follows it."""
+    assert commands[0]["script"] == "fetch"
+    rehearsed = [one for one in commands[1:] if one["base"] == str(speedrun.base / "rehearsal")]
+    ran = [one for one in commands[1:] if one["base"] == str(speedrun.base)]
+    assert commands[1:] == rehearsed + ran
+    return rehearsed, ran
+
+
+def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(speedrun):
+    commands, out, err = speedrun.run(NANOCHAT_BASE_TRAIN="--fp8")
+    rehearsed, ran = parts(commands, speedrun)
+    assert tuple(one["script"] for one in ran) == RUN and err == ""
+    # All of the run's commands, but for two evaluations by the same script as the third.
+    once = [one["command"] for one in ran if not {"mid", "sft"} & set(one["command"])]
+    *rehearsed, resumed, chat = rehearsed
+    assert [one["command"] for one in rehearsed] == once and len(once) == len(RUN) - 2
+    assert resumed["command"] == ran[1]["command"] and "--resume" in resumed["command"]
+    assert "--nproc_per_node=8" in resumed["command"] and chat["script"] == "chat_cli"
+    # The user's flags stay, the run has no others.
+    assert {one["script"]: one["flags"] for one in ran if one["flags"]} == {"base_train": "--fp8"}
+    flags = {one["script"]: shlex.split(one["flags"]) for one in rehearsed}
+    assert flags["base_train"][0] == "--fp8"
+    for script in ("base_train", "mid_train", "chat_sft", "chat_rl"):
+        assert flags[script][flags[script].index("--num_iterations") + 1] == "2"
+    assert resumed["flags"].endswith("--num_iterations 3")
+    for script in ("tok_train", "base_train", "base_eval"):
+        assert "--shards 1" in " ".join(flags[script])
+    assert out.index("rehearsal: every stage") < out.index("chat_cli") < out.index("== tokenizer")
+
+
+def test_what_a_rehearsal_leaves_is_its_downloads_and_that_it_passed(speedrun):
+    speedrun.run()
+    assert speedrun.left() == {"checkpoints", "data", "rehearsal_passed.txt"}  # the run's own checkpoints
+    shutil.rmtree(speedrun.base)
+    speedrun.run(FAIL="chat_cli", code=1)
+    assert speedrun.left() == {"data", "rehearsal.log"} and (speedrun.base / "data/shard").exists()
+
+
+@pytest.mark.parametrize("script", ["tok_train", "base_eval", "chat_rl", "report"])
+def test_what_fails_late_fails_in_the_rehearsal_with_one_line(speedrun, script: str):
+    commands, out, err = speedrun.run(FAIL=script, code=1)
+    rehearsed, ran = parts(commands, speedrun)
+    assert rehearsed[-1]["script"] == script and ran == [] and "== tokenizer" not in out
+    log = speedrun.base / "rehearsal.log"
+    assert err == (
+        f"error: {script} failed in the rehearsal, before anything was trained: TASK_QUEUE_ENABLE=2 cannot record "
+        f"(all of it: {log}). Fix it and run this again, or add --rehearsal off\n"
+    )
+    assert f"-m scripts.{script} " in log.read_text() and "and what a launcher adds" in log.read_text()
+    commands, *_ = speedrun.run()  # mended: it is rehearsed again
+    assert tuple(one["script"] for one in parts(commands, speedrun)[1]) == RUN
+    assert "rehearsal.log" not in speedrun.left()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_rehearsal_that_is_stopped_leaves_nothing(speedrun, number: int):
+    process = speedrun.start(HANG="mid_train")
+    log = speedrun.base / "rehearsal.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().endswith("hangs\n")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+    assert process.returncode not in (0, 1) and speedrun.left() == {"data"}
+    assert speedrun.commands()[-1]["script"] == "mid_train"
+
+
+def test_a_run_that_resumes_does_not_rehearse_again(speedrun):
+    speedrun.run()
+    commands, out, _ = speedrun.run()
+    rehearsed, ran = parts(commands, speedrun)
+    assert rehearsed == [] and tuple(one["script"] for one in ran) == RUN and "== rehearsal" not in out
+
+
+@pytest.mark.parametrize("changed", ["environment", "project/nanochat/a.py", "venv/nanochat_setup.txt"])
+def test_another_setting_is_rehearsed_again(speedrun, changed: str):
+    """An exported variable, the code, the packages."""
+    speedrun.run()
+    if changed == "environment":
+        speedrun.environment["TASK_QUEUE_ENABLE"] = "2"
+    else:
+        (speedrun.folder / changed).write_text("another")
+    assert parts(speedrun.run()[0], speedrun)[0] != []
+    assert parts(speedrun.run()[0], speedrun)[0] == []
+
+
+def test_runs_of_minutes_do_not_rehearse_unless_they_are_asked_to(speedrun):
+    def rehearses(*flags: str) -> bool:
+        return "rehearsal" in {Path(one["base"]).name for one in speedrun.run(*flags)[0]}
+
+    assert not rehearses("--rehearsal=off")
+    assert rehearses("--rehearsal=auto")
+    smoke = ("--profile", "smoke")
+    assert not rehearses(*smoke)
+    assert rehearses(*smoke, "--rehearsal", "on")
+    _, _, err = speedrun.run("--rehearsal=maybe", code=2)
+    assert err == "error: --rehearsal maybe: one of auto, on, off\n"
+
+
+def test_a_home_folder_is_the_one_that_python_finds(speedrun):
+    """The scripts expand ~ in NANOCHAT_BASE_DIR, and speedrun_npu.sh writes there as well."""
+    speedrun.environment |= {"NANOCHAT_BASE_DIR": "~/base", "HOME": str(speedrun.folder)}
+    assert parts(speedrun.run()[0], speedrun)[0] != [] and "rehearsal_passed.txt" in speedrun.left()
+
+
+@pytest.mark.slow
+def test_a_real_stage_that_would_fail_late_fails_in_the_rehearsal(tmp_path):
+    """An exported variable that only the evaluation after pretraining reads, as TASK_QUEUE_ENABLE once was."""
+    venv = Path(sys.prefix)
+    if not (venv / "nanochat_setup.txt").is_file():
+        pytest.skip(f"{venv} was not made by setup_ascend.sh")
+    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path), "VENV": str(venv), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke", "--rehearsal", "on"],
+        env={**environment, "NANOCHAT_BASE_EVAL": "--device=nosuch"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert done.stderr.startswith("error: base_eval failed in the rehearsal, before anything was trained: --device")
+    (folder,) = (tmp_path / "speedrun").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"data", "rehearsal.log"}
