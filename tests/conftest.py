@@ -90,11 +90,11 @@ def interruptible() -> None:
 
 @pytest.fixture(autouse=True)
 def can_be_ended() -> Iterator[None]:
-    """A run that leaves by a signal ignores SIGTERM from then on; what later tests start would inherit that."""
-    before = signal.getsignal(signal.SIGTERM)
+    """SIGTERM as at the start. A run that leaves by a signal ignores it from then on, and a package may have its own
+    handler; what later tests fork or start would inherit either."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     yield
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,6 @@ from nanochat.gpt import GPT
 from nanochat.samplers import http as http_sampler
 from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
-from nanochat.samplers.ray import RaySampler
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler
@@ -693,36 +692,13 @@ def test_samples_drawn_ahead_are_not_replaced(start, capsys):  # noqa: F811
 # ---------------------------------------------------------------------- Ray
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A Ray cluster of this machine, of two processes."""
-    ray = pytest.importorskip("ray", reason="the extra `ray` brings it")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=10**8)
-    yield ray
-    ray.shutdown()
-
-
 @pytest.mark.slow
-def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, capsys):
-    """With new weights each time. A worker that is killed while it samples costs no reply."""
-    prompts, settings = prompts_and_settings(1.3)
-    sampler = RaySampler(2, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
-    models = (policy(0), policy(1), adapt(policy(2), Lora(4, 8.0)))
-    for model, killed in zip(models, (None, "before", "meanwhile"), strict=True):
-        expected = rollout.EngineSampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
-        sampler.hand_over(model)
-        if killed == "before":
-            cluster.kill(sampler.workers[1])
-        elif killed == "meanwhile":
-            threading.Timer(0.005, cluster.kill, [sampler.workers[0]]).start()
-        replies = sampler(prompts, settings, 20)
-        assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
-        assert replies[3].logprobs == pytest.approx(expected[3].logprobs, abs=1e-5)
-    assert "a worker has died, and is replaced" in capsys.readouterr().err
-    assert "fails" in failure(lambda: sampler([[10**6]], [SamplingParams()], 4))
-    sampler.should_stop = lambda: True
-    with pytest.raises(cli.Interrupted):
-        sampler(prompts, settings, 20)
+def test_ray_workers_in_a_process_of_their_own():
+    """ray_cases.py: a node of Ray that dies ends the process that has started it, and this one runs other tests."""
+    pytest.importorskip("ray", reason="the extra `ray` brings it")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(Path(__file__).with_name("ray_cases.py"))]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 LISTENERS = """
@@ -757,11 +733,3 @@ def test_a_ray_of_this_machine_listens_on_loopback():
     assert done.returncode == 0, done.stderr
     addresses = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("LISTENS")]
     assert len(addresses) > 3 and {one.removeprefix("::ffff:") for one in addresses} <= {"127.0.0.1", "::1"}
-
-
-@pytest.mark.slow
-def test_a_run_with_ray_has_the_bits_of_one_without(cluster, taught):  # noqa: F811
-    flags = (*graded(taught), "--num_iterations=2", "--eval_every=2", "--importance_cap=0", "--staleness=1")
-    call("chat_rl", *flags, "--model_tag=alone")
-    call("chat_rl", *flags, "--model_tag=rays", "--sampler=ray:1")
-    assert sha256(taught, "rl", 2, "rays") == sha256(taught, "rl", 2, "alone")

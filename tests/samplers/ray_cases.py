@@ -1,0 +1,60 @@
+"""A Ray cluster on this machine. test_samplers.py runs these in a process of their own.
+
+python -m pytest tests/samplers/ray_cases.py
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+from runs import sha256
+from test_lora import adapt
+from test_samplers import failure, policy, prompts_and_settings
+from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from test_stages import graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
+from tiny import cpu_device, tiny_tokenizer
+
+from nanochat import cli, rollout
+from nanochat.adapters.lora import Lora
+from nanochat.engine import Engine
+from nanochat.samplers.ray import RaySampler
+from nanochat.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster of this machine, of two processes."""
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=10**8)
+    yield ray
+    ray.shutdown()
+
+
+def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, capsys):
+    """With new weights each time. A worker that is killed while it samples costs no reply."""
+    prompts, settings = prompts_and_settings(1.3)
+    sampler = RaySampler(2, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
+    models = (policy(0), policy(1), adapt(policy(2), Lora(4, 8.0)))
+    for model, killed in zip(models, (None, "before", "meanwhile"), strict=True):
+        expected = rollout.EngineSampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
+        sampler.hand_over(model)
+        if killed == "before":
+            cluster.kill(sampler.workers[1])
+        elif killed == "meanwhile":
+            threading.Timer(0.005, cluster.kill, [sampler.workers[0]]).start()
+        replies = sampler(prompts, settings, 20)
+        assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
+        assert replies[3].logprobs == pytest.approx(expected[3].logprobs, abs=1e-5)
+    assert "a worker has died, and is replaced" in capsys.readouterr().err
+    assert "fails" in failure(lambda: sampler([[10**6]], [SamplingParams()], 4))
+    sampler.should_stop = lambda: True
+    with pytest.raises(cli.Interrupted):
+        sampler(prompts, settings, 20)
+
+
+def test_a_run_with_ray_has_the_bits_of_one_without(cluster, taught):  # noqa: F811
+    flags = (*graded(taught), "--num_iterations=2", "--eval_every=2", "--importance_cap=0", "--staleness=1")
+    call("chat_rl", *flags, "--model_tag=alone")
+    call("chat_rl", *flags, "--model_tag=rays", "--sampler=ray:1")
+    assert sha256(taught, "rl", 2, "rays") == sha256(taught, "rl", 2, "alone")
