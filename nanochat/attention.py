@@ -104,18 +104,22 @@ def fused_attention(
     return out.transpose(1, 2)
 
 
+def fused_cached_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+    """torch's fused attention to a cache: q (B, T, H, D), k and v (B, K, S, D) -> (B, T, H, D)."""
+    grouped = q.size(2) != k.size(1)
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
 def cached_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Tensor) -> Tensor:
-    """Attention to a cache by two matrix products: q (B, T, H, D), k and v (B, S, K, D) -> (B, T, H, D).
+    """Attention to a cache by two matrix products: q (B, T, H, D), k and v (B, K, S, D) -> (B, T, H, D).
 
     `hidden` (B, 1, T, S) is True where a query must not attend.
     """
     B, T, H, D = q.shape
-    K = k.size(2)
+    K = k.size(1)
     # The query heads that share a key head become rows of one product.
     q = q.transpose(1, 2).reshape(B, K, -1, D)  # (B, K, H/K x T, D)
-    # A product of a strided view copies it value by value on a CPU, which takes 5 times as long.
-    k = k.transpose(1, 2).contiguous()  # (B, K, S, D)
-    v = v.transpose(1, 2).contiguous()
     scores = (q @ k.mT).view(B, H, T, -1).float() * scale  # (B, H, T, S)
     weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
     out = weights.view(B, K, -1, k.size(2)) @ v  # (B, K, H/K x T, D)
@@ -167,6 +171,14 @@ def blockwise_attention(
 # Rows have different lengths, so each has its own position. A step with one new token per row needs 6 places. It reads
 # 6 places instead of 8, and its mask hides the places after each row's end. Row 1 writes its new token to place 2. The
 # distances of the keys 0 to 5 are then 2 1 0 -1 -2 -3, and it attends to keys at a distance of 0 or more (`masks`).
+#
+# In memory the places of one key head follow each other, then come those of the row's next key head. With two heads:
+#
+#     place in memory    0 1 2 3 4 5 6 7   8 9 ...                16 ...
+#                        row 0, head 0     row 0, head 1          row 1, head 0
+#
+# So a head's keys are one matrix (S, D), which products read where it lies, and one number per head names the place of
+# a new token: row 1 writes to 16 + 2 and 24 + 2.
 
 
 @dataclass
@@ -176,18 +188,18 @@ class KVCache:
     Layers only write and read. The engine advances `position` once per forward pass, after the last layer.
     """
 
-    # One block of fixed shape (layers, B, S, K, D): decoding allocates nothing, and its launches can be recorded once
-    # and replayed. Rows and positions are neighbouring axes. If they were apart, an NPU would write to these indices on
-    # its slow AI CPU (source: CANN's aclnnIndexPutImpl), 24 times a token at depth 12.
+    # Fixed memory (layers, B K S, D): decoding allocates nothing, and its launches can be recorded once and replayed.
     keys: Tensor
     values: Tensor
     # (B,): the number of tokens in each row, which is also the place of the next one. It is on the device, so that a
     # decoded token does not wait for the host.
     position: Tensor
-    # Two constants, created once instead of in every step. (B, 1): 0, 1, 2, ..., the indices of the rows, for `write`.
-    rows: Tensor
+    # Two constants, created once instead of in every step. (B, K): 0, 1, 2, ..., the key heads, for `indices`.
+    heads: Tensor
     # (capacity,): 0, 1, 2, ..., the places of the keys, for `masks`.
     places: Tensor
+    # S: the places of a head, at most the capacity (`lay_out`).
+    stride: int
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
     # Whether the launches of a pass are recorded for replay: some operators must not be recorded.
@@ -201,38 +213,59 @@ class KVCache:
         cls, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int,
         device: torch.device | str, dtype: torch.dtype,
     ) -> "KVCache":  # fmt: skip
-        shape = (layers, batch, capacity, kv_heads, head_dim)
+        shape = (layers, batch * kv_heads * capacity, head_dim)
         return cls(
             keys=torch.zeros(shape, device=device, dtype=dtype),
             values=torch.zeros(shape, device=device, dtype=dtype),
             position=torch.zeros(batch, device=device, dtype=torch.long),
-            rows=torch.arange(batch, device=device)[:, None],
+            heads=torch.arange(batch * kv_heads, device=device).view(batch, kv_heads),
             places=torch.arange(capacity, device=device),
+            stride=capacity,
             attended_len=capacity,
         )
 
     @property
     def capacity(self) -> int:
-        return self.keys.size(2)
+        return len(self.places)
 
     def view(self, first: int, end: int) -> "KVCache":
-        """The rows `first` to `end` (exclusive), in this cache's memory."""
+        """The rows `first` to `end` (exclusive), in this cache's memory, until it is laid out anew."""
         # Slices share the memory: a write through the view changes the cache. `attended_len` is a number, not a tensor,
         # so each view has its own.
+        row = self.heads.size(1) * self.stride
         return replace(
             self,
-            keys=self.keys[:, first:end],
-            values=self.values[:, first:end],
+            keys=self.keys[:, first * row : end * row],
+            values=self.values[:, first * row : end * row],
             position=self.position[first:end],
-            rows=self.rows[: end - first],  # counted in the view's own keys
+            heads=self.heads[: end - first],  # counted in the view's own keys
         )
+
+    def by_head(self, memory: Tensor) -> Tensor:
+        """Keys or values of one or more layers (..., B K S, D) as (..., B, K, S, D), in the same memory."""
+        B, K = self.heads.shape
+        used = memory[..., : B * K * self.stride, :]
+        return used.view(*memory.shape[:-2], B, K, self.stride, -1)
+
+    def lay_out(self, stride: int, kept: int) -> None:
+        """From now on a head has `stride` places; the first `kept` tokens of each row stay.
+
+        Some devices multiply without a copy only matrices that follow each other without gaps, so attention reads all
+        places of a head there (operators.py: `reads_whole_cache`). While all rows are short, these are few.
+        """
+        B, K = self.heads.shape
+        for memory in (self.keys, self.values):
+            for layer in memory if kept else ():  # one at a time: it is copied, because old and new places overlap
+                tokens = self.by_head(layer)[:, :, :kept].clone()
+                layer[: B * K * stride].view(B, K, stride, -1)[:, :, :kept] = tokens
+        self.stride = self.attended_len = stride
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copy the first `tokens` keys and values of the rows `sources` (B,) to the rows `targets` (B,); both may
         overlap."""
         # Indexing gathers the right side into new memory first, so a row may be both source and target.
-        self.keys[:, targets, :tokens] = self.keys[:, sources, :tokens]
-        self.values[:, targets, :tokens] = self.values[:, sources, :tokens]
+        for memory in (self.by_head(self.keys), self.by_head(self.values)):
+            memory[:, targets, :, :tokens] = memory[:, sources, :, :tokens]
 
     def positions(self, tokens: int) -> Tensor:
         """(B, T): the positions of the next `tokens` tokens of each row."""
@@ -251,15 +284,21 @@ class KVCache:
         # Layers of the same window share one mask.
         return {window: causal & (distance < window) if window else causal for window in set(windows)}
 
-    def write(self, layer: int, k: Tensor, v: Tensor, positions: Tensor) -> None:
-        """Store k and v (B, T, K, D) at `positions` (B, T)."""
-        # `rows` and `positions`, both (B, T), together name one place of the cache for each token. index_put_ takes
-        # 0.04 ms; scatter_, which copies the whole cache, takes 1.3 ms (docs/archive.md).
-        rows = self.rows.expand_as(positions)
-        self.keys[layer].index_put_((rows, positions), k.to(self.keys.dtype))
-        self.values[layer].index_put_((rows, positions), v.to(self.values.dtype))
+    def indices(self, positions: Tensor) -> Tensor:
+        """(B, T, K): where the keys and values of tokens at `positions` (B, T) go in the memory of every layer."""
+        return torch.add(positions[:, :, None], self.heads[:, None], alpha=self.stride)  # position + head S
+
+    def write(self, layer: int, k: Tensor, v: Tensor, indices: Tensor) -> None:
+        """Store k and v (B, T, K, D) at `indices` (B, T, K)."""
+        # index_put_ takes 0.04 ms; scatter_, which copies the whole cache, takes 1.3 ms (docs/archive.md). One index
+        # for one axis: with indices for axes that are apart, an NPU writes on its slow AI CPU (source: CANN's
+        # aclnnIndexPutImpl), 24 times a token at depth 12.
+        self.keys[layer].index_put_((indices,), k.to(self.keys.dtype))
+        self.values[layer].index_put_((indices,), v.to(self.values.dtype))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The first `attended_len` keys and values of a layer, (B, attended_len, K, D) each."""
+        """The first `attended_len` keys and values of a layer, (B, K, attended_len, D) each."""
         # A slice, not a copy. The cost of a token grows with the keys that it reads, so it reads as few as possible.
-        return self.keys[layer, :, : self.attended_len], self.values[layer, :, : self.attended_len]
+        keys = self.by_head(self.keys[layer])
+        values = self.by_head(self.values[layer])
+        return keys[:, :, : self.attended_len], values[:, :, : self.attended_len]

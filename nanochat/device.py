@@ -8,6 +8,7 @@ The operators that differ between devices are in kernels/, and `Device.kernels` 
 import contextlib
 import ctypes
 import datetime
+import functools
 import importlib
 import os
 import platform
@@ -25,6 +26,7 @@ import torch.distributed as dist
 
 from nanochat import rooms, screen, store
 from nanochat.cli import UserError, end_with_launcher, explainers, ignore_exported_ranks
+from nanochat.log import warn
 from nanochat.operators import TorchKernels
 
 # `auto` looks for them in this order: an accelerator before the CPU.
@@ -196,20 +198,25 @@ class Device:
             return tensor
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
 
-    def capture(self, function: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        """Record what `function` launches, without running it. The function must have run before: lazy set-up inside a
-        recording fails.
+    def recording_memory(self) -> Any:
+        """Memory for the intermediate tensors of recordings that never run at the same time (`capture`)."""
+        return self.module.graph_pool_handle()
 
-        Returns a call that replays everything in one launch, over the same tensors, and the result of `function`:
-        tensors that are valid only after such a call.
+    def capture(self, function: Callable[[], None], memory: Any = None) -> Callable[[], None]:
+        """Record what `function` launches, without running it; returns a call that replays everything in one launch.
+
+        A replay uses the same tensors each time. The function writes its results to tensors that exist already, because
+        its own are in `memory`, where the next recording puts its tensors, too. It must have run before: lazy set-up
+        inside a recording fails. Raises RuntimeError: when the device cannot record it.
         """
         # In eager mode the host launches each operator separately, and a small model's operators are shorter than
         # their launches. A simulated NPU counts 280 launches for a decoded token, and 9 with a recording
-        # (docs/archive.md). A replay runs over the same addresses, hence "over the same tensors".
+        # (docs/archive.md).
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
-        with self._recordable_launches(), self.module.graph(graph):
-            result = function()
-        return graph.replay, result
+        # "thread_local": other threads, such as those of a server, may use the device meanwhile.
+        with self._recordable_launches(), self.module.graph(graph, pool=memory, capture_error_mode="thread_local"):
+            function()
+        return graph.replay
 
     @contextlib.contextmanager
     def _recordable_launches(self) -> Iterator[None]:
@@ -248,11 +255,27 @@ def kernels(kind: str, dtype: torch.dtype = torch.float32, name: str = "") -> To
 def records(kind: str, requested: Literal["auto", "on", "off"]) -> bool:
     """Whether decoding on this kind of device records its launches and replays them as one.
 
-    Raises UserError: when recording is requested on a CPU.
+    Raises UserError: when recording is requested where it is impossible.
     """
     if requested == "on" and kind == "cpu":
         raise UserError("--graphs on: a CPU launches nothing that could be recorded; leave it out")
-    return requested != "off" and kind != "cpu"
+    if requested == "off" or kind == "cpu":
+        return False
+    # The vendor recommends the second level of the task queue, and torch_npu does not record under it. From 2.13 on
+    # `capture` leaves it for a moment; before, the level of a process never changes.
+    level = os.environ.get("TASK_QUEUE_ENABLE")
+    if kind == "npu" and level == "2" and not hasattr(getattr(torch, kind), "set_task_queue_enable"):
+        fix = "`unset TASK_QUEUE_ENABLE`, or set it to 1"
+        if requested == "on":
+            raise UserError(f"--graphs on: this torch_npu records nothing under TASK_QUEUE_ENABLE=2: {fix}")
+        _warn_once(f"decoding is slower under TASK_QUEUE_ENABLE=2, where this torch_npu records no launches: {fix}")
+        return False
+    return True
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)
 
 
 def peak_flops(name: str) -> float | None:

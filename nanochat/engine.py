@@ -19,11 +19,11 @@ The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the ro
 Legend: B rows, T tokens, C width, V vocab.
 """
 
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -35,6 +35,7 @@ from nanochat.calculator import calculate, can_continue
 from nanochat.cli import Interrupted, UserError, check_ranges
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.log import warn
 from nanochat.operators import WeightFormat
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
 from nanochat.screen import bar
@@ -45,7 +46,7 @@ __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "se
 
 NO_ANSWER = "error"  # the answer to a call that the calculator cannot compute
 
-CACHE_STEP = 64  # attended_len grows in steps of this many tokens, so that shapes repeat
+CACHE_STEP = 64  # attended_len is a multiple of this many tokens, so that shapes repeat
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
@@ -144,6 +145,7 @@ class Engine:
         self.tempered_logprobs = False
         self.device = device or devices.init(str(model.device))
         self.graphs = devices.records(self.device.kind, graphs)
+        self._kept: Slots | None = None  # see `slots`
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
         self.adapters = adapters(self.model, self.device.dtype) if adapters else None
@@ -233,17 +235,45 @@ class Engine:
             waiting.append(Row(prompt, min(max_tokens, context - len(prompt)), params, number, adapter=adapter))
 
         # The cache is as large as the longest row needs. It is written once and read at every token.
-        slots = Slots(self, min(len(waiting), max_rows or len(waiting)), capacity=min(context, longest + max_tokens))
-        while waiting or slots.rows:
-            if should_stop():
-                raise Interrupted
-            # Prompts are read a quarter of the slots at a time: reading few costs nearly as much as reading many.
-            free = slots.size - len(slots.rows)
-            if waiting and (not slots.rows or free >= max(1, slots.size // 4)):
-                slots.fill([waiting.popleft() for _ in range(min(free, len(waiting)))])
-            new_tokens = slots.decode(logprobs)
-            slots.release({new.row for new in new_tokens if new.finish_reason})
-            yield from new_tokens
+        size = min(len(waiting), max_rows or len(waiting))
+        with self.slots(size, min(context, longest + max_tokens)) as slots:
+            while waiting or slots.rows:
+                if should_stop():
+                    raise Interrupted
+                # Prompts are read a quarter of the slots at a time: reading few costs nearly as much as reading many.
+                free = size - len(slots.rows)
+                if waiting and (not slots.rows or free >= max(1, size // 4)):
+                    slots.fill([waiting.popleft() for _ in range(min(free, len(waiting)))])
+                new_tokens = slots.decode(logprobs)
+                slots.release({new.row for new in new_tokens if new.finish_reason})
+                yield from new_tokens
+
+    @contextlib.contextmanager
+    def slots(self, size: int, capacity: int) -> "Iterator[Slots]":
+        """A decoder with at least `size` slots of `capacity` tokens, for one caller at a time.
+
+        Where launches are recorded it is kept for the next caller, who needs its cache and its recordings again.
+        """
+        slots = self._kept
+        self._kept = None  # a second caller, while the first one still decodes, makes its own
+        if slots is None or slots.size < size or slots.capacity < capacity:
+            del slots  # its memory is needed for the new one
+            # With a power of two most callers can use the decoder of the one before.
+            rounded = min(_power_of_two(capacity), self.model.config.sequence_len) if self.graphs else capacity
+            slots = Slots(self, size, rounded)
+        slots.engine = self
+        failed = False
+        try:
+            yield slots
+        except RuntimeError:  # out of memory, perhaps
+            failed = True
+            raise
+        finally:
+            if self.graphs and not failed:
+                slots.reset()
+                # No circle of references: the memory of both must be free at once when the engine goes.
+                del slots.engine
+                self._kept = slots
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, keep_stop: bool = False, **settings: Any
@@ -369,9 +399,9 @@ class Slots:
     def __init__(self, engine: Engine, size: int, capacity: int = 0, prefill_chunk: int = PREFILL_CHUNK):
         config = engine.model.config
         device = engine.model.device
-        capacity = capacity or config.sequence_len  # tokens that a slot holds
         self.engine = engine
         self.size = size
+        self.capacity = capacity = capacity or config.sequence_len  # tokens that a slot holds
         self.prefill_chunk = prefill_chunk
         self.rows: list[Row] = []
         self.cache = KVCache.empty(
@@ -380,7 +410,9 @@ class Slots:
         )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
+        self._lay_out(CACHE_STEP)
         # The state of each row, on the device. So a step needs nothing from the host except its launches.
+        self.index = torch.arange(size, device=device)[:, None]  # (size, 1): 0, 1, 2, ...
         self.last = torch.zeros(size, dtype=torch.long, device=device)  # each row's newest token: it is fed next
         self.adapter = torch.zeros(size, dtype=torch.long, device=device)  # see Row; also of a prompt that is read
         # A random number for every token to come, drawn when the row is admitted.
@@ -390,10 +422,13 @@ class Slots:
         # For settings that few requests have: allocated with the first row that needs them, read while one is running.
         self.counts: Tensor | None = None  # (size, V): how often a token is in the reply
         self.bias: Tensor | None = None  # (size, V): added to the logits
-        # Made by `decode` for the running rows: their settings (None: rows came or left since) and part of the cache.
+        # Made by `decode` for the running rows: their settings and their part of the cache. None: to be made again.
         self._settings: RowSettings | None = None
-        self._running = self.cache.view(0, 0)
-        self._recorded: dict[int, Recorded] = {}  # by the number of rows, see `_step`
+        self._running: KVCache | None = None
+        # Recordings by their numbers of rows and attended tokens, and their memory: see `_step`.
+        self._recorded: dict[tuple[int, int], Callable[[], None]] = {}
+        self._results: tuple[Tensor, ...] = ()  # logits (size, V) and noise (size, 1) of the last replay
+        self._memory: Any = None
 
     @staticmethod
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
@@ -479,9 +514,10 @@ class Slots:
 
     def _read(self, slot: int, tokens: Tensor, lengths: Tensor, filled: int) -> Tensor:
         """Feed tokens (B, T) to the slots from `slot` on; returns hidden states (B, T, C)."""
+        attended_len = self._attended_len(filled + tokens.size(1))
         cache = self.cache.view(slot, slot + len(tokens))
+        cache.attended_len = attended_len
         cache.position.fill_(filled)
-        self._attend_up_to(cache, filled + tokens.size(1))
         if self.engine.adapters is not None:
             self.engine.adapters.chosen = self.adapter[slot : slot + len(tokens)]
         hidden = self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
@@ -573,6 +609,7 @@ class Slots:
         self.rows = []
         self._settings = None
         self.cache.position.zero_()
+        self._lay_out(CACHE_STEP)
         self.engine.device.synchronize()
 
     # ---- tokens
@@ -587,7 +624,7 @@ class Slots:
         B = len(self.rows)
         if self._settings is None:
             self._settings = RowSettings([row.sampling for row in self.rows], self.table[:B])
-            self._running = self.cache.view(0, B)
+            self._running = None
 
         # 1. Forward: each row's last token joins the cache and yields the logits of the next.
         logits, noise = self._step()  # (B, V), (B, 1)
@@ -657,27 +694,56 @@ class Slots:
     def _step(self) -> tuple[Tensor, Tensor]:
         """Feed the last token of each running row; returns logits (B, V) and noise (B, 1) for the token after it."""
         B = len(self.rows)
+        attended_len = self._attended_len(max(len(row.prompt) + row.made for row in self.rows))
         if not self.engine.graphs:
-            self._attend_up_to(self._running, max(len(row.prompt) + row.made for row in self.rows))
-            self._running.max_position = None
+            if self._running is None:
+                self._running = replace(self.cache.view(0, B), max_position=None)
+            self._running.attended_len = attended_len
             return self._forward(self._running)
         # Recorded, a token takes 9 launches instead of 250 (depth 12, simulated NPU, docs/archive.md).
-        # A recording has fixed shapes, so it attends to the whole cache, and the number of rows is rounded up to a
-        # power of two: few recordings are made, and each is replayed often. The results of a slot without a row are not
-        # read. Its writes land after its prompt, where they are overwritten before anything attends to them.
-        rounded = min(1 << (B - 1).bit_length(), self.size)
-        if rounded not in self._recorded:
-            cache = replace(self.cache.view(0, rounded), is_recorded=True)
-            self._recorded[rounded] = Recorded(self.engine.device, partial(self._forward, cache))
-        logits, noise = self._recorded[rounded]()
+        # A recording has fixed shapes, so the numbers of rows and of attended tokens are rounded up to powers of two:
+        # few recordings are made, and each is replayed often. The results of a slot without a row are not read. Its
+        # writes land after its prompt, where they are overwritten before anything attends to them.
+        rounded = min(_power_of_two(B), self.size)
+        replay = self._recorded.get((rounded, attended_len))
+        if replay is None:
+            # This token runs as usual, which sets up everything lazy. The next ones are replays.
+            cache = replace(self.cache.view(0, rounded), attended_len=attended_len, is_recorded=True)
+            results = self._forward(cache)
+            self._record(cache, results)
+        else:
+            replay()
+            results = self._results
+        logits, noise = results
         return logits[:B], noise[:B]
+
+    def _record(self, cache: KVCache, like: tuple[Tensor, Tensor]) -> None:
+        """Record a step whose results are like these. If the device refuses, nothing is recorded any more."""
+        rounded = len(cache.position)
+        device = self.engine.device
+
+        def step() -> None:
+            for result, new in zip(self._results, self._forward(cache), strict=True):
+                result[:rounded] = new
+
+        try:
+            if not self._recorded:
+                self._memory = device.recording_memory()
+                self._results = tuple(result.new_empty(self.size, result.size(1)) for result in like)
+            self._recorded[rounded, cache.attended_len] = device.capture(step, self._memory)
+        except RuntimeError as error:
+            head = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+            warn(f"the launches of a token could not be recorded, decoding goes on without, slower: {head}")
+            self.engine.graphs = False
+            self._recorded.clear()
+            self._results, self._memory = (), None
 
     def _forward(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         B = len(cache.position)
         # Everything here is a tensor operation on the device, position included, so that it can be recorded.
         positions = cache.positions(1)  # (B, 1)
         # By index and not by gather: a simulated recording computes shapes with indices of -1, which gather refuses.
-        noise = self.noise[cache.rows, positions]  # (B, 1)
+        noise = self.noise[self.index[:B], positions]  # (B, 1)
         if self.engine.adapters is not None:
             self.engine.adapters.chosen = self.adapter[:B]
         hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
@@ -686,10 +752,30 @@ class Slots:
             cache.position.clamp_(max=cache.max_position)  # a slot without a row stays inside
         return self.engine.model.logits(hidden.flatten(0, 1)), noise
 
-    def _attend_up_to(self, cache: KVCache, tokens: int) -> None:
-        """Attend to no more of the cache than rows of up to `tokens` tokens need, where the device gains by that."""
-        if not self.engine.model.kernels.static_shapes:
-            cache.attended_len = min(cache.capacity, _round_up(tokens, CACHE_STEP))
+    def _attended_len(self, tokens: int) -> int:
+        """How much of the cache is attended to when the longest row has this many tokens, which then have their place
+        there."""
+        kernels = self.engine.model.kernels
+        rounded = _round_up(tokens, CACHE_STEP)
+        if self.engine.graphs or kernels.reads_whole_cache:
+            rounded = _power_of_two(rounded)
+        rounded = min(rounded, self.cache.capacity)
+        if not kernels.reads_whole_cache:
+            return rounded
+        if rounded > self.cache.stride:
+            self._lay_out(rounded, kept=self.cache.stride)
+        return self.cache.stride
+
+    def shrink(self, longest: int) -> None:
+        """Attend to fewer tokens from now on, where that helps. No slot in use has more than `longest`."""
+        stride = max(CACHE_STEP, _power_of_two(longest))
+        if stride * 4 <= self.cache.stride:
+            self._lay_out(stride, kept=longest)
+
+    def _lay_out(self, stride: int, kept: int = 0) -> None:
+        if self.engine.model.kernels.reads_whole_cache:
+            self.cache.lay_out(min(stride, self.cache.capacity), kept)
+            self._running = None
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return self.engine.device.to_device(torch.tensor(numbers))
@@ -702,25 +788,10 @@ def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
     return torch.cat((logprob.gather(1, tokens[:, None]), best.values, best.indices.float()), dim=1)
 
 
-class Recorded:
-    """A function of tensors that stay in place, whose launches are recorded and replayed as one."""
-
-    def __init__(self, device: Device, function: Callable[[], Any]):
-        self.device = device
-        self.function = function
-        self.calls = 0
-
-    def __call__(self) -> Any:
-        self.calls += 1
-        # The first call runs as usual, which sets up everything lazy. The second one records, and from then on the
-        # recording is replayed. It reads and writes the same memory each time: the result's tensors are overwritten.
-        if self.calls == 1:
-            return self.function()
-        if self.calls == 2:
-            self.replay, self.result = self.device.capture(self.function)
-        self.replay()
-        return self.result
-
-
 def _round_up(tokens: int, step: int) -> int:
     return -(-tokens // step) * step  # // rounds down, and down from -tokens is up from tokens
+
+
+def _power_of_two(tokens: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (tokens - 1).bit_length()

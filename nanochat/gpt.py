@@ -162,7 +162,7 @@ class ForwardContext:
     sin: Tensor
     segments: Segments | None = None
     cache: KVCache | None = None
-    positions: Tensor | None = None  # (B, T), where the new keys and values go in the cache
+    indices: Tensor | None = None  # (B, T, K), where the new keys and values go in the cache
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window; empty: attend to the new tokens only
 
 
@@ -265,9 +265,9 @@ class Attention(nn.Module):
         else:
             # The cache receives the new keys and values first, so that a token finds itself there. Then the queries
             # attend to everything that the cache holds of their rows.
-            assert context.positions is not None
-            context.cache.write(self.layer, k, v, context.positions)
-            keys, values = context.cache.read(self.layer)  # (B, S, K, D)
+            assert context.indices is not None
+            context.cache.write(self.layer, k, v, context.indices)
+            keys, values = context.cache.read(self.layer)  # (B, K, S, D)
             q = q.to(keys.dtype)
             kernels = self.kernels
             attend = kernels.recorded_attention if context.cache.is_recorded else kernels.cached_attention
@@ -662,10 +662,10 @@ class GPT(nn.Module):
                 "build it with GPT(config, device.kernels)"
             )
         T = tokens.size(1)
+        positions = None
         if cache is None:
             # Every row starts at position 0.
             assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
-            positions = None
             rotary = self.rotary[:, :T]  # (2, T, D)
         else:
             # Each row continues where it ends in the cache.
@@ -673,8 +673,9 @@ class GPT(nn.Module):
             rotary = self.rotary[:, positions].flatten(1, 2)  # (2, B T, D)
         # cos and sin of each position, with an axis that all heads share.
         cos, sin = rotary.to(dtype).unsqueeze(-2)
-        context = ForwardContext(cos, sin, segments=segments, cache=cache, positions=positions)
+        context = ForwardContext(cos, sin, segments=segments, cache=cache)
         if cache is not None and positions is not None:
+            context.indices = cache.indices(positions)
             windows = [self.config.window(layer) for layer in range(self.config.n_layer)]
             for window, mask in cache.masks(positions, windows).items():
                 context.masks[window] = self.kernels.prepare_mask(mask)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import Segments, blockwise_attention, fused_attention
+from nanochat.attention import Segments, blockwise_attention, fused_attention, fused_cached_attention
 from nanochat.cli import UserError
 
 # The format of the weights with which the engine decodes; auto: the dtype of the products.
@@ -55,9 +55,9 @@ class TorchKernels:
     loss_slice_elements: int | None = None
     # top_p looks at this many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
     top_p_first = 0
-    # Whether decoding attends to the whole cache, in one shape, which can be recorded and replayed. False: to the
-    # filled part, which is fewer keys to read, in a shape that changes every CACHE_STEP tokens (engine.py).
-    static_shapes = False
+    # Whether attention to a cache would copy keys that lie apart. The cache is then laid out for as many tokens as its
+    # rows have, by powers of two. False: attention reads the filled part of a cache that is laid out for its capacity.
+    reads_whole_cache = False
 
     def __init__(self, dtype: torch.dtype = torch.float32):
         # Matrix products and the residual stream are in this dtype. Weights stay in fp32, and norms, softmax and
@@ -134,8 +134,8 @@ class TorchKernels:
         return mask
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-        """Attention to a cache: q (B, T, H, D), k and v (B, S, K, D), prepared mask (B, 1, T, S) -> (B, T, H, D)."""
-        return fused_attention(q, k, v, scale=scale, mask=mask)
+        """Attention to a cache: q (B, T, H, D), k and v (B, K, S, D), prepared mask (B, 1, T, S) -> (B, T, H, D)."""
+        return fused_cached_attention(q, k, v, scale=scale, mask=mask)
 
     def recorded_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """`cached_attention` for a pass whose launches are recorded."""

@@ -82,7 +82,7 @@ class _Rotate(torch.autograd.Function):
 class NpuKernels(WrittenKernels):
     name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
-    static_shapes = True
+    reads_whole_cache = True
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """One launch instead of several: about 300 fewer in a forward pass at depth 12 (docs/archive.md)."""
@@ -146,13 +146,14 @@ class NpuKernels(WrittenKernels):
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         # Not npu_fused_infer_attention_score, the operator for inference: with this mask and one query it silently
         # ignores the mask after key 512 (source: vllm-ascend issue 15503, torch_npu 2.10.0).
-        return torch_npu.npu_fusion_attention(
-            q, k, v, q.size(2), "BSND", scale=scale, atten_mask=mask, sparse_mode=FULL_MASK
+        out = torch_npu.npu_fusion_attention(
+            q.transpose(1, 2), k, v, q.size(2), "BNSD", scale=scale, atten_mask=mask, sparse_mode=FULL_MASK
         )[0]
+        return out.transpose(1, 2)
 
     def recorded_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         # The vendor's page excludes npu_fusion_attention from graphs. A replay launches all operators at once, so more
-        # operators cost little. Both forms read the same cache.
+        # operators cost little. Both forms read the same cache, without a copy.
         return cached_products(q, k, v, scale=scale, hidden=mask)
 
 

@@ -486,6 +486,10 @@ class Scheduler:
                 ended[row] = reason
         self.metrics.tokens_generated.inc(sum(new.finish_reason != "stop" for new in new_tokens))
         self.slots.release(ended)
+        if ended:
+            # The longest chat may have left. A prompt may be in its slot already, or a part of it.
+            left = [row for row in self._with_slot() if row not in ended]
+            self.slots.shrink(max((len(row.prompt) + row.made for row in left), default=0))
         for row, reason in ended.items():
             if reason == "error" and row.request.grammar is not None:
                 self._finish([row], reason, f"the schema is too complex: {row.request.grammar.error}", is_clients=True)

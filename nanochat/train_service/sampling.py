@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.engine import Engine, NewToken, Row, Slots
+from nanochat.engine import Engine, NewToken, Row
 from nanochat.gpt import GPT
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
@@ -88,19 +88,21 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[li
     topk = max((job.topk for job in jobs), default=0)
     if waiting:
         capacity = max(len(row.prompt) + row.max_tokens for row in waiting)
-        decoder = Slots(engine, min(slots, len(waiting)), min(capacity, engine.model.config.sequence_len))
-        pause = time.monotonic() + SLICE_SECONDS
-        while waiting or decoder.rows:
-            free = decoder.size - len(decoder.rows)
-            if waiting and (not decoder.rows or free >= max(1, decoder.size // 4)):
-                decoder.fill([waiting.popleft() for _ in range(min(free, len(waiting)))])
-            new_tokens = decoder.decode(topk)
-            decoder.release({new.row for new in new_tokens if _take(samples[new.row.number], new, engine.tokenizer)})
-            if time.monotonic() >= pause:
-                yield []
-                pause = time.monotonic() + SLICE_SECONDS
-                waiting = deque(row for row in waiting if not samples[row.number].job.is_cancelled)
-                decoder.release({row for row in decoder.rows if samples[row.number].job.is_cancelled})
+        size = min(slots, len(waiting))
+        with engine.slots(size, min(capacity, engine.model.config.sequence_len)) as decoder:
+            pause = time.monotonic() + SLICE_SECONDS
+            while waiting or decoder.rows:
+                free = size - len(decoder.rows)
+                if waiting and (not decoder.rows or free >= max(1, size // 4)):
+                    decoder.fill([waiting.popleft() for _ in range(min(free, len(waiting)))])
+                new_tokens = decoder.decode(topk)
+                ended = {new.row for new in new_tokens if _take(samples[new.row.number], new, engine.tokenizer)}
+                decoder.release(ended)
+                if time.monotonic() >= pause:
+                    yield []
+                    pause = time.monotonic() + SLICE_SECONDS
+                    waiting = deque(row for row in waiting if not samples[row.number].job.is_cancelled)
+                    decoder.release({row for row in decoder.rows if samples[row.number].job.is_cancelled})
 
     # Each job's samples, and the requested data about its prompt.
     results = []

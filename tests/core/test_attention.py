@@ -184,7 +184,7 @@ def cached_attention(
 ) -> Tensor:
     """One pass of one layer, as the model and the engine do it between them; `position` moves on."""
     positions = cache.positions(q.size(1))
-    cache.write(layer, k, v, positions)
+    cache.write(layer, k, v, cache.indices(positions))
     keys, values = cache.read(layer)
     q = q.to(keys.dtype)
     kernels = CpuKernels()
@@ -202,7 +202,7 @@ def test_decoding_in_bf16_is_right_on_every_processor(has_amx: bool) -> None:
     q, k, v = (x.bfloat16() for x in random_qkv(2, 20, 4, 2))
     seen = torch.arange(20) <= torch.tensor([19, 7])[:, None]
     mask = kernels.prepare_mask(seen[:, None, None])
-    out = kernels.cached_attention(q[:, -1:], k, v, scale=0.7, mask=mask)
+    out = kernels.cached_attention(q[:, -1:], k.transpose(1, 2), v.transpose(1, 2), scale=0.7, mask=mask)
     for row, length in enumerate((20, 8)):
         first = slice(row, row + 1)
         last = q[first, -1:].expand(-1, length, -1, -1)  # at each place
@@ -246,12 +246,27 @@ def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
 def test_keys_beyond_attended_len_are_not_read() -> None:
     q, k, v = random_qkv(1, 5, 2, 2)
     cache = KVCache.empty(1, 1, 16, 2, 4, "cpu", torch.float32)
-    cache.keys[:, :, 5:] = torch.nan
-    cache.values[:, :, 5:] = torch.nan
+    cache.by_head(cache.keys)[..., 5:, :] = torch.nan
+    cache.by_head(cache.values)[..., 5:, :] = torch.nan
     cache.attended_len = 5
     out = cached_attention(cache, q, k, v, 0)
     torch.testing.assert_close(out, reference(q, k, v, 0.7), **CLOSE)
     assert cache.masks(cache.positions(1), [0])[0].shape == (1, 1, 1, 5)
+
+
+def test_a_cache_that_is_laid_out_anew_reads_the_same() -> None:
+    """For more and for fewer tokens, in the same memory, with a token between; what no longer fits is lost."""
+    q, k, v = random_qkv(3, 9, 4, 2)
+    cache = KVCache.empty(2, 3, 16, 2, 4, "cpu", torch.float32)
+    memory = cache.keys.data_ptr(), cache.values.data_ptr()
+    outs = []
+    for stride, first, end in ((6, 0, 4), (6, 4, 5), (16, 5, 7), (8, 7, 8), (12, 8, 9)):
+        cache.lay_out(stride, kept=first)
+        assert cache.by_head(cache.keys).shape == (2, 3, 2, stride, 4) and cache.attended_len == stride
+        outs.append(cached_attention(cache, *(x[:, first:end] for x in (q, k, v)), 0, layer=1))
+        assert cache.read(1)[0].is_contiguous()  # one matrix after the other: nothing is copied to multiply it
+    torch.testing.assert_close(torch.cat(outs, dim=1), reference(q, k, v, 0.7), **CLOSE)
+    assert (cache.keys.data_ptr(), cache.values.data_ptr()) == memory
 
 
 def test_masks_are_made_once_for_each_window() -> None:

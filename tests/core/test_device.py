@@ -68,7 +68,8 @@ class Vendor(types.ModuleType):
     def NPUGraph(self) -> Any:  # noqa: N802 (torch_npu's name)
         return types.SimpleNamespace(replay=lambda: None)
 
-    def graph(self, graph: Any) -> Any:
+    def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Any:
+        assert capture_error_mode == "thread_local", "other threads of a server use the device meanwhile"
         self.calls.append("record")
         return contextlib.nullcontext()
 
@@ -249,7 +250,24 @@ def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any, monkeypatc
     vendors(npu=npu)
     device = init("npu")
     assert os.environ["TASK_QUEUE_ENABLE"] == "1"
-    assert device.capture(lambda: 5)[1] == 5
+    assert devices.records("npu", "auto")
+    device.capture(lambda: None)()
+
+
+def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monkeypatch: Any, capsys: Any) -> None:
+    """Guides for this vendor export TASK_QUEUE_ENABLE=2, and torch_npu before 2.13 cannot leave it for a recording."""
+    monkeypatch.delattr(Vendor, "set_task_queue_enable")
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
+    vendors(npu=Vendor("npu", "Ascend910B3"))
+    devices._warn_once.cache_clear()
+    init("npu")
+    assert not devices.records("npu", "auto") and not devices.records("npu", "auto")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and "unset TASK_QUEUE_ENABLE" in line
+    with pytest.raises(UserError, match="--graphs on: .*unset TASK_QUEUE_ENABLE"):
+        devices.records("npu", "on")
+    monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
+    assert devices.records("npu", "on")
 
 
 def test_what_is_set_already_stays(vendors: Any) -> None:

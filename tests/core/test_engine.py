@@ -1,6 +1,11 @@
 """Generation: greedy as the model alone, batched as alone, the tool's calls, where a reply ends."""
 
+import copy
+import dataclasses
 import functools
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +15,7 @@ from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat import engine as engines
 from nanochat.cli import Interrupted, UserError
+from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT
 from nanochat.kernels.cpu import CpuKernels
@@ -288,7 +294,8 @@ def test_keys_and_values_have_the_same_bits_however_a_prompt_is_read(shape: str)
             others = [prompt_of(size + 5, seed=3)] * slot
             slots.prefill(0, [*others, prompt[filled : filled + size]], filled)
             filled += size
-        found.append((slots.cache.keys[:, slot, :45], slots.cache.values[:, slot, :45]))
+        cache = slots.cache
+        found.append([cache.by_head(memory)[:, slot, :, :45] for memory in (cache.keys, cache.values)])
     for keys, values in found[1:]:
         assert torch.equal(keys, found[0][0]) and torch.equal(values, found[0][1])
     assert found[0][0].abs().sum() > 0
@@ -304,3 +311,131 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows() -> None:
         all_rows = engine.model.logits(rows)
         for count in range(1, 33):
             assert torch.equal(engine.model.logits(rows[:count]), all_rows[:count])
+
+
+# ---------------------------------------------------------------------- recorded launches
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordingDevice(Device):
+    """A CPU that records, as an accelerator does: a replay runs the function again."""
+
+    recorded: list[Any] = dataclasses.field(default_factory=list)
+    fails_from: int = 10**9  # the first recording that the device refuses
+    holds_functions: bool = True
+
+    def recording_memory(self) -> object:
+        return object()
+
+    def capture(self, function: Callable[[], None], memory: Any = None) -> Callable[[], None]:
+        self.recorded.append(memory)
+        if len(self.recorded) >= self.fails_from:
+            raise RuntimeError("capture_begin: error code is 107030\n[PID: 1] memory")
+        return function if self.holds_functions else lambda: None
+
+
+def recording_engine(shape: str = "fast", whole_cache: bool = True, **changes: Any) -> tuple[Engine, Any]:
+    engine = make_engine(shape, sequence_len=200)
+    engine.device = device = RecordingDevice(**vars(cpu_device()), **changes)
+    engine.graphs = True
+    engine.model.kernels = copy.copy(engine.model.kernels)
+    engine.model.kernels.reads_whole_cache = whole_cache
+    return engine, device
+
+
+LONG = [prompt_of(length, seed=length) for length in (9, 1, 30, 12, 12, 40, 100)]
+
+
+@pytest.mark.parametrize("whole_cache", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_recorded_launches_give_the_same_tokens_and_are_kept(shape: str, whole_cache: bool) -> None:
+    """Few recordings, in one memory, which later calls use again, also smaller ones and ones with other settings."""
+    engine, device = recording_engine(shape, whole_cache)
+    plain = make_engine(shape, sequence_len=200)
+    for prompts, new, rows in ((LONG, 60, 4), (LONG, 60, 4), (LONG[:3], 20, 2), (LONG[4:5], 60, None)):
+        settings = [SamplingParams(temperature=number % 2, seed=number) for number in range(len(prompts))]
+        arguments = {"max_tokens": new, "sampling": settings, "max_rows": rows, "keep_stop": True}
+        assert engine.generate(prompts, **arguments) == plain.generate(prompts, **arguments)
+        if prompts is LONG:
+            made = len(device.recorded)
+    assert 3 <= made <= len(device.recorded) <= 3 * 3, "by powers of two: 1 to 4 rows, 64 to 200 tokens"
+    assert len(set(map(id, device.recorded))) == 1
+
+
+def test_a_second_call_records_nothing_and_needs_no_memory() -> None:
+    engine, device = recording_engine()
+    arguments = {"max_tokens": 60, "sampling": SamplingParams(seed=3), "max_rows": 4}
+    first = engine.generate(LONG, **arguments)
+    made = len(device.recorded)
+    kept = engine._kept
+    assert kept is not None
+    for _ in range(9):
+        assert engine.generate(LONG, **arguments) == first
+        assert engine._kept is kept and len(device.recorded) == made
+
+
+def test_an_engine_and_its_recordings_are_freed_without_the_garbage_collector() -> None:
+    engine, device = recording_engine()
+    # A graph holds no functions, as this device's replays do.
+    engine.device = device = dataclasses.replace(device, holds_functions=False)
+    engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
+    assert device.recorded
+    left = [weakref.ref(one) for one in (engine, engine._kept, engine._kept.cache.keys)]
+    gc.disable()
+    try:
+        del engine
+        assert not any(one() is not None for one in left)
+    finally:
+        gc.enable()
+
+
+def test_two_callers_at_once_have_decoders_of_their_own() -> None:
+    engine, _ = recording_engine()
+    engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
+    alone = [engine.generate([prompt], max_tokens=30, sampling=GREEDY)[0][0] for prompt in LONG[:2]]
+    streams = [engine.stream([prompt], max_tokens=30, sampling=GREEDY) for prompt in LONG[:2]]
+    together = [[new.id for new in pair] for pair in zip(*streams, strict=False)]
+    shorter = len(together)
+    assert shorter > 3 and [list(ids) for ids in zip(*together, strict=True)] == [ids[:shorter] for ids in alone]
+
+
+@pytest.mark.parametrize("fails_from", [1, 3])
+def test_a_recording_that_fails_costs_one_warning_and_no_token(fails_from: int, capsys: Any) -> None:
+    """The device's memory or its streams may be used up: the same tokens, without recordings from there on."""
+    engine, device = recording_engine(fails_from=fails_from)
+    expected = make_engine(sequence_len=200).generate(LONG, max_tokens=60, sampling=GREEDY, max_rows=4)
+    for _ in range(2):
+        assert engine.generate(LONG, max_tokens=60, sampling=GREEDY, max_rows=4) == expected
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: ") and line.endswith("error code is 107030")
+    assert len(device.recorded) == fails_from and not engine.graphs and engine._kept is None
+
+
+def test_a_decoder_that_ran_out_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = recording_engine()
+    engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("NPU out of memory")
+
+    monkeypatch.setattr(Slots, "prefill", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
+    assert engine._kept is None
+
+
+def test_a_cache_shrinks_when_its_longest_row_has_left() -> None:
+    engine, _ = recording_engine()
+    slots = Slots(engine, 2)
+    rows = [Row(prompt_of(150), 5, GREEDY), Row(prompt_of(9), 60, GREEDY)]
+    slots.fill(rows)
+    strides = [slots.cache.stride]
+    ids = []
+    while slots.rows:
+        new_tokens = slots.decode()
+        ids += [new.id for new in new_tokens if new.row is rows[1]]
+        slots.release({new.row for new in new_tokens if new.finish_reason})
+        slots.shrink(max((len(row.prompt) + row.made for row in slots.rows), default=0))
+        strides.append(slots.cache.stride)
+    assert strides[:1] + strides[5:6] == [256, 64] and len(strides) > 9, strides
+    assert [ids] == make_engine(sequence_len=200).generate([prompt_of(9)], max_tokens=60, sampling=GREEDY)[0]

@@ -74,7 +74,7 @@ def waits(records: list[Record]) -> int:
 def test_launches_and_waits(depth_12: Measured):
     _, log = depth_12
     assert launches(log["step"]) <= 899 and waits(log["step"]) == 0
-    assert launches(log["token"]) <= 239 and waits(log["token"]) == 1
+    assert launches(log["token"]) <= 240 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
@@ -94,9 +94,19 @@ def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measur
 def test_a_recorded_token_under_the_second_level_of_the_queue(measure):
     """torch_npu refuses to record under it, and the vendor excludes the fused attention from recordings."""
     _, log = measure(call("token", depth=12, tokens=128, graphs="on"))
-    recorded = {record.what for record in log["second token"]}
-    assert "aclnnSoftmax" in recorded and not [what for what in recorded if "FlashAttention" in what]
     assert launches(log["token"]) <= 9 and waits(log["token"]) == 1
+
+    # Each layer multiplies with its keys and its values, of 6 heads, 64 places and 128 numbers, once when the token
+    # runs and once when it is recorded; before that the prompt attends to them. All read them in the cache.
+    def of_cache(tensor: adapters.Tensor) -> bool:
+        return tensor.numel == 6 * 64 * 128 and set(tensor.shape[-2:]) == {64, 128}
+
+    large = [record for record in log["first token"] if any(map(of_cache, record.tensors))]
+    assert Counter(record.what for record in large) == {"aclnnMatmul": 2 * 2 * 12, "aclnnFlashAttentionScore": 12}
+    assert not [tensor for record in large for tensor in copied_inputs(record) if of_cache(tensor)]
+    read = {(tensor.at, tensor.offset) for record in large for tensor in record.tensors if of_cache(tensor)}
+    assert len(read) == 2 * 12
+    assert "aclnnSoftmax" in {record.what for record in log["first token"]}  # the fused attention is not recorded
 
 
 def test_inputs_that_operators_copy_first(depth_12: Measured):
