@@ -4,8 +4,10 @@ Everything is drawn on the host, so that both see the same numbers. `plant` puts
 """
 
 import contextlib
+import gc
 import importlib
 import inspect
+import io
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -291,6 +293,69 @@ def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
     replies = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
     scheduler.close()
     return replies
+
+
+def replies_of_one_engine(device: str) -> dict[str, Any]:
+    """Ten equal calls of `generate`: the bytes that are allocated and the recordings made after each; and the bytes
+    once the engine is gone, which the garbage collector must not be needed for."""
+    found = devices.init(device, "bfloat16")
+    model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
+    recorded = 0
+    capture = devices.Device.capture
+
+    def counting(self: Any, *arguments: Any) -> Any:
+        nonlocal recorded
+        recorded += 1
+        return capture(self, *arguments)
+
+    allocated, made = [], []
+    gc.collect()
+    gc.disable()
+    before = torch.npu.memory_allocated()
+    with unittest.mock.patch.object(devices.Device, "capture", counting):
+        engine_ = Engine(model, tiny.tiny_tokenizer(), found, "on")
+        engine_.stop_ids = set()
+        for _ in range(10):
+            engine_.generate([[5, 6, 7], [9] * 12, [3]], max_tokens=90, sampling=SamplingParams(), max_rows=2)
+            allocated.append(torch.npu.memory_allocated())
+            made.append(recorded)
+    del engine_, model
+    left = torch.npu.memory_allocated() - before
+    gc.enable()
+    return {"allocated": allocated, "recorded": made, "left": left}
+
+
+def tokens_if_recording_fails(device: str, by: str) -> dict[str, Any]:
+    """Greedy replies where torch_npu refuses to record: in the middle, or before it begins."""
+    found = devices.init(device, "float32")
+    right = engine.Slots._forward
+
+    def waits(self: Any, cache: Any) -> Any:
+        logits, noise = right(self, cache)
+        if torch.npu.is_current_stream_capturing():
+            logits.sum().item()
+        return logits, noise
+
+    plant = unittest.mock.patch.object(engine.Slots, "_forward", waits)
+    if by == "no streams":
+        refusing = unittest.mock.Mock(side_effect=RuntimeError("aclrtCreateStream, error code is 207005"))
+        plant = unittest.mock.patch.object(torch.npu.NPUGraph, "capture_begin", refusing)
+    with plant, contextlib.redirect_stderr(io.StringIO()) as said:
+        tokens = greedy_tokens(device, graphs="on")
+    return {"tokens": tokens, "said": said.getvalue(), "device": found.kind}
+
+
+def attention_to_a_cache(device: str, dtype: str) -> dict[str, list[float]]:
+    """Attention of one token a row to a cache, in its two forms on this device."""
+    found = devices.init(device, dtype)
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((3, 1, 6, 16), (3, 2, 64, 16), (3, 2, 64, 16))
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)  # the same in both dtypes
+    q, k, v = (x.to(found.torch_device, found.dtype) for x in (q * 3, k, v))
+    seen = (torch.arange(64) <= torch.tensor([63, 7, 30])[:, None])[:, None, None].to(found.torch_device)
+    mask = found.kernels.prepare_mask(seen)
+    forms = {"cached": found.kernels.cached_attention, "recorded": found.kernels.recorded_attention}
+    return {name: form(q, k, v, scale=0.3, mask=mask).float().cpu().flatten().tolist() for name, form in forms.items()}
 
 
 def launches(device: str) -> dict[str, list[int]]:

@@ -113,6 +113,33 @@ def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
     assert one == other
 
 
+def test_ten_calls_record_once_and_need_the_memory_of_one(simulated: On):
+    """A second call found its recordings made again, and kept the cache and the graphs of the first for ever."""
+    figures = simulated("replies_of_one_engine")
+    assert figures["recorded"][0] > 2 and set(figures["recorded"]) == {figures["recorded"][0]}
+    assert len(set(figures["allocated"])) == 1, figures["allocated"]
+    assert figures["left"] <= 0, "the model's memory is free, too"
+
+
+@pytest.mark.parametrize("by", ["a wait", "no streams"])
+def test_where_recording_fails_decoding_goes_on(simulated: On, by: str):
+    figures = simulated("tokens_if_recording_fails", by=by)
+    assert figures["tokens"] == cases.greedy_tokens("cpu")
+    (line,) = [line for line in figures["said"].splitlines() if line.startswith("warning: ")]
+    assert "could not be recorded" in line and ("207005" in line or by == "a wait")
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-7), ("bfloat16", 2**-9)])
+def test_recorded_attention_is_cached_attention(simulated: On, dtype: str, rounding: float):
+    """In bf16 the fused operator rounds its output; the two products also round the scores, of up to 8, between them.
+    What is between is in fp32."""
+    exact = cases.attention_to_a_cache("cpu", "float32")["cached"]
+    found = simulated("attention_to_a_cache", dtype=dtype)
+    for name, roundings in (("cached", 2), ("recorded", 4)):
+        error = max(abs(a - b) for a, b in zip(found[name], exact, strict=True))
+        assert error <= roundings * rounding * max(map(abs, exact)), (name, error)
+
+
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_the_scheduler_serves_the_same_tokens_replayed_or_not(simulated: On, graphs: str):
     assert simulated("served_tokens", graphs=graphs) == cases.served_tokens("cpu")
