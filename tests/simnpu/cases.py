@@ -407,7 +407,12 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
     if name == "attention":
         out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0))
     elif name == "packed":
-        numbers = (torch.rand(2, 40, generator=generator) < 0.2).cumsum(1)
+        if window == "many":  # documents of two tokens, more than a call of the operator takes
+            window = ""
+            inputs = [draw(2, 1100, 2, 16), draw(2, 1100, 1, 16), draw(2, 1100, 1, 16)]
+            numbers = (torch.arange(1100) // 2).repeat(2, 1)
+        else:
+            numbers = (torch.rand(2, 40, generator=generator) < 0.2).cumsum(1)
         segments = Segments.from_numbers(numbers).to(found.to_device)
         with contextlib.ExitStack() as stack:
             if window.startswith("split"):  # more documents than a call of the operator takes

@@ -31,7 +31,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 UNBOUNDED = 2147483647  # the default of every token window: no limit
 LARGEST = torch.finfo(torch.float32).max  # a masked score is its negative (aclnn)
 COMPRESSED = 2048  # side of the triangle for any causal or band mask
-MOST_DOCUMENTS = 2048  # lengths in a call of the layout TND
+MOST_DOCUMENTS = 1024  # lengths in a call of the layout TND: "1 to 2K, in the varlen scenario 1K at most" (op-plugin)
 STATISTICS = 8  # softmax_max and softmax_sum repeat each value eight times
 LARGEST_HEAD = 768
 MOST_HEADS = 256
@@ -227,7 +227,9 @@ def documents(
 ) -> list[slice]:
     """The places of each document among the `tokens` of the layout TND.
 
-    Source: aclnnFlashAttentionVarLenScore: cumulative lengths, 1 to 2,048 of them, the last one T.
+    Source: the constraints on op-plugin's page of npu_fusion_attention and in the wheel's docstring: cumulative
+    lengths, 1 to 2K of them, at most 1K in the varlen scenario, which is TND; the last one is T. CANN's pages of
+    aclnnFlashAttentionVarLenScore name 1K only for calls with `prefix`; the smaller number fits both.
     """
     if mode not in (2, 4):
         refuse(name, "sparse_mode", f"{mode} is not modelled for TND, 2 and 4 are")

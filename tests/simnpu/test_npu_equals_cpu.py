@@ -82,6 +82,7 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
         "packed 8",
         "packed split",
         "packed split 8",
+        "packed many",
         "norm",
         "norm 1",
         "norm eps",

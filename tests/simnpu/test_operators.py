@@ -162,7 +162,7 @@ def test_lengths_of_documents_are_checked():
     lengths("only equal ones", actual_seq_qlen=[9], actual_seq_kvlen=[4, 9])
     lengths("up to 8 for 9 tokens", actual_seq_qlen=[3, 8], actual_seq_kvlen=[3, 8])
     lengths("3 lengths", actual_seq_qlen=[4, 3, 9], actual_seq_kvlen=[4, 3, 9])
-    lengths("2049 lengths", actual_seq_qlen=[0] * 2048 + [9], actual_seq_kvlen=[0] * 2048 + [9])
+    lengths("1025 lengths", actual_seq_qlen=[0] * 1024 + [9], actual_seq_kvlen=[0] * 1024 + [9])
     lengths("sparse_mode", 0, actual_seq_qlen=[9], actual_seq_kvlen=[9])
 
 
