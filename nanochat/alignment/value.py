@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,34 +35,44 @@ class ValueFunction:
     ) -> list[list[PolicyBatch]]:
         """Replace each sample's reward in `advantages` by an advantage per token, and add the scalar head's targets.
 
-        The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO.
+        The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO. The host waits for
+        the device once, and once more where several ranks share their sums.
         """
-        done = []
-        totals = torch.zeros(2, device=device.torch_device)  # targets, and the sum of their advantages
-        for batches in minibatches:
-            parts = []
-            for batch in batches:
-                rows = batch.rows
-                values = model(rows.inputs, rows.targets, segments=rows.segments, scalars=True)
-                values = torch.where(rows.targets != IGNORE, values, 0.0)
-                advantages = token_advantages(
-                    values, batch.advantages, rows.targets, rows.source, self.discount, self.gae_lambda
-                )
-                totals += torch.stack(((rows.targets != IGNORE).sum().float(), advantages.sum()))
-                parts.append(replace(batch, advantages=advantages, old_values=values, returns=values + advantages))
-            done.append(parts)
-        # Subtract the mean before summing the squares: in fp32 the squares of rewards near 10,000 have no digit left
-        # for a deviation of 1.
-        count, total = sum_over_ranks(totals, device).tolist()
-        squares = torch.zeros(1, device=device.torch_device)
-        every = [batch for batches in done for batch in batches]
+        every = [batch for batches in minibatches for batch in batches]
+        old_values = []
+        needed = []
         for batch in every:
-            batch.advantages.sub_(total / max(1.0, count)).mul_(batch.rows.targets != IGNORE)
-            squares += batch.advantages.square().sum()
-        variance = sum_over_ranks(squares, device).item() / max(1.0, count)
-        for batch in every:
-            batch.advantages.div_((variance + 1e-8) ** 0.5)  # equal advantages stay 0, up to rounding
-        return done
+            rows = batch.rows
+            is_target = rows.targets != IGNORE
+            values = model(rows.inputs, rows.targets, segments=rows.segments, scalars=True)
+            old_values.append(torch.where(is_target, values, 0.0))
+            needed += [old_values[-1], batch.advantages, is_target, rows.source]
+
+        # An advantage needs the advantage of the next token. A device would launch 19 tiny operators for each place of
+        # a row, 38,937 in all for 2,048 tokens (simulated NPU). The host needs some milliseconds and a copy each way.
+        on_host = _to_host(needed)
+        advantages = []
+        returns = []
+        masks = []
+        for first in range(0, len(on_host), 4):
+            values, rewards, is_target, source = on_host[first : first + 4]
+            masks.append(is_target > 0)
+            own = token_advantages(values, rewards, masks[-1], source, self.discount, self.gae_lambda)
+            advantages.append(own)
+            returns.append(values + own)
+
+        mean, deviation = _mean_and_deviation(advantages, masks, device)
+        for own, mask in zip(advantages, masks, strict=True):
+            own[mask] = (own[mask] - mean) / deviation  # equal advantages stay 0, up to rounding
+        sent = _to_device([*advantages, *returns], device)
+
+        filled = []
+        for number, batch in enumerate(every):
+            filled.append(replace(
+                batch, advantages=sent[number], old_values=old_values[number], returns=sent[len(every) + number]
+            ))  # fmt: skip
+        remaining = iter(filled)
+        return [[next(remaining) for _ in batches] for batches in minibatches]
 
     def error(self, model: Any, batch: PolicyBatch) -> Tensor:
         """The weighted error of the scalar head at each target, (N, T), 0 elsewhere; a second forward pass."""
@@ -80,10 +91,17 @@ def value_error(model: Any, batch: PolicyBatch, clip: float) -> Tensor:
 
 
 def token_advantages(
-    values: Tensor, rewards: Tensor, targets: Tensor, source: Tensor, discount: float, gae_lambda: float
-) -> Tensor:
-    """Generalised advantages (N, T) from values and each sample's reward at all of its targets, both (N, T).
+    values: np.ndarray,
+    rewards: np.ndarray,
+    is_target: np.ndarray,
+    source: np.ndarray,
+    discount: float,
+    gae_lambda: float,
+) -> np.ndarray:
+    """Generalised advantages (N, T) in fp64, 0 where there is no target.
 
+    All arrays are (N, T): the values, each sample's reward at all of its targets, whether a place is a target, and the
+    number of its sample.
     Source: Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation.
     """
     # delta_t = r_t + discount V_(t+1) - V_t, and A_t = delta_t + discount lambda A_(t+1), from a sample's last target
@@ -94,19 +112,67 @@ def token_advantages(
     #
     # With lambda 1 the value is only a baseline: A = reward - V, exact but noisy. With lambda 0 only the next token's
     # value judges a token, which is biased while the values are wrong.
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])  # (N,)
-    next_advantage = torch.zeros_like(next_value)
-    later = torch.full_like(source[:, 0], -1)  # the sample of the target after this one
-    for t in reversed(range(values.size(1))):
-        is_target = targets[:, t] != IGNORE
-        goes_on = source[:, t] == later
-        reward = torch.where(goes_on, 0.0, rewards[:, t])
-        delta = reward + discount * torch.where(goes_on, next_value, 0.0) - values[:, t]
-        advantage = delta + discount * gae_lambda * torch.where(goes_on, next_advantage, 0.0)
-        advantages[:, t] = torch.where(is_target, advantage, 0.0)
-        # Tokens of a tool between two targets change nothing.
-        next_value = torch.where(is_target, values[:, t], next_value)
-        next_advantage = torch.where(is_target, advantage, next_advantage)
-        later = torch.where(is_target, source[:, t], later)
+    #
+    # Below are the targets only, row by row: a tool's tokens between two targets change nothing.
+    value = values[is_target].astype(np.float64)
+    row = np.nonzero(is_target)[0]
+    sample = source[is_target]
+    goes_on = np.zeros(len(value), dtype=bool)  # whether the next target belongs to the same sample
+    goes_on[:-1] = (row[1:] == row[:-1]) & (sample[1:] == sample[:-1])
+    reward = np.where(goes_on, 0.0, rewards[is_target])
+    next_value = np.where(goes_on, np.append(value[1:], 0.0), 0.0)
+    delta = reward + discount * next_value - value
+    decay = np.where(goes_on, discount * gae_lambda, 0.0)
+
+    # Python's own numbers: in this loop they are several times as fast as numpy's scalars.
+    backwards = []
+    advantage = 0.0
+    for rise, share in zip(delta[::-1].tolist(), decay[::-1].tolist(), strict=True):
+        advantage = rise + share * advantage
+        backwards.append(advantage)
+    advantages = np.zeros(values.shape)
+    advantages[is_target] = backwards[::-1]
     return advantages
+
+
+def _mean_and_deviation(
+    advantages: Sequence[np.ndarray], masks: Sequence[np.ndarray], device: Device
+) -> tuple[float, float]:
+    """The mean and the deviation over all targets of all ranks."""
+    at_targets = [own[mask] for own, mask in zip(advantages, masks, strict=True)]
+    own = np.concatenate([*at_targets, np.zeros(0)])  # a rank may have none
+    mean = own.mean() if own.size else 0.0
+    # A rank's squares are of the distances to its own mean: the squares of rewards near 10,000 would leave fp32 no
+    # digit for a deviation of 1. Each rank fills a row of its own, so one sum gives every rank the numbers of all.
+    numbers = np.zeros((device.world_size, 3))
+    numbers[device.rank] = own.size, mean, np.square(own - mean).sum()
+    if device.world_size > 1:
+        (on_device,) = _to_device([numbers], device)
+        (numbers,) = _to_host([sum_over_ranks(on_device, device)])
+    counts, means, squares = numbers.astype(np.float64).T
+    count = max(1.0, counts.sum())
+    mean = (counts * means).sum() / count
+    # The squares of the distances to the common mean: those to the own mean, and the distance of the two means.
+    variance = (squares + counts * np.square(means - mean)).sum() / count
+    return mean, (variance + 1e-8) ** 0.5
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """Tensors of one device as fp32 arrays on the host, in one copy; this waits for the device.
+
+    fp32 represents whole numbers exactly up to 2^24, which is enough for the number of a sample.
+    """
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.float().flatten() for tensor in tensors]).cpu().numpy()
+    ends = np.cumsum([tensor.numel() for tensor in tensors])[:-1]
+    return [part.reshape(tensor.shape) for part, tensor in zip(np.split(flat, ends), tensors, strict=True)]
+
+
+def _to_device(arrays: Sequence[np.ndarray], device: Device) -> list[Tensor]:
+    """Arrays as fp32 tensors on the device, in one copy that the host does not wait for."""
+    if not arrays:
+        return []
+    flat = np.concatenate([array.ravel() for array in arrays]).astype(np.float32)
+    parts = device.to_device(torch.from_numpy(flat)).split([array.size for array in arrays])
+    return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]

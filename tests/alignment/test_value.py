@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from runs import exactly_resumed
@@ -14,6 +15,8 @@ from nanochat.alignment import value
 from nanochat.alignment.policy_losses import PPO
 from nanochat.alignment.value import ValueFunction, value_error
 from nanochat.checkpoint_manager import load_model
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
 from nanochat.losses import policy_loss
 
 VALUES = torch.tensor([[0.5, 0.75, 0.2, 0.4, 0.6, 9.0]])  # of a sample of 2 targets, of one of 3, and of padding
@@ -25,21 +28,85 @@ def critic(values: torch.Tensor = VALUES) -> Fixed:
 
 def test_advantages_of_tokens_by_hand():
     batch = two_samples()
-    rewards = torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
-    targets, source = batch.rows.targets, batch.rows.source
+    values = VALUES.numpy()
+    rewards = np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+    is_target, source = (batch.rows.targets != IGNORE).numpy(), batch.rows.source.numpy()
     # A_2 = 1 - 0.75 and A_1 = 0.25 + 0.5 x 0.25; -0.6, then 0.2 - 0.3 and 0.2 - 0.05
-    found = value.token_advantages(VALUES, rewards, targets, source, 1.0, 0.5)
+    found = value.token_advantages(values, rewards, is_target, source, 1.0, 0.5)
     assert found.flatten().tolist() == pytest.approx([0.375, 0.25, 0.15, -0.1, -0.6, 0.0])
     # With lambda 1 it is reward - value, with lambda 0 what the next value is more; a discount shrinks the latter.
-    found = value.token_advantages(VALUES, rewards, targets, source, 1.0, 1.0)
+    found = value.token_advantages(values, rewards, is_target, source, 1.0, 1.0)
     assert found.flatten().tolist() == pytest.approx([0.5, 0.25, -0.2, -0.4, -0.6, 0.0])
-    found = value.token_advantages(VALUES, rewards, targets, source, 0.5, 0.0)
+    found = value.token_advantages(values, rewards, is_target, source, 0.5, 0.0)
     assert found.flatten().tolist() == pytest.approx([0.375 - 0.5, 0.25, 0.0, -0.1, -0.6, 0.0])
     # A tool's token between two targets changes nothing.
-    gap = targets.clone()
-    gap[0, 3] = targets[0, 5]
-    found = value.token_advantages(VALUES, rewards, gap, source, 1.0, 0.5)
+    gap = is_target.copy()
+    gap[0, 3] = False
+    found = value.token_advantages(values, rewards, gap, source, 1.0, 0.5)
     assert found.flatten().tolist() == pytest.approx([0.375, 0.25, 0.4 - 0.3, 0.0, -0.6, 0.0])
+
+
+def place_by_place(values, rewards, is_target, source, discount: float, gae_lambda: float) -> torch.Tensor:
+    """The recurrence in fp32 as the paper has it: from the last place of the rows to the first, all rows at once."""
+    advantages = torch.zeros_like(values)
+    next_value, next_advantage = torch.zeros(2, len(values))
+    later = torch.full_like(source[:, 0], -1)
+    for t in reversed(range(values.size(1))):
+        goes_on = source[:, t] == later
+        rise = torch.where(goes_on, discount * next_value, rewards[:, t]) - values[:, t]
+        advantage = rise + discount * gae_lambda * torch.where(goes_on, next_advantage, 0.0)
+        advantages[:, t] = torch.where(is_target[:, t], advantage, 0.0)
+        next_value = torch.where(is_target[:, t], values[:, t], next_value)
+        next_advantage = torch.where(is_target[:, t], advantage, next_advantage)
+        later = torch.where(is_target[:, t], source[:, t], later)
+    return advantages
+
+
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.5)])
+def test_advantages_are_those_of_the_recurrence_place_by_place(discount: float, gae_lambda: float):
+    """Rows of many samples, some of a single target, with tools' tokens and padding; a row without any target."""
+    generator = torch.Generator().manual_seed(4)
+    rewards, values = torch.randn(2, 5, 400, generator=generator)
+    is_target = torch.rand(5, 400, generator=generator) < 0.7
+    is_target[3] = is_target[:, 390:] = False
+    source = (torch.rand(5, 400, generator=generator) < 0.05).cumsum(1)
+    source[1] += source[0, -1]  # the first sample of a row has the number of the last one of the row before
+    arguments = (values, rewards, is_target, source)
+    expected = place_by_place(*arguments, discount, gae_lambda)
+    found = value.token_advantages(*(part.numpy() for part in arguments), discount, gae_lambda)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("shift", [0.0, 8192.0])
+def test_ranks_share_one_mean_and_deviation(monkeypatch: pytest.MonkeyPatch, shift: float):
+    """Two ranks with a micro-batch each, the second one of another length, have what one process with both has."""
+    long = two_samples()
+    short = replace(two_samples(), rows=replace(long.rows, targets=long.rows.targets.clone()))
+    short.rows.targets[0, 2:] = IGNORE
+    batches = [
+        replace(long, advantages=long.advantages + shift),
+        replace(short, advantages=3 - long.advantages + shift),
+    ]
+    ((expected, other),) = ValueFunction().estimate(critic(), [batches], cpu_device())
+    devices = [replace(cpu_device(), rank=rank, world_size=2) for rank in range(2)]
+    shared = torch.zeros(2, 3)
+
+    def add(numbers: torch.Tensor, device: Device) -> torch.Tensor:
+        assert numbers.dtype == torch.float32 and not numbers[1 - device.rank].any()
+        return shared.add_(numbers).clone()
+
+    monkeypatch.setattr(value, "sum_over_ranks", add)
+    for rank in (0, 1):
+        ValueFunction().estimate(critic(), [[batches[rank]]], devices[rank])
+    monkeypatch.setattr(value, "sum_over_ranks", lambda numbers, device: shared.clone())
+    for rank, one in enumerate((expected, other)):
+        ((found,),) = ValueFunction().estimate(critic(), [[batches[rank]]], devices[rank])
+        torch.testing.assert_close(found.advantages, one.advantages, atol=1e-5 if not shift else 2e-3, rtol=0)
+        assert torch.equal(found.returns, one.returns)
+
+
+def test_an_empty_step_has_no_advantages():
+    assert ValueFunction().estimate(critic(), [[], []], cpu_device()) == [[], []]
 
 
 def test_the_values_error_is_clipped():

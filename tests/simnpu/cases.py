@@ -21,12 +21,14 @@ from nanochat import device as devices
 from nanochat import engine, scaling
 from nanochat.adapters import lora
 from nanochat.adapters.nf4 import NF4Linear
+from nanochat.alignment.value import ValueFunction
 from nanochat.attention import Segments
+from nanochat.cross_entropy import IGNORE
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.losses import masked_loss
+from nanochat.losses import PolicyBatch, masked_loss
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch
 from nanochat.serve.scheduler import Request, Scheduler
@@ -391,6 +393,29 @@ def launches(device: str) -> dict[str, list[int]]:
             next(stream)
         figures[name] = [decoding.launches, decoding.waits]
     return figures
+
+
+def ppo_estimate(device: str, micro_batches: int, tokens: int = 2048) -> dict[str, list[float]]:
+    """PPO's advantages and returns in rows of `tokens`; launches and waits for them, those of the model left out."""
+    from simnpu import counts
+
+    found = devices.init(device, "float32")
+    generator = torch.Generator().manual_seed(2)
+    batches = []
+    values = []
+    for _ in range(micro_batches):
+        source = (torch.rand(2, tokens, generator=generator) < 0.01).cumsum(1)
+        is_target = torch.rand(2, tokens, generator=generator) < 0.8
+        targets = torch.where(is_target, 5, IGNORE)
+        rows = PackedBatch(torch.zeros_like(targets), targets, Segments.from_numbers(source), source).to(found)
+        rewards = torch.randn(300, generator=generator)[source] * is_target
+        batches.append(PolicyBatch(rows, found.to_device(rewards), found.to_device(rewards)))
+        values.append(found.to_device(torch.randn(2, tokens, generator=generator)))
+    estimates = iter(values)
+    with counts.counted() as counted:
+        done = ValueFunction(0.99, 0.9).estimate(lambda *_, **__: next(estimates), [batches], found)
+    numbers = [number.cpu().flatten() for batch in done[0] for number in (batch.advantages, batch.returns)]
+    return {"numbers": torch.cat(numbers).tolist(), "counts": [counted.launches, counted.waits]}
 
 
 def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:

@@ -170,6 +170,16 @@ def test_how_much_is_launched_and_waited_for(simulated: On):
     assert figures["replayed token"][0] <= 10 and figures["replayed token"][1] == 1
 
 
+def test_ppos_advantages_are_computed_on_the_host(simulated: On):
+    """A recurrence place by place on the device made 38,937 launches for a micro-batch of this size."""
+    on_cpu = cases.ppo_estimate("cpu", micro_batches=2)
+    for micro_batches in (1, 2):
+        found = simulated("ppo_estimate", micro_batches=micro_batches)
+        launched, waited = found["counts"]
+        assert launched <= 3 + 5 * micro_batches and waited == 1
+    assert close(found["numbers"], on_cpu["numbers"], 1e-5)
+
+
 # ---------------------------------------------------------------------- planted mistakes
 
 
