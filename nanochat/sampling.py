@@ -95,7 +95,14 @@ class RowSettings:
         self.all_greedy = all(one.is_greedy for one in params)
         self.any_greedy = any(one.is_greedy for one in params)
         self.largest_top_k = max((one.top_k for one in params), default=0)
-        # A step of `sample` that no row needs is skipped: each costs launches, top_p also a sort of the vocabulary.
+        # How many of the likeliest tokens top_p has to sort; 0: all. After a top_k of 50 only 50 are left, and perhaps
+        # some that are exactly as likely as the 50th: top_p keeps or drops them together with it. min_p gives no such
+        # number. At 0.05 it leaves at most 20 tokens if the likeliest has probability 1, but 2,000 if it has 0.01, and
+        # the host would have to wait for the device to know.
+        bounds = [one.top_k for one in params if one.top_p < 1 and not one.is_greedy]
+        self.top_p_candidates = max(bounds, default=1) if all(bounds) else 0
+        # A step of `sample` that no row needs is skipped: each costs launches, top_p without top_k also a sort of the
+        # vocabulary.
         self.in_use: set[str] = set()
         for name, off in NEUTRAL.items():
             if any(getattr(one, name) != off for one in params):
@@ -175,7 +182,8 @@ def sample(
     # top_p cuts the unreliable tail, which is long where the model is unsure. min_p scales with the likeliest token: at
     # 0.1 a token needs 9% where the likeliest has 90%, and 1% where it has 10%.
     if "top_p" in settings.in_use:
-        least = _least_of_top_p(probabilities, settings["top_p"], top_p_first)
+        candidates = min(settings.top_p_candidates or V, V)
+        least = _least_of_top_p(probabilities, settings["top_p"], candidates, top_p_first)
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
     if "min_p" in settings.in_use:
         least = settings["min_p"] * probabilities.amax(dim=-1, keepdim=True)
@@ -192,22 +200,24 @@ def sample(
     return greedy_choice.where(settings["temperature"][:, 0] <= GREEDY_BELOW, drawn)
 
 
-def _least_of_top_p(probabilities: Tensor, top_p: Tensor, first: int) -> Tensor:
-    """The smallest probability that each row (B, V) keeps, (B, 1); 0 where top_p is off."""
-    V = probabilities.size(-1)
+def _least_of_top_p(probabilities: Tensor, top_p: Tensor, candidates: int, first: int) -> Tensor:
+    """The smallest probability that each row (B, V) keeps, (B, 1), 0 where top_p is off.
+
+    No row with top_p has more than `candidates` different probabilities above 0.
+    """
     off = top_p >= 1
     # With `first` 64, look at the likeliest 64 tokens, then at 512, and so on, until they reach top_p in every row.
     # Only a CPU does that (kernels/cpu.py): it sorts slowly, and elsewhere a look at the result waits for the device.
-    width = min(first, V) if first else V
+    width = min(first, candidates) if first else candidates
     while True:
         ordered = probabilities.topk(width, dim=-1).values
         mass = _running_sums(ordered)
-        if width == V:
+        if width == candidates:
             break
         enough = (mass[:, -1:] >= top_p) | off  # (B, 1)
         if bool(enough.all()):
             break
-        width = min(8 * width, V)
+        width = min(8 * width, candidates)
     # A token is kept while the likelier ones do not reach top_p together. For the likeliest their mass is 0, so it is
     # always kept.
     kept = (mass - ordered) < top_p

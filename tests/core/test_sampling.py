@@ -108,6 +108,44 @@ def test_neighbours_change_nothing_in_a_row() -> None:
             assert draw(logits[alone], [one], noise[alone], seen[alone], 0, own_counts, own_bias) == [together[row]]
 
 
+TOP_P_NEEDS = [  # what a batch holds, and how many of the likeliest tokens its top_p looks at
+    ([SamplingParams(top_k=40, top_p=0.9)], 40),
+    ([SamplingParams(top_k=40, top_p=0.9), SamplingParams(top_k=7, top_p=0.5), SamplingParams(top_k=99)], 40),
+    ([SamplingParams(top_k=40, top_p=0.9), SamplingParams(), SamplingParams(temperature=0, top_p=0.8)], 40),
+    ([SamplingParams(top_k=40, top_p=0.9), SamplingParams(top_p=0.9)], 500),
+    ([SamplingParams(top_k=4000, top_p=0.9)], 500),
+    ([SamplingParams(min_p=0.1, top_p=0.9)], 500),  # 500 tokens may all have a tenth of the likeliest one's probability
+    ([SamplingParams(top_k=40), SamplingParams(temperature=0, top_p=0.8)], 1),
+]
+
+
+@pytest.mark.parametrize(("params", "width"), TOP_P_NEEDS)
+@pytest.mark.parametrize("first", [0, 16])
+def test_top_p_sorts_no_more_than_top_k_leaves(params, width: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it draws what it would draw from a whole sort; a whole vocabulary of equal logits among them."""
+    widths: list[int] = []
+    topk = Tensor.topk
+
+    def counted(tensor: Tensor, k: int, **rest: Any) -> Any:
+        widths.append(k)
+        return topk(tensor, k, **rest)
+
+    monkeypatch.setattr(Tensor, "topk", counted)
+    generator = torch.Generator().manual_seed(6)
+    for rounding in (0, 0, 0, 1, 1, 2, 2, 100):  # logits of few values: whole groups are as likely as the k-th
+        logits = 4 * torch.randn(len(params), 500, generator=generator)
+        logits = (logits / rounding).round() * rounding if rounding else logits
+        settings = RowSettings(params, torch.tensor([RowSettings.numbers(one) for one in params]))
+        seen = torch.zeros_like(logits, dtype=torch.bool)
+        for noise in torch.rand(40, len(params), 1, generator=generator):
+            widths.clear()
+            drawn = sample(logits, settings, noise, seen, first)
+            assert widths[-1] <= width and (first or widths[-1] == width)
+            whole = RowSettings(params, settings.table)
+            whole.top_p_candidates = 0
+            assert torch.equal(drawn, sample(logits, whole, noise, seen, 0))
+
+
 def test_equal_logits_are_kept_or_dropped_together() -> None:
     drawn = torch.tensor(draw(torch.zeros(DRAWS, 6), [SamplingParams(top_k=2)], EVENLY))
     assert drawn.bincount(minlength=6).min() > 0.9 * DRAWS / 6

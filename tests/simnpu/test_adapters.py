@@ -109,6 +109,16 @@ def test_a_recorded_token_under_the_second_level_of_the_queue(measure):
     assert "aclnnSoftmax" in {record.what for record in log["first token"]}  # the fused attention is not recorded
 
 
+def test_top_p_sorts_what_top_k_leaves(measure):
+    """Of a vocabulary of 32,768 tokens, and not all of it."""
+    _, log = measure(call("token", depth=2, tokens=128, top_k=50, top_p=0.9))
+    sorts = [record for record in log["token"] if re.search("(?i)topk|sort", record.what)]
+    assert len(sorts) == 2 and all(record.tensors[-1].shape[-1] == 50 for record in sorts)
+    _, log = measure(call("token", depth=2, tokens=128, top_p=0.9))
+    (whole,) = [record for record in log["token"] if re.search("(?i)topk|sort", record.what)]
+    assert whole.tensors[-1].shape[-1] == 32768
+
+
 def test_inputs_that_operators_copy_first(depth_12: Measured):
     """The channels that value gates read, and the long side of Muon's stacks; no queries, keys and values."""
     _, log = depth_12
