@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import os
 import resource
+from collections.abc import Callable
 from typing import Any, Literal
 
 import tiny
@@ -168,6 +169,26 @@ def token(depth: int, tokens: int, graphs: Literal["on", "off"] = "off", **sampl
         next(stream)
     with section("token"):
         next(stream)
+
+
+def to_device(kind: str = "right") -> None:
+    """Copies of a batch to the device, as `Device.to_device` makes them or as planted mistakes would."""
+    device = devices.init("npu", "bfloat16")
+    right = Device.to_device
+    planted: dict[str, Callable[[Device, Tensor], Tensor]] = {
+        "right": right,
+        "plain": lambda self, tensor: tensor.to(self.torch_device),
+        "not pinned": lambda self, tensor: tensor.to(self.torch_device, non_blocking=True),
+        "blocking": lambda self, tensor: tensor.pin_memory().to(self.torch_device),
+    }
+    rows = torch.zeros(4, 128, dtype=torch.long)
+    batch = PackedBatch(rows, rows, Segments.from_numbers(rows), rows, rows.float())
+    Device.to_device = planted[kind]  # type: ignore[method-assign]
+    try:
+        with section("copies"):
+            batch.to(device)
+    finally:
+        Device.to_device = right  # type: ignore[method-assign]
 
 
 def adamw(sizes: list[int]) -> dict[str, Any]:

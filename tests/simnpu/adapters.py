@@ -79,6 +79,9 @@ class Record:
     ] = ()  # an operator's: Tensor, tuples of them, {"scalar": "1"}, {"integers": [...]}, numbers
     bytes: int = 0  # of a copy
     blocking: bool = False  # a copy for which the host stands still (torch_npu waits for the stream first)
+    # A copy whose host memory is CANN's own. Others must block: aclrtMemcpyAsync leaves open what happens to them (its
+    # page of CANN 8.0: no error from the call, an unpredictable one from the task).
+    pinned: bool = True
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:

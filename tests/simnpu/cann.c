@@ -920,17 +920,21 @@ static void move(void *target, const void *source, size_t size) {
     else memmove(target, source, size);
 }
 
-static void log_copy(aclrtMemcpyKind kind, size_t size, const char *blocking) {
+static void log_copy(aclrtMemcpyKind kind, size_t size, int blocks, const void *target, const void *source) {
     static const char *const names[] = {"host_to_host", "host_to_device", "device_to_host", "device_to_device"};
-    simnpu_log("copy", (unsigned)kind < 4 ? names[kind] : "default", ", \"bytes\": %zu, \"blocking\": %s", size,
-               blocking);
+    if (!simnpu_logs()) return;
+    pthread_mutex_lock(&lock);
+    int pinned = location(target) != -2 && location(source) != -2;
+    pthread_mutex_unlock(&lock);
+    simnpu_log("copy", (unsigned)kind < 4 ? names[kind] : "default", ", \"bytes\": %zu, \"blocking\": %s, \"pinned\": %s",
+               size, blocks ? "true" : "false", pinned ? "true" : "false");
 }
 
 aclError aclrtMemcpy(void *target, size_t room, const void *source, size_t size, aclrtMemcpyKind kind) {
     if (size > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes into %zu", size, room);
     aclError error = forbidden_in_capture(NULL, "a blocking copy");
     if (error) return error;
-    log_copy(kind, size, "true");
+    log_copy(kind, size, 1, target, source);
     pthread_mutex_lock(&lock);
     move(target, source, size);
     pthread_mutex_unlock(&lock);
@@ -940,7 +944,7 @@ aclError aclrtMemcpy(void *target, size_t room, const void *source, size_t size,
 aclError aclrtMemcpyAsync(void *target, size_t room, const void *source, size_t size, aclrtMemcpyKind kind,
                           aclrtStream stream) {
     if (size > room) return fail(ACL_ERROR_RT_PARAM_INVALID, "%zu bytes into %zu", size, room);
-    log_copy(kind, size, "false");
+    log_copy(kind, size, 0, target, source);
     pthread_mutex_lock(&lock);
     int from = location(source), to = location(target);
     int to_host = kind == ACL_MEMCPY_DEVICE_TO_HOST && to < 0;

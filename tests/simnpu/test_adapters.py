@@ -119,6 +119,22 @@ def test_top_p_sorts_what_top_k_leaves(measure):
     assert whole.tensors[-1].shape[-1] == 32768
 
 
+def test_a_batch_reaches_the_device_without_a_wait(measure):
+    """From pinned memory and not blocking: else the host waits for all that was launched before the copy."""
+
+    def copies(kind: str) -> tuple[int, int, int, int]:
+        """How many copies there are, how many block and are not from pinned memory, and the host's waits."""
+        _, log = measure(call("to_device", kind=kind))
+        moved = [record for record in log["copies"] if record.kind == "copy"]
+        blocking = sum(record.blocking for record in moved)
+        return len(moved), blocking, sum(not record.pinned for record in moved), waits(log["copies"])
+
+    assert copies("right") == (6, 0, 0, 0)
+    assert copies("plain")[:3] == (6, 6, 6)
+    assert copies("not pinned")[:3] == (6, 0, 6)
+    assert copies("blocking")[:3] == (6, 6, 0)
+
+
 def test_inputs_that_operators_copy_first(depth_12: Measured):
     """The channels that value gates read, and the long side of Muon's stacks; no queries, keys and values."""
     _, log = depth_12
