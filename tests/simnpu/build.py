@@ -85,9 +85,9 @@ def environment(
         "ASCEND_OPP_PATH": str(home / "opp"),
         "LD_LIBRARY_PATH": _prepend("LD_LIBRARY_PATH", *([libraries / "adapters"] if adapters else []), libraries),
         "PYTHONPATH": _prepend("PYTHONPATH", HERE / "site", wheel),
-        # As `device.init` sets it. Several devices have none: a queued collective would run after the kernels that
-        # follow it, which compute at once here.
-        "TASK_QUEUE_ENABLE": "2" if adapters or devices == 1 else "0",
+        # The user's, else as `device.init` sets it. Several devices have none: a queued collective would run after the
+        # kernels that follow it, which compute at once here.
+        "TASK_QUEUE_ENABLE": os.environ.get("TASK_QUEUE_ENABLE", "2") if adapters or devices == 1 else "0",
         "CPU_AFFINITY_CONF": "0",  # nothing here to bind threads to
         "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"),
         "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # what has no NPU kernel is an error

@@ -251,6 +251,34 @@ def greedy_tokens(
         return engine_.generate(prompts, max_tokens=90, sampling=SamplingParams(temperature=0.0))[0]
 
 
+def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
+    """Losses of some steps and sampled replies, twice, under the variables that the process has; how often a token was
+    recorded, the level of the task queue, and what was printed.
+
+    `older`: as with a torch_npu before 2.13, which cannot change the level of its task queue.
+    """
+    kind = device.partition(":")[0]
+    level = getattr(getattr(torch, kind), "get_task_queue_enable", lambda: None)
+    if older:
+        del torch.npu.set_task_queue_enable, torch.npu.get_task_queue_enable
+    printed = io.StringIO()
+    capture = devices.Device.capture
+    with (
+        contextlib.redirect_stdout(printed),
+        contextlib.redirect_stderr(printed),
+        unittest.mock.patch.object(devices.Device, "capture", autospec=True, side_effect=capture) as captures,
+    ):
+        losses = train_losses(device, steps=3, packed=True)[:6:2]
+        replies = [sampled_tokens(device, dtype="float32", graphs="auto") for _ in range(2)]
+    return {
+        "losses": losses,
+        "replies": replies,
+        "recorded": captures.call_count,
+        "level": level(),
+        "printed": printed.getvalue(),
+    }
+
+
 def uncached_greedy_tokens(device: str, dtype: str = "float32", shape: str = "fast") -> list[list[int]]:
     """The same without a cache, a whole forward pass for every token."""
     found = devices.init(device, dtype)
