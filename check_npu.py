@@ -141,6 +141,11 @@ def minimum_torch() -> str:
     return first_match(r'"torch>=([\d.]+)', ROOT / "pyproject.toml") or "0"
 
 
+def first_unsupported_torch() -> str | None:
+    """The oldest torch that is too new for the project, from pyproject.toml; None if that file is missing."""
+    return first_match(r'"torch>=[\d.]+,<([\d.]+)"', ROOT / "pyproject.toml")
+
+
 def pythons_for(torch: str) -> tuple[str, ...]:
     """Python versions with wheels, the preferred one first."""
     return ("3.11", "3.10") if version_key(torch) < (2, 9) else ("3.11", "3.12", "3.10")
@@ -603,6 +608,9 @@ def check_torch_version(torch: str | None, executable: str = sys.executable) -> 
         raise Fail(f"not installed for {executable}", fix)
     if version_key(torch) < version_key(minimum_torch()):
         raise Fail(f"{torch} is older than {minimum_torch()}", "bash setup_ascend.sh")
+    too_new = first_unsupported_torch()
+    if too_new and version_key(torch) >= version_key(too_new):
+        raise Fail(f"{torch} is too new: this project is tested with torch below {too_new}", "bash setup_ascend.sh")
     return torch
 
 

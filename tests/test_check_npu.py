@@ -516,12 +516,16 @@ def test_bandwidth():
     )
 
 
-def test_torch_missing_or_old():
+def test_torch_missing_old_or_too_new():
     with pytest.raises(Fail, match="not installed") as failure:
         check_npu.check_torch_version(None, "/usr/bin/python3")
     assert failure.value.fix in ("source .venv/bin/activate", "bash setup_ascend.sh")
     with pytest.raises(Fail, match=r"2\.1\.0 .*2\.7"):
         check_npu.check_torch_version("2.1.0")
+    for version in ("2.14.0", "2.15.0+cpu"):
+        with pytest.raises(Fail, match=rf"{re.escape(version)} .* below 2\.14"):
+            check_npu.check_torch_version(version)
+    assert check_npu.check_torch_version("2.13.1+cpu") == "2.13.1+cpu"
     with pytest.raises(Fail, match="3.10"):
         check_npu.check_python((3, 9, 1))
 

@@ -191,6 +191,20 @@ def test_quoted_errors_are_ours(text):
 
 
 @each_page
+def test_the_torch_that_the_project_takes(text):
+    """And the torch_npu that are outside of it, or have no row in the version table yet."""
+    (required,) = re.findall(r"`(torch>=[\d.]+,<([\d.]+))`", text)
+    assert f'"{required[0]}"' in (ROOT / "pyproject.toml").read_text()
+    (paragraph,) = [line for line in text.splitlines() if line.startswith("torch_npu 2")]
+    (newest,) = re.findall(r"`torch==([\d.]+)\.\*`", paragraph)
+    key = check_npu.version_key
+    assert key(check_npu.TORCH) < key(required[1]) <= key(newest)
+    without_row = {check_npu.TORCH, newest, *re.findall(r"\d\.\d+\.\d\.post\d+", paragraph)}
+    assert len(without_row) == 7
+    assert without_row.isdisjoint(torch_npu for pairs in check_npu.RELEASES.values() for _, torch_npu in pairs)
+
+
+@each_page
 def test_releases_that_are_named_are_in_the_version_table(text):
     named = re.findall(r"--cann (\S+?)`", text)
     assert named and set(named) <= set(check_npu.RELEASES)
