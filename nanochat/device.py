@@ -157,6 +157,14 @@ class Device:
             return None
         return self.module.get_device_properties(self.local_rank).total_memory
 
+    def free_memory(self) -> int | None:
+        """Bytes of memory that nothing uses yet, on a CPU of the host; None where the system does not say."""
+        if self.kind != "cpu":
+            return self.module.mem_get_info()[0]
+        path = Path("/proc/meminfo")
+        kib = re.search(r"^MemAvailable:\s+(\d+)", path.read_text() if path.exists() else "", re.MULTILINE)
+        return int(kib[1]) * 1024 if kib else None
+
     def versions(self) -> dict[str, str]:
         """The versions of the software that a measurement depends on."""
         versions = {"python": platform.python_version(), "torch": torch.__version__}

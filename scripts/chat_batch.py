@@ -64,7 +64,7 @@ def load(config: Config) -> Any:
     from nanochat.checkpoint_manager import load_model
     from nanochat.engine import Engine
     from nanochat.model_folder import tag_of
-    from nanochat.serve.scheduler import Scheduler
+    from nanochat.serve.scheduler import Scheduler, fitting_context
     from nanochat.serve.state import LoadedModel
 
     device = devices.init(config.device, config.dtype)
@@ -73,13 +73,14 @@ def load(config: Config) -> Any:
         config.source, device, model_tag=config.model_tag, step=config.step, prepare=prepare
     )
     engine = Engine(model, tokenizer, device, **asdict(config.decoding))
-    scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots)
+    context = fitting_context(engine, config.slots)
+    scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots, context=context)
     scheduler.start()
     return LoadedModel(
         scheduler,
         tokenizer,
         name=f"nanochat-{tag_of(Path(meta['folder']))}-{meta['stage']}",
-        context=model.config.sequence_len,
+        context=scheduler.context,
         chats=meta["stage"] != "base" and tokenizer.can_chat,
         sampling=config.sampling.over(meta["sampling"]),
     )

@@ -59,7 +59,8 @@ class Config:
     # logprobs of its replies are at each request's temperature.
     for_rl: bool = False
     slots: Positive = 16  # replies generated at once
-    max_seq_len: Count = 0  # tokens of a chat and its reply, at most the model's context; 0: the whole context
+    # Tokens of a chat and its reply, at most the model's context; 0: the context, or less if the cache would not fit.
+    max_seq_len: Count = 0
     queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
@@ -182,7 +183,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         from nanochat.checkpoint_manager import load_model
         from nanochat.engine import Engine, Slots
         from nanochat.sampling import SamplingParams
-        from nanochat.serve.scheduler import Scheduler
+        from nanochat.serve.scheduler import Scheduler, fitting_context
         from nanochat.serve.updates import fingerprint_of, reader_of_updates
 
         device = devices.init(config.device, config.dtype)
@@ -194,7 +195,8 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         parameters = sum(weight.numel() for weight in model.parameters())
         engine = Engine(model, tokenizer, device, adapters=chosen, **asdict(config.decoding))
         try:
-            scheduler = Scheduler(engine, slots=config.slots, queue=config.queue)
+            context = 0 if config.max_seq_len else fitting_context(engine, config.slots)
+            scheduler = Scheduler(engine, slots=config.slots, queue=config.queue, context=context)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -222,7 +224,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
                 scheduler,
                 tokenizer,
                 name,
-                context=model.config.sequence_len,
+                context=scheduler.context,
                 chats=meta["stage"] != "base" and tokenizer.can_chat,
                 created=int(time.time()),
                 fingerprint=fingerprint_of(Path(meta["folder"])),

@@ -27,13 +27,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Literal, cast
 
-from nanochat.engine import CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
+from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
+from nanochat.log import print0
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Grammar
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
 STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most the time of this many steps
+CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 
 
@@ -220,6 +222,24 @@ class _RequestRow(Row):
         return self.request.prompt[self.filled : -1]
 
 
+def fitting_context(engine: Engine, slots: int) -> int:
+    """The tokens of a chat: the model's context, or fewer where the cache of all slots would not fit into the memory,
+    which one line then says."""
+    config = engine.model.config
+    free = engine.device.free_memory()
+    if free is None:
+        return config.sequence_len
+    token = slots * Slots.bytes_per_slot(config, engine.device.dtype) / config.sequence_len
+    fits = int(free * CACHE_SHARE / token) // CACHE_STEP * CACHE_STEP
+    if fits >= config.sequence_len or not fits:
+        return config.sequence_len
+    print0(
+        f"a chat has at most {fits:,} tokens: the cache of {slots} of the model's {config.sequence_len:,} does not fit "
+        f"into {free / 2**30:,.1f} GiB of free memory (--slots, --max_seq_len)"
+    )
+    return fits
+
+
 class Scheduler:
     """Serves requests with one engine. It allocates the engine's cache of `slots` rows once.
 
@@ -227,9 +247,12 @@ class Scheduler:
     prompts are read.
     """
 
-    def __init__(self, engine: Engine, *, slots: int = 16, queue: int = 64, prefill_chunk: int = PREFILL_CHUNK):
+    def __init__(
+        self, engine: Engine, *, slots: int = 16, queue: int = 64, context: int = 0, prefill_chunk: int = PREFILL_CHUNK
+    ):
         self.engine = engine
-        self.slots = Slots(engine, slots, prefill_chunk=min(prefill_chunk, engine.model.config.sequence_len))
+        self.context = context or engine.model.config.sequence_len  # tokens of a prompt and its reply
+        self.slots = Slots(engine, slots, self.context, min(prefill_chunk, self.context))
         self.size = slots  # requests that run at once
         self.capacity = slots + queue  # the most requests, in slots and waiting
         self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)

@@ -24,18 +24,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 import tiny
+import torch
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
 from nanochat import cli
 from nanochat.checkpoint_manager import load_model
-from nanochat.engine import Engine
+from nanochat.device import Device
+from nanochat.engine import Engine, Slots
+from nanochat.gpt import GPTConfig
 from nanochat.model_folder import weights_sha256
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
@@ -44,7 +48,7 @@ from nanochat.serve.load import closed_loop
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.middleware import MAX_BODY, MAX_HEAD
 from nanochat.serve.replies import ChatSerializer, CompletionSerializer
-from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TokenLogprob
+from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TokenLogprob, fitting_context
 from nanochat.serve.schema import MAX_CONTAINERS
 from nanochat.serve.state import LoadedModel
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -1502,6 +1506,33 @@ def test_a_cache_that_does_not_fit_names_the_flag(tmp_path: Path):
         assert ask("GET", "/ready").status_code == 503
     with pytest.raises(cli.UserError, match=r"--slots 10000000000.* [\d,.]+ GiB "):
         raise errors.pop()
+
+
+def test_the_default_cache_fits_the_device(capsys: pytest.CaptureFixture[str]):
+    """Qwen3 0.6B with its own context of 40,960 tokens and 16 slots, where 58 GiB of a card of 64 are free."""
+    shape = GPTConfig(n_layer=28, width=1024, n_head=16, n_kv_head=8, head_dim=128, sequence_len=40960)
+    free = 58 * 2**30
+    device = SimpleNamespace(dtype=torch.bfloat16, free_memory=lambda: free)
+    engine: Any = SimpleNamespace(model=SimpleNamespace(config=shape), device=device)
+    token = Slots.bytes_per_slot(shape, torch.bfloat16) // 40960
+    assert 70 * 2**30 <= 16 * 40960 * token < 71 * 2**30
+    tokens = fitting_context(engine, 16)
+    assert 20_000 < tokens < 40960 and 16 * tokens * token <= 0.7 * free
+    assert f"a chat has at most {tokens:,} tokens" in capsys.readouterr().out
+    assert fitting_context(engine, 8) == 40960 and not capsys.readouterr().out
+    device.free_memory = lambda: None  # the system does not say
+    assert fitting_context(engine, 16) == 40960
+
+
+def test_a_server_with_little_memory_has_a_shorter_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = checkpoint(tmp_path)
+    config = chat_web.Config(source=str(folder), device="cpu", dtype="float32", slots=2)
+    slot = Slots.bytes_per_slot(tiny.tiny_config(sequence_len=CONTEXT), torch.float32)
+    monkeypatch.setattr(Device, "free_memory", lambda self: 2 * slot)
+    for flags, tokens in (({}, 320), ({"max_seq_len": CONTEXT}, CONTEXT)):
+        with client_of(chat_web.make_app(replace(config, **flags), print)) as ask:
+            until(lambda ask=ask: ask("GET", "/ready").status_code == 200, 30)
+            assert ask("POST", "/tokenize", json={"prompt": "one"}).json()["max_model_len"] == tokens
 
 
 def test_the_load_measures_every_gap_between_tokens(port: int):
