@@ -267,7 +267,7 @@ def records(kind: str, requested: Literal["auto", "on", "off"]) -> bool:
     """
     if requested == "on" and kind == "cpu":
         raise UserError("--graphs on: a CPU launches nothing that could be recorded; leave it out")
-    if requested == "off" or kind == "cpu":
+    if requested == "off" or kind == "cpu" or kind in _REFUSED:
         return False
     # The vendor recommends the second level of the task queue, and torch_npu does not record under it. From 2.13 on
     # `capture` leaves it for a moment; before, the level of a process never changes.
@@ -279,6 +279,18 @@ def records(kind: str, requested: Literal["auto", "on", "off"]) -> bool:
         _warn_once(f"decoding is slower under TASK_QUEUE_ENABLE=2, where this torch_npu records no launches: {fix}")
         return False
     return True
+
+
+_REFUSED: set[str] = set()  # kinds of devices that have refused a recording in this process
+
+
+def stop_recording(kind: str, error: RuntimeError) -> None:
+    """After a recording that has failed: this process makes no more. One line says so."""
+    # The device's memory may be short, or its streams used up. After a failure in the middle of a recording torch_npu
+    # 2.9 refuses all later ones.
+    _REFUSED.add(kind)
+    head = next(iter(str(error).splitlines()), type(error).__name__)[:200]
+    _warn_once(f"the launches of a token could not be recorded, decoding goes on without, slower: {head}")
 
 
 @functools.cache

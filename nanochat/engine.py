@@ -35,7 +35,6 @@ from nanochat.calculator import calculate, can_continue
 from nanochat.cli import Interrupted, UserError, check_ranges
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.log import warn
 from nanochat.operators import WeightFormat
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
 from nanochat.screen import bar
@@ -732,8 +731,7 @@ class Slots:
                 self._results = tuple(result.new_empty(self.size, result.size(1)) for result in like)
             self._recorded[rounded, cache.attended_len] = device.capture(step, self._memory)
         except RuntimeError as error:
-            head = next(iter(str(error).splitlines()), type(error).__name__)[:200]
-            warn(f"the launches of a token could not be recorded, decoding goes on without, slower: {head}")
+            devices.stop_recording(device.kind, error)
             self.engine.graphs = False
             self._recorded.clear()
             self._results, self._memory = (), None

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import tiny
 import torch
 from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
+from nanochat import device as devices
 from nanochat import engine as engines
 from nanochat.cli import Interrupted, UserError
 from nanochat.device import Device
@@ -334,6 +335,13 @@ class RecordingDevice(Device):
         return function if self.holds_functions else lambda: None
 
 
+@pytest.fixture(autouse=True)
+def no_recording_has_failed() -> Iterator[None]:
+    yield
+    devices._REFUSED.clear()
+    devices._warn_once.cache_clear()
+
+
 def recording_engine(shape: str = "fast", whole_cache: bool = True, **changes: Any) -> tuple[Engine, Any]:
     engine = make_engine(shape, sequence_len=200)
     engine.device = device = RecordingDevice(**vars(cpu_device()), **changes)
@@ -409,6 +417,7 @@ def test_a_recording_that_fails_costs_one_warning_and_no_token(fails_from: int, 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and line.endswith("error code is 107030")
     assert len(device.recorded) == fails_from and not engine.graphs and engine._kept is None
+    assert "cpu" in devices._REFUSED  # another engine of this process does not try
 
 
 def test_a_decoder_that_ran_out_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,14 +122,6 @@ def test_ten_calls_record_once_and_need_the_memory_of_one(simulated: On):
     assert figures["left"] <= 0, "the model's memory is free, too"
 
 
-@pytest.mark.parametrize("by", ["a wait", "no streams"])
-def test_where_recording_fails_decoding_goes_on(simulated: On, by: str):
-    figures = simulated("tokens_if_recording_fails", by=by)
-    assert figures["tokens"] == cases.greedy_tokens("cpu")
-    (line,) = [line for line in figures["said"].splitlines() if line.startswith("warning: ")]
-    assert "could not be recorded" in line and ("207005" in line or by == "a wait")
-
-
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-7), ("bfloat16", 2**-9)])
 def test_recorded_attention_is_cached_attention(simulated: On, dtype: str, rounding: float):
     """In bf16 the fused operator rounds its output; the two products also round the scores, of up to 8, between them.
@@ -210,3 +202,15 @@ def test_a_planted_mask_convention_against_the_cache_is_found(simulated: On):
 def test_a_planted_bfloat16_multinomial_is_refused(simulated: On):
     with pytest.raises(RuntimeError, match="multinomial"):
         simulated("sampled_tokens", plant="multinomial_in_bfloat16")
+
+
+# ---------------------------------------------------------------------- refused recordings
+# Last, because torch_npu 2.9 records no more in this process after a recording that fails in its middle.
+
+
+@pytest.mark.parametrize("by", ["no streams", "a wait"])
+def test_where_recording_fails_decoding_goes_on(simulated: On, by: str):
+    figures = simulated("tokens_if_recording_fails", by=by)
+    assert figures["tokens"] == cases.greedy_tokens("cpu")
+    (line,) = [line for line in figures["said"].splitlines() if line.startswith("warning: ")]
+    assert "could not be recorded" in line and ("207005" in line or by == "a wait")
