@@ -377,7 +377,7 @@ def write_cache(device: Device, rows: int, capacity: int) -> Callable[[], Tensor
     positions = device.to_device(torch.arange(rows)[:, None] * 7 % capacity)
 
     def work() -> Tensor:
-        cache.write(0, k, k, positions)
+        cache.write(0, k, k, cache.indices(positions))
         return cache.read(0)[0]
 
     return work
