@@ -4,6 +4,7 @@ autograd's. Queries and keys stay in one tensor. Second derivatives raise an err
 Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,7 +193,7 @@ def _apply(function: Any, *inputs: Tensor) -> Any:
 class _ReluSquared(torch.autograd.Function):
     """relu(x)^2, whose derivative is 2 relu(x): both are 0 for negative x.
 
-    So the backward pass needs one tensor and two passes. Autograd differentiates square and relu in turn, in four.
+    So the backward pass needs one tensor and one operator. Autograd differentiates square and relu in turn, in four.
     """
 
     @staticmethod
@@ -205,7 +206,16 @@ class _ReluSquared(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads: Tensor):
         (positive,) = ctx.saved_tensors
-        return (grads[0] * positive).mul_(2)
+        if torch.compiler.is_compiling():  # the compiler fuses operators itself
+            return (grads[0] * positive).mul_(2)
+        # 0 + 2 dy relu(x): addcmul is the only operator that multiplies two tensors and a number in one pass.
+        return torch.addcmul(_zero(positive.dtype, positive.device), grads[0], positive, value=2)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # training must be able to use it, even if the first call is in inference
+        return torch.zeros((), dtype=dtype, device=device)
 
 
 class _RMSNorm(torch.autograd.Function):

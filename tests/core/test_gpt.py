@@ -394,20 +394,41 @@ def test_norms_and_rotations_on_a_cpu_are_about_as_exact_as_torchs() -> None:
         assert 1e-3 < errors[2] <= most * errors[1] <= 0.02, errors
 
 
+class Operators(TorchDispatchMode):
+    """Lists the operators that run, without views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_relu_squared_is_three_operators() -> None:
+    """Two forward and one backward, each a pass over the widest tensors of a block."""
+    x = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(5, 7, dtype=torch.bfloat16)
+    gradients.relu_squared(x).backward(grad)  # the zero of the backward pass exists from here on
+    x.grad = None
+    with Operators() as operators:
+        gradients.relu_squared(x).backward(grad)
+    assert [func.name() for func in operators.seen] == ["aten::relu", "aten::mul.Tensor", "aten::addcmul"]
+    assert x.grad is not None
+    assert torch.equal(x.grad, grad * x.detach().relu() * 2)  # a factor of 2 is exact
+    double = x.detach().double().requires_grad_()
+    assert torch.autograd.gradcheck(gradients.relu_squared, double)
+
+
 def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
     """torch adds one up place by place, in bf16: 15 ms for a million of them."""
-    seen = set()
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.add(func)
-            return func(*args, **(kwargs or {}))
-
     model = lively_model(tiny_config(), kernels=cpu_device(dtype=torch.bfloat16).kernels)
     tokens = random_tokens(model, 2, 8)
-    with Operators():
+    with Operators() as operators:
         model(tokens, tokens).backward()
-    assert torch.ops.aten.dot.default not in seen
+    assert torch.ops.aten.dot.default not in operators.seen
 
     # 100,000 ones: in bf16 a sum that goes up by 1 ends at 256.
     x, first = torch.ones(2, 100_000, dtype=torch.bfloat16).requires_grad_().unbind()
