@@ -434,6 +434,10 @@ class Extension(Protocol):
         inside, and `over(compiled)` is the same over a compiled model."""
         ...
 
+    def cast_weights(self, model: "GPT", dtype: torch.dtype) -> AbstractContextManager[None]:
+        """A context in which its own products share one cast of all its weights, see `TorchKernels.cast_weights`."""
+        ...
+
     def facts(self) -> dict[str, Any]:
         """Its settings, for a checkpoint's meta data."""
         ...

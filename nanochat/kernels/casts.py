@@ -19,9 +19,10 @@ def cast_together(model: GPT, dtype: torch.dtype) -> Iterator[None]:
     This takes a few launches per step, instead of one per product and micro-batch. The backward pass holds the copies
     in any case. Under FSDP, which casts the gathered weights itself, nothing happens.
     """
-    linears = []
-    if not is_sharded(model):
-        linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype != dtype]
+    if is_sharded(model):
+        yield
+        return
+    linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype != dtype]
     # A bucket at a time: one row of all weights in fp32 would leave a large hole in the device's memory.
     buckets: dict[int, list[Linear]] = {}
     elements = 0
@@ -33,8 +34,12 @@ def cast_together(model: GPT, dtype: torch.dtype) -> Iterator[None]:
         flat = torch.cat([weight.flatten() for weight in weights]).to(dtype)
         for linear, cast in zip(bucket, split_like(flat, weights), strict=True):
             linear.cast = cast
+    extension = contextlib.nullcontext()
+    if model.extension is not None:
+        extension = model.extension.cast_weights(model, dtype)
     try:
-        yield
+        with extension:
+            yield
     finally:
         for linear in linears:
             linear.cast = None

@@ -4,6 +4,7 @@ bound, and runs that resume exactly, shard equally and leave a few kilobytes.
 The stages run as in test_stages, from its small base model.
 """
 
+import contextlib
 import math
 import shutil
 from collections.abc import Iterator
@@ -32,6 +33,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear
+from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import StackedLinear
 from nanochat.layout import lay_out
 from nanochat.serve.scheduler import Request, Scheduler
@@ -129,10 +131,14 @@ def written_out(layer: Any, x: Tensor) -> Any:
     ids=["all", "some", "dropout", "nf4", "nf4-some"],
 )
 @pytest.mark.parametrize("shape", ["ungrouped", "qwen2", "qwen3"])
-def test_gradients_are_those_of_the_definition(monkeypatch, shape, settings):
+@pytest.mark.parametrize("together", [False, True], ids=["one by one", "together"])
+def test_gradients_are_those_of_the_definition(monkeypatch, shape, settings, together):
     model = adapted_model(shape, settings)
     torch.manual_seed(3)
-    found = gradients(model)
+    with cast_together(model, torch.float32) if together else contextlib.nullcontext():
+        assert all((adapters.together is not None) == together for adapters in adapters_in(model))
+        found = gradients(model)
+    assert all(adapters.together is None for adapters in adapters_in(model))
     assert set(found) == {name for name, _ in model.named_parameters() if ".lora_" in name}
     model.zero_grad()
     for linear in (Linear, StackedLinear, NF4Linear):
@@ -144,6 +150,16 @@ def test_gradients_are_those_of_the_definition(monkeypatch, shape, settings):
     assert set(found) == set(expected)
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+def test_one_cast_serves_several_micro_batches():
+    model = adapted_model("qwen3")
+    once = gradients(model)
+    with cast_together(model, torch.float32):
+        gradients(model)
+        twice = gradients(model)  # the gradients of both add up
+    for name, gradient in once.items():
+        torch.testing.assert_close(twice[name], 3 * gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
 
 
 def test_rank_stabilized_adapters_grow_with_the_root():

@@ -78,6 +78,15 @@ def test_launches_and_waits(depth_12: Measured):
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
+def test_launches_of_a_step_of_adapters(measure):
+    """Of all matrices of Qwen3 0.6B: the model's own operators, and 28 for the adapters of each layer."""
+    step = call("adapters_step", rows=8, tokens=2048, rank=8)
+    _, log = measure(step, {**step, "arguments": {**step["arguments"], "micro_batches": 2}})
+    assert launches(log["step of adapters, 1"]) <= 2721 and waits(log["step of adapters, 1"]) == 0
+    # A second micro-batch casts no adapters again; it adds its gradients to those of the first, one by one.
+    assert launches(log["step of adapters, 2"]) - launches(log["step of adapters, 1"]) <= 2975
+
+
 def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measure):
     """No mask of T x T values and no more launches than the same rows have as one document each."""
     _, log = depth_12
