@@ -28,15 +28,15 @@ SMALLEST_CHUNK = 256  # the smallest number of tokens whose logits are computed 
 
 @dataclass(frozen=True)
 class AdamWUpdate:
-    """One step of parameters that differ only in their learning rates. Each list has one entry per parameter."""
+    """One step of parameters that share their betas and their decay. Each list has one entry per parameter."""
 
     weights: list[Tensor]
     grads: list[Tensor]  # sums over the targets
     first_moment: Tensor  # flat: the elements of all parameters in a row
     second_moment: Tensor  # flat, likewise
     learning_rates: list[float]
+    eps: list[float]
     betas: tuple[float, float]
-    eps: float
     weight_decay: float
 
 
@@ -159,9 +159,10 @@ class TorchKernels:
         for update in updates:
             first_moments = split_like(update.first_moment, update.weights)
             second_moments = split_like(update.second_moment, update.weights)
-            # The fused kernel takes one learning rate: it runs once for each.
-            for rate in dict.fromkeys(update.learning_rates):
-                alike = [place for place, its_rate in enumerate(update.learning_rates) if its_rate == rate]
+            # The fused kernel takes one learning rate and one epsilon: it runs once for each pair.
+            pairs = list(zip(update.learning_rates, update.eps, strict=True))
+            for rate, eps in dict.fromkeys(pairs):
+                alike = [place for place, pair in enumerate(pairs) if pair == (rate, eps)]
                 # It divides by grad_scale, and touches nothing when found_inf is 1.
                 torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
                     [update.weights[place] for place in alike],
@@ -174,7 +175,7 @@ class TorchKernels:
                     beta1=update.betas[0],
                     beta2=update.betas[1],
                     weight_decay=update.weight_decay,
-                    eps=update.eps,
+                    eps=eps,
                     amsgrad=False,
                     maximize=False,
                     grad_scale=targets,

@@ -283,14 +283,14 @@ BUCKET_ELEMENTS = 1 << 22
 
 @dataclass
 class AdamWBatch:
-    """Parameters of groups that differ only in their learning rates: an accelerator updates them in a few launches."""
+    """Parameters of groups that share their betas and their decay: an accelerator updates them in a few launches."""
 
     shares: dict[str, Share]  # by name
     learning_rates: list[float]  # one per share
+    eps: list[float]  # likewise
     first_moment: Mean  # flat: the elements of all shares in a row
     second_moment: Mean  # likewise
-    betas: tuple[float, float]  # from here on the same for all
-    eps: float
+    betas: tuple[float, float]  # the same for all
     weight_decay: float
 
 
@@ -319,16 +319,18 @@ class AdamW:
                 # Means that are copied for the update are copied a bucket at a time.
                 elements += local(parameter).numel()
                 bucket = 0 if kept_as == StateFormat() else elements // BUCKET_ELEMENTS
-                alike = together.setdefault((group.betas, group.eps, group.weight_decay, bucket), [])
+                alike = together.setdefault((group.betas, group.weight_decay, bucket), [])
                 alike.append((group, name, parameter))
         self.batches = [self._make_batch(alike) for alike in together.values()]
 
     def _make_batch(self, members: Sequence[tuple[ParameterGroup, str, nn.Parameter]]) -> AdamWBatch:
         shares: dict[str, Share] = {}
         learning_rates = []
+        eps = []
         for group, name, parameter in members:
             shares[name] = self.exchange.share(parameter, is_matrix=False)
             learning_rates.append(group.learning_rate)
+            eps.append(group.eps)
         self.shares.update(shares)
         # AdamW keeps two running means per element, the gradient's and its square's: twice as much memory as the
         # weights take. A rank holds only the means of its shares: this is what ZeRO saves.
@@ -341,7 +343,7 @@ class AdamW:
                 if share.is_part:
                     part = self.exchange.as_part(part, tuple(share.parameter.shape))
                 self.state[f"adamw.{name}.{kind}"] = part
-        return AdamWBatch(shares, learning_rates, first_moment, second_moment, one.betas, one.eps, one.weight_decay)
+        return AdamWBatch(shares, learning_rates, eps, first_moment, second_moment, one.betas, one.weight_decay)
 
     def update(self, settings: Settings) -> None:
         """Move the weights of all shares."""
@@ -369,8 +371,8 @@ class AdamW:
                 first_moment=first_moment,
                 second_moment=second_moment,
                 learning_rates=[rate * settings.lr_scale for rate in batch.learning_rates],
-                betas=batch.betas,
                 eps=batch.eps,
+                betas=batch.betas,
                 weight_decay=batch.weight_decay * settings.weight_decay_scale,
             )
             batch.first_moment.store(first_moment)
@@ -482,7 +484,7 @@ class Optimizer:
             if isinstance(rule, AdamW):
                 for batch in rule.batches:
                     batch.betas = betas
-                    batch.eps = eps
+                    batch.eps = [eps] * len(batch.shares)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state by name, over the memory that the optimizer uses: a DTensor where each rank has a part, a plain

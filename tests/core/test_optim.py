@@ -212,6 +212,32 @@ def test_adamw_is_torchs(decay: float) -> None:
         torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
 
 
+@every_adamw
+def test_adamw_of_several_rates_and_epsilons_is_one_update_and_torchs(kernels: TorchKernels) -> None:
+    shapes = [(5, 7), (3,), (4, 6), (2, 9)]
+    settings = [(0.02, 1e-10), (0.02, 1e-10), (0.05, 1e-10), (0.05, 0.3)]  # learning rate, epsilon
+    ours = [(f"p{i}", nn.Parameter(seeded(*shape, seed=i))) for i, shape in enumerate(shapes)]
+    theirs = [nn.Parameter(p.detach().clone()) for _, p in ours]
+    groups = []
+    reference_groups = []
+    for one, other, (rate, eps) in zip(ours, theirs, settings, strict=True):
+        groups.append(ParameterGroup("adamw", [one], rate, 0.1, betas=(0.8, 0.95), eps=eps))
+        reference_groups.append({"params": [other], "lr": rate, "eps": eps})
+    optimizer = Optimizer(groups, kernels=kernels)
+    reference = torch.optim.AdamW(reference_groups, betas=(0.8, 0.95), weight_decay=0.1)
+    for i in range(4):
+        for j, ((_, one), other) in enumerate(zip(ours, theirs, strict=True)):
+            other.grad = seeded(*one.shape, seed=100 * i + j)
+            one.grad = other.grad.clone()
+        step(optimizer)
+        reference.step()
+    for (_, one), other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
+    (rule,) = optimizer._rules
+    assert isinstance(rule, optim.AdamW)
+    assert len(rule.batches) == 1
+
+
 # ---------------------------------------------------------------------- the whole, on one rank
 
 SHAPES = {
