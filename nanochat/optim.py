@@ -47,6 +47,7 @@ class Settings:
     targets: Tensor  # 0-D: gradients are divided by it
     ok: Tensor  # 0-D: 1 to update, 0 to change nothing
     skipped: Tensor  # 0-D: the opposite, as a bool
+    momentum_portion: Tensor  # 0-D: (1 - momentum) x ok, by which Muon's average moves to the new gradient
     lr_scale: float
     momentum: float
     weight_decay_scale: float
@@ -125,8 +126,12 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     # The root of the sum of all squares is at least the largest singular value. After this division none is above 1,
     # where the polynomials would diverge.
     x = x / (x.norm(dim=(-2, -1), keepdim=True) * 1.02 + 1e-6)
-    if dtype == torch.float32 and x.size(-1) > 2 * x.size(-2):
-        x = _polynomials_of_gram(x @ x.mT) @ x
+    if x.size(-1) > 2 * x.size(-2):
+        # In bf16 the rounding of x x^T grows from step to step, so it is computed anew after every two steps. After
+        # three, some singular values end at 4 instead of 1.
+        count = len(POLAR_EXPRESS) if dtype == torch.float32 else 2
+        for first in range(0, len(POLAR_EXPRESS), count):
+            x = _polynomials_of_gram(x @ x.mT, POLAR_EXPRESS[first : first + count]) @ x
     else:
         for a, b, c in POLAR_EXPRESS:
             gram = x @ x.mT
@@ -135,13 +140,13 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype) -> Tensor:
     return x.mT if is_tall else x
 
 
-def _polynomials_of_gram(gram: Tensor) -> Tensor:
-    """x x^T (N, rows, rows) -> P of the same shape, the product of all steps' polynomials: P x is orthogonal."""
+def _polynomials_of_gram(gram: Tensor, steps: Sequence[tuple[float, float, float]]) -> Tensor:
+    """x x^T (N, rows, rows) -> P of the same shape, the product of the steps' polynomials: P x is x after the steps."""
     # A step turns x into p x, and x x^T into p (x x^T) p: the small square matrices are all that the iteration needs.
-    # For a matrix four times as wide as tall this is the work of 25 products of squares instead of 45. Only in fp32: in
-    # bf16 the rounding of x x^T grows from step to step. Source: Zhang, Amsel, Chen and Dao 2026, Gram Newton-Schulz.
+    # For a matrix four times as wide as tall five steps are the work of 25 products of squares instead of 45, and two,
+    # two and one of 35. Source: Zhang, Amsel, Chen and Dao 2026, Gram Newton-Schulz.
     product = polynomial = None
-    for a, b, c in POLAR_EXPRESS:
+    for a, b, c in steps:
         if polynomial is not None:
             gram = polynomial @ gram @ polynomial
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -233,7 +238,7 @@ class Muon:
         # `momentum` of the way. In a skipped step `ok` is 0, so that neither the average nor the second moment below
         # changes.
         momentum = stack.momentum.load()
-        momentum.lerp_(grad, (1 - settings.momentum) * settings.ok)
+        momentum.lerp_(grad, settings.momentum_portion)
         update = grad.lerp_(momentum, settings.momentum)
         stack.momentum.store(momentum)
         del momentum  # where it is a copy, its memory is free for the products
@@ -263,8 +268,8 @@ def _move(weight: Tensor, update: Tensor, size: Tensor, rate: Tensor, decay: flo
     # after 20 steps. Here the decay rises from 0 to its full strength at a quarter of the update's mean size: they
     # differ by 4e-7.
     if decay:
-        agreement = (update * weight.sign() / (size / 4)).clamp(0, 1)
-        update.addcmul_(weight, agreement, value=decay)
+        agreement = (update * weight.sign() / size).clamp(0, 1 / 4)
+        update.addcmul_(weight, agreement, value=4 * decay)
     return weight.addcmul_(update, rate, value=-1)
 
 
@@ -468,8 +473,11 @@ class Optimizer:
         `ok`, likewise, is 1 to update and 0 to change no parameter and no state byte.
         """
         # A step without a target is skipped by `ok`; the clamp keeps its numbers finite.
-        divisor = targets.clamp(min=1.0) / self.exchange.divided_by
-        settings = Settings(divisor, ok, ok == 0, lr_scale, momentum, weight_decay_scale)
+        divisor = targets.clamp(min=1.0)
+        if self.exchange.divided_by != 1:
+            divisor = divisor / self.exchange.divided_by
+        portion = (1 - momentum) * ok
+        settings = Settings(divisor, ok, ok == 0, portion, lr_scale, momentum, weight_decay_scale)
         for rule in self._rules:
             rule.update(settings)
             # The new weights travel while the next rule computes.

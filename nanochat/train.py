@@ -321,20 +321,20 @@ def train_step(
             optimizer.before_backward(is_last)
             # The gradient of the sum: its divisor is known only after the last micro-batch of the last rank.
             loss.backward()
-            totals[:2] += torch.stack((loss.detach().float(), targets.float()))
+            totals[:2].add_(torch.stack((loss.detach().float(), targets.float())))  # += would copy it once more
     totals[2] = optimizer.reduce()
 
     # ---- agreement: after this sum every rank holds the same three numbers, and so decides alike. A NaN or an infinity
     # anywhere makes them not finite.
     sum_over_ranks(totals, device)
     loss_sum, target_count, squares = totals.unbind()
-    finite = (torch.isfinite(loss_sum) & torch.isfinite(squares)).float()
+    finite = torch.isfinite(totals).all().float()
     # Where no gradient of any parameter is other than 0, such as in RL when all replies to each question are equally
     # good, there is nothing to learn: even so, the momentum of earlier steps would move every matrix by a whole step.
-    updated = finite * (target_count > 0) * (squares > 0)
+    updated = finite * (totals[1:] > 0).all()  # targets and squares
 
     # For the log: per target, so that runs of any batch size compare. The clamp keeps a step without a target finite.
-    mean = 1 / target_count.clamp(min=1.0)
+    mean = target_count.clamp(min=1.0).reciprocal()
     grad_norm = squares.sqrt() * mean
 
     # ---- update: multiplied by `updated` instead of branching on it, which would wait for the device. The optimizer
