@@ -44,16 +44,20 @@ def linear_cross_entropy(
     cap: float,
     chunk_tokens: int,
     slice_tokens: int | None = None,
+    in_fp32: bool = True,
 ) -> Tensor:
     """Sum in nats of the cross-entropy of softmax(soft_cap(hidden @ weight.T)) against targets.
 
     hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
     and weight. If every target is ignored, the sum and its gradients are 0. The logits of `chunk_tokens` tokens are in
-    memory at a time. The steps between the products pass over `slice_tokens` tokens at a time (None: over all).
+    memory at a time. The steps between the products pass over `slice_tokens` tokens at a time (None: over all), in fp32
+    or, where a gradient is needed, in the dtype of the products.
     """
     # Evaluation needs no gradient: then a chunk costs one matrix product instead of three.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _SummedLoss.apply(hidden, weight, targets, cap, chunk_tokens, slice_tokens)  # type: ignore[no-any-return]
+        return _SummedLoss.apply(  # type: ignore[no-any-return]
+            hidden, weight, targets, cap, chunk_tokens, slice_tokens, in_fp32
+        )
     return token_losses(hidden, weight, targets, cap, chunk_tokens, slice_tokens).sum()
 
 
@@ -83,61 +87,67 @@ class _Slice:
     losses: Tensor  # (n,)
     exps: Tensor  # (n, V): exp of the capped logits, up to one factor per row
     total: Tensor  # (n, 1): the sums of the rows of exps; exps / total is the softmax, whatever the factor
-    sigmoid: Tensor | None  # (n, V), for the gradient of the cap
+    tanh: Tensor | None  # (n, V), for the gradient of the cap
     target: Tensor  # (n, 1): the target's index; 0 if it is ignored
+    target_exp: Tensor  # (n, 1): its exp
     counts: Tensor  # (n, 1): 1 for a target, 0 if it is ignored
 
 
 def _slice_loss(logits: Tensor, targets: Tensor, cap: float) -> _Slice:
-    """The losses of n tokens, and the tensors for their gradient; logits (n, V) in fp32, overwritten; targets (n,)."""
-    # The dtype is fp32 because exp turns an error of a logit into a relative error of a probability. A chunk's logits
-    # are the largest tensors of a step, so each pass over them counts. Operators work in place where they can: from
-    # here to the end of `_slice_gradient`, 8 operators read and write 64 bytes per logit.
-    sigmoid = None
+    """The losses of n tokens, and the tensors for their gradient; logits (n, V), overwritten; targets (n,)."""
+    # A chunk's logits are the largest tensors of a step, so each pass over them counts. Operators work in place where
+    # they can: from here to the end of `_slice_gradient`, 7 operators read and write 14 numbers per logit, or 56 bytes
+    # in fp32. What is small, one number per token, is in fp32 in any case: above all the sums of exps.
+    tanh = None
     if cap:
-        # The cap, cap tanh(x / cap), is 2 cap sigmoid(2x / cap) - cap. The last term does not change a softmax.
-        sigmoid = logits.mul_(2 / cap).sigmoid_()
-        logits = sigmoid * (2 * cap)
+        tanh = logits.div_(cap).tanh_()
+        logits = tanh * cap
 
     # Ignored targets count 0 times. IGNORE is not an index, so they look up token 0 and drop the result.
     counts = (targets != IGNORE)[:, None].float()  # (n, 1)
     target = targets.clamp(min=0)[:, None]  # (n, 1)
-    target_logit = logits.gather(1, target)  # (n, 1)
+    target_logit = logits.gather(1, target).float()  # (n, 1)
 
     # Softmax without its division. exp overflows beyond 88, so each row is shifted by its maximum. Logits within the
     # cap need no shift, which saves two passes over them.
-    shift: Tensor | float = 0.0
     if cap <= 0 or cap > LARGEST_UNSHIFTED:
         shift = logits.amax(dim=1, keepdim=True)  # (n, 1)
         logits -= shift
+        target_logit -= shift
     exps = logits.exp_()
-    total = exps.sum(dim=1, keepdim=True)  # (n, 1)
+    # The target's exp is often most of the sum. So the sum has its exact value, where bf16 has rounded it.
+    target_exp = target_logit.exp()
+    rounded = exps.gather(1, target)  # (n, 1)
+    total = exps.sum(dim=1, keepdim=True, dtype=torch.float32) - rounded + target_exp  # (n, 1)
 
-    # Cross-entropy is log(sum of exp) - logit of the target. `total` sums exps of shifted logits, so its log needs the
-    # shift added.
-    losses = (total.log() + shift - target_logit) * counts
-    return _Slice(losses[:, 0], exps, total, sigmoid, target, counts)
+    # Cross-entropy is log(sum of exp) - logit of the target, and a shift of both cancels out.
+    losses = (total.log() - target_logit) * counts
+    return _Slice(losses[:, 0], exps, total, tanh, target, target_exp, counts)
 
 
 def _slice_gradient(part: _Slice, weights: Tensor) -> None:
     """Write the gradient of the sum of weights (n, 1) x losses, with respect to the logits before the cap (n, V), into
     the logits' memory. Call it once per slice."""
     # The gradient with respect to the capped logits is softmax - one-hot(target), times the token's weight. One pass
-    # multiplies exps by weight / total, which gives the weighted softmax. Then the weight is subtracted at the target.
-    # The cap multiplies it by the derivative of cap tanh(x / cap), which is 4 s (1 - s) with s the sigmoid.
-    weights = weights * part.counts * (1 if part.sigmoid is None else 4)
-    grad = part.exps.mul_(weights / part.total)
-    grad.scatter_add_(1, part.target, -weights)
-    if part.sigmoid is not None:
-        part.sigmoid.addcmul_(part.sigmoid, part.sigmoid, value=-1).mul_(grad)
+    # multiplies exps by weight / total, which gives the weighted softmax. The target's own is written over it.
+    # The cap multiplies it by the derivative of cap tanh(x / cap), which is 1 - tanh^2.
+    weights = weights * part.counts
+    scale = weights / part.total
+    grad = part.exps.mul_(scale.to(part.exps.dtype))
+    grad.scatter_(1, part.target, (part.target_exp * scale - weights).to(grad.dtype))
+    if part.tanh is not None:
+        torch.ops.aten.tanh_backward.grad_input(grad, part.tanh, grad_input=part.tanh)
 
 
 def _chunk_loss(
-    h: Tensor, matrix: Tensor, targets: Tensor, cap: float, slice_tokens: int | None, weights: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    h: Tensor, matrix: Tensor, targets: Tensor, cap: float, slice_tokens: int | None, weights: Tensor | None = None,
+    in_fp32: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """h (n, W), matrix (V, W), targets and weights (n,) -> the losses (n,), and the gradient of the sum of weights x
     losses with respect to the logits (n, V), in the dtype of h. Without weights the second result is meaningless."""
-    logits = (h @ matrix.T).float()  # (n, V)
+    logits = h @ matrix.T  # (n, V)
+    if in_fp32:
+        logits = logits.float()
     losses = []
     size = slice_tokens or len(logits)
     for start in range(0, len(logits), size):
@@ -146,7 +156,8 @@ def _chunk_loss(
         if weights is not None:
             _slice_gradient(part, weights[tokens, None])
         losses.append(part.losses)
-    return torch.cat(losses), logits if weights is None else logits.to(h.dtype)
+    all_losses = torch.cat(losses) if len(losses) > 1 else losses[0]
+    return all_losses, logits if weights is None else logits.to(h.dtype)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -159,8 +170,9 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, slice_tokens: int | None
-    ) -> Tensor:
+        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, slice_tokens: int | None,
+        in_fp32: bool,
+    ) -> Tensor:  # fmt: skip
         matrix = weight.to(hidden.dtype)  # (V, W) in the dtype of the products; sums stay in fp32
         loss = torch.zeros((), device=hidden.device)
         # A frozen head (lora.py) needs no gradient, which would be as large as the head in fp32.
@@ -172,7 +184,7 @@ class _SummedLoss(torch.autograd.Function):
         ones = torch.ones(targets.shape, device=targets.device)
         parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), ones.split(chunk_tokens))
         for h, t, weights in zip(*parts, strict=True):
-            losses, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, weights)
+            losses, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, weights, in_fp32)
             loss = loss + losses.sum()
             # Back through the product h @ W.T: one product for the gradient of h, one for the gradient of W. The chunks
             # share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
@@ -193,7 +205,7 @@ class _SummedLoss(torch.autograd.Function):
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
         # One result per argument of forward; the others have no gradient.
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):

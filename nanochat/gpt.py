@@ -407,19 +407,21 @@ def read_out(
     With targets (B, T) it returns the cross-entropy in nats instead: the sum, or (B, T) with the reduction "none". The
     cross-entropy is of the logits divided by `temperature`.
     """  # fmt: skip
-    weight = weight[: config.vocab_size]  # without the padding
+    if config.vocab_size < len(weight):  # the gradient of a slice is a copy of the whole table
+        weight = weight[: config.vocab_size]  # without the padding
     if targets is None:
         # In fp32: the 8 bits of precision of bf16 are too few for a softmax over the vocabulary.
         return soft_cap(F.linear(hidden, weight.to(hidden.dtype)).float(), config.logit_cap)
     # Head and loss in one, chunk by chunk, so that the logits of all tokens are never in memory (cross_entropy.py).
-    loss = linear_cross_entropy if reduction == "sum" else token_losses
     chunk, part = kernels.loss_tokens(config.vocab_size)
     cap = config.logit_cap
     if temperature != 1:  # cap tanh(x / cap) / t is a cap of cap / t on x / t
         hidden = hidden / temperature
         cap = cap / temperature
-    losses = loss(hidden.flatten(0, 1), weight, targets.flatten(), cap, chunk, part)
-    return losses if reduction == "sum" else losses.view_as(targets)
+    inputs = (hidden.flatten(0, 1), weight, targets.flatten(), cap, chunk, part)
+    if reduction == "sum":
+        return linear_cross_entropy(*inputs, kernels.loss_in_fp32)
+    return token_losses(*inputs).view_as(targets)
 
 
 class Extension(Protocol):

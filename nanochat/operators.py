@@ -53,6 +53,9 @@ class TorchKernels:
     loss_chunk_elements = 1 << 26
     # Logits that it passes over at a time; None: all that it holds.
     loss_slice_elements: int | None = None
+    # Whether the steps between the head's products are in fp32 in training, or in the dtype of the products. In bf16
+    # they move half of the bytes, and the loss stays within the noise of bf16 (docs/archive.md).
+    loss_in_fp32 = True
     # top_p looks at this many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
     top_p_first = 0
     # Whether attention to a cache would copy keys that lie apart. The cache is then laid out for as many tokens as its

@@ -84,6 +84,8 @@ class _Rotate(torch.autograd.Function):
 class NpuKernels(WrittenKernels):
     name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
+    loss_in_fp32 = False
+    loss_chunk_elements = 1 << 27  # 256 MiB in bf16
     reads_whole_cache = True
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

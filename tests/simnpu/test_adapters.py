@@ -307,7 +307,7 @@ print(value.value, os.environ.get("HCCL_DETERMINISTIC"))
             {"depth": 4, "rows": 8, "tokens": 1024, "activation_checkpointing": True, "micro_batches": 2},
             {"depth": 2, "rows": 8, "tokens": 1024, "vocab": 2048, "lora_rank": 8},
         ],
-        [{"depth": 4, "rows": 2, "tokens": 1024, "ranks": 2, "parallel": parallel} for parallel in ("fsdp", "ddp")],
+        [{"depth": 4, "rows": 4, "tokens": 1024, "ranks": 2, "parallel": parallel} for parallel in ("fsdp", "ddp")],
     ],
     ids=["one rank", "two ranks"],
 )
