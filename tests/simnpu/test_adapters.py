@@ -73,7 +73,7 @@ def waits(records: list[Record]) -> int:
 
 def test_launches_and_waits(depth_12: Measured):
     _, log = depth_12
-    assert launches(log["step"]) <= 899 and waits(log["step"]) == 0
+    assert launches(log["step"]) <= 878 and waits(log["step"]) == 0
     assert launches(log["token"]) <= 240 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
@@ -82,9 +82,9 @@ def test_launches_of_a_step_of_adapters(measure):
     """Of all matrices of Qwen3 0.6B: the model's own operators, and 28 for the adapters of each layer."""
     step = call("adapters_step", rows=8, tokens=2048, rank=8)
     _, log = measure(step, {**step, "arguments": {**step["arguments"], "micro_batches": 2}})
-    assert launches(log["step of adapters, 1"]) <= 2721 and waits(log["step of adapters, 1"]) == 0
+    assert launches(log["step of adapters, 1"]) <= 2301 and waits(log["step of adapters, 1"]) == 0
     # A second micro-batch casts no adapters again; it adds its gradients to those of the first, one by one.
-    assert launches(log["step of adapters, 2"]) - launches(log["step of adapters, 1"]) <= 2975
+    assert launches(log["step of adapters, 2"]) - launches(log["step of adapters, 1"]) <= 2575
 
 
 def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measure):
@@ -147,14 +147,15 @@ def test_a_batch_reaches_the_device_without_a_wait(measure):
 
 
 def test_inputs_that_operators_copy_first(depth_12: Measured):
-    """The channels that value gates read, and the long side of Muon's stacks; no queries, keys and values."""
+    """The channels that value gates read, the long side of Muon's stacks, and the diagonals of their Gram matrices (10,
+    of a few kilobytes); no queries, keys and values."""
     _, log = depth_12
     copied = Counter[str]()
     for record in log["step"]:
         copied[record.what] += len(copied_inputs(record))
     attention = sum(count for what, count in copied.items() if "FlashAttention" in what or "Rotary" in what)
     assert attention == 0, copied
-    assert copied.total() <= 19, copied
+    assert copied.total() <= 29, copied
 
 
 def test_weight_gradients_that_are_transposed(depth_12: Measured):
