@@ -209,7 +209,9 @@ class _ReluSquared(torch.autograd.Function):
         if torch.compiler.is_compiling():  # the compiler fuses operators itself
             return (grads[0] * positive).mul_(2)
         # 0 + 2 dy relu(x): addcmul is the only operator that multiplies two tensors and a number in one pass.
-        return torch.addcmul(_zero(positive.dtype, positive.device), grads[0], positive, value=2)
+        # A tensor without data, such as of a dry run, must not be kept as the zero of later steps.
+        zero = _zero(positive.dtype, positive.device) if type(positive) is Tensor else positive.new_zeros(())
+        return torch.addcmul(zero, grads[0], positive, value=2)
 
 
 @functools.cache

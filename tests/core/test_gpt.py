@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from tiny import SHAPES, cpu_device, lively_model, tiny_config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import scaling
@@ -405,6 +406,17 @@ class Operators(TorchDispatchMode):
         if not func.is_view:
             self.seen.append(func)
         return func(*args, **(kwargs or {}))
+
+
+def test_a_dry_run_leaves_no_tensor_without_data() -> None:
+    """The zero that relu squared adds to is kept for later steps of the process."""
+    gradients._zero.cache_clear()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.randn(4, requires_grad=True)
+        gradients.relu_squared(x).sum().backward()
+    x = torch.tensor([-1.0, 3.0], requires_grad=True)
+    gradients.relu_squared(x).sum().backward()
+    assert type(x.grad) is Tensor and x.grad.tolist() == [0.0, 6.0]
 
 
 def test_relu_squared_is_three_operators() -> None:
