@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from tiny import SHAPES, cpu_device, lively_model, tiny_config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import scaling
