@@ -197,18 +197,26 @@ def check_length(model: LoadedModel, contents: Sequence[str | list[Part]]) -> No
         characters += sum(len(part["text"]) for part in parts_of(content))
     least = characters // model.longest_token  # in bytes, and a character has at least one
     if least > model.context:
-        raise _too_long(model, f"at least {least}", None)
+        raise _too_long(model, f"at least {least}")
 
 
-def _too_long(model: LoadedModel, prompt: str, requested: int | None) -> ApiError:
+def _too_long(model: LoadedModel, prompt: str) -> ApiError:
     # OpenAI's words and plain digits: litellm and others recognise by them that the prompt is too long.
     message = f"This model's maximum context length is {model.context} tokens. However, "
-    if requested is None:
-        message += f"your messages resulted in {prompt} tokens. Please reduce the length of the messages."
-    else:
-        message += f"you requested {prompt} tokens in the messages and {requested} in the completion (max_tokens). "
-        message += "Please reduce the length of the messages or completion."
+    message += f"your messages resulted in {prompt} tokens. Please reduce the length of the messages."
     return ApiError(400, message, param="messages", code="context_length_exceeded")
+
+
+def reply_tokens(model: LoadedModel, body: ChatBody | CompletionBody, prompt: EncodedPrompt) -> int:
+    """How many tokens a reply may have: as many as requested, or as fit after its prompt.
+
+    Raises ApiError: 400 when the prompt leaves no room for a token that is needed.
+    """
+    room = model.context - len(prompt.ids)
+    requested = model.context if body.requested_tokens is None else body.requested_tokens
+    if room < min(requested, 1):  # `max_tokens: 0` reads a prompt only
+        raise _too_long(model, str(len(prompt.ids)))
+    return min(requested, room)
 
 
 def check_logprobs(requests: Sequence[Request]) -> None:
@@ -244,13 +252,7 @@ def submit(
     check_ids(model, "stop_token_ids", stop_ids)
     requests = []
     for place, prompt in enumerate(prompts):
-        room = model.context - len(prompt.ids)
-        # `truncation: auto` also shortens the reply; otherwise the requested length must fit.
-        shortens = isinstance(body, ChatBody) and body.truncation == "auto"
-        required = None if shortens else body.requested_tokens
-        if room < (1 if required is None else required):
-            raise _too_long(model, str(len(prompt.ids)), required)
-        requested = model.context if body.requested_tokens is None else body.requested_tokens
+        max_tokens = reply_tokens(model, body, prompt)
         # An echo begins with the client's own tokens: without the begin token that this server has added.
         echo = 0
         if isinstance(body, CompletionBody) and body.echo:
@@ -258,8 +260,8 @@ def submit(
         for number in range(body.num_choices):
             request = Request(
                 prompt=tuple(prompt.ids),
-                max_tokens=min(requested, room),
-                limit="max_tokens" if requested <= room else "context",
+                max_tokens=max_tokens,
+                limit="max_tokens" if max_tokens == body.requested_tokens else "context",
                 sampling=replace(sampling, seed=sampling.seed + number),
                 stop=body.stop_strings if body.calls != "schema" else (),  # they would break the call
                 logprobs=body.num_logprobs,

@@ -114,7 +114,7 @@ def test_a_bad_line_is_named_and_costs_no_other(base: Path, capsys: Any):
         '{"messages": [', "7", "{}", '{"messages": 3}', '{"messages": [{"role": "cook", "content": "a"}]}',
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
         json.dumps({"prompt": "the " * CONTEXT * 2}),
-        '{"custom_id": "x", "body": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 999}}',
+        '{"custom_id": "x", "body": {"messages": [{"role": "user", "content": "%s"}]}}' % ("a" * CONTEXT),
         '{"custom_id": "y", "body": {"prompt": "a", "n": 4}}',
     ]  # fmt: skip
     lines = [json.dumps(good), "", *bad, json.dumps(good)]

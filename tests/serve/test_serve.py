@@ -522,13 +522,15 @@ def test_a_body_over_one_mebibyte_is_refused_before_it_is_read(port: int):
     assert httpx.post(url, json=body).status_code == 200
 
 
-def test_a_prompt_and_max_tokens_over_the_context_are_refused_with_both_numbers(ask: Any):
-    fits = {"prompt": "x" * 99, "max_tokens": CONTEXT - 100}  # the begin token is one of the prompt's
-    assert ask("POST", COMPLETIONS, json=fits).status_code == 200
-    error = error_of(ask("POST", COMPLETIONS, json={**fits, "max_tokens": CONTEXT - 99}))
+def test_max_tokens_end_at_the_context_and_a_prompt_that_fills_it_is_refused(ask: Any):
+    for max_tokens in (CONTEXT - 100, CONTEXT - 99, 10**9):  # the begin token is one of the prompt's
+        answer = ask("POST", COMPLETIONS, json={"prompt": "x" * 99, "max_tokens": max_tokens})
+        choice = answer.json()["choices"][0]
+        assert choice["finish_reason"] == "length" and answer.json()["usage"]["total_tokens"] == CONTEXT
+        assert choice["nanochat"]["limit"] == ("max_tokens" if max_tokens == CONTEXT - 100 else "context")
+    error = error_of(ask("POST", COMPLETIONS, json={"prompt": "x" * CONTEXT, "max_tokens": 1}))
     assert error["code"] == "context_length_exceeded"
-    assert re.findall(r"\d+", error["message"]) == ["512", "100", "413"]
-    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, you requested ")
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, your messages ")
     full = {"messages": [{"role": "user", "content": "x" * (CONTEXT - 4)}]}  # the begin token and three marks
     for more in ({}, {"truncation": "auto"}, {"truncation": "auto", "max_tokens": 5}):
         error = error_of(ask("POST", CHAT, json={**full, **more}))
