@@ -77,8 +77,9 @@ class Grammar(Protocol):
         """The tokens that may come next, (V,) of bool on the host."""
         ...
 
-    def accept(self, token: int) -> None:
-        """Advance by the token that the row has sampled."""
+    def accept(self, token: int) -> int:
+        """Advance by the token that the row has sampled. Returns the token that the row takes in its place: usually
+        the same one, but few tokens before the end of the reply it may be one that completes the text in time."""
         ...
 
 
@@ -658,21 +659,26 @@ class Slots:
             chosen = [int(numbers[0]) for numbers in table]
             likely = [numbers[1:] for numbers in table]
 
-        # 4. A row that reads the tool's answer takes the answer's next token instead of the model's.
-        forced: dict[int, int] = {}  # by slot
+        # 4. A row that reads the tool's answer takes the answer's next token instead of the model's. A grammar may
+        #    replace a token with one that completes the text in time.
+        replaced: dict[int, int] = {}  # by slot
         new_tokens = []
         for row, token, numbers in zip(self.rows, chosen, likely, strict=True):
             if row.tool_call is not None and row.answers_calls and token in self.engine.stop_ids:
                 self.engine.answer_call(row, is_closed=False)  # and not end its reply with an open call
-            if row.forced_tokens:
-                token = row.forced_tokens.popleft()
-                forced[row.slot] = token
-            kind, finish_reason = self.engine.advance_row(row, token, row.slot in forced)
+            is_forced = bool(row.forced_tokens)
+            taken = row.forced_tokens.popleft() if is_forced else token
             if row.grammar is not None:
-                row.grammar.accept(token)
-            new_tokens.append(NewToken(row, token, kind, finish_reason, numbers))
-        if forced:
-            self.last[self._index(list(forced))] = self._index(list(forced.values()))
+                taken = row.grammar.accept(taken)
+                if taken != token and numbers:  # rare, so a wait for the device
+                    id_on_device = self._index([taken])
+                    numbers = _logprob_table(logits[row.slot, None], id_on_device, logprobs)[0].tolist()
+            if taken != token:
+                replaced[row.slot] = taken
+            kind, finish_reason = self.engine.advance_row(row, taken, is_forced)
+            new_tokens.append(NewToken(row, taken, kind, finish_reason, numbers))
+        if replaced:
+            self.last[self._index(list(replaced))] = self._index(list(replaced.values()))
         return new_tokens
 
     def _masked(self, logits: Tensor) -> Tensor:

@@ -227,7 +227,7 @@ def create_app(
         schema = body.reply_schema
         if schema is not None:
             async with compiling:
-                grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body, schema)
+                grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body, encoded, schema)
 
         # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
         queue = ChunkQueue()

@@ -143,7 +143,7 @@ class Batch:
             room = max(self.model.context - max(lengths), 1)
             body = body.model_copy(update={"max_tokens": min(self.max_tokens, room)})
         schema = body.reply_schema
-        grammar = None if schema is None else prompts.make_grammar(self.model, body, schema)
+        grammar = None if schema is None else prompts.make_grammar(self.model, body, encoded, schema)
         streams = prompts.submit(
             self.model, body, encoded, grammar, lambda choice, chunk: self.chunks.put((place, choice, chunk))
         )

@@ -1,8 +1,9 @@
 """Replies that follow a JSON schema: which tokens may come next, computed by llguidance.
 
 Before each token the decoder (engine.py) asks a row's grammar for the allowed tokens, and gives all others the logit
--inf. So even a model that has never seen JSON follows the schema; the model chooses the content. The reply ends when
-the schema is complete, or when `max_tokens` cuts it off.
+-inf. So even a model that has never seen JSON follows the schema; the model chooses the content. The reply always ends
+with a complete document: what the schema leaves open gets bounds (bounds.py), and when few tokens are left, the reply
+closes (closing.py).
 
 Schemas are written by strangers. Compiling one happens off the event loop, and what it may cost is bounded three times:
 by the limits below, by a first attempt in a child process with little time and memory (grammar_trial.py), and by
@@ -11,6 +12,7 @@ llguidance's own limits, which count steps of work.
 
 import json
 import math
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any
 
@@ -19,8 +21,11 @@ import torch
 from torch import Tensor
 
 from nanochat.cli import UserError
+from nanochat.serve.bounds import bounded, parts_of
+from nanochat.serve.closing import Closer, hints_of
 from nanochat.tokenizer import Tokenizer
 
+EXPLAINED_TOKENS = 1_000  # a refusal names the length of the shortest reply up to this one
 MAX_SCHEMA = 16_384  # characters of JSON
 MAX_REPEATS = 1_000  # llguidance writes out every repetition
 MAX_LEAST_LENGTH = 10_000  # characters; a text with a minimum length beyond the longest reply would never end
@@ -83,23 +88,46 @@ class Vocabulary:
             raise TypeError("this tokenizer takes texts")  # llguidance tries bytes first
         return self._encode(text)
 
-    def compile(self, schema: dict[str, Any] | bool, *, is_compact: bool = False) -> "Grammar":
-        """Raises SchemaError: when the schema is wrong, too large, or uses a keyword that llguidance does not know."""
+    def compile(self, schema: dict[str, Any] | bool, max_tokens: int, *, is_compact: bool = False) -> "Grammar":
+        """The grammar of replies of at most `max_tokens` tokens, the end token included.
+
+        Raises SchemaError: when the schema is wrong, too large, or uses a keyword that llguidance does not know, or no
+        document is found that is short enough.
+        """
         _check_size(schema)
-        text = json.dumps(schema)
-        if len(text) > MAX_SCHEMA:
-            raise SchemaError(f"the schema has {len(text):,} characters of JSON: at most {MAX_SCHEMA:,}")
+        length = len(json.dumps(schema))
+        if length > MAX_SCHEMA:
+            raise SchemaError(f"the schema has {length:,} characters of JSON: at most {MAX_SCHEMA:,}")
         options = COMPACT if is_compact else OPTIONS
+        # The bounds may contradict another part of the schema. Then the schema is followed without them.
+        matcher = None
+        narrowed = bounded(schema, max_tokens)
+        if narrowed != schema:
+            with suppress(SchemaError):
+                matcher = self._make_matcher(narrowed, options)
+        if matcher is None:
+            matcher = self._make_matcher(schema, options)
+
+        closer = Closer(self.tokens, self.eos_token_id, self._encode, hints_of(parts_of(schema)))
+        closing = closer.first(matcher, max(max_tokens, EXPLAINED_TOKENS))
+        if closing is None:
+            raise SchemaError("the schema cannot be followed: no document was found that completes it")
+        if len(closing) > max_tokens:
+            needed = f"the shortest reply found that completes the schema takes {len(closing)} tokens"
+            raise SchemaError(f"{needed}, and {max_tokens} are left: raise max_tokens, or shorten the messages")
+        return Grammar(matcher, len(self.tokens), closer, closing, max_tokens)
+
+    def _make_matcher(self, schema: dict[str, Any] | bool, options: Any) -> Any:
+        text = json.dumps(schema)
         try:
             self._trial.try_out(text, json.dumps(options))
             matcher = self._trial.make_matcher(self._tokenizer, text, options)
         except ValueError as error:
             raise SchemaError(f"the schema cannot be followed: {_explained(str(error))}") from error
-        grammar = Grammar(matcher, len(self.tokens))
-        grammar.allowed()  # some schemas turn out to be too complex, or impossible, at the first token
-        if grammar.error:
-            raise SchemaError(f"the schema cannot be followed: {_explained(grammar.error)}")
-        return grammar
+        matcher.compute_bitmask()  # some schemas turn out to be too complex, or impossible, at the first token
+        if matcher.is_error():
+            raise SchemaError(f"the schema cannot be followed: {_explained(_one_line(matcher.get_error()))}")
+        return matcher
 
 
 def _check_size(schema: Any) -> None:
@@ -142,15 +170,23 @@ def _digits(divisor: Any) -> int:
 
 
 class Grammar:
-    """The state of one reply in its schema."""
+    """The state of one reply in its schema: where its document stands, and the tokens that would complete it."""
 
-    def __init__(self, matcher: Any, width: int):
+    def __init__(self, matcher: Any, width: int, closer: Closer, closing: list[int], max_tokens: int):
         self._matcher = matcher
         self._width = width  # size of the vocabulary
+        self._closer = closer
+        self._closing = closing
+        self._remaining = max_tokens
 
-    def copy(self) -> "Grammar":
-        """A copy, for another reply of the same request."""
-        return Grammar(self._matcher.deep_copy(), self._width)
+    @property
+    def least_tokens(self) -> int:
+        """How many tokens complete the document, the end token included."""
+        return len(self._closing)
+
+    def copy(self, max_tokens: int) -> "Grammar":
+        """A copy for another reply of the same request. `max_tokens` is at least `least_tokens`."""
+        return Grammar(self._matcher.deep_copy(), self._width, self._closer, self._closing, max_tokens)
 
     @property
     def error(self) -> str:
@@ -159,15 +195,31 @@ class Grammar:
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, (V,) of bool on the host."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        allowed = np.unpackbits(bits, bitorder="little")[: self._width].astype(bool)
-        if not allowed.any():  # an error: the row ends, whatever it draws
-            allowed[:] = True
+        allowed = np.zeros(self._width, dtype=bool)
+        if len(self._closing) < self._remaining:
+            # On a copy: a mask that takes too much work leaves a matcher unusable, and it is still needed to close.
+            bits = np.frombuffer(self._matcher.deep_copy().compute_bitmask(), dtype=np.uint8)
+            allowed = np.unpackbits(bits, bitorder="little")[: self._width].astype(bool)
+        if not allowed.any():
+            allowed[self._closing[:1]] = True
         return torch.from_numpy(allowed)
 
-    def accept(self, token: int) -> None:
-        """Advance by the token that the row has sampled."""
+    def accept(self, token: int) -> int:
+        """Advance by the token that the row has sampled. Returns the token that the reply takes: the sampled one, or
+        the first of the closing, if after the sampled one the document could not be completed in time."""
+        self._remaining -= 1
+        if token != self._closing[0] and token != self._closer.end:
+            longer = self._matcher.deep_copy()
+            longer.consume_token(token)
+            closing = self._closer.next(longer, self._closing, self._remaining)
+            if closing is not None:
+                self._matcher = longer
+                self._closing = closing
+                return token
+            token = self._closing[0]
         self._matcher.consume_token(token)
+        self._closing = self._closing[1:]
+        return token
 
 
 def _explained(text: str) -> str:

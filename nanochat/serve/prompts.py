@@ -67,13 +67,16 @@ def check_family(model: LoadedModel, body: ChatBody) -> None:
         raise ApiError(400, message, param="tools", code="unsupported_parameter")
 
 
-def make_grammar(model: LoadedModel, body: ChatBody | CompletionBody, schema: dict[str, Any]) -> Grammar:
-    """The grammar of a reply, from its schema. The first time it takes 0.1 s, later milliseconds.
+def make_grammar(
+    model: LoadedModel, body: ChatBody | CompletionBody, prompts: Sequence[EncodedPrompt], schema: dict[str, Any]
+) -> Grammar:
+    """The grammar of the replies, from their schema. The first time it takes 0.1 s, later milliseconds.
 
-    Raises ApiError: 400 when the schema cannot be followed.
+    Raises ApiError: 400 when the schema cannot be followed, or not within the tokens of a reply.
     """
+    max_tokens = min(reply_tokens(model, body, prompt) for prompt in prompts)
     try:
-        return model.vocabulary.compile(schema, is_compact=body.calls == "schema")
+        return model.vocabulary.compile(schema, max_tokens, is_compact=body.calls == "schema")
     except SchemaError as error:
         param = "tools" if body.calls == "schema" else "response_format"
         raise ApiError(400, str(error), param=param, code="invalid_value") from error
@@ -270,7 +273,7 @@ def submit(
                 logit_bias=logit_bias,
                 stop_ids=stop_ids,
                 calls=body.calls,
-                grammar=None if grammar is None else grammar.copy(),
+                grammar=None if grammar is None else grammar.copy(max_tokens),
                 adapter=model.adapter,
                 every_token=isinstance(body, CompletionBody) and bool(body.return_token_ids),
             )

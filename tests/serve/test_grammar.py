@@ -58,8 +58,8 @@ def row(engine: Any, grammar: Any, seed: int, temperature: float = 1.0) -> Row:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 3.0])
 def test_every_reply_follows_the_schema(engine: Any, vocabulary: Vocabulary, temperature: float):
-    grammar = vocabulary.compile(PERSON)
-    rows = [row(engine, grammar.copy(), seed, temperature) for seed in range(4)]
+    grammar = vocabulary.compile(PERSON, 200)
+    rows = [row(engine, grammar.copy(200), seed, temperature) for seed in range(4)]
     for text in decode(engine, rows):
         person = json.loads(text)
         assert list(person) == ["name", "age", "likes"] and len(person["name"]) <= 5
@@ -67,10 +67,10 @@ def test_every_reply_follows_the_schema(engine: Any, vocabulary: Vocabulary, tem
 
 
 def test_batched_is_alone_and_neighbours_keep_their_replies(engine: Any, vocabulary: Vocabulary):
-    grammar = vocabulary.compile(PERSON)
+    grammar = vocabulary.compile(PERSON, 200)
 
     def rows() -> list[Row]:
-        return [row(engine, grammar.copy() if seed % 2 else None, seed) for seed in range(5)]
+        return [row(engine, grammar.copy(200) if seed % 2 else None, seed) for seed in range(5)]
 
     together = decode(engine, rows())
     assert together == [decode(engine, [one])[0] for one in rows()]
@@ -78,7 +78,7 @@ def test_batched_is_alone_and_neighbours_keep_their_replies(engine: Any, vocabul
 
 
 def test_no_special_token_but_the_end_is_ever_allowed(engine: Any, vocabulary: Vocabulary):
-    grammar = vocabulary.compile({"type": "string"})
+    grammar = vocabulary.compile({"type": "string"}, 200)
     text = len(engine.tokenizer.tokens)
     for token in engine.tokenizer.encode('"a<|user_end|>"'):
         assert not grammar.allowed()[text:].any()
@@ -87,7 +87,7 @@ def test_no_special_token_but_the_end_is_ever_allowed(engine: Any, vocabulary: V
 
 
 def test_what_is_given_is_written_as_the_tokenizer_writes_it(engine: Any, vocabulary: Vocabulary):
-    grammar = vocabulary.compile({"const": "the other"})
+    grammar = vocabulary.compile({"const": "the other"}, 200)
     for token in engine.tokenizer.encode('"the other"'):  # " the" is one token, and not four of a byte each
         assert grammar.allowed().nonzero().tolist() == [[token]]
         grammar.accept(token)
@@ -101,7 +101,7 @@ def test_the_references_of_each_tool_lead_to_its_own_schema(engine: Any, vocabul
     schema = call_schema([("first", parameters("string")), ("second", parameters("integer"))])
     calls = [("first", '{"key":"a","more":{"key":"b"}}'), ("second", '{"key":1,"more":{"key":2}}')]
     for name, arguments in calls:
-        grammar = vocabulary.compile(schema, is_compact=True)
+        grammar = vocabulary.compile(schema, 200, is_compact=True)
         for token in engine.tokenizer.encode(f'{{"name":"{name}","arguments":{arguments}}}'):
             assert grammar.allowed()[token]
             grammar.accept(token)
@@ -130,13 +130,14 @@ HOSTILE = {
 def test_hostile_schemas_are_refused_in_a_line_and_a_moment(vocabulary: Vocabulary, name: str):
     began = time.process_time()  # of this process alone: the machine may be busy
     with pytest.raises(SchemaError) as refused:
-        vocabulary.compile(HOSTILE[name])
+        vocabulary.compile(HOSTILE[name], 200)
     assert time.process_time() - began < 1 and "\n" not in str(refused.value) and len(str(refused.value)) < 300
 
 
 def test_divisors_whose_product_is_small_are_followed(vocabulary: Vocabulary):
     prices = {name: {"type": "number", "multipleOf": step} for name, step in (("a", 0.01), ("b", 0.05), ("c", 250))}
-    grammar = vocabulary.compile({"type": "object", "properties": prices | {"d": {"type": "integer", "multipleOf": 7}}})
+    properties = prices | {"d": {"type": "integer", "multipleOf": 7}}
+    grammar = vocabulary.compile({"type": "object", "properties": properties}, 200)
     for token in vocabulary('{"d":'):
         grammar.accept(token)
     assert not grammar.error
@@ -168,7 +169,7 @@ for _ in range(99):
 )
 def test_what_is_wrong_with_a_schema_is_said_plainly(vocabulary: Vocabulary, schema: Any, words: str):
     with pytest.raises(SchemaError) as refused:
-        vocabulary.compile(schema)
+        vocabulary.compile(schema, 200)
     assert words in str(refused.value) and len(str(refused.value)) < 120
 
 
@@ -177,10 +178,11 @@ def test_a_grammar_that_fails_ends_its_request_alone(engine: Any, vocabulary: Vo
         error = ""
 
         def allowed(self) -> Any:
-            return vocabulary.compile({"type": "string"}).allowed()
+            return vocabulary.compile({"type": "string"}, 200).allowed()
 
-        def accept(self, token: int) -> None:
+        def accept(self, token: int) -> int:
             self.error = "too many items"
+            return token
 
     scheduler = Scheduler(engine, slots=2)
     scheduler.start()

@@ -267,10 +267,34 @@ def test_a_reply_follows_the_schema(client: Any, settings: dict[str, Any]):
     assert streamed == answer.choices[0].message.content
 
 
-def test_an_object_of_any_form(client: Any):
-    answer = chat(client, response_format={"type": "json_object"}, max_tokens=6, seed=1, temperature=1)
-    text = answer.choices[0].message.content
-    assert text.startswith("{") and answer.choices[0].finish_reason in ("length", "stop")
+@pytest.mark.parametrize("max_tokens", [6, 40, 10**6])  # the last is more than the context has room for
+def test_an_object_of_any_form_is_whole(client: Any, max_tokens: int):
+    settings = {"response_format": {"type": "json_object"}, "max_tokens": max_tokens, "seed": 1, "temperature": 1}
+    answer = chat(client, **settings)
+    assert isinstance(json.loads(answer.choices[0].message.content), dict)
+    assert answer.choices[0].finish_reason == "stop" and answer.usage.completion_tokens <= max_tokens
+    chunks = list(chat(client, stream=True, **settings))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == answer.choices[0].message.content and chunks[-1].choices[0].finish_reason == "stop"
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    age: int
+    notes: list[str]
+    friend: "Person | None"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_free_texts_are_parsed(client: Any, seed: int):
+    settings = {"model": MODEL, "messages": HELLO, "max_tokens": 120, "temperature": 1, "seed": seed}
+    answer = client.chat.completions.parse(response_format=Person, **settings)
+    assert isinstance(answer.choices[0].message.parsed, Person)
+    # Without `strict` a schema is open: further properties would be allowed.
+    schema = {key: value for key, value in Person.model_json_schema().items() if key != "additionalProperties"}
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    answer = chat(client, response_format=form, max_tokens=120, temperature=1, seed=seed).choices[0]
+    assert answer.finish_reason == "stop" and Person.model_validate_json(answer.message.content)
 
 
 def test_a_completion_follows_a_schema_too(client: Any):
@@ -325,10 +349,21 @@ def test_a_required_call_follows_the_tools_schema(client: Any, choice: Any):
     assert "".join(one.function.arguments for one in fragments) == whole.arguments
 
 
-def test_a_call_that_is_cut_off_says_so(client: Any):
-    answer = chat(client, tools=TOOLS[:1], tool_choice="required", max_tokens=30).choices[0]
-    assert answer.finish_reason == "length" and answer.message.tool_calls[0].function.name == "weather"
-    assert '{"city":"Rome"}'.startswith(answer.message.tool_calls[0].function.arguments[:2])
+def test_a_required_call_is_whole_however_few_tokens_it_has(client: Any):
+    note = tool("note", {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]})
+    settings = {"tools": [note], "tool_choice": "required", "temperature": 1}
+    with pytest.raises(openai.BadRequestError, match="takes 40 tokens, and 39 are left") as refused:
+        chat(client, **settings, max_tokens=39)
+    assert refused.value.param == "tools"
+    for max_tokens in (40, 60):
+        for seed in range(3):
+            answer = chat(client, **settings, max_tokens=max_tokens, seed=seed).choices[0]
+            arguments = json.loads(answer.message.tool_calls[0].function.arguments)
+            assert answer.finish_reason == "tool_calls" and isinstance(arguments["text"], str)
+            chunks = list(chat(client, **settings, max_tokens=max_tokens, seed=seed, stream=True))
+            calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+            assert json.loads("".join(call.function.arguments for call in calls)) == arguments
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
 def test_the_calculators_call_goes_to_the_client(client: Any, engine: Engine):
