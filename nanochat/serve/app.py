@@ -6,6 +6,8 @@
       app.py          the route reads the body (`read_limited`), at most 1 MiB
       schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked (responses.py: -> `ChatBody`)
       grammar.py      if the reply follows a JSON schema: schema -> which tokens may come next
+      bounds.py       so that each field of it gets its share of the tokens
+      closing.py      and the document ends before they do
       prompts.py      body -> token ids -> one `Request` per choice, submitted together
       scheduler.py    queues each request, then puts it into a slot of the running batch; its thread owns the device
       engine.py       decodes one token for all slots at once
