@@ -2,11 +2,11 @@
 
 python -m scripts.chat_cli
 
-python -m scripts.chat_cli -p "What is 47 + 38?"
+python -m scripts.chat_cli "What is 47 + 38?"
 
 echo "Tell me a story." | python -m scripts.chat_cli > story.txt
 
-python -m scripts.chat_cli -p "What is this about?" < story.txt
+python -m scripts.chat_cli "What is this about?" < story.txt
 
 Piped input is one message, however many lines it has. scripts/chat_batch.py replies to each line of a file.
 """
@@ -35,12 +35,13 @@ from nanochat.untrusted import CONTROL, printable
 
 @dataclass(frozen=True)
 class Config:
+    # Reply to this message and exit; piped input is appended to it. Default: a dialogue.
+    message: tyro.conf.Positional[tuple[str, ...]] = ()
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
-    # Reply to this text and exit; piped input is appended to it. Default: a dialogue.
-    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None
+    prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None  # the message, as a flag
     system: str = ""  # system message at the start of the conversation
     max_tokens: Positive = 256  # tokens of a reply
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
@@ -53,11 +54,14 @@ class Config:
 MOVED = decoding_flags.MOVED | dict.fromkeys(
     ("--in", "--out", "--slots"), "use python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
 )
-COMMANDS = ["/continue", "/new", "/save", "/quit"]
-HELP = (
-    "/continue goes on with a reply, /new starts a new conversation, /save FILE.jsonl keeps it to train on, "
-    "/quit or Ctrl-D leaves, Ctrl-C stops a reply"
-)
+COMMANDS = {
+    "/continue": "go on with a reply that was cut off or stopped",
+    "/new": "start a new conversation",
+    "/save FILE.jsonl": "append the conversation to a file to train on",
+    "/help": "show this list",
+    "/quit": "leave, as Ctrl-D does",
+}
+HINT = "/help lists what you can type, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
 
 
 def main(config: Config) -> None:
@@ -82,8 +86,11 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ one reply: to a flag, a pipe, or both
     on_terminal = sys.stdin is not None and sys.stdin.isatty()
-    if config.prompt is not None or not on_terminal:
-        parts = [config.prompt, None if on_terminal else piped_in()]
+    if config.message and config.prompt is not None:
+        raise UserError("--prompt: the message is there already, without a flag; leave one of them out")
+    prompt = " ".join(config.message) if config.message else config.prompt
+    if prompt is not None or not on_terminal:
+        parts = [prompt, None if on_terminal else piped_in()]
         text = replace_surrogates("\n".join(part.rstrip("\n") for part in parts if part))
         if chat.has_turns and not text.strip():
             raise UserError("--prompt: there is no message; name one, or pipe one in")
@@ -92,9 +99,9 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ a dialogue
-    session = line_editor(COMMANDS)
+    session = line_editor([command.split()[0] for command in COMMANDS])
     hint = "" if chat.has_turns else "type the beginning of a text; an empty line leaves, too; "
-    print(printable(f"{stage}: {meta['folder']}\n{hint}{HELP}"))
+    print(printable(f"{stage}: {meta['folder']}\n{hint}{HINT}"))
     while True:
         try:
             text = replace_surrogates(session.prompt("> "))
@@ -107,19 +114,37 @@ def main(config: Config) -> None:
                 chat.go_on()
             elif command.split(" ")[0] == "/save":
                 print(printable(chat.save(command.removeprefix("/save").strip())))
+            elif command == "/help":
+                print(help_text(chat.has_turns))
             elif text.startswith("/"):
-                print(printable(f"no such command as {text.split()[0]}: {HELP}; a space before it makes it a text"))
+                print(printable(f"no such command as {text.split()[0]}: {HINT}; a space before it makes it a text"))
             elif text.strip() or not chat.has_turns:
                 chat.send(text)
         except UserError as error:  # the next message may work
             print(printable(f"error: {error}"))
         except KeyboardInterrupt:
-            print(HELP)
+            print(HINT)
         except EOFError:
             return
 
 
 # ---------------------------------------------------------------------- the terminal
+
+
+def help_text(has_turns: bool) -> str:
+    """What a person may type in a dialogue, one thing a line."""
+    if has_turns:
+        lines = {"any text": "a message, to which the model replies"}
+    else:
+        lines = {"any text": "its beginning, which the model continues", "an empty line": "leave"}
+    lines |= COMMANDS | {
+        "Ctrl-C": "stop a reply",
+        "Up, Down": "earlier messages",
+        "Tab": "complete a command",
+        "a space, then /": "a text that begins with /",
+    }
+    width = max(map(len, lines))
+    return "\n".join(f"  {what:{width}}  {effect}" for what, effect in lines.items())
 
 
 def piped_in() -> str:

@@ -213,7 +213,7 @@ def test_a_stage_without_a_finished_step_is_passed_over(talk, sums):
 
 def test_a_reply_with_its_call(talk, sums):
     banner, reply, end = talk("What is 47 + 38?")
-    assert "/new" in banner and "/quit" in banner
+    assert "/help" in banner and "/quit" in banner
     assert (reply, end) == ("S= [47+38 -> 85] .\n", "")
 
 
@@ -448,11 +448,26 @@ def test_a_reply_that_was_cut_off_goes_on(talk, prompts):
     assert talk("x")[1] == "abc\n(cut off at the end of the context: /continue goes on)\n"
 
 
-@pytest.mark.parametrize("line", ["/help", "/frobnicate", "/quit now"])
-def test_other_commands_print_which_there_are(talk, sums, prompts, line):
-    banner, _, commands, *_ = talk("one", line, "two")
-    assert commands.count("\n") == 1 and "/new" in commands and "/quit" in commands and "/quit" in banner
+@pytest.mark.parametrize("line", ["/frobnicate", "/quit now"])
+def test_other_commands_name_the_one_that_helps(talk, sums, prompts, line):
+    banner, _, answer, *_ = talk("one", line, "two")
+    assert answer.count("\n") == 1 and line.split()[0] in answer and "/help" in answer and "/help" in banner
     assert "one" in TOKENIZER.decode(prompts[1]["prompt"]) and len(prompts) == 2
+
+
+def test_help_lists_what_one_can_type(talk, sums, prompts):
+    _, _, answer, *_ = talk("one", "/help", "two")
+    lines = answer.strip("\n").split("\n")
+    listed = [re.split(" {2,}", line.strip(), maxsplit=1) for line in lines]
+    assert {"/continue", "/new", "/save FILE.jsonl", "/help", "/quit", "Ctrl-C", "any text"} <= {
+        what for what, _ in listed
+    }
+    assert all(effect for _, effect in listed) and max(map(len, lines)) < 80
+    assert "one" in TOKENIZER.decode(prompts[1]["prompt"]) and len(prompts) == 2  # the conversation goes on
+
+
+def test_help_of_a_base_model_says_that_texts_are_continued():
+    assert "continues" in chat_cli.help_text(has_turns=False) and "replies" in chat_cli.help_text(has_turns=True)
 
 
 # ---------------------------------------------------------------------- Ctrl-C
@@ -497,6 +512,25 @@ def test_a_pipe_is_one_message_and_the_reply_is_text_alone(capsys, monkeypatch, 
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("NO_COLOR", "1")
     assert one_shot(capsys, "-p", "x") == ("S= [47+38 -> 85] .\n", "")
+
+
+@pytest.mark.parametrize(
+    "words", [["What is 2+2?"], ["What", "is", "2+2?"], ["--stats", "What is 2+2?"], ["-p", "What is 2+2?"]]
+)
+def test_a_message_needs_no_flag(capsys, monkeypatch, sums, prompts, words):
+    monkeypatch.setattr(sys, "stdin", Terminal("never read"))
+    assert one_shot(capsys, *words)[0] == "S=.\n"
+    assert TOKENIZER.decode(prompts[0]["prompt"]).startswith("<|bos|><|user_start|>What is 2+2?<|user_end|>")
+
+
+def test_a_message_twice_is_refused(capsys, sums, prompts):
+    with pytest.raises(SystemExit) as leaving:
+        run("one", "-p", "two")
+    assert leaving.value.code == 1 and not prompts
+    assert (
+        capsys.readouterr().err
+        == "error: --prompt: the message is there already, without a flag; leave one of them out\n"
+    )
 
 
 def test_what_is_piped_in_follows_the_prompt(capsys, monkeypatch, sums, prompts):
