@@ -36,7 +36,7 @@ from nanochat.untrusted import CONTROL, printable
 @dataclass(frozen=True)
 class Config:
     # Reply to this message and exit; piped input is appended to it. Default: a dialogue.
-    message: tyro.conf.Positional[tuple[str, ...]] = ()
+    message: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MESSAGE ...]")] = ()
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
     step: int | None = None  # default: the newest
