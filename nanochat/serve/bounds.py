@@ -48,7 +48,7 @@ def bounded(schema: Any, max_tokens: int) -> Any:
     scattered = scattered or any(name in part for part in objects for name in MORE_PROPERTIES)
     for part in objects:
         required = part.get("required", [])
-        is_listed = isinstance(required, list) and all(name in part["properties"] for name in required)
+        is_listed = isinstance(required, list) and all(name in list(part["properties"]) for name in required)
         if part["properties"] and is_listed and not scattered:
             part.setdefault("additionalProperties", False)
     return schema
@@ -78,4 +78,4 @@ def _has_type(part: dict[str, Any], name: str) -> bool:
 
 def _count(part: dict[str, Any], name: str) -> int:
     value = part.get(name)
-    return int(value) if isinstance(value, int | float) else 0
+    return value if isinstance(value, int) else 0

@@ -170,8 +170,7 @@ def hints_of(schema_parts: Iterable[dict[str, Any]]) -> list[str]:
         pattern, divisor, minimum = part.get("pattern"), part.get("multipleOf"), part.get("minimum", 1)
         if isinstance(pattern, str):
             hints += [run.replace("\\", "") for run in re.findall(r"(?:[\w @/:-]|\\\W)+", pattern)]
-        if part.get("format") in EXAMPLES:
-            hints.append(EXAMPLES[part["format"]])
+        hints += [text for name, text in EXAMPLES.items() if name == part.get("format")]
         if isinstance(divisor, int) and isinstance(minimum, int) and divisor > 0:
             hints.append(str(max(-(-minimum // divisor), 1) * divisor))  # the smallest multiple
     return hints

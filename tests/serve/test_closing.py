@@ -1,5 +1,6 @@
 """A reply under a schema always ends by itself, as a valid document, however few tokens it has."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 
 from nanochat.engine import NewToken, Row, Slots
 from nanochat.sampling import SamplingParams
-from nanochat.serve.bounds import LEAST_CHARACTERS, bounded
+from nanochat.serve.bounds import LEAST_CHARACTERS, bounded, parts_of
+from nanochat.serve.closing import hints_of
 from nanochat.serve.grammar import Grammar, SchemaError, Vocabulary
 
 
@@ -200,3 +202,16 @@ def test_the_first_text_leaves_tokens_for_the_others(vocabulary: Vocabulary):
     for token in vocabulary('{"a":"' + "the" * (64 // 2 * 4 // 3) + "th"):
         assert grammar.accept(token) == token
     assert grammar.allowed().nonzero().tolist() == [[vocabulary('"')[0]]]
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, -1, 0.5, float("nan"), 10**400, "x", [], [[1]], [{}], {}, {"a": 1}], ids=repr
+)
+def test_odd_values_of_keywords_are_refused_in_a_line_or_followed(vocabulary: Vocabulary, value: Any):
+    names = "type properties required items minLength maxItems minItems prefixItems format pattern multipleOf minimum"
+    for name in [*names.split(), "anyOf", "additionalProperties", "$defs", "enum", "maxLength"]:
+        schema = {**record(a=TEXT, b={**TEXT, name: value}), name: value}
+        bounded(schema, 100)
+        hints_of(parts_of(schema))
+    with contextlib.suppress(SchemaError):
+        vocabulary.compile(record(a=TEXT, b={"type": "string", "minLength": value, "format": value}), 100)
