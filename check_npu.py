@@ -989,7 +989,9 @@ def full(requested: str, machine: Machine, root: Path, out: Path, is_small: bool
     except OSError as error:
         print(f"FAIL full: {out}: {error.strerror}\n     fix: --out names a file that can be written", flush=True)
         return 1
-    report = full_report.FullReport(out, about, lambda text: fix_for(text, kind, machine.cann_environment))
+    report = full_report.FullReport(
+        out, about, lambda text: fix_for(text, kind, machine.cann_environment), is_accelerator=kind != "cpu"
+    )
     checks = [sys.executable, str(Path(__file__).resolve()), "--device", kind, "--root", str(root)]
     return full_report.run_parts(report, kind, checks, works=f"{kind} devices", is_small=is_small)
 

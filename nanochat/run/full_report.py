@@ -53,21 +53,34 @@ class Doubt:
 
     text: str
     lines: tuple[str, ...]  # beginnings of names
+    parts: tuple[str, ...]  # which write these lines
+    figure: str = ""  # that each of the lines must have measured
 
 
 # docs/ascend.md has the same names in a table, with the reason for each doubt.
 DOUBTS = (
-    Doubt("the card's operators compute what a CPU computes", ("matrix product", "attention", "probe")),
-    Doubt("a step that is not finite changes nothing", ("skipped step",)),
-    Doubt("tokens decoded by single launches are those of a CPU", ("eager",)),
-    Doubt("launches are recorded and replayed, with the same tokens", ("recorded",)),
-    Doubt("decoding again takes no more memory", ("decoding memory",)),
-    Doubt("these operators are as fast as their bytes", ("cache write", "top", "NF4", "cumulative", "embedding")),
-    Doubt("a packed row may have this many documents", ("documents",)),
-    Doubt("speed, its share of the peak, and the count of memory", ("train depth",)),
-    Doubt("the devices of one host find each other, and uneven exchanges arrive", ("all-reduce", "two ranks")),
-    Doubt("the profiler records the card", ("profile",)),
-)
+    Doubt(
+        "the card's operators compute what a CPU computes", ("matrix product", "attention", "probe"), (FIRST, "probe")
+    ),
+    Doubt("a step that is not finite changes nothing", ("skipped step",), (FIRST,)),
+    Doubt("tokens decoded by single launches are those of a CPU", ("eager",), ("decode",)),
+    Doubt("launches are recorded and replayed, with the same tokens", ("recorded",), ("decode",)),
+    Doubt("decoding again takes no more memory", ("decoding memory",), ("decode",)),
+    Doubt(
+        "these operators take at most 3 times as long as a copy of their bytes",
+        ("cache write", "top", "NF4", "cumulative", "embedding"), ("operators",), figure="times_copy",
+    ),
+    Doubt("a packed row may have this many documents", ("documents",), ("operators",)),
+    Doubt(
+        "a step reaches 10% of the peak, and its memory is the count", ("train depth",),
+        ("train depth 12", "train depth 20"), figure="mfu",
+    ),
+    Doubt(
+        "the devices of one host find each other, and uneven exchanges arrive", ("all-reduce", "two ranks"),
+        (FIRST, "two ranks"),
+    ),
+    Doubt("the profiler records the card", ("profile",), ("profile",)),
+)  # fmt: skip
 
 
 def add_line(file: Path, line: Line) -> None:
@@ -89,13 +102,16 @@ class FullReport:
     """The lines of all parts, printed as they arrive, and the file that holds them.
 
     `about` are further entries of the file, such as the versions. `fix_for` knows the fix of an error by its text.
+    `is_accelerator`: what passes on a CPU settles nothing.
     """
 
-    def __init__(self, out: Path, about: Mapping[str, Any], fix_for: Callable[[str], str | None]):
+    def __init__(self, out: Path, about: Mapping[str, Any], fix_for: Callable[[str], str | None], is_accelerator: bool):
         self.out = out
         self.about = about
         self.fix_for = fix_for
+        self.is_accelerator = is_accelerator
         self.lines: list[Line] = []
+        self.ended: dict[str, str] = {}  # the parts that did not reach their end, and why
         self.seconds: dict[str, float] = {}  # of each part
         self.began = time.monotonic()
 
@@ -127,10 +143,11 @@ class FullReport:
                 reason = f"stopped: no end within {limit:g} s"
             elif process.returncode < 0:
                 reason = f"ended by signal {-process.returncode}"
-            elif process.returncode and not self._has_failed(part):  # the checks end with 1 after a FAIL
+            elif process.returncode and not (part == FIRST and self._has_failed(part)):  # they end with 1 after a FAIL
                 reason = f"ended with exit code {process.returncode}"
             if reason:
-                self._add(Line(part, "FAIL", reason, traceback=tail_of(output), part=part))
+                self.ended[part] = reason
+                self._add(Line(f"part {part}", "FAIL", reason, traceback=tail_of(output), part=part))
         self.seconds[part] = round(time.monotonic() - began, 1)
         self.write()
         return [line for line in self.lines if line.part == part]
@@ -139,7 +156,7 @@ class FullReport:
         return any(line.part == part and line.outcome == "FAIL" for line in self.lines)
 
     def skip(self, part: str, reason: str) -> None:
-        self._add(Line(part, "SKIP", reason, part=part))
+        self._add(Line(f"part {part}", "SKIP", reason, part=part))
 
     def _show(self, part: str, record: Path, shown: int) -> int:
         """Print the lines that are new in a part's file; returns how many it has."""
@@ -161,13 +178,14 @@ class FullReport:
 
     # ------------------------------------------------------------------ the end
 
-    def finish(self, is_accelerator: bool) -> int:
+    def finish(self) -> int:
         """Print what the lines settle, and write the file; returns the exit code."""
         print("== what this settles of docs/ascend.md")
-        if not is_accelerator:
+        if not self.is_accelerator:
             print("nothing: a CPU only shows that the command works; run it on the card")
-        for doubt in DOUBTS if is_accelerator else ():
-            print(f"{self.verdict(doubt):7} {doubt.text} ({', '.join(doubt.lines)})")
+        for doubt in DOUBTS if self.is_accelerator else ():
+            verdict, colon, reason = self.verdict(doubt).partition(": ")
+            print(f"{verdict:7} {doubt.text} ({', '.join(doubt.lines)}){colon}{reason}")
         counts = {outcome: sum(line.outcome == outcome for line in self.lines) for outcome in OUTCOMES}
         seconds = time.monotonic() - self.began
         print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in {seconds:.0f} s")
@@ -176,14 +194,20 @@ class FullReport:
         return 1 if counts["FAIL"] else 0
 
     def verdict(self, doubt: Doubt) -> str:
-        """settled (all of its lines passed), wrong (one failed), or open (one is missing or was skipped)."""
-        outcomes = set()
+        """settled (all of its lines passed), wrong (one failed), or open, with the reason after a colon."""
+        reasons = [f"{part} {self.ended[part]}" for part in doubt.parts if part in self.ended]
         for name in doubt.lines:
-            found = {line.outcome for line in self.lines if line.name.startswith(name)}
-            outcomes |= found or {"SKIP"}
-        if "FAIL" in outcomes:
-            return "wrong"
-        return "open" if "SKIP" in outcomes else "settled"
+            found = [line for line in self.lines if line.name.startswith(name)]
+            if any(line.outcome == "FAIL" for line in found):
+                return "wrong"
+            if not found:
+                reasons.append(f"no line `{name}`")
+            for line in found:
+                if line.outcome == "SKIP":
+                    reasons.append(f"{line.name} was skipped")
+                elif doubt.figure and doubt.figure not in line.figures:
+                    reasons.append(f"{line.name} has no {doubt.figure}")
+        return f"open: {'; '.join(reasons)}" if reasons else "settled"
 
     def write(self) -> None:
         """Write the file as a whole: a reader never sees half of one."""
@@ -192,7 +216,7 @@ class FullReport:
             "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **self.about,
             "seconds": {**self.seconds, "all": round(time.monotonic() - self.began, 1)},
-            "settles": {doubt.text: self.verdict(doubt) for doubt in DOUBTS},
+            "settles": {doubt.text: self.verdict(doubt) for doubt in DOUBTS} if self.is_accelerator else {},
             "lines": [asdict(line) for line in self.lines],
         }
         text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -246,4 +270,4 @@ def run_parts(report: FullReport, kind: str, first: Sequence[str], works: str, i
             continue
         command = [sys.executable, "-m", "nanochat.run.full_check", part, "--device", kind]
         report.run(part, [*command, "--small"] if is_small else command, limit)
-    return report.finish(is_accelerator=kind != "cpu")
+    return report.finish()

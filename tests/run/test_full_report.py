@@ -5,6 +5,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ def part(name: str = "", outcome: str = "PASS", then: str = "") -> list[str]:
 
 
 def new_report(tmp_path: Path, **about: Any) -> FullReport:
-    return FullReport(tmp_path / "report.json", about, lambda text: "a known fix" if "507035" in text else None)
+    fix = lambda text: "a known fix" if "507035" in text else None  # noqa: E731
+    return FullReport(tmp_path / "report.json", about, fix, is_accelerator=True)
 
 
 def test_a_part_that_hangs_loses_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -46,11 +48,11 @@ def test_a_part_that_hangs_loses_nothing_else(tmp_path: Path, capsys: pytest.Cap
     report.run("one", part("first", "PASS", hang), limit=4)
     assert time.monotonic() - began < 30
     report.run("two", part("second"), limit=60)
-    assert report.finish(is_accelerator=False) == 1
+    assert report.finish() == 1
     assert not is_running(int(child.read_text()))
     lines = json.loads((tmp_path / "report.json").read_text())["lines"]
     assert [(line["part"], line["name"], line["outcome"]) for line in lines] == [
-        ("one", "first", "PASS"), ("one", "one", "FAIL"), ("two", "second", "PASS"),
+        ("one", "first", "PASS"), ("one", "part one", "FAIL"), ("two", "second", "PASS"),
     ]  # fmt: skip
     assert lines[1]["detail"] == "stopped: no end within 4 s" and "the last thing" in lines[1]["traceback"]
     assert "2 passed, 1 failed, 0 skipped" in capsys.readouterr().out
@@ -62,6 +64,7 @@ def test_a_part_that_hangs_loses_nothing_else(tmp_path: Path, capsys: pytest.Cap
         (part(then="import os; os.kill(os.getpid(), 11)"), "ended by signal 11", "send the report"),
         (part(then="raise SystemExit('error code is 507035')"), "ended with exit code 1", "a known fix"),
         (part("passed", then="sys.exit(3)"), "ended with exit code 3", "send the report"),
+        (part("failed", "FAIL", then="sys.exit(1)"), "ended with exit code 1", "send the report"),
     ],
 )
 def test_a_part_that_crashes_is_a_line(tmp_path: Path, command: list[str], detail: str, fix: str):
@@ -88,13 +91,52 @@ def test_what_a_line_settles(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     report.lines += [Line("recorded float32", "PASS", ""), Line("recorded bfloat16", "FAIL", "")]
     verdicts = {doubt.lines[0]: report.verdict(doubt) for doubt in DOUBTS}
     assert verdicts["skipped step"] == verdicts["profile"] == "settled"
-    assert verdicts["matrix product"] == "open"  # nobody ran the product
-    assert verdicts["recorded"] == "wrong" and verdicts["eager"] == "open"
+    assert verdicts["matrix product"] == "open: no line `matrix product`"
+    assert verdicts["recorded"] == "wrong" and verdicts["eager"] == "open: no line `eager`"
     report.lines.append(Line("matrix product", "PASS", ""))
-    report.finish(is_accelerator=True)
+    report.finish()
     out = capsys.readouterr().out
     assert "settled the card's operators compute what a CPU computes" in out and "report.json to an issue" in out
     assert json.loads(report.out.read_text())["settles"][DOUBTS[0].text] == "settled"
+
+
+def test_a_figure_that_no_line_measured_settles_nothing(tmp_path: Path):
+    """Right results say nothing about speed."""
+    report = new_report(tmp_path)
+    (doubt,) = (doubt for doubt in DOUBTS if doubt.figure == "times_copy")
+    lines = [Line(name, "PASS", "", figures={"times_copy": 1.5}) for name in doubt.lines]
+    report.lines += lines
+    assert report.verdict(doubt) == "settled"
+    lines[1].figures = {"ms": 2.0}
+    assert report.verdict(doubt) == "open: top has no times_copy"
+
+
+def test_a_part_that_ends_badly_settles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Also what has passed before: the lines that would have come later are missing."""
+    report = new_report(tmp_path)
+    report.run("decode", part("eager float32", then="import os; os.kill(os.getpid(), 11)"), limit=60)
+    report.run("two ranks", part("skipped step"), limit=60)
+    report.finish()
+    out = capsys.readouterr().out
+    settles = json.loads(report.out.read_text())["settles"]
+    verdicts = {doubt.lines[0]: settles[doubt.text] for doubt in DOUBTS}
+    assert verdicts["eager"] == "open: decode ended by signal 11"
+    assert verdicts["recorded"] == "open: decode ended by signal 11; no line `recorded`"
+    assert verdicts["skipped step"] == "settled"
+    assert "(eager): decode ended by signal 11" in out
+
+
+def test_every_doubt_is_about_parts_that_exist():
+    assert {part for doubt in DOUBTS for part in doubt.parts} == set(full_report.PARTS)
+
+
+def test_a_cpu_settles_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The file says what the terminal says."""
+    report = FullReport(tmp_path / "report.json", {}, lambda text: None, is_accelerator=False)
+    report.run("checks", part("skipped step"), limit=60)
+    report.finish()
+    assert "nothing: a CPU only shows" in capsys.readouterr().out
+    assert json.loads(report.out.read_text())["settles"] == {}
 
 
 def test_no_secret_and_no_account_leaves_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -138,7 +180,43 @@ def test_an_operator_with_another_result_fails():
     results = iter((torch.ones(4), *[torch.ones(4)] * full_check.REPEATS, torch.tensor([1.0, 1.0, 1.0, 1.1])))
     operator = Operator("planted", lambda device: lambda: next(results), 0.01, 32.0)
     with pytest.raises(Wrong, match="4.9e-02 of the norm"):
-        full_check.time_operator("cpu", operator)
+        full_check.time_operator("cpu", operator, judges_speed=False)
+
+
+def test_an_operator_that_is_slower_than_its_bytes_fails():
+    def slow() -> torch.Tensor:
+        time.sleep(0.02)
+        return torch.ones(4)
+
+    operator = Operator("planted", lambda device: slow, 0.0, 1024.0)
+    with pytest.raises(Wrong, match=r"[\d.]+ times a copy of as many bytes .*, more than 3 times"):
+        full_check.time_operator("cpu", operator, judges_speed=True)
+    # A small size is not judged, and neither is attention, whose products take the time.
+    assert "times_copy" not in full_check.time_operator("cpu", operator, judges_speed=False).figures
+    attention = replace(operator, is_bound_by_bytes=False)
+    assert "times_copy" not in full_check.time_operator("cpu", attention, judges_speed=True).figures
+
+
+def test_an_operator_that_is_as_fast_as_its_bytes_passes():
+    """It moves an eighth of the bytes that it claims: a busy machine does not matter."""
+    numbers = torch.ones(1 << 21)
+    operator = Operator("planted", lambda device: numbers.clone, 0.0, 8.0 * 8 * (1 << 21))
+    assert 0 < full_check.time_operator("cpu", operator, judges_speed=True).figures["times_copy"] < 3
+
+
+@pytest.mark.parametrize(("mfu", "is_wrong"), [(0.02, True), (0.3, False), (None, False)])
+def test_a_step_below_a_tenth_of_the_peak_fails(mfu: float | None, is_wrong: bool, monkeypatch: pytest.MonkeyPatch):
+    def bench(command: list[str]) -> str:
+        (file,) = (word.partition("=")[2] for word in command if word.startswith("--json="))
+        Path(file).write_text(json.dumps({"tokens_per_second": 9.0, "peak_memory_bytes": 1 << 30, "mfu": mfu}))
+        return ""
+
+    monkeypatch.setattr(full_check, "run_command", bench)
+    if is_wrong:
+        with pytest.raises(Wrong, match="2.0% of the nominal peak.* below 10% of the peak"):
+            full_check.train_steps("cpu", full_check.CARD)
+    else:
+        assert ("mfu" in full_check.train_steps("cpu", full_check.CARD).figures) == (mfu is not None)
 
 
 def test_other_tokens_fail():
@@ -222,12 +300,13 @@ def test_the_whole_report_on_a_cpu(tmp_path: Path):
     assert "hidden" not in text and report["environment"]["OMP_NUM_THREADS"] == "1"
     assert report["versions"]["torch"] and report["commit"] and report["vendor_tool"]["output"]
     assert {line["part"] for line in report["lines"]} == set(full_report.PARTS)
+    assert report["settles"] == {}
     assert set(report["seconds"]) == {*full_report.PARTS, "all"}
     for name in (beginning for doubt in DOUBTS for beginning in doubt.lines):
         assert any(line.startswith(name) for line in lines), name
     skipped = {name for name, line in lines.items() if line["outcome"] == "SKIP" and line["part"] != "checks"}
     assert skipped == {"recorded float32", "recorded bfloat16", "decoding memory", "train depth 20"}
-    assert lines["train depth 12"]["figures"]["tokens_per_second"] > 0
+    assert lines["train depth 4"]["figures"]["tokens_per_second"] > 0
     assert lines["eager float32"]["figures"]["token_ms"] > 0
     assert lines["two ranks: all_to_all"]["detail"] == "rows [0, 3] and [5, 1] arrive"
     assert "aten::" in lines["profile"]["table"] and SMALL.depth == 4
