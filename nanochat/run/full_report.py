@@ -10,6 +10,7 @@ import datetime
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -246,13 +247,36 @@ def end_session(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
+SECRET = r"(?i:key|token(?!s|izer)|secret|pass|auth|cred)"
+
+
 def environment(prefixes: Sequence[str], variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables that begin so, without those that may hold a secret."""
+    """The variables that begin so, without those that hold a secret, and with `...` for a secret within a value."""
     kept = {}
     for name, value in sorted(variables.items()):
         if name.startswith(tuple(prefixes)) and not re.search(r"TOKEN|SECRET|PASS|KEY|AUTH|CRED", name):
-            kept[name] = re.sub(r"//[^/@\s]*@", "//...@", value)  # a password in an address
+            value = re.sub(r"//\S*@", "//...@", value)  # a password in an address
+            value = re.sub(rf"([?&][^=&\s]*{SECRET}[^=&\s]*=)[^&\s]*", r"\1...", value)
+            kept[name] = mask_flags(value) if "--" in value else value
     return kept
+
+
+def mask_flags(flags: str) -> str:
+    """A command line, as NANOCHAT_CHAT_WEB has one, with `...` for the values of flags that take a secret."""
+    try:
+        words = shlex.split(flags)
+    except ValueError:  # a quotation mark without its second: it is unknown where a value ends
+        return "..."
+    shown = []
+    is_secret = False
+    for word in words:
+        if word.startswith("--"):
+            flag, equals, _ = word.partition("=")
+            is_secret = re.search(SECRET, flag) is not None
+            shown.append(f"{flag}=..." if is_secret and equals else word)
+        else:
+            shown.append("..." if is_secret else word)
+    return shlex.join(shown)
 
 
 def run_parts(report: FullReport, kind: str, first: Sequence[str], works: str, is_small: bool = False) -> int:

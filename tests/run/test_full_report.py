@@ -154,6 +154,25 @@ def test_no_secret_and_no_account_leaves_the_machine(tmp_path: Path, monkeypatch
     assert "somebody" not in text and "~/nanochat/gpt.py" in text
 
 
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("--api_key hunter2", "--api_key ..."),
+        ("--port 8000 --api-key=hunter2 --host '::'", "--port 8000 --api-key=... --host ::"),
+        ("--api_key 'hunter2 and hunter2' --port 1", "--api_key ... --port 1"),
+        ("--passwords hunter2 hunter2 --port 1", "--passwords ... ... --port 1"),
+        ("--API_Token 'hunter2", "..."),
+        ("--max_tokens 16 --tokenizer small", "--max_tokens 16 --tokenizer small"),
+        ("--hub https://me:hunter2@host/x", "--hub https://...@host/x"),
+        ("http://me:hun/ter2@hunter2@host", "http://...@host"),
+        ("https://host/x?a=1&access_token=hunter2&b=2", "https://host/x?a=1&access_token=...&b=2"),
+        ("/data/it's", "/data/it's"),
+    ],
+)
+def test_a_secret_within_a_value_is_masked(value: str, shown: str):
+    assert environment(("NANOCHAT",), {"NANOCHAT_CHAT_WEB": value}) == {"NANOCHAT_CHAT_WEB": shown}
+
+
 # ---------------------------------------------------------------------- the checks find what is wrong
 
 
