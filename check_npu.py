@@ -13,6 +13,7 @@ install, one `key value` per line.
 """
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import json
@@ -984,16 +985,19 @@ def full(requested: str, machine: Machine, root: Path, out: Path, is_small: bool
         },
         "environment": full_report.environment((*VARIABLES[kind], *SHARED_VARIABLES), os.environ),
     }
-    try:
-        out.touch()  # before ten minutes of work
-    except OSError as error:
-        print(f"FAIL full: {out}: {error.strerror}\n     fix: --out names a file that can be written", flush=True)
-        return 1
     report = full_report.FullReport(
         out, about, lambda text: fix_for(text, kind, machine.cann_environment), is_accelerator=kind != "cpu"
     )
+    try:  # before ten minutes of work
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        report.write()
+    except OSError as error:
+        print(f"FAIL full: {out}: {error.strerror}\n     fix: --out names a file that can be written", flush=True)
+        return 1
     checks = [sys.executable, str(Path(__file__).resolve()), "--device", kind, "--root", str(root)]
-    return full_report.run_parts(report, kind, checks, works=f"{kind} devices", is_small=is_small)
+    with full_report.stoppable():
+        return full_report.run_parts(report, kind, checks, works=f"{kind} devices", is_small=is_small)
 
 
 def skip_because(reason: str) -> Callable[..., str]:

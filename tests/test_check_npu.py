@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -606,9 +607,47 @@ def test_the_full_report_needs_the_project_and_a_file(
     """Both are said before ten minutes of work."""
     assert check_npu.main(["--full", "--device", "cpu", "--out", str(tmp_path / "none" / "report.json")]) == 1
     assert "--out names a file that can be written" in capsys.readouterr().out
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert check_npu.main(["--full", "--device", "cpu", "--out", str(folder)]) == 1
+    assert capsys.readouterr().out.startswith(f"FAIL full: {folder}: Is a directory\n")
+    assert list(tmp_path.iterdir()) == [folder]
     monkeypatch.setattr(check_npu, "ROOT", tmp_path)
     assert check_npu.main(["--full", "--device", "cpu"]) == 1
     assert "run this file in its folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_full_report_that_is_stopped_ends_its_part_and_keeps_its_lines(tmp_path: Path, number: signal.Signals):
+    """The part is in a session of its own, which no signal of a terminal or a service manager reaches."""
+    out = tmp_path / "report.json"
+    hang = tmp_path / "sitecustomize.py"  # Python runs it at its start: the process of the checks hangs there
+    hang.write_text(
+        "import os, sys, time\n"
+        "if '--record' in sys.orig_argv:\n"
+        "    record = sys.orig_argv[-1]\n"
+        '    open(record, \'a\').write(\'{"name": "first", "outcome": "PASS", "detail": "x"}\\n\')\n'
+        f"    open({str(tmp_path / 'part')!r}, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "check_npu.py"), "--device", "cpu", "--full", "--out", str(out)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests may run under nohup
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("PASS first"):
+            break
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in text
+    assert not is_running(int((tmp_path / "part").read_text()))
+    lines = json.loads(out.read_text())["lines"]
+    assert [(line["name"], line["outcome"], line["detail"]) for line in lines] == [
+        ("first", "PASS", "x"), ("part checks", "FAIL", "interrupted"),
+    ]  # fmt: skip
+    assert [path.name for path in tmp_path.glob("report*")] == ["report.json"]
 
 
 def test_an_npu_that_is_not_there_fails_with_fixes(

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -120,7 +120,7 @@ class FullReport:
 
     def run(self, part: str, command: Sequence[str], limit: float) -> list[Line]:
         """Run a part for at most `limit` seconds; returns its lines. What goes wrong is a line too."""
-        print(f"== {part} (at most {limit:g} s)", flush=True)
+        say(f"== {part} (at most {limit:g} s)")
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+", errors="replace") as output:
             record = Path(folder) / "lines.jsonl"
@@ -131,16 +131,21 @@ class FullReport:
             )  # fmt: skip
             shown = 0
             is_late = False
+            interrupted: BaseException | None = None
             try:
                 while process.poll() is None and not is_late:
                     time.sleep(0.2)
                     shown = self._show(part, record, shown)
                     is_late = time.monotonic() - began > limit
+            except (KeyboardInterrupt, SystemExit) as error:  # SystemExit: from a signal (`stoppable`)
+                interrupted = error
             finally:
                 end_session(process)
             shown = self._show(part, record, shown)
             reason = ""
-            if is_late:
+            if interrupted:
+                reason = "interrupted"
+            elif is_late:
                 reason = f"stopped: no end within {limit:g} s"
             elif process.returncode < 0:
                 reason = f"ended by signal {-process.returncode}"
@@ -151,6 +156,9 @@ class FullReport:
                 self._add(Line(f"part {part}", "FAIL", reason, traceback=tail_of(output), part=part))
         self.seconds[part] = round(time.monotonic() - began, 1)
         self.write()
+        if interrupted:
+            say(f"interrupted; the lines until now are in {self.out}")
+            raise interrupted
         return [line for line in self.lines if line.part == part]
 
     def _has_failed(self, part: str) -> bool:
@@ -171,26 +179,26 @@ class FullReport:
         if line.outcome == "FAIL" and not line.fix:
             line.fix = self.fix_for(line.traceback + line.detail) or "send the report: this line is what it is for"
         self.lines.append(line)
-        print(f"{line.outcome} {line.name}: {line.detail}", flush=True)
+        say(f"{line.outcome} {line.name}: {line.detail}")
         if line.outcome == "FAIL":
-            print(f"     fix: {line.fix}", flush=True)
+            say(f"     fix: {line.fix}")
         if line.table:
-            print(line.table, flush=True)
+            say(line.table)
 
     # ------------------------------------------------------------------ the end
 
     def finish(self) -> int:
         """Print what the lines settle, and write the file; returns the exit code."""
-        print("== what this settles of docs/ascend.md")
+        say("== what this settles of docs/ascend.md")
         if not self.is_accelerator:
-            print("nothing: a CPU only shows that the command works; run it on the card")
+            say("nothing: a CPU only shows that the command works; run it on the card")
         for doubt in DOUBTS if self.is_accelerator else ():
             verdict, colon, reason = self.verdict(doubt).partition(": ")
-            print(f"{verdict:7} {doubt.text} ({', '.join(doubt.lines)}){colon}{reason}")
+            say(f"{verdict:7} {doubt.text} ({', '.join(doubt.lines)}){colon}{reason}")
         counts = {outcome: sum(line.outcome == outcome for line in self.lines) for outcome in OUTCOMES}
         seconds = time.monotonic() - self.began
-        print(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in {seconds:.0f} s")
-        print(f"please send it, also if nothing failed: {SEND_TO.format(out=self.out)}", flush=True)
+        say(f"{counts['PASS']} passed, {counts['FAIL']} failed, {counts['SKIP']} skipped in {seconds:.0f} s")
+        say(f"please send it, also if nothing failed: {SEND_TO.format(out=self.out)}")
         self.write()
         return 1 if counts["FAIL"] else 0
 
@@ -237,14 +245,39 @@ def tail_of(output: IO[str]) -> str:
 
 def end_session(process: subprocess.Popen[Any]) -> None:
     """End a process and whatever it has started: a launcher needs a moment to stop its workers."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(ENDING_SECONDS)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_SECONDS)
+    finally:  # also after a second Ctrl-C, which does not wait
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP (a terminal that is closed) raise SystemExit here, so that a running part is ended too."""
+
+    def leave(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    # Under `nohup` a SIGHUP is ignored, and stays so.
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, leave) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    """Print a line; a terminal that was closed must not keep the report from being written."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 SECRET = r"(?i:key|token(?!s|izer)|secret|pass|auth|cred)"
