@@ -6,6 +6,7 @@ rehearsal are in test_scripts.py.
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -15,6 +16,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+import check_npu
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -185,6 +188,26 @@ def test_another_setting_is_rehearsed_again(speedrun, changed: str):
         (speedrun.folder / changed).write_text("another")
     assert parts(speedrun.run()[0], speedrun)[0] != []
     assert parts(speedrun.run()[0], speedrun)[0] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ACL_DEVICE", "ATB_HOME", "CLOSE_MATMUL_K_SHIFT", "CPU_AFFINITY_CONF", "HF_ENDPOINT", "INF_NAN_MODE_ENABLE",
+     "MULTI_STREAM_MEMORY_REUSE", "TE_PARALLEL_COMPILER"],
+)  # fmt: skip
+def test_another_variable_of_the_runtime_is_rehearsed_again(speedrun, name: str):
+    speedrun.environment.pop(name, None)
+    speedrun.run()
+    speedrun.environment[name] = "1"
+    assert parts(speedrun.run()[0], speedrun)[0] != []
+
+
+def test_the_variables_are_those_of_check_npu():
+    """speedrun_npu.sh is a shell script, so it has the list of check_npu.py once more."""
+    lists = re.findall(r"^  variables\+?='(.*)'$", Path(ROOT / "speedrun_npu.sh").read_text(), re.MULTILINE)
+    listed = set("".join(lists).split("|"))
+    reported = {*check_npu.SHARED_VARIABLES, *(name for names in check_npu.VARIABLES.values() for name in names)}
+    assert listed == reported | {"HF_"}
 
 
 def test_runs_of_minutes_do_not_rehearse_unless_they_are_asked_to(speedrun):
