@@ -69,7 +69,8 @@ class Recorder(Attendant):
     def _summary(self) -> str:
         step_ms = self.seconds / self.steps * 1e3
         memory = self.device.peak_memory() / 2**30
-        lines = [f"profile of {self.steps} steps on {self.device}: {step_ms:.2f} ms a step, peak {memory:.2f} GiB"]
+        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        lines = [f"profile of {steps} on {self.device}: {step_ms:.2f} ms a step, peak {memory:.2f} GiB"]
         if hasattr(self.profiler, "key_averages"):
             column = "self_cpu_time_total" if self.device.kind == "cpu" else "self_device_time_total"
             lines.append(self.profiler.key_averages().table(column, SHOWN, max_name_column_width=50))

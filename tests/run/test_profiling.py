@@ -152,7 +152,7 @@ def test_every_stage_has_it(start, script, stage, flags):  # noqa: F811
     call(script, *flags, "--source=base", "--num_iterations=2", "--profile=1")
     folder = start / "runs" / stage / "d1" / "profile"
     assert recorded(folder) == [1]
-    assert "profile of 1 steps " in (folder / "summary.txt").read_text()
+    assert "profile of 1 step on " in (folder / "summary.txt").read_text()
 
 
 def test_a_negative_number_of_steps(base, tokenizer, capsys):  # noqa: F811
