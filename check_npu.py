@@ -1020,6 +1020,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--all_reduce_worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.plan and options.full:
+        print("error: --plan and --full exclude each other: a plan measures nothing", file=sys.stderr)
+        return 2
     if options.all_reduce_worker:
         all_reduce_worker(options.device)
         return 0

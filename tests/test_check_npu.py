@@ -601,6 +601,12 @@ def test_a_copy_without_the_project_looks_around(tmp_path: Path):
     assert answer.stdout.splitlines()[-1].startswith("3 passed, 0 failed, 13 skipped")
 
 
+def test_a_plan_is_not_a_full_report(capsys: pytest.CaptureFixture[str]):
+    assert check_npu.main(["--plan", "--full"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "error: --plan and --full exclude each other: a plan measures nothing\n"
+
+
 def test_the_full_report_needs_the_project_and_a_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
