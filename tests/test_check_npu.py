@@ -801,6 +801,7 @@ def test_the_full_report_on_two_simulated_npus(tmp_path: Path):
     assert report["vendor_tool"]["output"] == A2 and report["versions"]["CANN"] == "9.1.0"
     assert report["environment"]["TASK_QUEUE_ENABLE"] and "~" in report["environment"]["ASCEND_HOME_PATH"]
     assert lines["recorded float32"]["figures"]["recordings"] >= 1
+    assert re.search(r" (1 recording|([2-9]|\d\d+) recordings) in ", lines["recorded float32"]["detail"])
     trained = lines["train depth 4"]["figures"]
     assert trained["peak_gib"] == pytest.approx(trained["counted_gib"], rel=0.05) and trained["counted_gib"] > 0.1
     verdicts = {doubt.lines[0]: report["settles"][doubt.text] for doubt in full_report.DOUBTS}

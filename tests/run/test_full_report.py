@@ -14,6 +14,7 @@ import torch
 from tiny import is_running
 
 from nanochat import device as devices
+from nanochat.cli import UserError
 from nanochat.run import full_check, full_report
 from nanochat.run.full_check import SMALL, Found, Operator, Skip, Wrong
 from nanochat.run.full_report import DOUBTS, FullReport, Line, environment, read_lines, run_parts
@@ -193,6 +194,26 @@ def test_an_error_is_a_line_with_its_traceback(tmp_path: Path):
     assert (a.outcome, a.detail) == ("FAIL", "KeyError: 'no such thing'") and "in broken" in a.traceback
     assert (b.outcome, b.detail, b.traceback, b.figures["ms"]) == ("FAIL", "7 of 8", "", 2.0)
     assert (c.outcome, d.outcome, d.figures["ms"]) == ("SKIP", "PASS", 3.0)
+
+
+def test_a_mistake_that_no_check_expects_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Such as a device that is gone. Only what a check asks about may be left out: bf16 and recordings."""
+
+    def refuse(kind: str, dtype: str) -> devices.Device:
+        if dtype != refused and refused != "all":
+            return started(kind, dtype)
+        raise UserError(f"--dtype {dtype}: refused")
+
+    started = devices.init
+    file = tmp_path / "lines"
+    assert not full_check.check(file, "graphs", full_check.compare_tokens, "cpu", 2, "float32", "on", {})
+    monkeypatch.setattr(full_check.devices, "init", refuse)
+    for refused in ("bfloat16", "all"):
+        full_check.check(file, refused, full_check.compare_tokens, "cpu", 2, "bfloat16", "off", {})
+    graphs, bfloat16, everything = read_lines(file)
+    assert (graphs.outcome, bfloat16.outcome, everything.outcome) == ("SKIP", "SKIP", "FAIL")
+    assert graphs.detail.startswith("--graphs on: ") and bfloat16.detail == "--dtype bfloat16: refused"
+    assert everything.detail == "UserError: --dtype float32: refused"
 
 
 def test_an_operator_with_another_result_fails():
