@@ -129,19 +129,18 @@ class FullReport:
                 [*command, "--record", str(record)],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
             )  # fmt: skip
-            shown = 0
             is_late = False
             interrupted: BaseException | None = None
             try:
                 while process.poll() is None and not is_late:
                     time.sleep(0.2)
-                    shown = self._show(part, record, shown)
+                    self._show(part, record)
                     is_late = time.monotonic() - began > limit
             except (KeyboardInterrupt, SystemExit) as error:  # SystemExit: from a signal (`stoppable`)
                 interrupted = error
             finally:
                 end_session(process)
-            shown = self._show(part, record, shown)
+            self._show(part, record)
             reason = ""
             if interrupted:
                 reason = "interrupted"
@@ -167,13 +166,13 @@ class FullReport:
     def skip(self, part: str, reason: str) -> None:
         self._add(Line(f"part {part}", "SKIP", reason, part=part))
 
-    def _show(self, part: str, record: Path, shown: int) -> int:
-        """Print the lines that are new in a part's file; returns how many it has."""
-        lines = read_lines(record)
-        for line in lines[shown:]:
+    def _show(self, part: str, record: Path) -> None:
+        """Print the lines that are new in a part's file."""
+        # Counted here, not by the caller: a signal may interrupt this in the middle of a line's printing.
+        shown = sum(line.part == part for line in self.lines)
+        for line in read_lines(record)[shown:]:
             line.part = part
             self._add(line)
-        return max(shown, len(lines))
 
     def _add(self, line: Line) -> None:
         if line.outcome == "FAIL" and not line.fix:
