@@ -132,14 +132,15 @@ class FullReport:
             is_late = False
             interrupted: BaseException | None = None
             try:
-                while process.poll() is None and not is_late:
-                    time.sleep(0.2)
-                    self._show(part, record)
-                    is_late = time.monotonic() - began > limit
+                try:
+                    while process.poll() is None and not is_late:
+                        time.sleep(0.2)
+                        self._show(part, record)
+                        is_late = time.monotonic() - began > limit
+                finally:
+                    end_session(process)
             except (KeyboardInterrupt, SystemExit) as error:  # SystemExit: from a signal (`stoppable`)
                 interrupted = error
-            finally:
-                end_session(process)
             self._show(part, record)
             reason = ""
             if interrupted:

@@ -59,6 +59,29 @@ def test_a_part_that_hangs_loses_nothing_else(tmp_path: Path, capsys: pytest.Cap
     assert "2 passed, 1 failed, 0 skipped" in capsys.readouterr().out
 
 
+def test_an_interruption_while_a_part_is_being_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Nobody has to wait for a part that does not react to SIGTERM, and its lines stay."""
+    child = tmp_path / "child"
+    deaf = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(child)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+
+    def interrupt(process: Any, timeout: float) -> None:
+        raise KeyboardInterrupt
+
+    report = new_report(tmp_path)
+    waits = full_report.subprocess.Popen.wait
+    monkeypatch.setattr(
+        full_report.subprocess.Popen, "wait", lambda self, *limit: interrupt(self, *limit) if limit else waits(self)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        report.run("one", part("first", "PASS", deaf), limit=2)
+    assert not is_running(int(child.read_text()))
+    lines = json.loads(report.out.read_text())["lines"]
+    assert [(line["name"], line["detail"]) for line in lines] == [("first", "x"), ("part one", "interrupted")]
+
+
 @pytest.mark.parametrize(
     ("command", "detail", "fix"),
     [
