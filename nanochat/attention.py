@@ -204,8 +204,8 @@ class KVCache:
     attended_len: int
     # Whether the launches of a pass are recorded for replay: some operators must not be recorded.
     is_recorded: bool = False
-    # Later positions are clamped to this: a padded piece of a prompt writes its padding there, not outside the cache.
-    # None: positions are never later.
+    # Later positions are clamped to this, and to a head's last place: a padded piece of a prompt writes its padding
+    # there, a slot without a row what a recording computes for it. None: positions are never later.
     max_position: int | None = None
 
     @classmethod
@@ -273,7 +273,7 @@ class KVCache:
         if tokens > 1:  # for one token this saves two launches
             positions = positions + torch.arange(tokens, device=self.position.device)
         if self.max_position is not None:
-            positions = positions.clamp(max=self.max_position)
+            positions = positions.clamp(max=min(self.max_position, self.stride - 1))
         return positions
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:

@@ -218,7 +218,7 @@ class Device:
         inside a recording fails. Raises RuntimeError: when the device cannot record it.
         """
         # In eager mode the host launches each operator separately, and a small model's operators are shorter than
-        # their launches. A simulated NPU counts 280 launches for a decoded token, and 9 with a recording
+        # their launches. A simulated NPU counts 240 launches for a decoded token, and 9 with a recording
         # (docs/archive.md).
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
         # "thread_local": other threads, such as those of a server, may use the device meanwhile.

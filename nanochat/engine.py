@@ -46,6 +46,7 @@ __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "se
 NO_ANSWER = "error"  # the answer to a call that the calculator cannot compute
 
 CACHE_STEP = 64  # attended_len is a multiple of this many tokens, so that shapes repeat
+KEPT_DECODERS = 2  # some callers take turns, such as one of many short replies and one of a few long ones
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
@@ -145,7 +146,7 @@ class Engine:
         self.tempered_logprobs = False
         self.device = device or devices.init(str(model.device))
         self.graphs = devices.records(self.device.kind, graphs)
-        self._kept: Slots | None = None  # see `slots`
+        self._kept: list[Slots] = []  # see `slots`
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
         self.adapters = adapters(self.model, self.device.dtype) if adapters else None
@@ -254,13 +255,17 @@ class Engine:
 
         Where launches are recorded it is kept for the next caller, who needs its cache and its recordings again.
         """
-        slots = self._kept
-        self._kept = None  # a second caller, while the first one still decodes, makes its own
-        if slots is None or slots.size < size or slots.capacity < capacity:
-            del slots  # its memory is needed for the new one
+        slots = next((one for one in self._kept if one.size >= size and one.capacity >= capacity), None)
+        if slots is None:
             # With a power of two most callers can use the decoder of the one before.
             rounded = min(_power_of_two(capacity), self.model.config.sequence_len) if self.graphs else capacity
+            # The new one does the work of smaller ones. Their memory is free before it takes its own.
+            kept = [one for one in self._kept if one.size > size or one.capacity > rounded]
+            self._kept = kept[-KEPT_DECODERS + 1 :]
+            del kept
             slots = Slots(self, size, rounded)
+        else:
+            self._kept.remove(slots)  # a second caller, while the first one still decodes, makes its own
         slots.engine = self
         failed = False
         try:
@@ -273,7 +278,7 @@ class Engine:
                 slots.reset()
                 # No circle of references: the memory of both must be free at once when the engine goes.
                 del slots.engine
-                self._kept = slots
+                self._kept = [*self._kept[-KEPT_DECODERS + 1 :], slots]
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, keep_stop: bool = False, **settings: Any
@@ -528,6 +533,7 @@ class Slots:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of a slot's prompt into another slot, which then does not have to read them."""
         self.cache.copy_rows(self._index([source]), self._index([target]), tokens)
+        self.cache.position[target] = tokens
 
     # ---- rows
 
@@ -705,10 +711,11 @@ class Slots:
                 self._running = replace(self.cache.view(0, B), max_position=None)
             self._running.attended_len = attended_len
             return self._forward(self._running)
-        # Recorded, a token takes 9 launches instead of 250 (depth 12, simulated NPU, docs/archive.md).
+        # Recorded, a token takes 9 launches instead of 240 (depth 12, simulated NPU, docs/archive.md).
         # A recording has fixed shapes, so the numbers of rows and of attended tokens are rounded up to powers of two:
-        # few recordings are made, and each is replayed often. The results of a slot without a row are not read. Its
-        # writes land after its prompt, where they are overwritten before anything attends to them.
+        # few recordings are made, and each is replayed often. A recording also computes slots without a row. Their
+        # results are not read. Each writes to its own places only, and after the prompt that it may hold, where the
+        # write is overwritten before anything attends to it.
         rounded = min(_power_of_two(B), self.size)
         replay = self._recorded.get((rounded, attended_len))
         if replay is None:
@@ -752,14 +759,14 @@ class Slots:
             self.engine.adapters.chosen = self.adapter[:B]
         hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
         cache.position.add_(1)
-        if cache.max_position is not None:
-            cache.position.clamp_(max=cache.max_position)  # a slot without a row stays inside
         return self.engine.model.logits(hidden.flatten(0, 1)), noise
 
     def _attended_len(self, tokens: int) -> int:
         """How much of the cache is attended to when the longest row has this many tokens, which then have their place
         there."""
         kernels = self.engine.model.kernels
+        if self.engine.graphs:
+            tokens += 1  # a place after a prompt for what a recording writes to its slot, see `_step`
         rounded = _round_up(tokens, CACHE_STEP)
         if self.engine.graphs or kernels.reads_whole_cache:
             rounded = _power_of_two(rounded)
@@ -772,7 +779,7 @@ class Slots:
 
     def shrink(self, longest: int) -> None:
         """Attend to fewer tokens from now on, where that helps. No slot in use has more than `longest`."""
-        stride = max(CACHE_STEP, _power_of_two(longest))
+        stride = max(CACHE_STEP, _power_of_two(longest + 1))
         if stride * 4 <= self.cache.stride:
             self._lay_out(stride, kept=longest)
 

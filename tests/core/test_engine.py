@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -375,11 +376,24 @@ def test_a_second_call_records_nothing_and_needs_no_memory() -> None:
     arguments = {"max_tokens": 60, "sampling": SamplingParams(seed=3), "max_rows": 4}
     first = engine.generate(LONG, **arguments)
     made = len(device.recorded)
-    kept = engine._kept
-    assert kept is not None
+    (kept,) = engine._kept
     for _ in range(9):
         assert engine.generate(LONG, **arguments) == first
-        assert engine._kept is kept and len(device.recorded) == made
+        assert engine._kept == [kept] and len(device.recorded) == made
+        assert kept.cache.stride == 64, "the next call reads as little as this one"
+
+
+def test_callers_that_take_turns_record_once() -> None:
+    """Many short replies and one long one; a caller with more rows replaces one with fewer."""
+    engine, device = recording_engine()
+    short = [prompt_of(5, seed=number) for number in range(8)]
+    counts = []
+    for _ in range(3):
+        for rows in (7, 8):
+            engine.generate(short[:rows], max_tokens=20, sampling=GREEDY)
+        engine.generate([prompt_of(100)], max_tokens=40, sampling=GREEDY)
+        counts.append(len(device.recorded))
+    assert counts[0] == counts[1] == counts[2] and [slots.size for slots in engine._kept] == [8, 1]
 
 
 def test_an_engine_and_its_recordings_are_freed_without_the_garbage_collector() -> None:
@@ -388,7 +402,7 @@ def test_an_engine_and_its_recordings_are_freed_without_the_garbage_collector() 
     engine.device = device = dataclasses.replace(device, holds_functions=False)
     engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
     assert device.recorded
-    left = [weakref.ref(one) for one in (engine, engine._kept, engine._kept.cache.keys)]
+    left = [weakref.ref(one) for one in (engine, engine._kept[0], engine._kept[0].cache.keys)]
     gc.disable()
     try:
         del engine
@@ -416,7 +430,7 @@ def test_a_recording_that_fails_costs_one_warning_and_no_token(fails_from: int, 
         assert engine.generate(LONG, max_tokens=60, sampling=GREEDY, max_rows=4) == expected
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and line.endswith("error code is 107030")
-    assert len(device.recorded) == fails_from and not engine.graphs and engine._kept is None
+    assert len(device.recorded) == fails_from and not engine.graphs and not engine._kept
     assert "cpu" in devices._REFUSED  # another engine of this process does not try
 
 
@@ -430,7 +444,7 @@ def test_a_decoder_that_ran_out_of_memory_is_not_kept(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Slots, "prefill", fail)
     with pytest.raises(torch.OutOfMemoryError):
         engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
-    assert engine._kept is None
+    assert not engine._kept
 
 
 def test_a_cache_shrinks_when_its_longest_row_has_left() -> None:
@@ -448,3 +462,65 @@ def test_a_cache_shrinks_when_its_longest_row_has_left() -> None:
         strides.append(slots.cache.stride)
     assert strides[:1] + strides[5:6] == [256, 64] and len(strides) > 9, strides
     assert [ids] == make_engine(sequence_len=200).generate([prompt_of(9)], max_tokens=60, sampling=GREEDY)[0]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slots_without_a_row_write_to_no_other_slot(seed: int) -> None:
+    """Recordings compute them, too: rows end anywhere, long before others, and new prompts are read meanwhile."""
+    chance = random.Random(seed)
+    prompts = [prompt_of(chance.choice((5, 8, 12, 50, 55, 60, 63, 64, 65)), seed=number) for number in range(12)]
+    lengths = [chance.choice((3, 5, 40, 60)) for _ in prompts]
+
+    def replies(engine: Engine) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in prompts]
+        for new in engine.stream(prompts, max_tokens=60, sampling=GREEDY, max_rows=chance.choice((3, 4, 6))):
+            found[new.row.number].append(new.id)
+            if len(found[new.row.number]) == lengths[new.row.number] - 1:
+                new.row.max_tokens = 0
+        return found
+
+    engine, _ = recording_engine()
+    assert replies(engine) == replies(make_engine(sequence_len=200))
+
+
+def test_a_slot_whose_long_row_has_ended_stays_in_its_places() -> None:
+    """The last of four slots is computed for 40 more tokens, past its 64 places."""
+    engine, _ = recording_engine()
+    slots = Slots(engine, 4, 200)
+    rows = [Row(prompt_of(5, seed=number), 50, GREEDY, number) for number in range(3)]
+    slots.fill([*rows, Row(prompt_of(40), 3, GREEDY, 3)])
+    found: list[list[int]] = [[] for _ in range(4)]
+    while slots.rows:
+        new_tokens = slots.decode()
+        for new in new_tokens:
+            found[new.row.number].append(new.id)
+        slots.release({new.row for new in new_tokens if new.finish_reason})
+    plain = make_engine(sequence_len=200)
+    assert found[:3] == plain.generate([row.prompt for row in rows], max_tokens=50, sampling=GREEDY)[0]
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_prompt_is_whole_though_its_slot_is_computed_meanwhile(copied: bool) -> None:
+    """Five rows are decoded by a recording of eight. Slot 5 had a longer row; slot 6 is read in two pieces, or copied
+    to slot 7, which had another longer row."""
+    engine, _ = recording_engine()
+    prompt = prompt_of(65, seed=77)  # as many tokens to read as a head has places
+    (expected,) = make_engine(sequence_len=200).generate([prompt], max_tokens=10, sampling=GREEDY)[0]
+    slots = Slots(engine, 8, 200)
+    slots.fill([Row(prompt_of(10, seed=number), 100, GREEDY, number) for number in range(5)])
+    ending = [Row(prompt_of(length, seed=length), 2, GREEDY, 9) for length in (40, 41, 20)]
+    slots.fill(ending)
+    while len(slots.rows) == 8:
+        slots.release({new.row for new in slots.decode() if new.finish_reason})
+    row = Row(prompt, 10, GREEDY, 6, slot=6)
+    slots.prefill(6, [prompt[:16]], 0)
+    for _ in range(25):  # slot 5 would have 66 tokens now, and has 64 places
+        slots.decode()
+    slots.prefill(6, [prompt[16:-1]], 16)
+    if copied:
+        slots.copy(6, 7, 64)
+        row.slot = 7
+    for _ in range(5):
+        slots.decode()
+    slots.admit([row])
+    assert [new.id for _ in range(10) for new in slots.decode() if new.row is row] == expected
