@@ -50,8 +50,8 @@ def linear_cross_entropy(
 
     hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
     and weight. If every target is ignored, the sum and its gradients are 0. The logits of `chunk_tokens` tokens are in
-    memory at a time. The steps between the products pass over `slice_tokens` tokens at a time (None: over all), in fp32
-    or, where a gradient is needed, in the dtype of the products.
+    memory at a time. The steps between the products pass over `slice_tokens` tokens at a time (None: over all), in
+    fp32. Without `in_fp32` they are in the dtype of the products where a gradient is needed.
     """
     # Evaluation needs no gradient: then a chunk costs one matrix product instead of three.
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):

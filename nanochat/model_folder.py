@@ -49,7 +49,7 @@ def damage_of(path: Path) -> Iterator[None]:
     """Raises DamagedCheckpoint, which names the path, for every error of a parser in the block."""
     try:
         yield
-    except UserError:  # its message already names the fix
+    except (UserError, torch.OutOfMemoryError):  # the first one names the fix, the second is the device's: no damage
         raise
     except UNREADABLE as error:
         # A hostile file can put megabytes into a parser's message.

@@ -70,7 +70,7 @@ class Vendor(types.ModuleType):
 
     def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Any:
         assert capture_error_mode == "thread_local", "other threads of a server use the device meanwhile"
-        self.calls.append("record")
+        self.calls.append("record" if pool is None else ("record in", pool))
         return contextlib.nullcontext()
 
     def max_memory_allocated(self) -> int:
@@ -242,6 +242,8 @@ def test_the_task_queue_steps_down_while_launches_are_recorded(vendors: Any) -> 
     with pytest.raises(ZeroDivisionError):
         device.capture(lambda: 1 / 0)
     assert npu.calls[-3:] == [("task queue", 1), "record", ("task queue", 2)]
+    device.capture(lambda: None, "memory of others")
+    assert npu.calls[-2] == ("record in", "memory of others")
 
 
 def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any, monkeypatch: pytest.MonkeyPatch) -> None:

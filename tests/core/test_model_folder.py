@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from test_checkpoint_manager import DEVICE, FILES, rewrite_manifest, same_tensors, save, save_step
 from tiny import momentum, smallest_model
 
@@ -240,3 +241,9 @@ def test_meta_data_has_what_a_server_shows(folder):
     _, _, meta = load_model(path, DEVICE)
     assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"], meta["tasks"]) == (0.8, 0.05, [])
     assert before <= meta["trained_at"] <= time.time() + 1
+
+
+def test_a_full_device_is_no_damage(folder):
+    """An owner would delete a good model, or train it again."""
+    with pytest.raises(torch.OutOfMemoryError), model_folder.damage_of(folder):
+        raise torch.OutOfMemoryError("out of memory. Tried to allocate 2.00 GiB")
