@@ -28,6 +28,10 @@ Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 REQUIRED = ("step", "loss", "lr", "tokens", "tok_per_sec", "mfu", "seconds", "peak_memory_bytes")
 
 
+# Numbers of RL that only metrics.jsonl has, and the report. With them a printed line would have 330 characters.
+FILE_ONLY = (
+    "pass_at_k", "no_signal", "truncated", "entropy", "sampler_gap", "clipped", "sampling_seconds", "training_seconds",
+)  # fmt: skip
 NOTHING = ("", "0", "0.0%")
 
 
@@ -237,7 +241,7 @@ class RunLog:
     def _line(self, values: Metrics) -> str:
         """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`
 
-        Unknown numbers, and counts of 0, are left out.
+        Unknown numbers, counts of 0 and what is in `FILE_ONLY` are left out.
         """
         step = values["step"]
         speed = values["tok_per_sec"]
@@ -253,7 +257,7 @@ class RunLog:
         step_seconds = self._step_seconds(values)
         if step_seconds is not None:
             parts.append(f"eta {duration(step_seconds * (self.total_steps - 1 - step))}")
-        further = [key for key in values if key not in REQUIRED and values[key] is not None]
+        further = [key for key in values if key not in (*REQUIRED, *FILE_ONLY) and values[key] is not None]
         further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
         for key in further:
             value = values[key]

@@ -240,3 +240,12 @@ def test_a_missing_tracker_names_the_extra(tmp_path, monkeypatch, name):
 def test_an_unknown_tracker_names_the_known_ones(tmp_path):
     with pytest.raises(UserError, match="--track 'weights'.*wandb, swanlab, tensorboard"):
         RunLog("base", tmp_path, 10, trackers="weights")
+
+
+def test_a_line_of_rl_has_what_a_person_reads(tmp_path, capsys):
+    details = dict.fromkeys(("pass_at_k", "no_signal", "entropy", "clipped", "truncated", "sampling_seconds"), 0.5)
+    with RunLog("rl", tmp_path, 100) as run:
+        run.step(metrics(3, reward=0.5, response_tokens=12.5, kl=0.25, **details))
+    line = capsys.readouterr().out
+    assert line.rstrip().split(" | ")[-3:] == ["reward 0.5000", "response_tokens 12.5000", "kl 0.2500"]
+    assert details.items() <= read_lines(tmp_path)[0].items()
