@@ -965,7 +965,7 @@ DESCRIBE = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu"
 
 
 def full(requested: str, machine: Machine, root: Path, out: Path, is_small: bool) -> int:
-    """Run these checks and the parts of nanochat/run/full_check.py, each in a process of its own; write `out`."""
+    """Run these checks and the parts of nanochat/run/full_check.py in separate processes, and write `out`."""
     if not (ROOT / "nanochat").is_dir():
         print("FAIL full: it needs the project\n     fix: run this file in its folder", flush=True)
         return 1

@@ -172,7 +172,7 @@ def blockwise_attention(
 # 6 places instead of 8, and its mask hides the places after each row's end. Row 1 writes its new token to place 2. The
 # distances of the keys 0 to 5 are then 2 1 0 -1 -2 -3, and it attends to keys at a distance of 0 or more (`masks`).
 #
-# In memory the places of one key head follow each other, then come those of the row's next key head. With two heads:
+# In memory the places of one key head are contiguous, and the row's next key head comes after them. With two heads:
 #
 #     place in memory    0 1 2 3 4 5 6 7   8 9 ...                16 ...
 #                        row 0, head 0     row 0, head 1          row 1, head 0

@@ -221,7 +221,7 @@ class Device:
         # their launches. A simulated NPU counts 240 launches for a decoded token, and 9 with a recording
         # (docs/archive.md).
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
-        # "thread_local": other threads, such as those of a server, may use the device meanwhile.
+        # "thread_local": a server's other threads may use the device meanwhile.
         with self._recordable_launches(), self.module.graph(graph, pool=memory, capture_error_mode="thread_local"):
             function()
         return graph.replay

@@ -260,9 +260,8 @@ class Engine:
             # With a power of two most callers can use the decoder of the one before.
             rounded = min(_power_of_two(capacity), self.model.config.sequence_len) if self.graphs else capacity
             # The new one does the work of smaller ones. Their memory is free before it takes its own.
-            kept = [one for one in self._kept if one.size > size or one.capacity > rounded]
-            self._kept = kept[-KEPT_DECODERS + 1 :]
-            del kept
+            others = (one for one in self._kept if one.size > size or one.capacity > rounded)
+            self._kept = [*others][-KEPT_DECODERS + 1 :]
             slots = Slots(self, size, rounded)
         else:
             self._kept.remove(slots)  # a second caller, while the first one still decodes, makes its own
@@ -747,7 +746,8 @@ class Slots:
             devices.stop_recording(device.kind, error)
             self.engine.graphs = False
             self._recorded.clear()
-            self._results, self._memory = (), None
+            self._results = ()
+            self._memory = None
 
     def _forward(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         B = len(cache.position)
@@ -804,5 +804,5 @@ def _round_up(tokens: int, step: int) -> int:
 
 
 def _power_of_two(tokens: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """The smallest power of two that is at least `tokens`."""
     return 1 << (tokens - 1).bit_length()

@@ -208,15 +208,15 @@ class without_adapters:  # noqa: N801 (called as a function)
 # ---------------------------------------------------------------------- the adapters of a layer in two products
 
 
-# Adapters are many small operators: of Qwen3 0.6B, with 7 adapters in each of 28 layers, a step launches 2.3 times as
-# many as without them. On devices on which launches cost more than memory, all adapters of a layer run as one. The rows
-# of their As lie one below the other, R rows in all, and each B is a block of a matrix. For qkv with adapters on q, v:
+# Adapters are many small operators: with 7 of them in each of 28 layers of Qwen3 0.6B, a step makes twice the launches
+# of a step without. On devices where launches cost more than memory, all adapters of a layer run as one. Their As are
+# stacked, R rows in all, and each B is a block of a matrix. For qkv with adapters on q and v:
 #
 #     x (..., I)  ->  A_q  ->  (..., R)  ->  B_q   0   ->  (..., O), added to the layer's own product
 #                     A_v                     0    0
 #                                             0   B_v
 #
-# Each A and B remains a parameter of its own, in checkpoints and in the optimizer as well.
+# Each A and B remains a separate parameter, also in checkpoints and in the optimizer.
 
 
 def stack_adapters(layers: Sequence[Any], dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:

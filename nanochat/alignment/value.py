@@ -98,7 +98,7 @@ def token_advantages(
     discount: float,
     gae_lambda: float,
 ) -> np.ndarray:
-    """Generalised advantages (N, T) in fp64, 0 where there is no target.
+    """Generalised advantages (N, T) in fp64; places without a target get 0.
 
     All arrays are (N, T): the values, each sample's reward at all of its targets, whether a place is a target, and the
     number of its sample.
@@ -141,11 +141,11 @@ def _mean_and_deviation(
     """The mean and the deviation over all targets of all ranks."""
     at_targets = [own[mask] for own, mask in zip(advantages, masks, strict=True)]
     own = np.concatenate([*at_targets, np.zeros(0)])  # a rank may have none
-    mean = own.mean() if own.size else 0.0
-    # A rank's squares are of the distances to its own mean: the squares of rewards near 10,000 would leave fp32 no
-    # digit for a deviation of 1. Each rank fills a row of its own, so one sum gives every rank the numbers of all.
+    own_mean = own.mean() if own.size else 0.0
+    # Each rank subtracts its mean before it squares: the squares of rewards near 10,000 would leave fp32 no digit for a
+    # deviation of 1. A rank fills only its row of the table, so the sum over ranks gives all of them the whole table.
     numbers = np.zeros((device.world_size, 3))
-    numbers[device.rank] = own.size, mean, np.square(own - mean).sum()
+    numbers[device.rank] = own.size, own_mean, np.square(own - own_mean).sum()
     if device.world_size > 1:
         (on_device,) = _to_device([numbers], device)
         (numbers,) = _to_host([sum_over_ranks(on_device, device)])

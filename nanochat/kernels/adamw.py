@@ -40,7 +40,9 @@ def unfused_adamw(updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor
 
 def _runs(update: AdamWUpdate) -> tuple[list[int], list[float], list[float]]:
     """Runs of parameters with the same learning rate and epsilon: the number of elements of each, and the two."""
-    sizes, rates, all_eps = [], [], []
+    sizes = []
+    rates = []
+    all_eps = []
     members = zip(update.learning_rates, update.eps, update.weights, strict=True)
     for (rate, eps), run in itertools.groupby(members, key=lambda member: member[:2]):
         sizes.append(sum(weight.numel() for _, _, weight in run))

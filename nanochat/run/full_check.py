@@ -3,8 +3,8 @@
     python -m nanochat.run.full_check decode --device cpu --record lines.jsonl
 
 Every check runs on the device and, where it has a result, on this machine's CPU. It passes if the two agree, and it
-reports how long the device took. On an accelerator sizes are those of a depth-12 model. On a CPU they are small: there
-a part only shows that it works.
+reports how long the device took. On an accelerator the sizes match a depth-12 model. On a CPU they are small, and a
+part only shows that it works.
 
 Legend: B rows, T tokens, H heads, D head dim, C width, V vocab.
 """
@@ -245,7 +245,7 @@ def compare_tokens(
     """Decode here, and in fp32 on the CPU. `expected` keeps the CPU's tokens for the next call."""
     try:
         devices.records(kind, graphs)
-    except UserError as error:  # a CPU records nothing, and some torch_npu not under TASK_QUEUE_ENABLE=2
+    except UserError as error:  # a CPU records nothing, and some runtimes cannot under an exported variable
         raise Skip(str(error)) from None
     engine = decoder(kind, depth, dtype, graphs)
     if graphs == "on" and not engine.graphs:
@@ -423,7 +423,8 @@ def draw(*shape: int) -> Tensor:
 
 def write_cache(device: Device, rows: int, capacity: int) -> Callable[[], Tensor]:
     """A token of each row into one layer of the cache, each row at its own position."""
-    H, D = 6, 128
+    H = 6
+    D = 128
     cache = KVCache.empty(1, rows, capacity, H, D, device.torch_device, torch.bfloat16)
     k = device.to_device(draw(rows, 1, H, D).bfloat16())
     positions = device.to_device(torch.arange(rows)[:, None] * 7 % capacity)
@@ -466,7 +467,8 @@ def embedding_backward(device: Device, tokens: int, vocab: int, width: int) -> C
 def packed_attention(device: Device, rows: int, tokens: int, documents: int) -> Callable[[], Tensor]:
     """Attention within `documents` documents of one length, forward and backward; the gradient of v."""
     trains(device)
-    H, D = 6, 128
+    H = 6
+    D = 128
     numbers = (torch.arange(rows * tokens) * documents // (rows * tokens)).view(rows, tokens)
     segments = Segments.from_numbers(numbers).to(device.to_device)
     q, k, v = (device.to_device(part.to(device.dtype)).requires_grad_() for part in draw(3, rows, tokens, H, D))

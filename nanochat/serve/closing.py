@@ -116,7 +116,8 @@ class Closer:
                     return None
                 taken = [int(self._singles[place])]
                 if closes:
-                    hints, used = hints + used, []
+                    hints = hints + used
+                    used = []
                 elif number > 0:
                     for hint in hints:
                         if matcher.validate_tokens(hint) == len(hint):
@@ -152,8 +153,9 @@ def _orders() -> list[tuple[np.ndarray, np.ndarray]]:
     others = bytes(value for value in range(128) if value not in CLOSE_OTHERS + SHORT + LONG)
     middle = list(SHORT + others + LONG)
     random = np.random.default_rng(0)
+    drawn = [random.permutation(middle).tolist() for _ in range(RANDOM_ORDERS)]
     orders = []
-    for order in (middle, *(random.permutation(middle).tolist() for _ in range(RANDOM_ORDERS))):
+    for order in (middle, *drawn):
         inside = [*CLOSE_STRING, *order, *b"}],", *range(128, 256)]
         outside = [*CLOSE_OTHERS, *order, *range(128, 256)]
         orders.append((np.argsort(inside), np.argsort(outside)))  # the inverse permutations: byte -> rank
@@ -167,7 +169,9 @@ def hints_of(schema_parts: Iterable[dict[str, Any]]) -> list[str]:
     """
     hints = []
     for part in schema_parts:
-        pattern, divisor, minimum = part.get("pattern"), part.get("multipleOf"), part.get("minimum", 1)
+        pattern = part.get("pattern")
+        divisor = part.get("multipleOf")
+        minimum = part.get("minimum", 1)
         if isinstance(pattern, str):
             hints += [run.replace("\\", "") for run in re.findall(r"(?:[\w @/:-]|\\\W)+", pattern)]
         hints += [text for name, text in EXAMPLES.items() if name == part.get("format")]
