@@ -23,7 +23,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -280,16 +280,23 @@ class Engine:
                 self._kept = [*self._kept[-KEPT_DECODERS + 1 :], slots]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, keep_stop: bool = False, **settings: Any
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 256, keep_stop: bool = False, **settings: Any
     ) -> tuple[list[list[int]], list[list[int]]]:
         """The new tokens after each prompt, and masks with a 1 under every token that the model chose.
 
-        With `keep_stop` a stop token is among them: RL rewards the end, too. Settings as in `stream`.
+        `settings` are those of `stream`. Without `sampling` they may name fields of SamplingParams, such as
+        temperature=0.7; prompt i then draws by `seed` + i. With `keep_stop` a stop token is among the new tokens: RL
+        rewards the end, too.
         """
+        if "sampling" not in settings:
+            named = {field.name: settings.pop(field.name) for field in fields(SamplingParams) if field.name in settings}
+            params = SamplingParams(**named)
+            # With one seed for all, the replies to equal prompts would be copies of each other.
+            settings["sampling"] = [replace(params, seed=params.seed + number) for number in range(len(prompts))]
         sequences: list[list[int]] = [[] for _ in prompts]
         masks: list[list[int]] = [[] for _ in prompts]
         with bar("replies", len(prompts)) as replies:
-            for new in self.stream(prompts, **settings):
+            for new in self.stream(prompts, max_tokens=max_tokens, **settings):
                 if new.finish_reason != "stop" or keep_stop:
                     sequences[new.row.number].append(new.id)
                     masks[new.row.number].append(int(new.by_model))
@@ -309,10 +316,7 @@ class Engine:
         `sampling` names fields of SamplingParams, such as temperature=0.7; `**meta["sampling"]` of `load_model` draws
         as the checkpoint's server does. Sample i draws by `seed` + i, as choice i of a request to the server does.
         """
-        params = SamplingParams(**sampling)
-        # With one seed for all, the samples would be copies of each other.
-        samples = [replace(params, seed=params.seed + number) for number in range(num_samples)]
-        sequences, masks = self.generate([tokens] * num_samples, max_tokens=max_tokens, sampling=samples)
+        sequences, masks = self.generate([tokens] * num_samples, max_tokens=max_tokens, **sampling)
         return [[*tokens, *new] for new in sequences], [[0] * len(tokens) + mask for mask in masks]
 
     def advance_row(self, row: Row, token: int, forced: bool) -> tuple[str, str | None]:

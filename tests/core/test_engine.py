@@ -139,6 +139,18 @@ def test_samples_of_a_prompt_have_consecutive_seeds(engine: Engine) -> None:
         assert engine.generate_batch(prompt_of(6), max_tokens=12, seed=7 + number)[0] == [sample]
 
 
+def test_generate_takes_the_settings_by_name_too(engine: Engine) -> None:
+    prompts = [prompt_of(6)] * 3
+    named, masks = engine.generate(prompts, max_tokens=12, temperature=0.7, top_k=20, seed=7)
+    seeded = [SamplingParams(temperature=0.7, top_k=20, seed=seed) for seed in (7, 8, 9)]
+    assert (named, masks) == engine.generate(prompts, max_tokens=12, sampling=seeded)
+    assert len({tuple(tokens) for tokens in named}) == 3
+    greedy_replies = engine.generate(prompts, max_tokens=12, sampling=GREEDY)
+    assert engine.generate(prompts, max_tokens=12, temperature=0) == greedy_replies
+    with pytest.raises(TypeError, match="temperature"):  # which of the two would count?
+        engine.generate(prompts, max_tokens=12, temperature=0.7, sampling=GREEDY)
+
+
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 1e-5}, {"top_p": 1e-6}, {"min_p": 1.0}])
 def test_a_setting_that_leaves_one_token_is_greedy(engine: Engine, settings: dict[str, Any]) -> None:
     expected = engine.generate_batch(prompt_of(6), max_tokens=12, temperature=0)
