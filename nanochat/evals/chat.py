@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nanochat.chat import Chat
 from nanochat.cli import Failed, UserError
 from nanochat.collectives import sum_over_ranks
-from nanochat.conversation import Message, Part, fit_prompt, parse_reply, parts_of, render_prompt
+from nanochat.conversation import Message, Part, parse_reply, parts_of, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
@@ -299,14 +300,10 @@ def converse(
     engine: Engine, questions: Sequence[str], sampling: SamplingParams, max_tokens: int = 256
 ) -> list[Message]:
     """One conversation, as in chat_cli: each question with the model's reply; the next turn reads both."""
-    turns: list[Message] = []
-    for number, question in enumerate(questions):
-        turns.append({"role": "user", "content": question})
-        prompt = fit_prompt(engine.tokenizer, turns, engine.model.config.sequence_len, max_tokens)
-        settings = replace(sampling, seed=sampling.seed + number)
-        (reply,), _ = engine.generate([prompt.ids], max_tokens=max_tokens, sampling=settings)
-        turns.append({"role": "assistant", "content": parse_reply(engine.tokenizer, reply)})
-    return turns
+    chat = Chat(engine, max_tokens=max_tokens, **asdict(sampling))
+    for question in questions:
+        chat.say(question)
+    return chat.messages
 
 
 # ---------------------------------------------------------------------- reports
