@@ -11,7 +11,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -25,6 +25,8 @@ from nanochat.log import duration
 from nanochat.paths import SCRIPTS
 from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
 
+SMOOTH = 1 / 30  # of a curve, to either side of a value: its moving mean
+
 
 @dataclass
 class Cell:
@@ -32,6 +34,7 @@ class Cell:
     detail: str = ""
     share: float | None = None  # from 0 to 1: a bar under the number
     best: bool = False  # the best number in its row
+    fell: bool = False  # below the 95% interval of an earlier stage
 
 
 @dataclass
@@ -44,17 +47,20 @@ class Table:
 
 
 def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
-    """The results in at most five numbers, each with its name and a detail; unknown numbers are left out."""
+    """The results in at most six numbers, each with its name and a detail; unknown numbers are left out."""
     for stage in [stage for stage in summary.stages if stage.val_bpb is not None][:1]:
         earlier = stage.curve("val_bpb")[:-1]
         start = f"; {earlier[0][1]:.2f} at first" if earlier else ""
         yield f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}"
 
-    shares = {stage.name: stage.scores["stories"]["accuracy"] for stage in summary.stages if "stories" in stage.scores}
-    if shares:
-        *earlier, last = shares
-        before = "".join(f"; {name} {shares[name]:.0%}" for name in earlier)
-        yield f"{shares[last]:.0%}", "stories hold together", f"{last}{before}"
+    stories = {stage.name: stage.scores["stories"] for stage in summary.stages if "stories" in stage.scores}
+    followed = ("stories", "order followed")  # stories with all that the person asked for
+    orders = {stage.name: stage.shares[followed] for stage in summary.stages if followed in stage.shares}
+    for name, shares in (("stories hold together", stories), ("stories follow the order", orders)):
+        if shares:
+            *earlier, last = shares
+            before = "".join(f"; {stage} {shares[stage]['accuracy']:.0%}" for stage in earlier)
+            yield f"{shares[last]['accuracy']:.0%}", name, f"{last}{before}"
 
     evaluated = [stage for stage in summary.stages if stage.scores and stage.name != "base"]  # it only tells stories
     if evaluated:
@@ -114,6 +120,12 @@ def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
     return chats[-1] if chats else ("", [])
 
 
+def chat_command(summary: RunSummary) -> str:
+    """The command that opens a chat with the last stage of the run; "" if no stage has a model to talk to."""
+    stages = [stage.name for stage in summary.stages if stage.name != "rm"]  # a reward model only scores
+    return f"python -m scripts.chat_web --source {stages[-1]} --model_tag {summary.tag}" if stages else ""
+
+
 # ---------------------------------------------------------------------- tables
 
 
@@ -131,7 +143,7 @@ def stage_table(summary: RunSummary) -> Table:
             "stage": name,
             "steps": "" if step is None else f"{step + 1:,.0f}",
             "tokens": in_a_word(stage, "tokens", "last"),
-            "loss": _decimals(stage.last("loss")),
+            "loss": _decimals(last_loss(stage)),
             "val loss": _decimals(stage.last("val_loss")),
             "val bpb": _decimals(stage.val_bpb),
             "tokens/s": in_a_word(stage, "tok_per_sec", "median"),
@@ -157,14 +169,14 @@ def score_table(summary: RunSummary) -> Table:
         return [Cell(name, detail), *(Cell(_decimals(stage.evaluation.get(key))) for stage in stages)]
 
     rows = [numbers("bits per byte", "held out", "val_bpb"), numbers("bits per byte", "training", "train_bpb")]
+    further = dict.fromkeys(key for stage in stages for key in stage.shares)
     for task, chance in chances(stages).items():
         detail = f"chance {chance:.0%}" if chance else ""
-        rows.append([Cell(task, detail), *(_score_cell(stage, task) for stage in stages)])
+        rows.append([Cell(task, detail), *_score_cells([stage.scores.get(task) for stage in stages])])
+        for key in further:
+            if key[0] == task:
+                rows.append([Cell(key[1], task), *_score_cells([stage.shares.get(key) for stage in stages])])
     rows += [numbers("ChatCORE", "", "chatcore"), numbers("CORE", "", "core")]
-    for row in rows:
-        shares = [cell.share for cell in row if cell.share is not None]
-        for cell in row:
-            cell.best = len(shares) > 1 and cell.share == max(shares)
     return Table(
         ["task", *(stage.name for stage in stages)], [row for row in rows if any(cell.text for cell in row[1:])]
     )
@@ -176,20 +188,29 @@ def chances(stages: list[Stage]) -> dict[str, float]:
     return {task: max(stage.scores.get(task, {}).get("baseline", 0) for stage in stages) for task in tasks}
 
 
-def _score_cell(stage: Stage, task: str) -> Cell:
-    score = stage.scores.get(task)
-    if score is None:
-        return Cell()
-    interval = "–".join(f"{100 * score[end]:.0f}" for end in ("low", "high") if end in score)
-    return Cell(f"{score['accuracy']:.1%}", interval, score["accuracy"])
+def _score_cells(scores: list[dict[str, float] | None]) -> list[Cell]:
+    """A cell for each stage: the share, its interval, the best one, and where the skill fell since an earlier stage."""
+    cells = []
+    highest_low = 0.0  # of the intervals so far
+    known = [score["accuracy"] for score in scores if score]
+    for score in scores:
+        if score is None:
+            cells.append(Cell())
+            continue
+        accuracy = score["accuracy"]
+        interval = "–".join(f"{100 * score[end]:.0f}" for end in ("low", "high") if end in score)
+        best = len(known) > 1 and accuracy == max(known)
+        cells.append(Cell(f"{accuracy:.1%}", interval, accuracy, best, fell=accuracy < highest_low))
+        highest_low = max(highest_low, score.get("low", 0.0))
+    return cells
 
 
-def questions(summary: RunSummary) -> dict[tuple[str, Pairs], list[tuple[str, Chat]]]:
-    """Each question once: (task, messages) -> the answers to it, as (stage, chat)."""
-    found: dict[tuple[str, Pairs], list[tuple[str, Chat]]] = defaultdict(list)
+def questions(summary: RunSummary) -> dict[tuple[str, Pairs], dict[str, list[Chat]]]:
+    """Each question once: (task, messages) -> stage -> its replies."""
+    found: dict[tuple[str, Pairs], dict[str, list[Chat]]] = defaultdict(dict)
     for stage in summary.stages:
         for chat in stage.chats:
-            found[chat.task, chat.messages].append((stage.name, chat))
+            found[chat.task, chat.messages].setdefault(stage.name, []).append(chat)
     return found
 
 
@@ -225,6 +246,8 @@ def metrics(summary: RunSummary) -> dict[str, tuple[float, bool]]:
         found[f"{stage.name}: tokens/s"] = (median(speeds) if speeds else None, False)
         for task, score in stage.scores.items():
             found[f"{stage.name}: {task}"] = (score["accuracy"], True)
+        for (task, name), share in stage.shares.items():
+            found[f"{stage.name}: {task}, {name}"] = (share["accuracy"], True)
     found["training, seconds"] = (training_seconds(summary) or None, False)
     found["the run, seconds"] = (sum(summary.seconds_by_stage().values()) or None, False)
     return {name: (value, share) for name, (value, share) in found.items() if value is not None}
@@ -238,19 +261,19 @@ def exact(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.4g}"
 
 
-def in_a_word(stage: Stage, key: str, how: str) -> str:
-    """A stage's values in one word: their last, peak, median or ends; "" without values."""
+def in_a_word(stage: Stage, key: str, how: str, share: float = SMOOTH) -> str:
+    """A stage's values in one word: their last, peak, median or ends, with the last smoothed; "" without values."""
     values = [value for _, value in stage.curve(key)] if how == "ends" else stage.values(key)
     if not values:
         return ""
     if how == "ends":
-        return f"{values[0]:.2f} → {smooth(stage.curve(key))[-1][1]:.2f}"
+        return f"{values[0]:.2f} → {smooth(stage.curve(key), share)[-1][1]:.2f}"
     return short({"last": values[-1], "peak": max(values), "median": median(values)}[how])
 
 
-def smooth(points: Points) -> Points:
-    """Means over a thirtieth of the curve to either side."""
-    reach = len(points) // 30
+def smooth(points: Points, share: float = SMOOTH) -> Points:
+    """Means over a share of the curve to either side."""
+    reach = int(len(points) * share)
     smoothed = []
     for index, (x, _) in enumerate(points):
         near = points[max(0, index - reach) : index + reach + 1]
@@ -282,7 +305,7 @@ class Plot:
     detail: str
     word: str  # the number above each stage: its last, peak, median, or its ends
     from_zero: bool = True  # the y axis
-    smooth: bool = True  # draw a moving mean over the values
+    smooth: float = SMOOTH  # draw a moving mean over this share of the values to either side; 0: none
     dots: str | None = None  # a second metric, drawn into the same axes
 
 
@@ -290,11 +313,11 @@ PLOTS = (
     Plot("reward", "Reward", "line: training questions; dots: held-out questions", "ends", dots="eval_reward"),
     Plot("margin", "Preference margin", "chosen less rejected reward; line: training; dots: held out", "ends",
          dots="val_margin"),
-    Plot("val_bpb", "Bits per byte", "held-out text of each stage", "ends", from_zero=False, smooth=False),
-    Plot("lr", "Learning rate", "the peak is above", "peak", smooth=False),
+    Plot("val_bpb", "Bits per byte", "held-out text of each stage", "ends", from_zero=False, smooth=0),
+    Plot("lr", "Learning rate", "the peak is above", "peak", smooth=0),
     Plot("tok_per_sec", "Throughput", "tokens a second; the median is above", "median"),
-    Plot("peak_memory_gib", "Peak memory", "GiB", "peak", smooth=False),
-    Plot("val_accuracy", "Preference accuracy", "held-out replies on the right side", "ends", smooth=False),
+    Plot("peak_memory_gib", "Peak memory", "GiB", "peak", smooth=0),
+    Plot("val_accuracy", "Preference accuracy", "held-out replies on the right side", "ends", smooth=0),
     Plot("pass_at_k", "Best reply to a question", "mean reward; of rewards of 0 and 1 this is pass@k", "ends"),
     Plot("no_signal", "Questions without signal", "share to which all replies are equally good", "last"),
     Plot("entropy", "Entropy", "nats a token", "ends"),
@@ -306,6 +329,8 @@ PLOTS = (
          dots="training_seconds"),
 )  # fmt: skip
 LOSS = Plot("loss", "Loss", "", "ends", from_zero=False)
+# A step of fine-tuning has few targets, and its loss depends on which ones: only a wide mean shows whether it falls.
+TUNING_LOSS = replace(LOSS, smooth=1 / 8)
 
 # The colours of plots. Each becomes the page's variable of that name, which has a light and a dark value.
 COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*SCRIPTS, "text", "quiet", "line"])}
@@ -317,6 +342,20 @@ STYLE: Any = {
     "ytick.labelcolor": COLOURS["quiet"], "ytick.major.size": 0,
     "axes.spines.left": False, "axes.spines.right": False, "axes.spines.top": False, "axes.spines.bottom": False,
 }  # fmt: skip
+
+
+def loss_plot(stage: Stage) -> Plot | None:
+    """How to draw a stage's loss; None where it has no loss to look at."""
+    # The loss of RL stays near zero however good the replies are: advantages are relative to the other replies.
+    if stage.name == "rl" or not stage.curve("loss"):
+        return None
+    return LOSS if stage.name in ("base", "mid") else TUNING_LOSS
+
+
+def last_loss(stage: Stage) -> float | None:
+    """The mean of the last losses, as its plot shows it."""
+    plot = loss_plot(stage)
+    return smooth(stage.curve("loss"), plot.smooth)[-1][1] if plot else None
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:
@@ -345,20 +384,20 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
     for axes, stage, curve, share in zip(panels, stages, curves, shares, strict=True):
         for earlier in [one.curve(plot.metric) for one in against if one.name == stage.name]:
             if earlier:
-                line = smooth(earlier) if plot.smooth else earlier
+                line = smooth(earlier, plot.smooth)
                 gid = f"{plot.metric}-{stage.name}-against"
                 axes.plot(*zip(*line, strict=True), color=COLOURS["quiet"], linewidth=1.3, linestyle="--", gid=gid)
                 drawn += line
         style: dict[str, Any] = {"color": COLOURS[stage.name], "markersize": 3.5}
         axes.plot(*zip(*curve, strict=True), **style, linewidth=0.8, alpha=0.35)
         style["marker"] = "o" if len(curve) < 12 else ""
-        mean = smooth(curve) if plot.smooth else curve
+        mean = smooth(curve, plot.smooth)
         axes.plot(*zip(*mean, strict=True), **style, linewidth=1.8, gid=f"{plot.metric}-{stage.name}")
         drawn += curve
         if plot.dots and stage.curve(plot.dots):
             style |= {"color": COLOURS["text"], "marker": "o", "linewidth": 0}
             axes.plot(*zip(*stage.curve(plot.dots), strict=True), **style, gid=f"{plot.dots}-{stage.name}")
-        axes.set_title(in_a_word(stage, plot.metric, plot.word))
+        axes.set_title(in_a_word(stage, plot.metric, plot.word, plot.smooth))
         axes.set_xlabel(stage.name, color=COLOURS[stage.name])
         room = max(1, round(width * share / sum(shares) / 0.6))  # a tick each 0.6 inches
         axes.xaxis.set_major_locator(MaxNLocator(room, steps=[1, 2, 5, 10], integer=True))
@@ -375,7 +414,7 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    words = [f"{stage.name} {in_a_word(stage, plot.metric, plot.word)}" for stage in stages]
+    words = [f"{stage.name} {in_a_word(stage, plot.metric, plot.word, plot.smooth)}" for stage in stages]
     return _svg(figure, plot.metric + "-".join(stage.name for stage in stages), f"{plot.title}: {', '.join(words)}")
 
 
@@ -400,7 +439,11 @@ def to_html(summary: RunSummary, against: RunSummary | None = None) -> str:
         wanted = [*PLOTS, *plots_of_parts]
         shown = [plot for plot in wanted if any(stage.curve(plot.metric) for stage in stages)]
         plots = {plot: _curves(plot, stages, earlier) for plot in shown}
-        losses = [_curves(LOSS, [stage], earlier, 2.6) for stage in stages if stage.curve("loss")]
+        losses = []
+        for stage in stages:
+            loss = loss_plot(stage)
+            if loss is not None:
+                losses.append(_curves(loss, [stage], earlier, 2.6))
     return _render("report.html", summary, against, plots=plots, losses=losses, tasks=list(chances(stages).items()))
 
 
@@ -419,7 +462,8 @@ def _render(template: str, summary: RunSummary, against: RunSummary | None, **pl
     text = environment.get_template(template).render(
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
         questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), speaker=speaker, chat=chat,
-        against=against, differences=comparison(summary, against) if against else None, **plots,
+        against=against, differences=comparison(summary, against) if against else None,
+        chat_command=chat_command(summary), **plots,
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()

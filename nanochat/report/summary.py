@@ -21,6 +21,10 @@ Pairs = tuple[tuple[str, str], ...]
 
 CURVE_POINTS = 300  # about as many as a plot shows
 
+# What every task's result in chat_eval.json has. Any other number from 0 to 1 is a further share, such as
+# `order_followed` of the stories: it gets a row of its own, under its name.
+RESULT = {"correct", "total", "questions", "accuracy", "low", "high", "baseline", "too_long", "cut_off", "seconds"}
+
 
 @dataclass(frozen=True)
 class Chat:
@@ -59,6 +63,8 @@ class Stage:
     evaluation: dict[str, float] = field(default_factory=dict)  # the numbers of eval.json and chat_eval.json
     samples: list[str] = field(default_factory=list)
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> accuracy, low, high, baseline
+    # (task, name) -> a further share of the task's replies, as accuracy and, where the result has them, low and high
+    shares: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     chats: list[Chat] = field(default_factory=list)
     conversation: list[tuple[str, Pairs]] = field(default_factory=list)  # (role, parts): a chat of several turns
     facts: dict[str, Any] = field(default_factory=dict)  # run.json: configuration, data, time
@@ -76,6 +82,8 @@ class Stage:
         if self.evaluation.get("stories"):
             share = self.evaluation["stories_passed"] / self.evaluation["stories"]
             self.scores["stories"] = {"accuracy": share}
+            if "distinct_4grams" in self.evaluation:
+                self.shares["stories", "distinct 4-grams"] = {"accuracy": self.evaluation["distinct_4grams"]}
 
     def add_chat_evaluation(self, values: Any) -> None:
         """Add the results of `chat_eval`."""
@@ -90,6 +98,8 @@ class Stage:
             self.conversation.append((str(message["role"]), parts))
         self.chats = chats
         self.scores |= {task: score for task, score in scores.items() if "accuracy" in score}
+        for task, score in scores.items():
+            self.shares |= further_shares(task, score)
         self.evaluation |= _numbers({"chatcore": values.get("chatcore")})
 
     def values(self, key: str) -> list[float]:
@@ -127,6 +137,18 @@ class Stage:
     @property
     def val_bpb(self) -> float | None:
         return self.evaluation.get("val_bpb", self.last("val_bpb"))
+
+
+def further_shares(task: str, score: dict[str, float]) -> dict[tuple[str, str], dict[str, float]]:
+    """The shares in a task's result besides its accuracy; `NAME_low` and `NAME_high` are the interval of `NAME`."""
+    found = {}
+    for key, value in score.items():
+        if key in RESULT or key.endswith(("_low", "_high")) or not 0 <= value <= 1:
+            continue
+        share = {"accuracy": value}
+        share |= {end: score[f"{key}_{end}"] for end in ("low", "high") if f"{key}_{end}" in score}
+        found[task, key.replace("_", " ").replace("4grams", "4-grams")] = share
+    return found
 
 
 @dataclass

@@ -15,10 +15,11 @@ import pytest
 from markdown_it import MarkdownIt
 
 from nanochat import cli, provenance
-from nanochat.cli import UserError
+from nanochat.cli import UserError, parse
 from nanochat.paths import SCRIPTS, STAGES
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
+from scripts import chat_web
 from scripts import report as script
 
 TAG = "made-up"
@@ -248,7 +249,7 @@ def test_the_tables_hold_what_the_files_hold(whole):
     table = as_dicts(report_page.stage_table(whole.summary))
     assert list(table) == ["tokenizer", *STAGES, "total"]
     assert table["base"] == {
-        "steps": "40", "tokens": "40K", "loss": "0.1000", "val loss": "", "val bpb": "0.9375", "tokens/s": "5.12K",
+        "steps": "40", "tokens": "40K", "loss": "0.1013", "val loss": "", "val bpb": "0.9375", "tokens/s": "5.12K",
         "GiB": "3", "MFU": "37.5%", "training": "6m40s", "in all": "8m20s", "evaluation": "20s",
     }  # fmt: skip
     assert table["mid"]["val loss"] == "0.3456" and table["dpo"]["steps"] == "5"
@@ -267,6 +268,84 @@ def test_the_tables_hold_what_the_files_hold(whole):
     assert scores["ChatCORE", ""][4].text == "0.3000" and scores["CORE", ""][0].text == "0.1771"
 
 
+def stories(accuracy: float, **further: float) -> dict[str, float]:
+    return {"accuracy": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "baseline": 0.0, **further}
+
+
+@pytest.fixture
+def three_stages(base) -> report.RunSummary:
+    """Base, SFT and RL with further shares of the stories; after RL two skills are lower, one of them by much."""
+    evaluation = {"val_bpb": 1.0, "stories": 100, "stories_passed": 80, "distinct_4grams": 0.76}
+    write(base, "base", "eval.json", evaluation)
+    counts = {"correct": 1, "total": 1, "questions": 1, "too_long": 0, "cut_off": 0, "seconds": 0.5}
+    order = {"order_followed": 0.5, "order_followed_low": 0.45, "order_followed_high": 0.55}
+    tasks = {"stories": stories(0.75, distinct_4grams=0.72, **order, **counts)}
+    write(base, "sft", "chat_eval.json", {"tasks": {**tasks, "sums": stories(0.9), "questions": stories(0.78)}})
+    tasks = {"stories": stories(0.9, distinct_4grams=0.625, order_followed=0.25)}
+    write(base, "rl", "chat_eval.json", {"tasks": {**tasks, "sums": stories(0.87), "questions": stories(0.7)}})
+    return report.collect(TAG)
+
+
+def test_a_further_share_of_a_task_has_its_row_and_the_order_its_place_at_the_top(three_stages):
+    headline = list(report_page.headline(three_stages))
+    assert headline[1:3] == [
+        ("90%", "stories hold together", "rl; base 80%; sft 75%"),
+        ("25%", "stories follow the order", "rl; sft 50%"),
+    ]
+    rows = {(row[0].text, row[0].detail): row[1:] for row in report_page.score_table(three_stages).rows}
+    assert [cell.text for cell in rows["distinct 4-grams", "stories"]] == ["76.0%", "72.0%", "62.5%"]
+    assert [(cell.text, cell.detail) for cell in rows["order followed", "stories"]] == [
+        ("", ""), ("50.0%", "45–55"), ("25.0%", ""),
+    ]  # fmt: skip
+    names = [name for name, _ in rows]
+    place = names.index("stories")
+    assert names[place : place + 3] == ["stories", "distinct 4-grams", "order followed"] and len(names) == 6
+    assert report_page.metrics(three_stages)["sft: stories, order followed"] == (0.5, True)
+    assert "25.0%" in report_page.to_html(three_stages) and "order followed" in report_page.to_markdown(three_stages)
+
+
+def test_a_skill_that_fell_beyond_its_interval_is_marked(three_stages):
+    rows = {row[0].text: row[1:] for row in report_page.score_table(three_stages).rows}
+    assert [cell.fell for cell in rows["questions"]] == [False, False, True]  # 70 is below 73
+    assert [cell.fell for cell in rows["order followed"]] == [False, False, True]  # 25 is below 45
+    assert not any(cell.fell for name in ("stories", "sums", "bits per byte") for cell in rows[name])
+    page = Page(report_page.to_html(three_stages))
+    assert page.text.count("fell to ▼") == 2 and "▼ the skill fell below" in page.text
+    text = report_page.to_markdown(three_stages)
+    assert "**78.0%** (73–83) | ▼ 70.0% (65–75) |\n" in text and "\n▼: the skill fell below" in text
+
+
+def test_nothing_is_marked_where_no_skill_fell(whole):
+    assert "▼" not in whole.html and "▼" not in report_page.to_markdown(whole.summary)
+
+
+def test_the_last_line_is_the_command_to_chat(whole, three_stages, base):
+    line = f"python -m scripts.chat_web --source rl --model_tag {TAG}"
+    assert Page(whole.html).text.rstrip().endswith(f"Chat with it: {line}")
+    assert report_page.to_markdown(whole.summary).endswith(f"\nChat with it: `{line}`\n")
+    assert parse(chat_web.Config, line.split()[3:]).source == "rl"  # the flags exist
+    write(base, "rm", "metrics.jsonl", metrics(2, 1.0), tag="scores")
+    assert "Chat with it" not in report_page.to_html(report.collect("scores"))  # a reward model does not talk
+
+
+def test_the_loss_of_fine_tuning_is_a_wide_mean_and_rl_has_none(base):
+    noisy = metrics(40, 9.0, loss=lambda step: 2.0 + step % 2)
+    for stage in ("base", "sft", "rl"):
+        write(base, stage, "metrics.jsonl", noisy)
+    summary = report.collect(TAG)
+    html = report_page.to_html(summary)
+    assert "Loss: sft 2.00 → 2.50" in html and "Loss: rl" not in html
+    losses = as_dicts(report_page.stage_table(summary))
+    assert [losses[stage]["loss"] for stage in ("base", "sft", "rl")] == ["2.5000", "2.5000", ""]
+    spread = {}
+    for stage in ("base", "sft"):
+        path = html.partition(f'id="loss-{stage}"')[2].partition(' d="')[2].partition('"')[0]
+        ys = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)][6:-6]  # in the middle
+        spread[stage] = max(ys) - min(ys)
+    # Of three values in base, whose fall at the beginning must not be smeared out, and of eleven in SFT.
+    assert spread["sft"] < 0.4 * spread["base"]
+
+
 # ---------------------------------------------------------------------- Markdown
 
 
@@ -274,16 +353,17 @@ def test_markdown_has_whole_tables_samples_and_commands(whole):
     text = report_page.to_markdown(whole.summary)
     assert text.startswith(f"# nanochat run: {TAG}\n") and "**0.938** bits per byte" in text
     blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
-    assert [len(block) for block in blocks] == [2 + 7, 2 + 7, 2 + 4]  # six stages with a total; evaluations; answers
+    assert [len(block) for block in blocks] == [2 + 7, 2 + 7, 2 + 1]  # six stages with a total; evaluations; a question
     rendered = MARKDOWN.render(text)
-    assert rendered.count("<table>") == 3 and rendered.count("<tr>") == 21 and rendered.count("<blockquote>") == 3
-    assert rendered.count("<td") == 7 * len(report_page.stage_table(whole.summary).heads) + 7 * 6 + 4 * 5
-    assert "| base | 40 | 40K | 0.1000 |" in text
+    assert rendered.count("<table>") == 3 and rendered.count("<tr>") == 18 and rendered.count("<blockquote>") == 3
+    assert rendered.count("<td") == 7 * len(report_page.stage_table(whole.summary).heads) + 7 * 6 + 6
+    assert "| base | 40 | 40K | 0.1013 |" in text
     assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
     assert "> Once upon a time." in text
-    question = "| arithmetic | What is 6 \\* 7? |"
-    assert f"{question} mid | ✗ wrong | [python] 6 \\* 7 [python\\_output] 42 7 |\n" in text
-    assert f"{question} rl | ✓ right | [python] 6 \\* 7 [python\\_output] 42 forty-two |\n" in text
+    assert "| task | question | mid | sft | dpo | rl |\n" in text
+    call = "[python] 6 \\* 7 [python\\_output] 42"
+    replies = [f"✗ wrong: {call} {answer}" for answer in ("7", "forty-one", "no")]
+    assert f"| arithmetic | What is 6 \\* 7? | {' | '.join(replies)} | ✓ right: {call} forty-two |\n" in text
     assert "> **user** Hello, rl!\n>\n> **assistant** [python] 47+38 [python\\_output] 85 It is 85.\n" in text
     assert "- Device: 8 × Abacus 9000 (beads, bfloat16)\n" in text and "- Parameters: 5,049,216\n" in text
     assert "- Date: 2026-01-02 03:04:05 UTC\n" in text and "- Commit: 0123abc\n" in text
@@ -336,8 +416,9 @@ def test_each_plot_has_a_line_for_each_stage(whole):
     def lines(key: str) -> list[str]:
         return re.findall(f' id="{key}-([a-z]+)"', html)
 
-    for key in ("loss", "lr", "tok_per_sec", "peak_memory_gib"):
+    for key in ("lr", "tok_per_sec", "peak_memory_gib"):
         assert lines(key) == list(STAGES), key
+    assert lines("loss") == ["base", "mid", "sft", "dpo"]  # RL's says nothing
     assert lines("val_bpb") == ["base"] and lines("accuracy") == list(STAGES)
     assert lines("margin") == lines("val_margin") == ["dpo"]
     assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
@@ -421,13 +502,15 @@ def test_what_a_model_writes_stays_text(base, payload):
     page = Page(report_page.to_html(summary))
     assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
-    assert page.text.rstrip().endswith("Left out: no run of mid, rm, dpo, rl.")  # nothing is closed early
+    # Nothing is closed early.
+    command_line = f"python -m scripts.chat_web --source sft --model_tag {TAG}"
+    assert page.text.rstrip().endswith(f"Left out: no run of mid, rm, dpo, rl.\nChat with it: {command_line}")
 
     rendered = Page(MARKDOWN.render(report_page.to_markdown(summary)))
     assert not rendered.tags & {"script", "img", "svg", "a", "em", "body"}
-    # Commit, data and version; both turns of the chat; the sample; four rows of a task, a role, a text and a reply, one
-    # with its kind; stage; device and dtype; command; and the task's accuracy.
-    assert rendered.text.count(payload) == 3 + 2 + 1 + 4 * 4 + 1 + 1 + 2 + 1 + 1
+    # Commit, data and version; both turns of the chat; the sample; a row of a task, a role, a text and four replies,
+    # one with its kind; stage; device and dtype; command; and the task's accuracy.
+    assert rendered.text.count(payload) == 3 + 2 + 1 + (3 + 4 + 1) + 1 + 2 + 1 + 1
 
 
 def test_a_command_stays_in_its_block(base):
