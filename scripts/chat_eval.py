@@ -53,7 +53,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model
     from nanochat.conversation import parts_of
     from nanochat.engine import Engine
-    from nanochat.evals.chat import CHAT, Graded, chat_core, converse, evaluate, graded_choices, readable
+    from nanochat.evals.chat import Graded, chat_core, evaluate, good_chat, graded_choices, readable
     from nanochat.model_folder import tag_of
     from nanochat.task_flag import open_task
 
@@ -112,7 +112,8 @@ def main(config: Config) -> None:
 
         # A chat of several turns for the report, sampled as for users; one chat per step.
         if config.show and meta["stage"] != "base" and not report.get("chat"):
-            report["chat"] = converse(engine, CHAT, SamplingParams(**meta["sampling"]), config.max_tokens)
+            own = SamplingParams(**meta["sampling"])
+            report["chat"], report["chat_try"] = good_chat(engine, own, config.max_tokens)
             print0("\na chat:")
             for message in report["chat"]:
                 print_message(message["role"], readable(parts_of(message["content"])))
@@ -163,7 +164,8 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         warn(f"{path} is damaged ({error!r}); it is replaced")
         return report
-    return {**report, "tasks": tasks, "samples": samples, "chat": earlier.get("chat", [])}
+    chat = {"chat": earlier.get("chat", []), "chat_try": earlier.get("chat_try", 1)}
+    return {**report, "tasks": tasks, "samples": samples, **chat}
 
 
 def same_settings(task: dict[str, Any], earlier: dict[str, Any] | None) -> bool:

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nanochat.chat import Chat
 from nanochat.cli import Failed, UserError
 from nanochat.collectives import sum_over_ranks
-from nanochat.conversation import Message, Part, parse_reply, parts_of, render_prompt
+from nanochat.conversation import Message, Part, parse_reply, parts_of, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
@@ -293,7 +293,38 @@ def _padded(rows: Sequence[Sequence[int]], filling: int) -> Tensor:
 
 # ---------------------------------------------------------------------- a chat
 
-CHAT = ("Hello!", "What is 47 + 38?", "Tell me a story about a small fox.")  # questions for any chat model
+# Questions for any chat model, each with words that a good reply to it has.
+CHAT = (
+    ("Hello!", ()),
+    ("What is 47 + 38?", ("85",)),
+    ("Tell me a story about a fox named Ravi.", ("fox", "Ravi")),
+)
+CHAT_TRIES = 4
+
+
+def good_chat(engine: Engine, sampling: SamplingParams, max_tokens: int = 256) -> tuple[list[Message], int]:
+    """A conversation that shows what the model can do, and the number of its try, from 1 on.
+
+    It is the first of CHAT_TRIES whose replies have all their words; if there is none, the one with the most.
+    """
+    questions = [question for question, _ in CHAT]
+    best: list[Message] = []
+    best_try = 0
+    most = -1
+    for number in range(CHAT_TRIES):
+        settings = replace(sampling, seed=sampling.seed + number * len(CHAT))
+        chat = converse(engine, questions, settings, max_tokens)
+        found = 0
+        missing = 0
+        for (_, words), reply in zip(CHAT, chat[1::2], strict=True):
+            text = text_of(reply["content"])
+            found += len([word for word in words if word in text])
+            missing += len([word for word in words if word not in text])
+        if found > most:
+            best, best_try, most = chat, number + 1, found
+        if not missing:
+            break
+    return best, best_try
 
 
 def converse(

@@ -115,9 +115,14 @@ def header(summary: RunSummary) -> dict[str, str]:
 
 
 def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
-    """The chat of the stage that was trained last, with its name; empty if no stage has a chat."""
-    chats = [(stage.name, stage.conversation) for stage in summary.stages if stage.conversation]
-    return chats[-1] if chats else ("", [])
+    """A title for the chat of the stage that was trained last, and the chat; empty if no stage has one."""
+    chats = [stage for stage in summary.stages if stage.conversation]
+    if not chats:
+        return "", []
+    stage = chats[-1]
+    title = f"A chat with {stage.name} at the checkpoint's own settings"
+    tries = "the first try" if stage.conversation_try == 1 else f"try {stage.conversation_try}, the best so far"
+    return f"{title}: {tries}, as it came", stage.conversation
 
 
 def chat_command(summary: RunSummary) -> str:
@@ -458,10 +463,10 @@ def _render(template: str, summary: RunSummary, against: RunSummary | None, **pl
         undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters |= {"duration": duration, "markdown": _markdown}
-    speaker, chat = conversation(summary)
+    chat_title, chat = conversation(summary)
     text = environment.get_template(template).render(
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
-        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), speaker=speaker, chat=chat,
+        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title, chat=chat,
         against=against, differences=comparison(summary, against) if against else None,
         chat_command=chat_command(summary), **plots,
     )  # fmt: skip

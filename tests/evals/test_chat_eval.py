@@ -25,6 +25,7 @@ from nanochat.evals.chat import (
     chat_core,
     converse,
     evaluate,
+    good_chat,
     graded_choices,
     preferred_letters,
     readable,
@@ -137,6 +138,34 @@ def test_a_chat_is_read_turn_by_turn_as_far_as_it_fits() -> None:
     assert read[:2] == [render_prompt(engine.tokenizer, turns[:1]), render_prompt(engine.tokenizer, turns[:3])]
     assert read[2] == render_prompt(engine.tokenizer, turns[2:5])  # with the first turn it leaves no 20 tokens
     assert [settings["sampling"].seed for _, settings in engine.calls] == [7, 8, 9]  # as in chat_cli
+
+
+@pytest.mark.parametrize(
+    ("replies", "expected"),
+    [
+        (["Hi.", "It is 85.", "Ravi was a fox."], 1),
+        (["Hi.", "It is 58.", "Ravi was a fox.", "Hi.", "It is 85.", "A fox. Ravi.", "", "", ""], 2),
+        (["Hi.", "It is 58.", "A cat."] * 2 + ["Hi.", "It is 85.", "A cat."] * 2, 3),  # none is good: the first best
+    ],
+)
+def test_the_chat_of_the_report_is_the_first_good_one(
+    replies: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def replied(engine: Any, questions: list[str], sampling: SamplingParams, max_tokens: int) -> list[dict[str, str]]:
+        first = 3 * len(seeds)
+        seeds.append(sampling.seed)
+        pairs = zip(questions, replies[first : first + 3], strict=True)
+        return [{"role": role, "content": text} for pair in pairs for role, text in zip("ua", pair, strict=True)]
+
+    monkeypatch.setattr("nanochat.evals.chat.converse", replied)
+    engine: Any = None
+    chat, number = good_chat(engine, SamplingParams(seed=5))
+    assert number == expected
+    assert [turn["content"] for turn in chat[1::2]] == replies[3 * expected - 3 : 3 * expected]
+    tries = 4 if len(replies) == 12 else expected
+    assert seeds == [5 + 3 * number for number in range(tries)]  # a seed for each of the three replies
 
 
 # ---------------------------------------------------------------------- generative tasks
@@ -631,7 +660,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         {"rows": 4, "max_tokens": 6, "sampling": sampling[:4], "keep_stop": True},
         {"rows": 2, "max_tokens": 6, "sampling": sampling[4:], "keep_stop": True},
     ]
-    assert [one["rows"] for one in seen[2:]] == [1, 1, 1]  # the chat for the report, turn by turn
+    assert [one["rows"] for one in seen[2:]] == [1, 1, 1] * 4  # four chats for the report, turn by turn: none is good
 
 
 @pytest.mark.parametrize(

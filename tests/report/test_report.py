@@ -346,6 +346,15 @@ def test_the_loss_of_fine_tuning_is_a_wide_mean_and_rl_has_none(base):
     assert spread["sft"] < 0.4 * spread["base"]
 
 
+def test_the_chat_says_which_try_it_is(whole, base):
+    assert "A chat with rl at the checkpoint's own settings: the first try, as it came." in Page(whole.html).text
+    evaluation = chat_evaluation(0.5, "no", 0.1) | {"chat": [{"role": "user", "content": "Hi"}], "chat_try": 3}
+    write(base, "sft", "chat_eval.json", evaluation)
+    title = "A chat with sft at the checkpoint's own settings: try 3, the best so far, as it came"
+    assert title in Page(report_page.to_html(report.collect(TAG))).text
+    assert f"## {title}\n" in report_page.to_markdown(report.collect(TAG))
+
+
 # ---------------------------------------------------------------------- Markdown
 
 
