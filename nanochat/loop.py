@@ -301,7 +301,7 @@ class Run:
         for attendant in self.attendants:
             self._stack.enter_context(attendant)
         if self.first_step == 0:
-            write_facts(runs / "run.json", self.start, self.stage)
+            write_facts(runs / "run.json", self.start, self.stage, self.last)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -240,7 +240,7 @@ def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
     return folder.with_name(name) if name else None
 
 
-def write_facts(path: Path, start: Start, stage: str) -> None:
+def write_facts(path: Path, start: Start, stage: str, steps: int) -> None:
     """Write `run.json`, the report's header: the run's configuration, data and versions. Only rank 0 writes."""
     device = start.device
     if not device.is_main:
@@ -250,6 +250,7 @@ def write_facts(path: Path, start: Start, stage: str) -> None:
         "stage": stage,
         "tag": start.tag,
         "started": datetime.datetime.fromtimestamp(start.began, datetime.timezone.utc).isoformat(timespec="seconds"),
+        "steps": steps,
         "parameters": scaling.parameter_counts(start.model)["total"],
         "adapter": start.adapter,
         "layers": model.n_layer,

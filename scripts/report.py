@@ -3,32 +3,92 @@
 python -m scripts.report --model_tag cpu
 
 python -m scripts.report --model_tag new --against cpu
+
+python -m scripts.report --watch
 """
 
+import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from nanochat.cli import run
+from nanochat.cli import UserError, run
 from nanochat.log import print0
 from nanochat.paths import base_dir, safe_tag
+
+WATCH_SECONDS = 20  # drawing takes a second or two of one core, which the run needs
 
 
 @dataclass(frozen=True)
 class Config:
     model_tag: str | None = None  # default: the tag written last
     against: str | None = None  # the tag of an earlier run to compare with: its curves, and a table of differences
+    watch: bool = False  # while a run trains, until Ctrl-C: write the page again and again; the browser reloads it
 
 
 def main(config: Config) -> None:
-    from nanochat.report import page, summary  # here: --help stays quick
+    if not config.watch:
+        write(*collect(config))
+        return
 
-    tag = safe_tag(config.model_tag or summary.newest_tag())
-    collected = summary.collect(tag)
-    against = summary.collect(config.against, "--against") if config.against else None
-    folder = base_dir() / "runs" / "report" / tag
+    # ------------------------------------------------------------------ a page that follows the run
+    print0(f"watching, every {WATCH_SECONDS} s; Ctrl-C ends it and writes the last report")
+    latest = None
+    announced = ""
+    try:
+        while True:
+            try:
+                found = collect(config)
+            except UserError as error:  # the run may begin later
+                news = f"waiting: {error}"
+            else:
+                news = f"open {folder_of(found[0].tag) / 'report.html'}"
+                if found != latest:
+                    write(*found, refresh=WATCH_SECONDS)
+                    latest = found
+            if news != announced:
+                print0(news)
+                announced = news
+            time.sleep(WATCH_SECONDS)
+    except KeyboardInterrupt:
+        write(*collect(config))
+
+
+def collect(config: Config) -> tuple[Any, Any]:
+    """The run as it is now, and the run to compare it with, if any.
+
+    Raises UserError: when there is no such run.
+    """
+    from nanochat.report import summary  # here: --help stays quick
+
+    run_now = summary.collect(safe_tag(config.model_tag or summary.newest_tag()))
+    return run_now, summary.collect(config.against, "--against") if config.against else None
+
+
+def folder_of(tag: str) -> Path:
+    return base_dir() / "runs" / "report" / tag
+
+
+def write(collected: Any, against: Any, refresh: int = 0) -> None:
+    """Write both files; with `refresh` the browser loads the page again after this many seconds."""
+    from nanochat.report import page
+
+    folder = folder_of(collected.tag)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, write in (("report.html", page.to_html), ("report.md", page.to_markdown)):
-        (folder / name).write_text(write(collected, against), encoding="utf-8")
-        print0(folder / name)
+    for name, text in (
+        ("report.html", page.to_html(collected, against, refresh)),
+        ("report.md", page.to_markdown(collected, against)),
+    ):
+        replace(folder / name, text)
+        if not refresh:
+            print0(folder / name)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file at once: a browser that loads it meanwhile finds the old page or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 if __name__ == "__main__":

@@ -354,7 +354,8 @@ def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, to
     assert bits == [["val_bpb_before"], [], ["val_bpb"]]
     assert straight[0]["val_bpb_before"] > straight[-1]["val_bpb"]
     facts = json.loads((base / "runs/base/d1/run.json").read_text())
-    assert facts["context"] == 64 and facts["parameters"] > 1000 and facts["versions"]["torch"] and facts["commit"]
+    assert (facts["context"], facts["steps"]) == (64, 3) and facts["parameters"] > 1000
+    assert facts["versions"]["torch"] and facts["commit"]
 
     def stopped(*arguments: Any, should_stop: Any, **further: Any) -> float:
         should_stop.__self__.stop.signal = signal.SIGTERM  # as if one had come

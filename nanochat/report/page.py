@@ -114,6 +114,21 @@ def header(summary: RunSummary) -> dict[str, str]:
     return {name: text for name, text in joined.items() if text}
 
 
+def progress(summary: RunSummary) -> str:
+    """How far the stage is whose step was logged last, such as "sft: step 30 of 90, about 1m20s left"; "" before it."""
+    stage = max(summary.stages, key=lambda stage: stage.logged, default=Stage(""))
+    last = stage.last("step")
+    if last is None:
+        return ""
+    done = last + 1
+    steps = stage.facts.get("steps", 0)
+    text = f"{stage.name}: step {done:,.0f}"
+    if not isinstance(steps, int) or steps < done:  # unknown, or changed by a resume
+        return text
+    left = stage.training_seconds() / done * (steps - done)
+    return f"{text} of {steps:,}" + (f", about {duration(left)} left" if left else "")
+
+
 def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
     """A title for the chat of the stage that was trained last, and the chat; empty if no stage has one."""
     chats = [stage for stage in summary.stages if stage.conversation]
@@ -426,8 +441,11 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
 # ---------------------------------------------------------------------- the page and the Markdown
 
 
-def to_html(summary: RunSummary, against: RunSummary | None = None) -> str:
-    """The whole page; compared with an earlier run `against`, if given."""
+def to_html(summary: RunSummary, against: RunSummary | None = None, refresh: int = 0) -> str:
+    """The whole page; compared with an earlier run `against`, if given.
+
+    With `refresh` it says how far the run is, and the browser loads it again after this many seconds.
+    """
     stages = summary.stages
     earlier = against.stages if against else []
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
@@ -449,7 +467,9 @@ def to_html(summary: RunSummary, against: RunSummary | None = None) -> str:
             loss = loss_plot(stage)
             if loss is not None:
                 losses.append(_curves(loss, [stage], earlier, 2.6))
-    return _render("report.html", summary, against, plots=plots, losses=losses, tasks=list(chances(stages).items()))
+    tasks = list(chances(stages).items())
+    live = {"refresh": refresh, "progress": progress(summary)}
+    return _render("report.html", summary, against, plots=plots, losses=losses, tasks=tasks, **live)
 
 
 def to_markdown(summary: RunSummary, against: RunSummary | None = None) -> str:
@@ -466,8 +486,8 @@ def _render(template: str, summary: RunSummary, against: RunSummary | None, **pl
     chat_title, chat = conversation(summary)
     text = environment.get_template(template).render(
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
-        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title, chat=chat,
-        against=against, differences=comparison(summary, against) if against else None,
+        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title,
+        chat=chat, against=against, differences=comparison(summary, against) if against else None,
         chat_command=chat_command(summary), **plots,
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
