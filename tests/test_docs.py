@@ -15,8 +15,12 @@ import pytest
 
 import check_npu
 from nanochat import device as devices
-from nanochat.paths import STAGES
+from nanochat.evals.chat import CHAT_TRIES
+from nanochat.paths import SCRIPTS, STAGES
+from nanochat.report.summary import further_shares
 from nanochat.run import full_report
+from nanochat.run.trackers import TRACKERS
+from scripts.report import WATCH_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {name: (ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("ascend.md", "ascend.zh.md")}
@@ -291,7 +295,7 @@ def test_the_image_is_set_up_without_a_device(tmp_path):
 # ---------------------------------------------------------------------- several hosts
 
 
-@pytest.mark.parametrize("page", ["commands", "finetune", "guide", "multinode", "deploy", "train_server"])
+@pytest.mark.parametrize("page", ["commands", "faq", "finetune", "guide", "multinode", "deploy", "train_server"])
 def test_a_page_in_both_languages(page):
     texts = [(ROOT / "docs" / f"{page}{kind}.md").read_text(encoding="utf-8") for kind in ("", ".zh")]
     code = [re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for text in texts]
@@ -301,6 +305,36 @@ def test_a_page_in_both_languages(page):
         assert sorted(spans(english)) == sorted(spans(chinese))
         figures = [sorted(re.findall(r"(?<![\w.])\d+(?:[.,]\d+)*(?!\w|\.\d)", line)) for line in (english, chinese)]
         assert figures[0] == figures[1], english
+
+
+@pytest.mark.parametrize("name", ["faq.md", "faq.zh.md"])
+def test_the_words_that_we_print_are_explained_and_the_comparison_is_true(name):
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    words = {row[0].strip("| ") for row in rows(text.split("\n## ")[-1])}
+    shares = {label for _, label in further_shares("stories", {"order_followed": 0.5, "distinct_4grams": 0.7})}
+    printed = {"ChatCORE", "CORE", "KL", "MFU", "entropy", "advantage", "context", "tag", "`dr_grpo`"} | shares
+    assert printed <= words and len(words) >= 25
+    stages = next(word for word in words if word.startswith("base, "))
+    assert stages.split(", ") == list(SCRIPTS)
+
+    # The comparison: our figures are those of the pages that measured them.
+    measured = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
+    for figures in (("1.174", "1.820"), ("1.24", "1.56"), ("0.73", "1.08"), ("0.98", "1.13")):
+        assert all(figure in text and figure in measured for figure in figures)
+    (methods,) = re.findall(r"(\d+) (?:methods of RL|种强化学习方法)", text)
+    section = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("\n## Methods\n")[1].split("\n## ")[0]
+    assert int(methods) == len(rows(section)) - 2
+    (lines,) = re.findall(r"(?:a core of some|核心约) (\d+,\d00)", text)
+    core = sum(path.read_text(encoding="utf-8").count("\n") for path in ROOT.glob("nanochat/*.py"))
+    assert abs(int(lines.replace(",", "")) - core) <= 500
+
+
+@pytest.mark.parametrize("name", ["guide.md", "guide.zh.md"])
+def test_what_the_guide_says_of_the_report_and_of_trackers_is_so(name):
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert re.search(rf"\b{WATCH_SECONDS} (seconds|秒)", text) and re.search(rf"(up to|最多) {CHAT_TRIES}\b", text)
+    (section,) = [part for part in text.split("\n## ") if part.startswith(("Trackers", "跟踪器"))]
+    assert set(TRACKERS) <= set(spans(section))
 
 
 def test_what_several_hosts_are_told_is_so():
