@@ -115,7 +115,7 @@ def header(summary: RunSummary) -> dict[str, str]:
 
 
 def progress(summary: RunSummary) -> str:
-    """How far the stage is whose step was logged last, such as "sft: step 30 of 90, about 1m20s left"; "" before it."""
+    """The progress of the stage that logged last, such as "sft: step 30 of 90, about 1m20s left"; "" without steps."""
     stage = max(summary.stages, key=lambda stage: stage.logged, default=Stage(""))
     last = stage.last("step")
     if last is None:
@@ -123,7 +123,7 @@ def progress(summary: RunSummary) -> str:
     done = last + 1
     steps = stage.facts.get("steps", 0)
     text = f"{stage.name}: step {done:,.0f}"
-    if not isinstance(steps, int) or steps < done:  # unknown, or changed by a resume
+    if not (isinstance(steps, int) and 0 < done <= steps < 10**12):  # unknown, or changed by a resume
         return text
     left = stage.training_seconds() / done * (steps - done)
     return f"{text} of {steps:,}" + (f", about {duration(left)} left" if left else "")

@@ -98,7 +98,8 @@ class Stage:
         for message in values.get("chat", []):
             parts = tuple((part["type"], str(part["text"])) for part in parts_of(message["content"]))
             self.conversation.append((str(message["role"]), parts))
-        self.conversation_try = int(values.get("chat_try", 1))
+        if isinstance(values.get("chat_try"), int):
+            self.conversation_try = values["chat_try"]
         self.chats = chats
         self.scores |= {task: score for task, score in scores.items() if "accuracy" in score}
         for task, score in scores.items():

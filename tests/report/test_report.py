@@ -350,6 +350,9 @@ def test_the_chat_says_which_try_it_is(whole, base):
     assert "A chat with rl at the checkpoint's own settings: the first try, as it came." in Page(whole.html).text
     evaluation = chat_evaluation(0.5, "no", 0.1) | {"chat": [{"role": "user", "content": "Hi"}], "chat_try": 3}
     write(base, "sft", "chat_eval.json", evaluation)
+    for odd in ("7", float("inf"), None):
+        write(base, "rl", "chat_eval.json", {"tasks": {"arc": {"accuracy": 0.5}}, "chat_try": odd})
+        assert report.collect(TAG).stages[-1].conversation_try == 1
     title = "A chat with sft at the checkpoint's own settings: try 3, the best so far, as it came"
     assert title in Page(report_page.to_html(report.collect(TAG))).text
     assert f"## {title}\n" in report_page.to_markdown(report.collect(TAG))
@@ -668,6 +671,10 @@ def test_how_far_a_run_is(base):
     assert report_page.progress(summary) == "sft: step 5"  # the newest line; nobody knows of how many
     summary.stages = [stage for stage in summary.stages if stage.name != "sft"]
     assert report_page.progress(summary) == "rl: step 5 of 5"
+    for last, steps, expected in ((-1, 5, "rl: step 0"), (4, 10**400, "rl: step 5"), (4, 3, "rl: step 5")):  # damaged
+        write(base, "rl", "run.json", {"steps": steps})
+        os.utime(write(base, "rl", "metrics.jsonl", [{"step": last}]), (4e9, 4e9))
+        assert report_page.progress(report.collect(TAG)) == expected
 
 
 def test_a_report_needs_no_torch_and_no_pyplot(whole):
