@@ -15,6 +15,8 @@
 # Environment: PYTHON (the interpreter for .venv), VENV (the folder, default .venv), PIP_INDEX_URL (a mirror of the
 # package index; pip reads it), TORCH_INDEX_URL (a mirror of https://download.pytorch.org/whl/cpu, or the index of
 # the CUDA build that fits an older driver), ARCH (instead of `uname -m`).
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # `sh` is another shell here
+set +o posix                                     # or it is bash, without what POSIX does not describe
 set -euo pipefail
 
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -32,7 +34,7 @@ device=auto cann='' extras='' rooms=$all_rooms root=/ dry_run=no use_locks=yes
 while (($#)); do
   flag=${1%%=*}
   case $flag in
-    --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --help | -h) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --dry_run | --dry-run) dry_run=yes; shift; continue ;;
     --unlocked) use_locks=no; shift; continue ;;
     --device | --cann | --extras | --rooms | --root) ;;
@@ -82,10 +84,10 @@ pick_python() {
 if [[ -n ${PYTHON:-} && -z $(version_of "$PYTHON") ]]; then
   fail "PYTHON=$PYTHON does not run, or cannot make a venv (Debian, Ubuntu: apt install python3-venv)"
 fi
-python=$(pick_python 3.11 3.12 3.10)
-[[ -n $python ]] || fail "no Python 3.10, 3.11 or 3.12 that can make a venv${PYTHON:+ (PYTHON=$PYTHON)}: install one (Debian, \
-Ubuntu: apt install python3.11 python3.11-venv; conda: conda create -n nanochat python=3.11) or name one with \
-PYTHON=/path/to/python3.11"
+python=$(pick_python 3.11 3.12 3.13 3.14 3.10)
+[[ -n $python ]] || fail "no Python 3.10 to 3.14 that can make a venv${PYTHON:+ (PYTHON=$PYTHON)}: install one (Debian, Ubuntu: \
+apt install python3 python3-venv; macOS: brew install python; conda: conda create -n nanochat python=3.11) or name one \
+with PYTHON=/path/to/python3"
 
 # ---- The plan: check_npu.py looks at the machine and reads the version table ------------------------------
 
@@ -109,7 +111,7 @@ done <<<"$answer"
 
 # shellcheck disable=SC2086  # the versions are words
 python=$(pick_python $pythons)
-[[ -n $python ]] || fail "${constraints[*]} has wheels for Python ${pythons// /, }${PYTHON:+, not for PYTHON=$PYTHON}: \
+[[ -n $python ]] || fail "${constraints[*]-} has wheels for Python ${pythons// /, }${PYTHON:+, not for PYTHON=$PYTHON}: \
 install one of them, or name it with PYTHON=/path/to/python"
 version=$(version_of "$python")
 report found "Python $version ($(command -v "$python"))"
@@ -138,10 +140,10 @@ locked=(--require-hashes --no-deps --no-build-isolation --only-binary :all: -r)
 plan="project $project
 kind $kind
 python $version
-torch ${constraints[*]}
+torch ${constraints[*]-}
 extras $extras
 pyproject $(cksum <pyproject.toml)
-locks $([[ $use_locks == no ]] || cat "${locks[@]}" | cksum)"
+locks $([[ $use_locks == no ]] || cat ${locks[@]+"${locks[@]}"} | cksum)"
 
 # What .venv holds now: nothing, this plan, another plan of ours, or something a person made.
 state=none
@@ -155,7 +157,7 @@ if [[ -x $venv/bin/python ]]; then
     fail "$venv is not ours and has not Python $version: remove it, or name another folder with VENV=folder"
   fi
   if [[ $state == ready ]]; then # someone may have changed torch since
-    "$venv/bin/python" - "${constraints[@]}" 2>/dev/null <<'PYTHON' || state=stale
+    "$venv/bin/python" - ${constraints[@]+"${constraints[@]}"} 2>/dev/null <<'PYTHON' || state=stale
 import importlib.metadata, sys
 from pip._vendor.packaging.requirements import Requirement
 for constraint in map(Requirement, sys.argv[1:]):
@@ -175,15 +177,15 @@ if [[ $state == ready ]]; then
 else
   [[ $state != other ]] || show "rm -r $venv  # made for $(sed -n 's/^kind //p' "$stamp") with Python $(sed -n 's/^python //p' "$stamp")"
   [[ $state == none || $state == other ]] && show "$python -m venv $venv"
-  for lock in "${locks[@]}"; do
+  for lock in ${locks[@]+"${locks[@]}"}; do
     show "$venv/bin/pip install ${locked[*]} $lock"
   done
   word=plan
-  for attempt in "${attempts[@]}"; do
+  for attempt in ${attempts[@]+"${attempts[@]}"}; do
     report "$word" "$venv/bin/pip install $attempt"
     word='or else'
   done
-  show "$venv/bin/pip install -c $venv/constraints.txt -e $target  # ${constraints[*]}"
+  show "$venv/bin/pip install -c $venv/constraints.txt -e $target  # ${constraints[*]-}"
 fi
 [[ $dry_run == no ]] || exit 0
 
@@ -212,17 +214,17 @@ if [[ $state == none || $state == other ]]; then
   "$python" -m venv "$venv" || fail "$python -m venv $venv failed: see above"
 fi
 rm -f "$stamp"
-printf '%s\n' "${constraints[@]}" >"$venv/constraints.txt"
+printf '%s\n' ${constraints[@]+"${constraints[@]}"} >"$venv/constraints.txt"
 : >"$log"
 
-for lock in "${locks[@]}"; do
+for lock in ${locks[@]+"${locks[@]}"}; do
   report install "$lock"
   echo "== pip install ${locked[*]} $lock" >>"$log"
   pip "${locked[@]}" "$lock" || failed "$lock" ', or --unlocked for other versions'
 done
 
 installed=no
-for attempt in "${attempts[@]}"; do
+for attempt in ${attempts[@]+"${attempts[@]}"}; do
   report install "$attempt  (minutes; tail -f $log shows more)"
   echo "== pip install $attempt" >>"$log"
   [[ $attempt == *+cpu* || $kind == cuda || ${#attempts[@]} == 1 ]] ||

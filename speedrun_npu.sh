@@ -14,6 +14,8 @@
 #
 # Everything is written below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again to resume where it
 # stopped. speedrun.sh is the same script.
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # `sh` is another shell here
+set +o posix                                     # or it is bash, without what POSIX does not describe
 set -euo pipefail
 called_from=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")"
@@ -30,7 +32,7 @@ title() {
 profile=auto data='' val_data='' hub=hf tasks='' rehearsal=auto
 while (($#)); do
   case ${1%%=*} in
-    --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;;
+    --help | -h) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
     --profile | --data | --val_data | --val-data | --hub | --tasks | --rehearsal) ;;
     *) fail "unknown flag $1: see bash speedrun_npu.sh --help" 2 ;;
   esac
@@ -142,7 +144,7 @@ evaluate() { # stage, further flags
 
 stages() {
   title 'tokenizer'
-  run "$python" -m scripts.tok_train "${source[@]}" "${tokenizer[@]}"
+  run "$python" -m scripts.tok_train "${source[@]}" ${tokenizer[@]+"${tokenizer[@]}"}
 
   title 'pretraining'
   pretrain

@@ -70,11 +70,11 @@ if [[ $result == 1 && -n $workers && -n $first ]]; then
     while :; do :; done >/dev/null 2>&1 &
     busy=$!
     for _ in 1 2 3; do
-      OMP_NUM_THREADS=1 "$bin/python" -m pytest "${flaky[@]}" </dev/null || result=$?
+      OMP_NUM_THREADS=1 "$bin/python" -m pytest ${flaky[@]+"${flaky[@]}"} </dev/null || result=$?
     done
     kill -KILL "$busy" # a shell whose parent ignores SIGTERM ignores it, too
     printf '!! flaky: failed beside another file, passed alone\n'
-    printf '%s\n' "${flaky[@]}"
+    printf '%s\n' ${flaky[@]+"${flaky[@]}"}
   fi
 fi
 [[ $result == 0 && -n $unfit ]] && result=1

@@ -1,0 +1,103 @@
+"""The shell scripts start by `sh`, on the bash 3.2 of macOS, and in a checkout made on Windows.
+
+A bash older than 4.4 is not to be had here, so what it cannot read is looked for in the text. Each pattern has a line
+that it must find.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["setup_ascend.sh", "speedrun_npu.sh", "speedrun.sh", "tests/run.sh", ".ci/run"]
+
+# What bash 3.2 does not know -> an example. Sources: bash's CHANGES for 4.0 to 5.2.
+NEWER = {
+    r"\$\{\w+(\[[^]]*\])?(,,?|\^\^?)": 'echo "${name,,}"',
+    r"\$\{\w+@[A-Za-z]\}": 'echo "${name@Q}"',
+    r"\$\{\w+\[-\d": 'echo "${names[-1]}"',
+    r"\$\{\w+:[^}]*: *-": 'echo "${name:0:-1}"',
+    r"\b(declare|local|typeset|export) +-\w*[Angl]": "declare -A table=()",
+    r"\b(mapfile|readarray|coproc)\b": "mapfile -t lines <file",
+    r"&>>|\|&|;&|;;&": "make |& tee log",
+    r"\[\[ ([^]]* )?-[vR] ": "if [[ -v name ]]; then",
+    r"\bwait +-n\b": "wait -n",
+    r"\bshopt .*\b(globstar|lastpipe|inherit_errexit)\b": "shopt -s globstar",
+    r"%\([^)]*\)T": "printf '%(%F)T'",
+    r"\b(BASHPID|EPOCHSECONDS|EPOCHREALTIME|SRANDOM)\b": "echo $EPOCHSECONDS",
+    r"\{\w+\}[<>]": "exec {log}>file",
+    r"\bread +(-\w+ +)*-\w*[iN]": "read -N 1 key",
+}
+
+
+def code(script: str) -> str:
+    """The text of a script without comments and without what it gives to Python."""
+    text = (ROOT / script).read_text()
+    text = re.sub(r"<<'PYTHON'.*?^PYTHON$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"(?m)(^|\s)#.*$", "", text)
+
+
+def newer(text: str) -> list[str]:
+    return [line for line in text.splitlines() if any(re.search(pattern, line) for pattern in NEWER)]
+
+
+def unguarded(text: str) -> list[str]:
+    """Expansions of arrays that begin empty, which bash 3.2 calls unbound under `set -u`."""
+    empty = set(re.findall(r"\b(\w+)=\( *\)", text))
+    text = re.sub(r'\$\{(\w+)\[@\]\+"\$\{\1\[@\]\}"\}', "", text)  # the form that is right in every bash
+    return [name for name in re.findall(r"\$\{(\w+)\[[@*]\]\}", text) if name in empty]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_3_2_reads_the_script(script: str):
+    assert newer(code(script)) == []
+    assert unguarded(code(script)) == []
+
+
+def test_the_patterns_find_what_they_look_for():
+    for pattern, example in NEWER.items():
+        assert re.search(pattern, example), pattern
+    assert unguarded('names=()\nrun "${names[@]}"\n') == ["names"]
+    assert unguarded('names=(a)\nrun "${names[@]}"\n') == []
+    assert unguarded('names=()\nrun ${names[@]+"${names[@]}"}\n') == []
+
+
+@pytest.mark.parametrize("shell", [["sh"], ["bash", "--posix"], ["bash"]])
+@pytest.mark.parametrize("script", ["setup_ascend.sh", "speedrun_npu.sh"])
+def test_sh_becomes_bash(script: str, shell: list[str]):
+    """Debian's sh is dash, elsewhere it is bash in its POSIX mode, and a variable can choose that mode, too."""
+    environment = {**os.environ, "POSIXLY_CORRECT": "1"} if shell == ["bash"] else dict(os.environ)
+    command = [*shell, script, "--help"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert f"bash {script}" in result.stdout and "set -e" not in result.stdout and len(lines) > 10
+    flags = subprocess.run([*shell, script, "--profil=x"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert flags.returncode == 2 and flags.stderr.startswith("error: unknown flag --profil=x") and not flags.stdout
+
+
+def test_sh_reads_a_process_substitution(tmp_path: Path):
+    """The scripts use one, which bash refuses in its POSIX mode: the mode has to end before that line is read."""
+    head = re.search(r"^\[ -n .*\n.*\n", (ROOT / "speedrun_npu.sh").read_text(), re.MULTILINE)
+    assert head
+    script = tmp_path / "script"
+    script.write_text(f"#!/usr/bin/env bash\n{head[0]}read -r word < <(echo bash)\necho $word $1\n")
+    (tmp_path / "sh").symlink_to("/bin/bash")
+    for shell in ("sh", str(tmp_path / "sh")):
+        answer = subprocess.run([shell, str(script), "one"], capture_output=True, text=True, timeout=60)
+        assert answer.stdout == "bash one\n", answer.stderr
+
+
+def test_every_text_has_unix_line_ends():
+    """A checkout on Windows would otherwise give bash a CR at the end of every line."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    names = ["setup_ascend.sh", "tests/first_questions.jsonl", "nanochat/gpt.py", "docs/images/chat.png"]
+    command = ["git", "check-attr", "eol", "text", "--", *names]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert answer.stdout.count(": eol: lf") == answer.stdout.count(": text: auto") == len(names)
+    files = subprocess.run(["git", "ls-files", "--eol"], cwd=ROOT, capture_output=True, text=True).stdout
+    assert [line for line in files.splitlines() if line.startswith(("i/crlf", "i/mixed"))] == []
