@@ -147,9 +147,13 @@ def first_unsupported_torch() -> str | None:
     return first_match(r'"torch>=[\d.]+,<([\d.]+)"', ROOT / "pyproject.toml")
 
 
-def pythons_for(torch: str) -> tuple[str, ...]:
+def pythons_for(torch: str, torch_npu: str | None) -> tuple[str, ...]:
     """Python versions with wheels, the preferred one first."""
-    return ("3.11", "3.10") if version_key(torch) < (2, 9) else ("3.11", "3.12", "3.10")
+    if torch_npu is None:
+        return ("3.11", "3.12", "3.13", "3.14", "3.10")
+    if version_key(torch_npu) < (2, 9):
+        return ("3.11", "3.10")
+    return ("3.11", "3.12", "3.10") if torch_npu == "2.9.0" else ("3.11", "3.12", "3.13", "3.10")
 
 
 def torch_attempts(kind: str, torch: str, torch_npu: str | None, system: str, arch: str, index: str) -> list[str]:
@@ -332,7 +336,7 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
             lines.append(f"found CANN {release} in the version table, used for {found}")
         torch, torch_npu = RELEASES[release][0]
         numpy = numpy_for(release)
-    lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch))}"]
+    lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch, torch_npu))}"]
     lines += [f"install {text}" for text in torch_attempts(kind, torch, torch_npu, machine.system, machine.arch, index)]
     lines += [f"constraint torch=={torch}"]
     if torch_npu:

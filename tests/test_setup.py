@@ -39,6 +39,8 @@ PAIRS = {
     "9.1.0": ("2.12.0", "2.12.0"),
 }
 
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+
 # What the files hold on machines in use.
 TOOLKIT_INFO = """\
 package_name=Ascend-cann-toolkit
@@ -388,7 +390,7 @@ def test_numpy_below_2_is_a_constraint_before_cann_9(machine: FakeMachine):
 def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_path: Path):
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("python3.10", "python3.11", "python3.12", "python"):
+    for name in (*(f"python{version}" for version in PYTHONS), "python"):
         (folder / name).write_text("#!/bin/sh\necho not installed >&2\nexit 127\n")
         (folder / name).chmod(0o755)
     (folder / "python3").symlink_to(sys.executable)
@@ -400,7 +402,7 @@ def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_pa
     (folder / "python3").symlink_to(folder / "python")
     code, _, error = machine.setup(PYTHON="", PATH=path)
     assert code == 1
-    assert error.startswith("error: no Python 3.10, 3.11 or 3.12") and error.count("\n") == 0
+    assert error.startswith("error: no Python 3.10 to 3.14 that") and error.count("\n") == 0
 
 
 @pytest.mark.parametrize(
@@ -502,22 +504,39 @@ def test_extras_have_their_locks_and_clients_come_last(machine: FakeMachine):
     assert plan_of(lines)[1:8] == locked("chat", "serve", "eval", "ray", "dev", "clients")
 
 
+@pytest.mark.parametrize("version", PYTHONS)
+def test_every_python_of_the_table_makes_a_venv(machine: FakeMachine, tmp_path: Path, version: str):
+    """With that version only: a CPU takes all of them, and an NPU those that its torch_npu has wheels for."""
+    python = tmp_path / "python"
+    # The version is made up, the rest is this interpreter's.
+    lie = f'if [ "$1" = -c ]; then echo {version}; else exec {sys.executable} "$@"; fi'
+    python.write_text(f"#!/bin/sh\n{lie}\n")
+    python.chmod(0o755)
+    code, lines, error = machine.setup("--device=cpu", PYTHON=str(python))
+    assert (code, error) == (0, "")
+    assert any(line.startswith(f"found Python {version} ") for line in lines) and locked()[0] in lines
+    for cann, refused in {"8.3.RC1": "3.12 3.13 3.14", "8.5.0": "3.13 3.14", "9.0.0": "3.14", "9.1.0": "3.14"}.items():
+        code, lines, error = machine.with_npus().with_cann(cann).setup(PYTHON=str(python))
+        assert (code == 1) == (version in refused), f"CANN {cann}: {lines} {error}"
+        assert not code or "has wheels for Python 3.11, " in error
+
+
 # ---------------------------------------------------------------------- locks
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDS = {"core": [*PROJECT["dependencies"], "sympy", "networkx"], **PROJECT["optional-dependencies"]}  # torch's own too
 UNLOCKED = {"npu", "track", "modelscope"}  # what an accelerator or an account of the user decides
-PLACES = list(itertools.product(("3.10", "3.11", "3.12"), ("x86_64", "aarch64")))
+PLACES = list(itertools.product(PYTHONS, (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))))
 
 
-def pins(name: str, python: str, processor: str) -> dict[str, str]:
-    """package -> version, on one Python and processor."""
+def pins(name: str, python: str, machine: tuple[str, str]) -> dict[str, str]:
+    """package -> version, on one Python, system and processor."""
     lines = [line for line in (ROOT / f"locks/{name}.lock").read_text().split("\n") if "==" in line]
     place = {
         "python_version": python,
         "python_full_version": f"{python}.4",
-        "platform_machine": processor,
-        "sys_platform": "linux",
+        "platform_machine": machine[1],
+        "sys_platform": machine[0],
     }
     found = [Requirement(line.rstrip(" \\")) for line in lines]
     return {one.name: str(one.specifier)[2:] for one in found if not one.marker or one.marker.evaluate(place)}
@@ -525,17 +544,17 @@ def pins(name: str, python: str, processor: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", sorted(NEEDS.keys() - UNLOCKED))
 def test_a_lock_has_what_its_extra_needs_with_hashes(name: str):
-    """Every package but torch, in a version that pyproject.toml allows, on every Python and processor."""
+    """Every package but torch, in a version that pyproject.toml allows, on every Python, system and processor."""
     text = (ROOT / f"locks/{name}.lock").read_text()
     assert not re.search(r"^(torch|triton|nvidia\S*|cuda\S*)==", text, re.MULTILINE)
     packages = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
     assert packages and all("--hash=sha256:" in package for package in packages)
     needs = [need for need in map(Requirement, NEEDS[name]) if need.name != "torch"]
     assert needs
-    for python, processor in PLACES:
-        chosen = pins("core", python, processor) | pins(name, python, processor)
+    for python, machine in PLACES:
+        chosen = pins("core", python, machine) | pins(name, python, machine)
         for need in needs:
-            if not need.marker or need.marker.evaluate({"python_version": python, "sys_platform": "linux"}):
+            if not need.marker or need.marker.evaluate({"python_version": python, "sys_platform": machine[0]}):
                 version = chosen[need.name.replace("_", "-")]
                 assert need.specifier.contains(version), f"{need} on Python {python}: the lock has {version}"
 
@@ -549,6 +568,7 @@ def test_locks_agree_and_every_extra_has_one():
         for name in sorted(files - {"clients"}):
             for package, version in pins(name, *place).items():
                 assert agreed.setdefault(package, version) == version, f"{package} in {name}.lock on {place}"
+    assert [f"Programming Language :: Python :: {version}" for version in PYTHONS] == PROJECT["classifiers"]
     assert len(PROJECT["dependencies"]) == 8
     named = {extra for extra in extras.EXTRAS.values()}
     assert named <= NEEDS.keys() and set(ROOMS) <= named
