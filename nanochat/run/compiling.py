@@ -5,6 +5,7 @@ on before the block below begins its backward pass, and FSDP gathers and frees t
 rest stays eager: a few operators, and the loss (cross_entropy.py).
 """
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -25,6 +26,7 @@ from nanochat.loop import Attendant, Run
 from nanochat.train import Meter
 
 LONG_RUN_SECONDS = 86400.0  # if the estimate is longer, the run begins with a warning
+TIMED_STEPS = 2
 COMPILER_SECONDS = 25  # an estimate: 21 to 25 s on two cores (docs/archive.md)
 
 
@@ -37,7 +39,7 @@ def compile_model(
     part: str,
     forward_alone: bool,
 ) -> Any:
-    """The work of `Run.compile`; prints how this `part` of the run is computed, and an estimate of the run's time."""
+    """The work of `Run.compile`; prints how this `part` of the run is computed."""
     if isinstance(model, lora.without_adapters):
         compiled = compile_model(run, model.model, mode, step_flops, shape, part, forward_alone)
         return model if compiled is model.model else lora.without_adapters(compiled)
@@ -51,16 +53,20 @@ def compile_model(
     # differently.
     compiled, how = compile_blocks(run.device, model, mode, step_flops * run.last, shape)
     print0(f"{part}: {how}; kernels: {run.device.kernels}")
-    is_compiled = compiled is not model
-    if is_compiled and not any(isinstance(attendant, CompilerClock) for attendant in run.attendants):
-        run.attendants.append(CompilerClock(run.meter))
-    if run.meter.token_flops and part == "step":  # chat_rl samples for longer than it trains
-        _print_time(run, step_flops, is_compiled)
+    clock = None
+    if compiled is not model:
+        clock = next((one for one in run.attendants if isinstance(one, CompilerClock)), None)
+        if clock is None:
+            clock = CompilerClock(run.meter)
+            run.attendants.append(clock)
+    if part == "step":
+        _warn_of_days(run, step_flops, compiled is not model)
+        run.attendants.append(StepClock(run, clock))
     return compiled
 
 
-def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
-    """Print an estimate of the run's time, from the speed of a bare matrix product; warn if the run takes days."""
+def _warn_of_days(run: Run, step_flops: int, is_compiled: bool) -> None:
+    """Warn before the first step, which may take an hour, if the run takes days by the speed of a matrix product."""
     product_flops = compiler.product_flops(run.device) if run.device.is_main else None
     if product_flops is None:
         return
@@ -68,11 +74,10 @@ def _print_time(run: Run, step_flops: int, is_compiled: bool) -> None:
     share = 0.5 if is_compiled else 0.25
     step_seconds = step_flops / (share * product_flops * run.device.world_size)
     seconds = step_seconds * (run.last - run.progress.step)
-    print0(f"time: about {duration(seconds)}, {step_seconds:,.2f} s a step, by the speed of a matrix product")
     if seconds > LONG_RUN_SECONDS:
         warn(
-            f"this run takes about {duration(seconds)} here: lower --num_iterations, or train a smaller model "
-            "(--depth of base_train); Ctrl-C saves, --resume continues"
+            f"this run takes about {duration(seconds)} here, by the speed of a matrix product: lower --num_iterations, "
+            "or train a smaller model (--depth of base_train); Ctrl-C saves, --resume continues"
         )
 
 
@@ -125,6 +130,43 @@ class CompiledBlocks:
         return result if torch.is_grad_enabled() else result.detach()
 
 
+class StepClock(Attendant):
+    """Prints once how long the rest of the run takes, from the time of two steps. Later lines have an `eta`."""
+
+    def __init__(self, run: Run, compiler_clock: "CompilerClock | None"):
+        self.run = run
+        self.compiler_clock = compiler_clock
+        # The first step allocates. With a compiler the second one is the first to run what it made.
+        self.first_timed = run.progress.step + (1 if compiler_clock is None else 2)
+        self.began = 0.0
+        self.aside = 0.0  # seconds of evaluation and saving
+
+    def boundary(self, step: int) -> float:
+        if step == self.first_timed:
+            self.began = self._now()
+            self.aside = 0.0
+        elif step == self.first_timed + TIMED_STEPS < self.run.last:
+            each = (self._now() - self.began - self.aside) / TIMED_STEPS
+            left = each * (self.run.last - step)
+            print0(f"time: about {duration(left)} more, {each:,.2f} s a step")
+        return 0.0
+
+    @contextlib.contextmanager
+    def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            if name != "sampling":  # in RL a part of every step
+                self.aside += time.perf_counter() - began
+
+    def _now(self) -> float:
+        """The seconds so far without those of torch.compile, when the device has computed all steps."""
+        self.run.device.synchronize()
+        compiling = 0.0 if self.compiler_clock is None else self.compiler_clock.seconds
+        return time.perf_counter() - compiling
+
+
 class CompilerClock(Attendant):
     """Prints when torch.compile begins, and keeps its seconds out of the run's speed; a context manager."""
 
@@ -135,6 +177,7 @@ class CompilerClock(Attendant):
         self.meter = meter
         self.noticed = False  # print the line once: forward and backward are compiled one after the other
         self.began = 0.0
+        self.seconds = 0.0  # of torch.compile so far
 
     def __enter__(self) -> "CompilerClock":
         self.handler.register_start_callback(self.start)
@@ -154,4 +197,6 @@ class CompilerClock(Attendant):
 
     def end(self, *_: object) -> None:
         screen.end(self.bar)
-        self.meter.compiling += time.perf_counter() - self.began
+        seconds = time.perf_counter() - self.began
+        self.meter.compiling += seconds
+        self.seconds += seconds

@@ -29,7 +29,7 @@ def check_trackers(trackers: str) -> list[str]:
             try:
                 importlib.import_module(TRACKERS[name])
             except ImportError as error:
-                raise UserError(f"--track {name}: {error}; pip install 'nanochat[track]'") from error
+                raise UserError(f"--track {name}: {error}; pip install -e '.[track]'") from error
     return names
 
 
