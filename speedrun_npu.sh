@@ -138,6 +138,7 @@ run() { "$@"; } # a command of a stage; the rehearsal runs the same commands in 
 pretrain() { run "${launch[@]}" -m scripts.base_train "${source[@]}" "${base[@]}" "${again[@]}"; }
 evaluate() { # stage, further flags
   local call=("${launch[@]}" -m scripts.chat_eval --source "$1" --model_tag "$profile" --hub "$hub" "${eval[@]}" "${@:2}")
+  [[ $1 == rl ]] || call+=(--table_only) # all stages get the same questions: the last one's replies are printed
   run "${call[@]}" --tasks "$chat_tasks" --temperature 0
   [[ -z $sampled ]] || run "${call[@]}" --tasks "$sampled"
 }

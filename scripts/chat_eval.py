@@ -37,6 +37,7 @@ class Config:
     max_tokens: Positive = 512  # tokens of a reply, within the context
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
     show: Count = 2  # replies of each task to keep for the report; the first one is printed
+    table_only: bool = False  # print no replies; the report has them all the same
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
@@ -96,7 +97,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ print one reply per task
     for name in tasks:
         graded = next((reply for task, reply in shown if task == name), None)  # the others are in the report
-        if graded is None:
+        if graded is None or config.table_only:
             continue
         print0(f"\n{name}, {'right' if graded.correct else 'wrong'}")
         for message in (*graded.messages, {"role": "assistant", "content": graded.reply}):
@@ -114,9 +115,10 @@ def main(config: Config) -> None:
         if config.show and meta["stage"] != "base" and not report.get("chat"):
             own = SamplingParams(**meta["sampling"])
             report["chat"], report["chat_try"] = good_chat(engine, own, config.max_tokens)
-            print0("\na chat:")
-            for message in report["chat"]:
-                print_message(message["role"], readable(parts_of(message["content"])))
+            if not config.table_only:
+                print0("\na chat:")
+                for message in report["chat"]:
+                    print_message(message["role"], readable(parts_of(message["content"])))
         everything = report["tasks"]
         for name in tasks:
             kept = everything[name]["settings"]

@@ -121,6 +121,9 @@ def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(
     assert [one["command"] for one in rehearsed] == once and len(once) == len(RUN) - 2
     assert resumed["command"] == ran[1]["command"] and "--resume" in resumed["command"]
     assert "--nproc_per_node=8" in resumed["command"] and chat["script"] == "chat_cli"
+    # Every stage gets the same questions; the replies of the last one are printed.
+    evaluations = [one["command"] for one in ran if one["script"] == "chat_eval"]
+    assert ["--table_only" in command for command in evaluations] == ["rl" not in command for command in evaluations]
     # The user's flags stay, the run has no others.
     assert {one["script"]: one["flags"] for one in ran if one["flags"]} == {"base_train": "--fp8"}
     flags = {one["script"]: shlex.split(one["flags"]) for one in rehearsed}

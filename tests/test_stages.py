@@ -631,7 +631,7 @@ def test_a_batch_without_any_target_changes_no_weight(start, tmp_path, capsys):
     assert metrics(start, "sft")[-1]["no_target"] == 4
 
 
-def test_gsm8k_from_a_folder(start, tmp_path):
+def test_gsm8k_from_a_folder(start, tmp_path, capsys):
     for split in ("train", "test"):
         rows = []
         for n in range(2, 40):
@@ -642,8 +642,15 @@ def test_gsm8k_from_a_folder(start, tmp_path):
     call("chat_sft", *SFT, "--source=base", tasks, "--num_iterations=3")
     call("chat_rl", *RL, f"--tasks=gsm8k={tmp_path}", "--num_iterations=2")
     assert len(metrics(start, "rl")) == 2
-    call("chat_eval", "--device=cpu", f"--tasks=gsm8k={tmp_path}", "--max_examples=4", "--max_tokens=8")
-    assert json.loads((start / "runs/sft/d1/chat_eval.json").read_text())["tasks"]["gsm8k"]["total"] == 4
+    for table_only in (False, True):
+        capsys.readouterr()
+        (start / "runs/sft/d1/chat_eval.json").unlink(missing_ok=True)
+        flags = ("--max_examples=4", "--max_tokens=8", *(["--table_only"] if table_only else []))
+        call("chat_eval", "--device=cpu", f"--tasks=gsm8k={tmp_path}", *flags)
+        out = capsys.readouterr().out
+        assert ("user: " in out) == ("a chat:" in out) == (not table_only) and "ChatCORE" in out
+        report = json.loads((start / "runs/sft/d1/chat_eval.json").read_text())
+        assert report["tasks"]["gsm8k"]["total"] == 4 and report["samples"] and report["chat"]
 
 
 # ---------------------------------------------------------------------- rewards
