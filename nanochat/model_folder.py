@@ -283,6 +283,8 @@ def _find_in_stage(stage: str, model_tag: str | None, step: int | None, flag: st
     if found is None:
         others = [f"{flag}{stage}/{path.name}" for path in folders if path != folder]
         hint = f", or name another tag: {' or '.join(others[:5])}" if others else ""
+        if not any(tags(one) for one in paths.SCRIPTS):
+            hint = "; `bash speedrun.sh` trains all stages of a first model, in minutes on a CPU"
         raise UserError(
             f"there is no {stage} checkpoint in {folder} that is whole: train one with "
             f"`python -m scripts.{paths.SCRIPTS[stage]}`{hint}"

@@ -49,7 +49,7 @@ class Config:
 def main(config: Config) -> None:
     # ------------------------------------------------------------------ find mistakes before anything is loaded
     if find_spec("google.protobuf") is None:
-        raise UserError("the tinker client speaks protocol buffers: pip install protobuf, or this project's [service]")
+        raise UserError("the tinker client speaks protocol buffers: pip install -e '.[service]'")
     keys = choose_keys(config)
     sys.setswitchinterval(0.001)  # the event loop waits this long for threads that parse, each time: 5 ms add up
     os.umask(0o077)  # files for this user only: they hold what clients send

@@ -167,7 +167,9 @@ def work_at_import(source: Source) -> Iterator[str]:
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 yield from judge_expression(node.value)
             elif isinstance(node, ast.If) and (
-                "__name__" in ast.unparse(node.test) or "TYPE_CHECKING" in ast.unparse(node.test)
+                "__name__" in ast.unparse(node.test)
+                or "TYPE_CHECKING" in ast.unparse(node.test)
+                or source.path == "scripts/__init__.py"  # it looks for the packages before a script imports them
             ):
                 continue
             elif not isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) and not (

@@ -233,7 +233,7 @@ def test_a_tracker_that_does_not_start_warns(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
 def test_a_missing_tracker_names_the_extra(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(UserError, match=rf"--track {name}: .*pip install 'nanochat\[track\]'"):
+    with pytest.raises(UserError, match=rf"--track {name}: .*pip install -e '.\[track\]'"):
         RunLog("base", tmp_path, 10, trackers=name)
 
 
