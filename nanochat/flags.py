@@ -47,6 +47,13 @@ class TrainFlags:
     deterministic: bool = False  # an accelerator adds up in one order, slower: the same run has the same bits
     seed: Frozen[Seed] = 0  # decides everything random: new weights, the data's order, samples
 
+    @staticmethod
+    def arrange_help(text: str) -> str:
+        """The flags of `--help` in groups."""
+        from nanochat import rooms  # not at the top: rooms.py needs cli.py first
+
+        return rooms.find("help", "training")(text)
+
     @property
     def kept_as(self) -> "StateFormat":
         """How the optimizer keeps its state."""
@@ -75,6 +82,7 @@ class TextFlags(TrainFlags):
     """The flags of pretraining, from the beginning (base_train) and of a trained model (continue_train)."""
 
     # data
+
     # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
     data: Frozen[str] = "demo"
     val_data: Frozen[str | None] = None  # held-out text; default: the end of --data

@@ -41,6 +41,7 @@ class Config(EpochFlags):
     desirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # weight of good replies (kto: 1)
     undesirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # weight of bad replies (kto: 1)
     # optimizer
+
     # Multiplies all learning rates of pretraining. Default 0.02, for reward 0.1.
     lr_scale: Annotated[float, Range(0, 100)] | None = None
     # evaluation, device

@@ -37,6 +37,7 @@ class Config(ChatFlags):
     staleness: Frozen[Annotated[int, Range(0, 100)]] = 0
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many replies as fit
     # loss
+
     # grpo, dr_grpo, dapo, reinforce, rloo, ppo, gspo and others: docs/rl.md compares them, a wrong name lists all
     loss: Frozen[str] = "grpo"
     updates_per_step: Positive = 1  # passes over the same samples

@@ -4,6 +4,7 @@ Most tests run a script's `main` in this process, through the same `run` as on t
 slow start real processes.
 """
 
+import dataclasses
 import hashlib
 import importlib
 import io
@@ -34,6 +35,7 @@ from nanochat.bpb import bits_per_byte
 from nanochat.kernels import compiler
 from nanochat.log import REQUIRED
 from nanochat.model_folder import steps as steps_of
+from nanochat.run import help
 from nanochat.saver import _facts
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss
@@ -804,6 +806,59 @@ def test_every_example_is_a_paragraph(script):
     for paragraph in docstring.split("\n\n"):
         commands = re.findall(r"(?m)^(?:echo .*|[A-Z_]+=.*)?(?:python|torchrun|gunicorn) ", paragraph)
         assert not commands or paragraph.count("\n") == paragraph.endswith("\n"), paragraph
+
+
+@pytest.mark.parametrize("script", ["chat_cli", "base_train", "chat_web", "report"])
+def test_outside_of_the_environment_one_line_says_how_to_enter_it(script, tmp_path):
+    for made in (False, True):
+        project = tmp_path / f"my project {made}"
+        project.mkdir()
+        shutil.copytree(ROOT / "scripts", project / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        if made:
+            (project / ".venv/bin").mkdir(parents=True)
+            (project / ".venv/bin/activate").touch()
+        command = [sys.executable, "-S", "-m", f"scripts.{script}", "--help"]  # -S: without installed packages
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        result = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 1 and result.stderr.count("\n") == 1 and not result.stdout
+        assert f"`source '{project}/.venv/bin/activate'`" in result.stderr
+        assert ("`bash setup_ascend.sh`, then" in result.stderr) == (not made)
+
+
+def test_a_newcomer_is_sent_to_the_speedrun(base, capsys):
+    """Nothing is trained: chat_cli names the one command that trains all stages; later only the missing stage."""
+    for flags, stage in (([], "base"), (["--source=sft"], "sft")):
+        code, err = mistake(capsys, "chat_cli", "Hello", *flags)
+        assert code == 1 and f"no {stage} checkpoint" in err and "`bash speedrun.sh`" in err
+
+
+@pytest.mark.parametrize("script", STAGE_SCRIPTS)
+def test_the_help_of_a_trainer_is_in_groups(script, capsys):
+    """Every flag once, in the group that help.py names, with its own comment only."""
+    config = importlib.import_module(f"scripts.{script}").Config
+    with pytest.raises(SystemExit) as leaving:
+        cli.parse(config, ["--help"])
+    assert leaving.value.code == 0
+    head, *parts = re.split(r"(?m)^([a-z ]+):$", capsys.readouterr().out)
+    assert "--help" in head and f"-m scripts.{script} --" in head
+    groups = dict(zip(parts[::2], parts[1::2], strict=True))
+    order = [group for group in help.GROUPS if group in groups]
+    assert list(groups) == order and {"model", "data", "length", "saving", "memory", "device"} <= set(order)
+    shown = {group: re.findall(r"(?m)^  --(\w+)", text) for group, text in groups.items()}
+    flags = [flag for names in shown.values() for flag in names]
+    assert sorted(flags) == sorted(field.name for field in dataclasses.fields(config))
+    for group, names in shown.items():
+        assert names == [name for name in help.GROUPS[group].split() if name in names]
+    # tyro takes the lines above a field as its help: the heading of a section must not be one of them.
+    for text in groups.values():
+        assert not re.search(r"(?m)^(  --\w+ \S+|) {2,}(data|batch|loss|optimizer|samples|model) (grpo|[A-Z])", text)
+
+
+def test_each_group_of_the_help_has_flags_of_trainers_once():
+    configs = [importlib.import_module(f"scripts.{script}").Config for script in STAGE_SCRIPTS]
+    flags = {field.name for config in configs for field in dataclasses.fields(config)}
+    names = [name for text in help.GROUPS.values() for name in text.split()]
+    assert sorted(names) == sorted(flags)
 
 
 def test_a_run_of_days_begins_with_a_warning(base, tokenizer, capsys, monkeypatch):
