@@ -4,6 +4,8 @@ python -m scripts.chat_web
 
 python -m scripts.chat_web --source sft --host 0.0.0.0 --port 8000
 
+python -m scripts.chat_web --source base,sft,rl
+
 python -m scripts.chat_web --source hf:ORG/NAME --adapter french=my_adapters,poems=peft_folder
 
 python -m scripts.chat_web --source sft --for_rl --slots 128 --port 8001
@@ -40,13 +42,17 @@ MAX_NAME = 100  # characters of --name
 
 @dataclass(frozen=True)
 class Config:
-    source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
-    model_tag: str | None = None  # default: the tag written last
+    # A stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage. Several with commas:
+    # clients choose one by its name, and the last one is the default.
+    source: str = "auto"
+    model_tag: str | None = None  # of each stage; default: the tag written last
     step: int | None = None  # default: the newest
     # [NAME=]PATH, several with commas: checkpoints of adapters, or folders of peft's, that share the source in memory.
     # Clients choose an adapter by its name; default: nanochat-TAG-STAGE, or the folder's name.
     adapter: str = ""
-    name: str = ""  # the model's name for clients; default: nanochat-TAG-STAGE. "nanochat" is always accepted, too
+    # The model's name for clients, or as many names as sources; default: nanochat-TAG-STAGE. "nanochat" is always
+    # accepted, too, for the default model.
+    name: str = ""
     host: str = "127.0.0.1"  # address to listen on; any but this machine's needs a key, by default a random one
     port: Annotated[int, Range(0, 65535)] = 8000  # 0: any free port
     api_key: str | None = None  # clients must send it; default: NANOCHAT_API_KEY; "none": no key is needed
@@ -58,10 +64,10 @@ class Config:
     # Sample for a trainer (chat_rl --sampler), which replaces the weights from folders below NANOCHAT_BASE_DIR. The
     # logprobs of its replies are at each request's temperature.
     for_rl: bool = False
-    slots: Positive = 16  # replies generated at once
+    slots: Positive = 16  # replies generated at once, by each model
     # Tokens of a chat and its reply, at most the model's context; 0: the context, or less if the cache would not fit.
     max_seq_len: Count = 0
-    queue: Positive = 64  # requests that may wait for a slot; the next one is refused with 429
+    queue: Positive = 64  # requests to a model that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
@@ -109,27 +115,70 @@ def serve(config: Config, listener: socket.socket) -> None:
 
 
 def check(config: Config) -> list[str]:
-    """Check everything that can be checked without loading; returns the models' names, if there are adapters.
+    """Check everything that can be checked without loading; returns the models' names, the default first, if there are
+    several.
 
-    Raises UserError: when the checkpoint or device does not exist.
+    Raises UserError: when a checkpoint or the device does not exist, or two models have the same name.
     """
     from nanochat import device as devices
-    from nanochat.checkpoint_manager import load_config
-    from nanochat.model_folder import find_source
 
-    if not config.name.isprintable() or config.name != config.name.strip() or len(config.name) > MAX_NAME:
-        raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
     allowed_origins(config)  # raises on a mistake
-    base = find_source(config.source, config.model_tag, config.step)
-    adapters = find_adapters(config, base)
+    sources = find_sources(config)
+    adapters = find_adapters(config, sources[0].folder)
     if config.for_rl and adapters:
         raise UserError("--for_rl replaces the weights, to which the adapters of --adapter belong: leave one out")
     kind = devices.kind_of(config.device)
     devices.records(kind, config.decoding.graphs)  # raises on a mistake
-    if not adapters:
-        return []
-    _, _, meta = load_config(base)
-    return [config.name or name_of({**meta, "folder": str(base)}), *(name for name, _, _ in adapters)]
+    return [*(source.name for source in sources), *(name for name, _, _ in adapters)]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model of --source."""
+
+    name: str  # for clients; "": the default name, if it is the only model
+    folder: Path  # of its checkpoint
+
+
+def find_sources(config: Config) -> list[Source]:
+    """The models of --source, the default first: the last one of the flag, because it is usually the most trained.
+
+    Raises UserError: when one does not exist, or is there twice, or has the name of another one.
+    """
+    from nanochat.checkpoint_manager import load_config
+    from nanochat.model_folder import find_source
+    from nanochat.serve.prompts import ALIAS
+
+    entries = [config.source]
+    if "," in config.source and not Path(config.source).expanduser().exists():
+        entries = [entry.strip() for entry in config.source.split(",") if entry.strip()]
+    if not entries:
+        raise UserError(f"--source {config.source} names no model: name one, or several as base,sft,rl")
+    names = config.name.split(",") if len(entries) > 1 and config.name else [config.name] * len(entries)
+    if len(names) != len(entries):
+        raise UserError(f"--name {config.name}: --source has {len(entries)} models; name each, with commas, or none")
+    for name in names:
+        if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME:
+            raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
+    if len(entries) > 1:
+        for flag, is_set in (("adapter", config.adapter), ("for_rl", config.for_rl), ("step", config.step is not None)):
+            if is_set:
+                hint = ", or name steps as sft/TAG/step_100" if flag == "step" else ""
+                raise UserError(f"--{flag} is for a single --source, not for {len(entries)}: leave it out{hint}")
+
+    found: list[Source] = []
+    for entry, name in zip(entries, names, strict=True):
+        folder = find_source(entry, config.model_tag, config.step)
+        if not name and (len(entries) > 1 or config.adapter):
+            _, _, meta = load_config(folder)
+            name = name_of({**meta, "folder": str(folder)})
+        for other in found:
+            if folder.resolve() == other.folder.resolve():
+                raise UserError(f"--source {entry} is {other.name}, which is listed before: leave it out")
+        if len(entries) > 1 and name in (ALIAS, *(other.name for other in found)):
+            raise UserError(f"--source {entry}: another model is called {name}; name all models with --name A,B,...")
+        found.append(Source(name, folder))
+    return found[::-1]
 
 
 def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dict[str, Any]]]:
@@ -183,37 +232,54 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         from nanochat.checkpoint_manager import load_model
         from nanochat.engine import Engine, Slots
         from nanochat.sampling import SamplingParams
-        from nanochat.serve.scheduler import Scheduler, fitting_context
+        from nanochat.serve.scheduler import DeviceThread, Scheduler, fitting_context
         from nanochat.serve.updates import fingerprint_of, reader_of_updates
 
+        # All weights first: the caches share the memory that they leave.
         device = devices.init(config.device, config.dtype)
-        model, tokenizer, meta = load_model(
-            config.source, device, model_tag=config.model_tag, step=config.step, max_seq_len=config.max_seq_len
-        )
-        adapters = find_adapters(config, Path(meta["folder"]))
-        chosen = side_by_side([one for _, one, _ in adapters]) if adapters else None
-        parameters = sum(weight.numel() for weight in model.parameters())
-        engine = Engine(model, tokenizer, device, adapters=chosen, **asdict(config.decoding))
+        sources = find_sources(config)
+        adapters = find_adapters(config, sources[0].folder)
+        hooked = side_by_side([one for _, one, _ in adapters]) if adapters else None
+        engines = []
+        metas = []
+        parameters = []
+        for source in sources:
+            model, tokenizer, meta = load_model(source.folder, device, verified=True, max_seq_len=config.max_seq_len)
+            parameters.append(sum(weight.numel() for weight in model.parameters()))
+            engines.append(Engine(model, tokenizer, device, adapters=hooked, **asdict(config.decoding)))
+            metas.append(meta)
+            del model  # the engine has its own snapshot
+
+        contexts = [0] * len(engines)  # the models' own
+        if not config.max_seq_len:
+            contexts = [fitting_context(engine, config.slots, len(engines)) for engine in engines]
+        thread = DeviceThread()  # decodes for all models, in turns
+        schedulers = []
         try:
-            context = 0 if config.max_seq_len else fitting_context(engine, config.slots)
-            scheduler = Scheduler(engine, slots=config.slots, queue=config.queue, context=context)
+            for engine, context in zip(engines, contexts, strict=True):
+                schedulers.append(
+                    Scheduler(engine, slots=config.slots, queue=config.queue, context=context, device_thread=thread)
+                )
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            gib = config.slots * Slots.bytes_per_slot(engine.model.config, engine.device.dtype) / 2**30
+            size = sum(Slots.bytes_per_slot(one.model.config, one.device.dtype) for one in engines)
+            gib = config.slots * size / 2**30
             raise UserError(f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
-        scheduler.start()
+        thread.start()
         # Python's garbage collector visits every object that it tracks while all threads wait, whenever a request
         # creates many objects. The objects loaded so far stay, so exclude them: a body of 49,000 empty lists takes
         # 16 ms instead of 140 (docs/archive.md).
         gc.collect()
         gc.freeze()
 
-        def served(name: str, meta: dict[str, Any], number: int = 0) -> LoadedModel:
+        def served(place: int, name: str, meta: dict[str, Any], adapter: int = 0) -> LoadedModel:
+            scheduler = schedulers[place]
+            engine = engines[place]
             names = meta.get("pretraining", {}).get("data", "").split(",")
             about = {
                 "tasks": meta["tasks"],
-                "parameters": parameters,
+                "parameters": parameters[place],
                 # Only the file name: a path would reveal details of this machine.
                 "data": ",".join(Path(name).name if Path(name).is_absolute() else name for name in names),
                 "trained_at": meta["trained_at"],
@@ -222,21 +288,25 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
             }
             return LoadedModel(
                 scheduler,
-                tokenizer,
+                engine.tokenizer,
                 name,
                 context=scheduler.context,
-                chats=meta["stage"] != "base" and tokenizer.can_chat,
+                chats=meta["stage"] != "base" and engine.tokenizer.can_chat,
                 created=int(time.time()),
                 fingerprint=fingerprint_of(Path(meta["folder"])),
                 sampling=SamplingParams(**meta["sampling"]),
                 about=about,
-                adapter=number,
+                adapter=adapter,
                 read_update=reader_of_updates(engine, config.max_seq_len) if config.for_rl else None,
             )
 
+        models = []
+        for place, (source, meta) in enumerate(zip(sources, metas, strict=True)):
+            models.append(served(place, source.name or name_of(meta), meta))
         # An adapter inherits the base's meta data where it has none.
-        adapted = [served(name, {**meta, **own}, number) for number, (name, _, own) in enumerate(adapters, start=1)]
-        return replace(served(config.name or name_of(meta), meta), adapted=tuple(adapted))
+        for number, (name, _, own) in enumerate(adapters, start=1):
+            models.append(served(0, name, {**metas[0], **own}, number))
+        return replace(models[0], others=tuple(models[1:]))
 
     hosts = allowed_hosts(config, config.api_key)
     origins = allowed_origins(config)

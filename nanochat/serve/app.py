@@ -131,7 +131,7 @@ def create_app(
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> dict[str, str]:
-        """The model is loaded and takes requests; 503 otherwise."""
+        """All models are loaded and take requests; 503 otherwise."""
         state.ready_model()
         return {"status": "ready"}  # not which model: this route needs no key
 
@@ -145,7 +145,7 @@ def create_app(
     @app.get("/v1/models")
     async def list_models() -> dict[str, Any]:
         loaded = state.ready_model()
-        return {"object": "list", "data": [_model_object(one) for one in (loaded, *loaded.adapted)]}
+        return {"object": "list", "data": [_model_object(one) for one in loaded.all]}
 
     @app.get("/v1/models/{model:path}")
     async def get_model(model: str) -> dict[str, Any]:
@@ -201,7 +201,8 @@ def create_app(
         # A long body is parsed on another thread. Only one at a time, because parsing holds Python's lock, and between
         # two bodies the event loop must get its turn. The tokenizer and the template of another family are programs by
         # strangers: they run there for every body.
-        is_foreign = state.model is not None and isinstance(state.model.tokenizer, ImportedTokenizer)
+        models = () if state.model is None else state.model.all
+        is_foreign = any(isinstance(one.tokenizer, ImportedTokenizer) for one in models)
         try:
             if len(content) <= INLINE_BYTES and not is_foreign:
                 return parse()

@@ -16,7 +16,7 @@ from nanochat.serve.state import LoadedModel
 # this many take 15 MB and half a second to write, spread over the reply's tokens.
 MAX_LOGPROBS = 250_000
 MAX_TOKENIZED = 100_000  # tokens of /tokenize and /detokenize
-ALIAS = "nanochat"  # a name for every loaded model, so that a client's settings survive the next training
+ALIAS = "nanochat"  # a name for the default model, so that a client's settings survive the next training
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,13 @@ def make_grammar(
 
 
 def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
-    """The model that a request names: the loaded one, with or without an adapter. Raises ApiError: 404 otherwise."""
-    if name in (None, ALIAS):
-        return model
-    for one in (model, *model.adapted):
-        if one.name == name:
-            return one
-    message = f"the model does not exist: this server has {model.name}, which is also called {ALIAS}"
-    message += "".join(f", {one.name}" for one in model.adapted)
-    raise ApiError(404, message, param="model", code="model_not_found")
+    """The model that a request names; `model` is the default. Raises ApiError: 404 when there is none."""
+    chosen = model if name in (None, ALIAS) else model.named(name)
+    if chosen is None:
+        message = f"the model does not exist: this server has {model.name}, which is also called {ALIAS}"
+        message += "".join(f", {one.name}" for one in model.others)
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return chosen
 
 
 def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
@@ -175,7 +173,7 @@ def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
 
 def detokenize(model: LoadedModel, body: DetokenizeBody) -> dict[str, Any]:
     """The text of token ids; a special token becomes its name."""
-    choose_model(model, body.model)
+    model = choose_model(model, body.model)
     if len(body.tokens) > MAX_TOKENIZED:
         raise _too_many_tokens("tokens")
     check_ids(model, "tokens", body.tokens)

@@ -7,7 +7,8 @@ A request is in one of four states:
     read      its prompt is read; it joins the running rows in one of the next turns
     running   it gets a token each turn, until it ends
 
-One thread owns the device and runs `_turn` while there is work. The request's `Stream` returns chunks of new tokens and
+One thread owns the device and runs `_turn` while there is work. Models that share a device share this thread: each has
+its own scheduler, and they take turns (`DeviceThread`). The request's `Stream` returns chunks of new tokens and
 their text. The reply to a request does not depend on its neighbours. Prompts are not reused for other requests: the
 time to a first token would reveal to one client what another one wrote.
 
@@ -222,47 +223,112 @@ class _RequestRow(Row):
         return self.request.prompt[self.filled : -1]
 
 
-def fitting_context(engine: Engine, slots: int) -> int:
+def fitting_context(engine: Engine, slots: int, num_models: int = 1) -> int:
     """The tokens of a chat: the model's context, or fewer where the cache of all slots would not fit into the memory,
-    which one line then says."""
+    which one line then says.
+
+    Each of `num_models` on the device gets an equal share. All of them are loaded, and none has its cache yet.
+    """
     config = engine.model.config
     free = engine.device.free_memory()
     if free is None:
         return config.sequence_len
     token = slots * Slots.bytes_per_slot(config, engine.device.dtype) / config.sequence_len
-    fits = int(free * CACHE_SHARE / token) // CACHE_STEP * CACHE_STEP
+    fits = int(free * CACHE_SHARE / num_models / token) // CACHE_STEP * CACHE_STEP
     if fits >= config.sequence_len or not fits:
         return config.sequence_len
+    memory = f"{free / 2**30:,.1f} GiB of free memory" + (f", shared by {num_models} models" if num_models > 1 else "")
     print0(
         f"a chat has at most {fits:,} tokens: the cache of {slots} of the model's {config.sequence_len:,} does not fit "
-        f"into {free / 2**30:,.1f} GiB of free memory (--slots, --max_seq_len)"
+        f"into {memory} (--slots, --max_seq_len)"
     )
     return fits
+
+
+class DeviceThread:
+    """The thread that owns a device. The schedulers of all models on the device take turns on it.
+
+    A thread for each model would be slower: on a CPU their OpenMP workers together outnumber the cores, and on an
+    accelerator no other thread may launch kernels while one records a graph.
+    """
+
+    def __init__(self) -> None:
+        self.schedulers: list[Scheduler] = []  # complete before the thread starts
+        self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+        self.changed = threading.Condition()  # guards the next two, and the requests of all schedulers
+        self.closing = False  # accepts no more requests
+        self.killed = False  # ends the present requests
+
+    def start(self) -> None:
+        """Start it, once all schedulers are made."""
+        self.thread.start()
+
+    def close(self, grace: float) -> None:
+        """See `Scheduler.close`."""
+        with self.changed:
+            self.closing = True
+            for scheduler in self.schedulers:
+                scheduler.cancel_waiting()
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._busy(), timeout=grace)
+            self.killed = True
+            self.changed.notify_all()
+        self.thread.join()
+
+    def _busy(self) -> "list[Scheduler]":
+        return [scheduler for scheduler in self.schedulers if scheduler.requests]
+
+    def _run(self) -> None:
+        reason = "error"
+        try:
+            while True:
+                with self.changed:
+                    self.changed.wait_for(lambda: self._busy() or self.killed)
+                if self.killed:
+                    reason = "cancelled"
+                    return
+                for scheduler in self._busy():
+                    scheduler.take_turn()
+        except Exception as error:  # the device does not even reset
+            log_failure("the device takes no more work: serving ends", error)
+        finally:
+            with self.changed:
+                self.closing = True
+            for scheduler in self.schedulers:
+                scheduler.end_all(reason, "the device failed" if reason == "error" else "")
 
 
 class Scheduler:
     """Serves requests with one engine. It allocates the engine's cache of `slots` rows once.
 
     `queue` more requests may wait. Between two decoded tokens of the running rows at most `prefill_chunk` tokens of new
-    prompts are read.
+    prompts are read. `device_thread` is the thread of the schedulers of other models on the device; by default this one
+    is the only model there.
     """
 
     def __init__(
-        self, engine: Engine, *, slots: int = 16, queue: int = 64, context: int = 0, prefill_chunk: int = PREFILL_CHUNK
+        self,
+        engine: Engine,
+        *,
+        slots: int = 16,
+        queue: int = 64,
+        context: int = 0,
+        prefill_chunk: int = PREFILL_CHUNK,
+        device_thread: DeviceThread | None = None,
     ):
         self.engine = engine
         self.context = context or engine.model.config.sequence_len  # tokens of a prompt and its reply
         self.slots = Slots(engine, slots, self.context, min(prefill_chunk, self.context))
         self.size = slots  # requests that run at once
         self.capacity = slots + queue  # the most requests, in slots and waiting
-        self.thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._turns = itertools.count()
 
-        self.changed = threading.Condition()  # guards the next three
+        self._device_thread = device_thread or DeviceThread()
+        self._device_thread.schedulers.append(self)
+        self.thread = self._device_thread.thread
+        self.changed = self._device_thread.changed  # guards `requests`
         # All unfinished requests, oldest first; `slots.rows` are the running ones.
         self.requests: list[_RequestRow] = []
-        self.closing = False  # accepts no more requests
-        self.killed = False  # ends the present requests
         self.moved = time.monotonic()  # when the last turn began, or a request came that found no other
 
         # Running means in seconds, and the metrics of /metrics.
@@ -277,8 +343,8 @@ class Scheduler:
     # ------------------------------------------------------------------ any thread
 
     def start(self) -> None:
-        """Start the thread that owns the device."""
-        self.thread.start()
+        """Start the thread that owns the device, if no other scheduler shares it."""
+        self._device_thread.start()
 
     def submit(self, request: Request) -> Stream:
         """Queue a request; the stream returns its chunks. Raises the errors of `submit_all`."""
@@ -299,7 +365,7 @@ class Scheduler:
             listener = None if on_chunk is None else partial(on_chunk, number)
             rows.append(_RequestRow(request, Stream(self._wake, listener), tokens, group))
         with self.changed:
-            if self.closing or len(self.requests) + len(rows) > self.capacity:
+            if self._device_thread.closing or len(self.requests) + len(rows) > self.capacity:
                 rounds = 1 + len(self._rows("waiting")) / self.slots.size
                 raise Overloaded(max(1.0, rounds * self.request_seconds))
             if not self.requests:
@@ -314,23 +380,20 @@ class Scheduler:
         Raises Overloaded: when the scheduler closes.
         """
         with self.changed:
-            self.changed.wait_for(lambda: not self.requests or self.closing)
-            if self.closing:
+            self.changed.wait_for(lambda: not self.requests or self._device_thread.closing)
+            if self._device_thread.closing:
                 raise Overloaded(1.0)
             change()
 
     def close(self, grace: float = 10.0) -> None:
         """Accept no new requests, cancel the waiting ones, let the others finish within `grace` seconds, cancel the
-        rest, and join the thread."""
-        with self.changed:
-            self.closing = True
-            for row in self._rows("waiting"):
-                row.stream.cancelled = True
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: not self.requests, timeout=grace)
-            self.killed = True
-            self.changed.notify_all()
-        self.thread.join()
+        rest, and join the thread. All schedulers on the device close together."""
+        self._device_thread.close(grace)
+
+    def cancel_waiting(self) -> None:
+        """Cancel the requests without a slot; the caller holds `changed`."""
+        for row in self._rows("waiting"):
+            row.stream.cancelled = True
 
     @property
     def stalled_seconds(self) -> float:
@@ -349,28 +412,19 @@ class Scheduler:
 
     # ------------------------------------------------------------------ the device's thread
 
-    def _run(self) -> None:
-        reason = "error"
+    def take_turn(self) -> None:
+        """One turn. Raises the errors of `Slots.reset`: when the device takes no more work."""
         try:
-            while True:
-                with self.changed:
-                    self.changed.wait_for(lambda: self.requests or self.killed)
-                if self.killed:
-                    reason = "cancelled"
-                    return
-                try:
-                    self._turn()
-                except Exception as error:  # a failed request (out of memory, for example) must not end the server
-                    log_failure("generation failed: the requests in the slots end, later ones are served", error)
-                    failed = self._with_slot()
-                    self.slots.reset()
-                    self._finish(failed, "error", f"generation failed: {type(error).__name__}")
-        except Exception as error:  # whatever `reset` raises
-            log_failure("the device takes no more work: serving ends", error)
-        finally:
-            with self.changed:
-                self.closing = True
-            self._finish(list(self.requests), reason, "the device failed" if reason == "error" else "")
+            self._turn()
+        except Exception as error:  # a failed request (out of memory, for example) must not end the server
+            log_failure("generation failed: the requests in the slots end, later ones are served", error)
+            failed = self._with_slot()
+            self.slots.reset()
+            self._finish(failed, "error", f"generation failed: {type(error).__name__}")
+
+    def end_all(self, reason: str, error: str = "") -> None:
+        """End the requests in any state, because the thread ends."""
+        self._finish(list(self.requests), reason, error)
 
     def _turn(self) -> None:
         """One decoded token for all running rows, and what has to happen before it."""

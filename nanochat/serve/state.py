@@ -1,17 +1,19 @@
-"""The server's state: the loaded model, whether the server is closing, and the counts of its responses."""
+"""The server's state: the loaded models, whether the server is closing, and the counts of its responses."""
 
 import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from nanochat.cli import UserError
 from nanochat.sampling import SamplingParams
@@ -42,8 +44,18 @@ class LoadedModel:
     # For the page: tasks, parameters, data, trained_at, step, stage.
     about: Mapping[str, Any] = field(default_factory=dict)
     adapter: int = 0  # its number in the engine; 0: the base itself
-    adapted: tuple["LoadedModel", ...] = ()  # the same model with each of its adapters, under other names
+    # The further models of the server: this one with each of its adapters, or other checkpoints on the same device.
+    others: tuple["LoadedModel", ...] = ()
     read_update: ReadUpdate | None = None  # None: its weights never change
+
+    @property
+    def all(self) -> tuple["LoadedModel", ...]:
+        """Every model of the server, this one first."""
+        return (self, *self.others)
+
+    def named(self, name: str) -> "LoadedModel | None":
+        """The model of the server with this name."""
+        return next((one for one in self.all if one.name == name), None)
 
     @cached_property
     def longest_token(self) -> int:
@@ -64,9 +76,9 @@ class LoadedModel:
 class ServerState:
     """State that the loading thread, the signal to end and the event loop write, and the routes read.
 
-    `load` returns the model. `grace` is the time in seconds for running replies when the server closes. `on_failure` is
-    called with the error when the model could not be loaded or its device stopped working. After `stuck_seconds` in
-    which no request moved, the server is not ready, and its log names the place.
+    `load` returns the default model, which has the others. `grace` is the time in seconds for running replies when the
+    server closes. `on_failure` is called with the error when a model could not be loaded or the device stopped working.
+    After `stuck_seconds` in which no request moved, the server is not ready, and its log names the place.
     """
 
     def __init__(
@@ -85,6 +97,7 @@ class ServerState:
         self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
         ready = Gauge("nanochat_ready", "1 when the model is loaded and takes requests.", registry=self.registry)
         ready.set_function(lambda: self.is_ready)
+        self.registry.register(_ModelMetrics(self))
         self._load = load
         self._grace = grace
         self._on_failure = on_failure
@@ -101,19 +114,18 @@ class ServerState:
         except BaseException as error:
             self._fail("could not load its model", error)
             return
-        threading.Thread(target=self._watch, args=(self.model.scheduler,), name="watch", daemon=True).start()
+        threading.Thread(target=self._watch, args=(self.model,), name="watch", daemon=True).start()
 
-    def _watch(self, scheduler: Scheduler) -> None:
-        """Log the place when the scheduler's thread hangs, once each time. Report when it ends although nobody closed
+    def _watch(self, model: LoadedModel) -> None:
+        """Log the place when the device's thread hangs, once each time. Report when it ends although nobody closed
         the server: its device failed."""
         was_stuck = False
-        while scheduler.thread.is_alive():
-            scheduler.thread.join(min(1.0, self._stuck_seconds / 4))
-            is_stuck = scheduler.stalled_seconds > self._stuck_seconds
+        thread = model.scheduler.thread
+        while thread.is_alive():
+            thread.join(min(1.0, self._stuck_seconds / 4))
+            is_stuck = _stalled_seconds(model) > self._stuck_seconds
             if is_stuck and not was_stuck:
-                log_place(
-                    f"no request has moved for {self._stuck_seconds:g} s; the device's thread is at", scheduler.thread
-                )
+                log_place(f"no request has moved for {self._stuck_seconds:g} s; the device's thread is at", thread)
             was_stuck = is_stuck
         if not self.closing:
             error = UserError("the device takes no more work, see the error above: restart the server")
@@ -153,8 +165,7 @@ class ServerState:
 
     def metrics(self) -> bytes:
         """The metrics in Prometheus' text format."""
-        scheduler = b"" if self.model is None else generate_latest(self.model.scheduler.metrics.registry)
-        return generate_latest(self.registry) + scheduler
+        return generate_latest(self.registry)
 
     def _fail(self, why: str, error: BaseException) -> None:
         self.failed = why
@@ -170,13 +181,13 @@ class ServerState:
         """End the process EXIT_SECONDS from now, whatever its threads do: one that waits for the device for ever would
         keep the server from closing."""
         time.sleep(EXIT_SECONDS)
-        if self.model is not None and self.model.scheduler.thread.is_alive():
+        if self.model is not None and self.model.scheduler.thread.is_alive():  # the thread of all models
             log_place("the server ends, but the device's thread does not; it is at", self.model.scheduler.thread)
         os._exit(1)
 
     @property
     def is_stuck(self) -> bool:
-        return self.model is not None and self.model.scheduler.stalled_seconds > self._stuck_seconds
+        return self.model is not None and _stalled_seconds(self.model) > self._stuck_seconds
 
     @property
     def is_ready(self) -> bool:
@@ -194,6 +205,31 @@ class ServerState:
         elif self.is_stuck and not (self.closing or self.failed):
             why = "is stuck: its log names the place"
         raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": wait})
+
+
+def _stalled_seconds(model: LoadedModel) -> float:
+    """How long no request has moved, of the model that waits the longest."""
+    return max(one.scheduler.stalled_seconds for one in model.all)
+
+
+class _ModelMetrics(Collector):
+    """The metrics of the models' schedulers, each sample with the label `model`. An adapter counts with its base."""
+
+    def __init__(self, state: ServerState):
+        self.state = state
+
+    def collect(self) -> Iterable[Metric]:
+        """Each metric once, with the samples of all models."""
+        found: dict[str, Metric] = {}
+        models = () if self.state.model is None else self.state.model.all
+        for model in models:
+            if model.adapter:
+                continue
+            for metric in model.scheduler.metrics.registry.collect():
+                merged = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    merged.samples.append(sample._replace(labels={"model": model.name, **sample.labels}))
+        return found.values()
 
 
 class Closing(Protocol):

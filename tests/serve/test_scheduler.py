@@ -18,7 +18,7 @@ from tiny import SHAPES, tiny_tokenizer
 from nanochat import engine as engines
 from nanochat.engine import Engine, NewToken, SamplingParams
 from nanochat.serve import scheduler as schedulers
-from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TextOut, TokenLogprob
+from nanochat.serve.scheduler import Chunk, DeviceThread, Overloaded, Request, Scheduler, Stream, TextOut, TokenLogprob
 
 CONTEXT = 80
 make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
@@ -400,6 +400,35 @@ def test_closing_without_grace_cuts_the_running_off(running: Any) -> None:
     wait_until(lambda: stream.completion_tokens > 0)
     scheduler.close(grace=0)
     assert list(stream)[-1].finish_reason == "cancelled"
+
+
+def test_models_on_one_device_take_turns_and_close_together(running: Any) -> None:
+    """Each replies as it does alone, and neither waits for the end of the other's replies."""
+    engines = [make_engine(), make_engine("qwen3")]
+    thread = DeviceThread()
+    schedulers = [Scheduler(engine, slots=2, prefill_chunk=16, device_thread=thread) for engine in engines]
+    thread.start()
+    prompt = prompt_of(10)
+    order: list[int] = []
+
+    def taken(number: int, choice: int, chunk: Chunk) -> None:
+        order.extend([number] * len(chunk.token_ids))
+
+    streams = [one.submit(Request(prompt, 30, GREEDY)) for one in schedulers]
+    for engine, stream in zip(engines, streams, strict=True):
+        assert tokens_of(stream) == engine.generate([prompt], max_tokens=30, sampling=GREEDY)[0][0]
+    with thread.changed:  # both begin at once
+        for number, scheduler in enumerate(schedulers):
+            request = Request(prompt, 30, SamplingParams(temperature=0), logit_bias={97: 100.0})
+            scheduler.submit_all([request], functools.partial(taken, number))
+    wait_until(lambda: not any(one.requests for one in schedulers))
+    assert sorted(order) == [0] * 30 + [1] * 30 and order == [0, 1] * 30
+    last = schedulers[1].submit(Request(prompt, 60, GREEDY, logit_bias={97: 100.0}))
+    begin = next(iter(last))  # it has a slot: the grace is for it, too
+    schedulers[0].close(grace=20)
+    assert len(begin.token_ids) + len(tokens_of(last)) == 60 and not schedulers[1].thread.is_alive()
+    with pytest.raises(Overloaded):
+        schedulers[1].submit(Request(prompt, 1))
 
 
 def test_a_failure_ends_the_running_and_the_next_are_served(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -706,7 +706,8 @@ def test_overload_is_refused_at_once_and_the_server_still_responds():
         assert error_of(answer)["type"] == "rate_limit_error"
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
         metrics = httpx.get(f"{url}/metrics").text
-        assert "nanochat_requests_running 3.0\n" in metrics and "nanochat_requests_queued 2.0\n" in metrics
+        states = (("running", 3), ("queued", 2))
+        assert all(f'nanochat_requests_{state}{{model="tiny"}} {count}.0\n' in metrics for state, count in states)
         streams.pop(0).close()
         until(lambda: len(scheduler.running) + len(scheduler.waiting) == 4)
         # Two choices, and room for one: neither is made.
@@ -1452,24 +1453,25 @@ def test_metrics_are_in_prometheus_form():
         values[(sample.name.removeprefix("nanochat_"), *sample.labels.values())] = sample.value
     assert {family.type for family in families} == {"counter", "gauge", "histogram"}
     assert values["http_responses_total", "404"] == values["http_responses_total", "200"] == 1
-    assert values["requests_finished_total", "length"] == 1 and values["slots",] == 4
+    assert values["requests_finished_total", "tiny", "length"] == 1 and values["slots", "tiny"] == 4
     first = "time_to_first_token_seconds"
-    assert [values[f"{first}_bucket", bound] for bound in ("0.1", "1.0", "+Inf")] == [1, 3, 4]
-    assert values[f"{first}_count",] == 4 and values[f"{first}_sum",] == pytest.approx(40.401)
+    assert [values[f"{first}_bucket", bound, "tiny"] for bound in ("0.1", "1.0", "+Inf")] == [1, 3, 4]
+    assert values[f"{first}_count", "tiny"] == 4 and values[f"{first}_sum", "tiny"] == pytest.approx(40.401)
     assert not [name for name, *_ in values if name.endswith("_created")]
 
 
 # ---------------------------------------------------------------------- the command
 
 
-def checkpoint(folder: Path, **meta: Any) -> Path:
+def checkpoint(folder: Path, seed: int = 0, **meta: Any) -> Path:
     tokenizer = tiny.tiny_tokenizer()
-    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
+    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT), seed=seed)
     return tiny.save_checkpoint(folder / "tiny", 1, model, tokenizer, {"stage": "sft", **meta})
 
 
 def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     folder = checkpoint(tmp_path)
+    namesake = checkpoint(tmp_path / "other")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for flags, named in (
             ("--source sft", "sft"),
@@ -1479,6 +1481,15 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             (f"--source {folder} --device gpu", "--device 'gpu'"),
             (f"--source {folder} --allowed_origins *", "--allowed_origins *"),
             (f"--source {folder} --name " + "x" * 101, "--name"),
+            (f"--source {folder},nowhere", "--source nowhere is neither"),
+            (f"--source {folder},{folder}", "listed before"),
+            (f"--source {folder},{namesake}", "another model is called nanochat-tiny-sft"),
+            (f"--source {folder},{namesake} --name a", "--name a: --source has 2 models"),
+            (f"--source {folder},{namesake} --name a,nanochat", "another model is called nanochat"),
+            (f"--source {folder},{namesake} --for_rl", "--for_rl is for a single --source"),
+            (f"--source {folder},{namesake} --adapter x", "--adapter is for a single --source"),
+            (f"--source {folder},{namesake} --step 1", "--step is for a single --source"),
+            ("--source ,", "names no model"),
             (f"--source {folder} --device cpu --graphs on", "--graphs on"),
             (f"--source {folder} --port {taken.getsockname()[1]}", f"--port {taken.getsockname()[1]}"),
             (f"--source {folder} --host 192.0.2.1 --api_key none", "--host 192.0.2.1"),
@@ -1524,6 +1535,100 @@ def test_the_default_cache_fits_the_device(capsys: pytest.CaptureFixture[str]):
     assert fitting_context(engine, 8) == 40960 and not capsys.readouterr().out
     device.free_memory = lambda: None  # the system does not say
     assert fitting_context(engine, 16) == 40960
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints of a base model and two later stages, with weights and sampling settings of their own."""
+    folder = tmp_path_factory.mktemp("stages")
+    names = ("base", "sft", "rl")
+    return {
+        name: checkpoint(folder / name, seed, stage=name, sampling={"top_k": seed + 1})
+        for seed, name in enumerate(names)
+    }
+
+
+@pytest.fixture(scope="module")
+def several(stages: dict[str, Path]) -> Iterator[Callable[..., httpx.Response]]:
+    """A client of a server with all of them."""
+    source = ",".join(map(str, stages.values()))
+    config = chat_web.Config(source=source, name="base,sft,rl", device="cpu", dtype="float32", slots=2)
+    with client_of(chat_web.make_app(config, lambda error: None)) as ask:
+        yield ask
+
+
+def test_several_models_are_chosen_by_name(stages: dict[str, Path], several: Any):
+    """Each replies as it does alone, with its own settings; the last one of --source is the default."""
+    listed = several("GET", "/v1/models").json()["data"]
+    assert [one["id"] for one in listed] == ["rl", "sft", "base"]
+    assert [one["nanochat"]["sampling"]["top_k"] for one in listed] == [3, 2, 1]
+    assert [one["nanochat"]["chats"] for one in listed] == [True, True, False]
+    texts = {}
+    for name, folder in stages.items():
+        body = {"prompt": "abc", "max_tokens": 12, "temperature": 0, "model": name}
+        answer = several("POST", COMPLETIONS, json=body).json()
+        model, tokenizer, _ = load_model(folder, "cpu")
+        prompt = tokenizer.encode("abc", prepend=tokenizer.get_bos_token_id())
+        greedy = SamplingParams(temperature=0)
+        reply = Engine(model, tokenizer).generate([prompt], max_tokens=12, sampling=greedy)[0][0]
+        assert (answer["model"], answer["choices"][0]["text"]) == (name, tokenizer.decode(reply))
+        assert answer["system_fingerprint"] == f"fp_{weights_sha256(folder)[:12]}"
+        texts[name] = answer["choices"][0]["text"]
+        assert several("GET", f"/v1/models/{name}").json()["id"] == name
+    assert len(set(texts.values())) == 3
+    for default in ({}, {"model": "nanochat"}):
+        answer = several("POST", COMPLETIONS, json={"prompt": "abc", "max_tokens": 12, "temperature": 0, **default})
+        assert answer.json()["choices"][0]["text"] == texts["rl"]
+    assert several("POST", CHAT, json={**HELLO, "max_tokens": 1, "model": "sft"}).status_code == 200
+    assert "base is a base model" in error_of(several("POST", CHAT, json={**HELLO, "model": "base"}))["message"]
+    unknown = several("POST", CHAT, json={**HELLO, "model": "gpt-4"})
+    wrong = error_of(unknown)
+    assert unknown.status_code == 404 and (wrong["code"], wrong["param"]) == ("model_not_found", "model")
+    assert "\n" not in wrong["message"] and all(name in wrong["message"] for name in stages)
+    assert several("POST", "/update_weights_from_disk", json={"model_path": "/"}).status_code == 403
+
+
+def test_the_metrics_of_several_models_have_its_name(several: Any):
+    several("POST", COMPLETIONS, json={**PROMPT, "max_tokens": 3, "model": "sft", "logit_bias": {"97": 100}})
+    families = list(text_string_to_metric_families(several("GET", "/metrics").text))
+    assert len({family.name for family in families}) == len(families)
+    slots = next(family for family in families if family.name == "nanochat_slots")
+    assert {sample.labels["model"]: sample.value for sample in slots.samples} == {"rl": 2, "sft": 2, "base": 2}
+
+
+def test_several_models_share_one_thread_and_the_free_memory(
+    stages: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Their threads of OpenMP would outnumber the cores, and each alone would take the cache's whole share."""
+    slot = Slots.bytes_per_slot(tiny.tiny_config(sequence_len=CONTEXT), torch.float32)
+    monkeypatch.setattr(Device, "free_memory", lambda self: 2 * 2 * slot)
+    source = ",".join(map(str, stages.values()))
+    config = chat_web.Config(source=source, name="base,sft,rl", device="cpu", dtype="float32", slots=2)
+    app = chat_web.make_app(config, print)
+    with client_of(app) as ask:
+        models = app.state.nanochat.model.all
+        assert len({model.scheduler.thread for model in models}) == 1
+        assert len({model.scheduler for model in models}) == 3
+        assert [model.context for model in models] == [192] * 3  # 0.7 * 2 / 3 of 512, in steps of 64
+        assert "shared by 3 models" in capsys.readouterr().out
+        assert ask("POST", "/tokenize", json={"prompt": "one", "model": "sft"}).json()["max_model_len"] == 192
+
+
+def test_one_hung_device_makes_all_its_models_not_ready():
+    schedulers = [FakeScheduler(), FakeScheduler(stalled_seconds=100.0)]
+
+    def load() -> LoadedModel:
+        for scheduler in schedulers:
+            scheduler.start()
+        default, other = map(loaded, schedulers)
+        return replace(default, others=(replace(other, name="other"),))
+
+    with client_of(create_app(load)) as ask:
+        assert ask("GET", "/ready").status_code == 503 and ask("GET", "/health").status_code == 200
+        schedulers[1].stalled_seconds = 0.0
+        assert ask("GET", "/ready").status_code == 200
+        answer = ask("POST", COMPLETIONS, json={**PROMPT, "model": "other"})
+        assert answer.json()["model"] == "other" and not schedulers[0].requests and schedulers[1].requests
 
 
 def test_a_server_with_little_memory_has_a_shorter_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
