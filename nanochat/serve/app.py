@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's routes, and the chat page. How a request becomes a reply:
+"""The HTTP server: OpenAI's routes, some of Ollama's (ollama.py), and the chat page. How a request becomes a reply:
 
     bytes on a socket
       connection.py   bounds the headers, in size and time
@@ -37,9 +37,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from nanochat.cli import UserError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.sampling import NEUTRAL
-from nanochat.serve import prompts
+from nanochat.serve import ollama, prompts
 from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
+from nanochat.serve.ollama import OllamaBody, OllamaSerializer, ShowBody
 from nanochat.serve.page import content_policy, load_page
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Serializer
 from nanochat.serve.responses import ResponsesBody, ResponsesSerializer
@@ -56,8 +57,10 @@ from nanochat.serve.schema import (
 from nanochat.serve.state import STUCK_SECONDS, LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
-BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody)
-BodyType = type[ChatBody] | type[CompletionBody] | type[ResponsesBody]
+BODIES = (
+    ChatBody, CompletionBody, ResponsesBody, OllamaBody, ShowBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody,
+)  # fmt: skip
+BodyType = type[ChatBody] | type[CompletionBody] | type[ResponsesBody] | type[OllamaBody]
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 GRACE_SECONDS = 7.0  # running replies have so long to finish when the server closes; see state.EXIT_SECONDS
@@ -163,6 +166,27 @@ def create_app(
     async def responses(request: Request) -> Response:
         return await generate(request, ResponsesBody)
 
+    # ------------------------------------------------------------------ Ollama's routes
+
+    @app.get("/api/version")
+    async def version() -> dict[str, str]:
+        return ollama.VERSION
+
+    @app.get("/api/tags")
+    async def tags() -> dict[str, Any]:
+        return {"models": [ollama.listed(one) for one in state.ready_model().all]}
+
+    @app.post("/api/show", openapi_extra=_describe(ShowBody))
+    async def show(request: Request) -> dict[str, Any]:
+        name = read_body(ShowBody, await read_limited(request)).model.removesuffix(ollama.LATEST)
+        return ollama.shown(prompts.choose_model(state.ready_model(), name))
+
+    @app.post("/api/chat", openapi_extra=_describe(OllamaBody))
+    async def ollama_chat(request: Request) -> Response:
+        return await generate(request, OllamaBody)
+
+    # ------------------------------------------------------------------ routes of vLLM and SGLang
+
     @app.post("/tokenize", openapi_extra=_describe(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """A route of vLLM: the token ids of a text or a conversation."""
@@ -219,7 +243,7 @@ def create_app(
         # 2. Check its fields and tokenize its prompts.
         def parse() -> tuple[LoadedModel, Any, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
             received = read_body(body_type, content)
-            body = received.chat() if isinstance(received, ResponsesBody) else received
+            body = received.chat() if isinstance(received, ResponsesBody | OllamaBody) else received
             loaded = prompts.choose_model(state.ready_model(), body.model)
             return loaded, received, body, prompts.encode_prompts(loaded, body)
 
@@ -240,6 +264,8 @@ def create_app(
         serializer: Serializer
         if isinstance(received, ResponsesBody):
             serializer = ResponsesSerializer(loaded, received, body)
+        elif isinstance(received, OllamaBody):
+            serializer = OllamaSerializer(received)
         elif isinstance(body, ChatBody):
             serializer = ChatSerializer(loaded, body.include_usage, encoded[0].first_message_read, body.calls)
         else:

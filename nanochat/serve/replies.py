@@ -94,15 +94,19 @@ def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
 
 
 class Serializer(Protocol):
-    """The form of the replies of one OpenAI route; `number` identifies a stream. responses.py has one more."""
+    """The form of the replies of one route; `number` identifies a stream. responses.py and ollama.py have one more."""
 
     # A reply in one piece, which `whole` yields in pieces, so that nothing large is copied at every join.
     def add(self, number: int, chunk: Chunk) -> object: ...
     def whole(self, usage: dict[str, Any]) -> Iterator[bytes]: ...
 
-    # Server-sent events. `event` is empty if a chunk has nothing to show.
+    # A stream of events, in the form `media_type`. `event` is empty if a chunk has nothing to show. `heartbeat` is sent
+    # while there are no chunks.
+    media_type: str
+
     def begin(self, streams: int) -> bytes: ...
     def event(self, number: int, chunk: Chunk) -> bytes: ...
+    def heartbeat(self) -> bytes: ...
     def end(self, usage: dict[str, Any]) -> bytes: ...
     def fail(self, error: ApiError) -> bytes: ...
 
@@ -118,7 +122,16 @@ class WholeChoice:
     limit: str = ""
 
 
-class _ChoicesSerializer:
+class EventsSerializer:
+    """The common part of the routes that stream server-sent events."""
+
+    media_type = "text/event-stream; charset=utf-8"
+
+    def heartbeat(self) -> bytes:
+        return b": waiting\n\n"  # a comment: clients skip it
+
+
+class _ChoicesSerializer(EventsSerializer):
     """The common part of the two routes whose replies are a list of choices."""
 
     prefix = ""  # the beginning of the response's id
@@ -367,7 +380,7 @@ def _token_name(token: dict[str, Any]) -> str:
 
 @dataclass(eq=False)
 class Reply(Response):
-    """The response to one HTTP request, whole or as server-sent events, unless its client leaves first.
+    """The response to one HTTP request, whole or as a stream of events, unless its client leaves first.
 
     `stall_seconds` limits the time for which a client of a stream may read nothing. Starlette's StreamingResponse would
     wait for it for ever.
@@ -417,7 +430,7 @@ class Reply(Response):
             print0(f"dropped a client that read nothing for {self.stall_seconds:g} s")
             task.cancel()
 
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]  # for nginx
+        headers = [(b"content-type", self.serializer.media_type.encode()), (b"x-accel-buffering", b"no")]  # for nginx
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for event in self.events():
             if not event:
@@ -430,11 +443,11 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": b""})
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events."""
+        """The events of a stream."""
         yield self.serializer.begin(len(self.streams))
         try:
             async for batch in self.batches():
-                events = b"" if batch else b": waiting\n\n"  # a comment: clients skip it
+                events = b"" if batch else self.serializer.heartbeat()
                 for number, chunks in batch.items():
                     for chunk in chunks:
                         events += self.serializer.event(number, chunk)

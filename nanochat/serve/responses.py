@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from nanochat.serve.replies import encode
+from nanochat.serve.replies import EventsSerializer, encode
 from nanochat.serve.scheduler import Chunk
 from nanochat.serve.schema import (
     MAX_MESSAGES,
@@ -179,7 +179,7 @@ def _joined_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------- the response
 
 
-class ResponsesSerializer:
+class ResponsesSerializer(EventsSerializer):
     """Turns the chunks of one response into output items, and into the events that announce them."""
 
     def __init__(self, model: LoadedModel, body: ResponsesBody, chat: ChatBody | CompletionBody):

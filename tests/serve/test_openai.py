@@ -3,6 +3,7 @@ description allows makes the server fail. A tiny model of random weights answers
 
 import asyncio
 import json
+import re
 import typing
 from collections import Counter
 from collections.abc import Iterator
@@ -674,6 +675,68 @@ def test_the_asynchronous_client(port: int, client: Any):
 
     together = asyncio.run(talk())
     assert together == [chat(client, seed=seed, temperature=1).choices[0].message.content for seed in range(8)]
+
+
+# ---------------------------------------------------------------------- Ollama's routes
+
+
+@pytest.fixture(scope="module")
+def ollama(port: int) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=KEY_HEADER) as client:
+        yield client
+
+
+def test_ollamas_chat_is_ours_in_lines_of_json(client: Any, ollama: httpx.Client):
+    options = {"temperature": 0, "num_predict": 12, "top_k": 3, "num_ctx": 2048, "mirostat": 1}
+    body = {"model": f"{MODEL}:latest", "messages": HELLO, "options": options, "keep_alive": "5m", "think": False}
+    ours = chat(client, temperature=0, max_tokens=12)
+    text = ours.choices[0].message.content
+    assert len(text) > 3
+    with ollama.stream("POST", "/api/chat", json=body) as answer:
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        lines = [json.loads(line) for line in answer.iter_lines()]
+    *middle, last = lines
+    assert len(middle) > 3 and not any(line["done"] for line in middle)
+    assert "".join(line["message"]["content"] for line in lines) == text and last["message"]["content"] == ""
+    assert all(line["model"] == body["model"] and line["message"]["role"] == "assistant" for line in lines)
+    assert (last["done"], last["done_reason"]) == (True, ours.choices[0].finish_reason)
+    counts = (last["prompt_eval_count"], last["eval_count"])
+    assert counts == (ours.usage.prompt_tokens, ours.usage.completion_tokens)
+    assert 0 < last["prompt_eval_duration"] + last["eval_duration"] <= last["total_duration"]
+    (whole,) = ollama.post("/api/chat", json={**body, "stream": False}).text.splitlines()
+    whole = json.loads(whole)
+    assert whole["message"]["content"] == text and whole["done"] and whole["eval_count"] == last["eval_count"]
+
+
+def test_ollamas_format_is_a_schema(ollama: httpx.Client):
+    body = {"model": MODEL, "messages": HELLO, "stream": False, "options": {"num_predict": 60}}
+    for form in ("json", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}):
+        content = json.loads(ollama.post("/api/chat", json={**body, "format": form}).json()["message"]["content"])
+        assert isinstance(content, dict) and (form == "json" or isinstance(content["a"], int))
+
+
+def test_ollamas_list_and_description(ollama: httpx.Client):
+    assert re.fullmatch(r"[\d.]+", ollama.get("/api/version").json()["version"])
+    (listed,) = ollama.get("/api/tags").json()["models"]
+    assert listed["name"] == listed["model"] == f"{MODEL}:latest" and listed["digest"] == "0123"
+    shown = ollama.post("/api/show", json={"model": listed["name"]}).json()
+    assert shown["model_info"]["nanochat.context_length"] == CONTEXT and shown["details"] == listed["details"]
+
+
+def test_what_ollamas_routes_refuse_is_named(ollama: httpx.Client):
+    body = {"model": MODEL, "messages": HELLO}
+    for more, status, param in (
+        ({"model": "llama3"}, 404, "model"),
+        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"messages": [{"role": "user", "content": "", "images": ["x"]}]}, 400, "messages.0.images"),
+        ({"options": {"temperature": 9}}, 400, "options.temperature"),
+        ({"options": {"repeat_penalty": 0}}, 400, "repetition_penalty"),
+        ({"messages": []}, 400, "messages"),
+        ({"format": 3}, 400, "format"),
+    ):
+        answer = ollama.post("/api/chat", json={**body, **more})
+        assert (answer.status_code, error_of(answer)["param"]) == (status, param), more
+    assert ollama.post("/api/show", json={"model": "llama3"}).status_code == 404
 
 
 # ---------------------------------------------------------------------- what the description allows
