@@ -2,7 +2,7 @@
 
 A request becomes one of ours, and its reply lines of JSON. Unknown fields and options are ignored, as Ollama does;
 tools and images are refused by name. Errors have OpenAI's form, as on all routes.
-Source: https://github.com/ollama/ollama/blob/main/docs/api.md
+Source: https://docs.ollama.com/api
 """
 
 import time
