@@ -23,9 +23,12 @@ from typing import Any
 import pytest
 from test_scripts import call
 
+from nanochat import rooms
+from nanochat.demo.plots import lexicon
 from nanochat.serve.page import PAGE, VENDOR, content_policy, load_page
 from nanochat.tasks.conversations import Conversations
 from nanochat.tasks.preferences import Preferences
+from nanochat.tasks.stories import ORDERS
 from nanochat.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow  # a server and a browser
@@ -112,6 +115,15 @@ ODDS: list[tuple[bytes, dict[bytes, float]]] = [
 ]
 
 
+# The same for a text: what /v1/completions says of its tokens. Bytes name a token that ends within a character.
+NAMES = ["The", " dragon", "bytes:\\x20\\x63\\x61\\x66\\xc3", "bytes:\\xa9", "!"]
+ECHOED: dict[str, Any] = {
+    "tokens": NAMES,
+    "token_logprobs": [None, *(math.log(one) for one in (0.3, 0.5, 0.4, 0.0001))],
+    "top_logprobs": [None, {" fox": math.log(0.6), " dragon": math.log(0.3)}, {}, {}, {".": math.log(0.9)}],
+}
+
+
 def logprob_of(token: bytes, probability: float) -> dict[str, Any]:
     return {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": math.log(probability)}
 
@@ -149,8 +161,8 @@ class Answer(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def refuse(self, status: int, message: str, **headers: str) -> None:
-        self.respond(status, json.dumps({"error": {"message": message}}).encode(), **headers)
+    def refuse(self, status: int, message: str, code: str | None = None, **headers: str) -> None:
+        self.respond(status, json.dumps({"error": {"message": message, "code": code}}).encode(), **headers)
 
     def allowed(self) -> bool:
         return not self.server.key or self.headers["Authorization"] == f"Bearer {self.server.key}"
@@ -177,6 +189,8 @@ class Answer(BaseHTTPRequestHandler):
         if self.server.errors:
             status, message, headers = self.server.errors.pop(0)
             return self.refuse(status, message, **headers)
+        if body.get("echo"):
+            return self.respond(200, json.dumps({"choices": [{"logprobs": ECHOED}]}).encode())
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -516,12 +530,15 @@ def test_drafts_survive_a_reload(server, open_page):
 def test_tokens_have_the_colours_of_their_probabilities(server, open_page):
     page = open_page(server)
     send(page, "odds")
-    assert "logprobs" not in server.bodies[-1] and not page.locator("[data-act=odds]").count()
+    assert (server.bodies[-1]["logprobs"], server.bodies[-1]["top_logprobs"]) == (True, 5)
+    assert last(page).locator(".prose").inner_text() == "The dragon café!"
+    last(page).locator("[data-act=odds]").click()
+    assert last(page).locator(".token").count() == 5
+    page.click("#new")
     page.click("#open-settings")
     page.check("#set-probabilities")
     page.keyboard.press("Escape")
     send(page, "odds")
-    assert (server.bodies[-1]["logprobs"], server.bodies[-1]["top_logprobs"]) == (True, 5)
     page.reload()
     tokens = page.locator(".token")
     assert tokens.all_text_contents() == ["The", " dragon", " caf", "é", "!"]
@@ -532,7 +549,7 @@ def test_tokens_have_the_colours_of_their_probabilities(server, open_page):
         "p2",  # 40%
         "p4",  # 0.01%
     ]
-    assert page.locator(".legend").count() == 1  # the first reply has none
+    assert page.locator(".legend").count() == 1
     tokens.nth(1).hover()
     odds = page.locator("#odds > div").all_inner_texts()
     assert [text.split("\n") for text in odds] == [
@@ -942,6 +959,10 @@ def test_errors_are_shown_and_tried_again(server, open_page):
         server.errors.append(error)
         send(page, "hello")
         assert words in page.locator(".failure[role=alert]").inner_text()
+        if error[0] == 400:  # the same request would be refused again: the question can be edited
+            assert not page.locator("[data-act=retry]").count()
+            assert page.locator(".question [data-act=edit]").is_enabled()
+            continue
         page.reload()
         page.locator("#list .open").first.click()
         page.click("[data-act=retry]")
@@ -989,6 +1010,7 @@ def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page
     stranger.wait_for_selector("#dot[data-state=locked]")
     send(stranger, "hello")
     assert "requires an API key" in stranger.locator(".failure").inner_text()
+    assert not stranger.locator("[data-act=retry]").count()  # not before the key is there
     stranger.click("[data-act=key]")
     stranger.keyboard.type("secret-1")
     stranger.keyboard.press("Tab")
@@ -1168,8 +1190,22 @@ def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
     page.press("#text", "Control+Enter")
     page.wait_for_selector("#write-stop", state="hidden")
     check("a text that is continued")
+    page.fill("#text", "The dragon café!")
+    page.click("#write-odds")
+    page.locator("#written .token").nth(1).hover()
+    check("its probabilities")
+    served_models(server)
+    page.reload()
+    page.wait_for_selector("#dot[data-state=ready]")
+    pick(page, "全部模型并排" if locale == "zh-CN" else "All, side by side")
+    page.click("#model")
+    check("the models to pick")
+    page.keyboard.press("Escape")
+    send(page, "odds")
+    page.locator(".round [data-act=odds]").last.click()
+    check("all models side by side")
 
-    page.evaluate("$('text').after(make('button'), make('h4', {}, 'Deep'))")  # what it must find
+    page.evaluate("$('input').after(make('button'), make('h4', {}, 'Deep'))")  # what it must find
     assert {line.split()[0] for line in axe_violations(page)} == {"button-name", "heading-order"}
 
 
@@ -1330,8 +1366,16 @@ def test_ideas_and_what_the_model_is(server, open_page):
     server.models = [{"id": "sft-demo", "nanochat": about}]
     page = open_page(server)
     page.wait_for_selector("#dot[data-state=ready]")
-    assert page.locator("#ideas button").all_inner_texts()[:2] == ["What is 47 + 38?", "Who are you?"]
-    assert "story" not in page.locator("#ideas").inner_text()
+    seen = set()
+    for _ in range(6):
+        ideas = page.locator("#ideas button").all_inner_texts()
+        sums = [idea for idea in ideas if re.fullmatch(r"What is \d+ \+ \d+\?", idea)]
+        assert len(set(ideas)) == 4 and len(sums) == 2 and "story" not in " ".join(ideas)
+        seen.update(ideas)
+        page.click("#more-ideas")
+    assert len(seen) > 8
+    page.click("#new")
+    assert not seen.issuperset(page.locator("#ideas button").all_inner_texts())
     page.focus("#model")
     page.keyboard.press("Enter")
     words = page.locator("#about").inner_text()
@@ -1341,22 +1385,199 @@ def test_ideas_and_what_the_model_is(server, open_page):
     assert not page.locator("#about").is_visible()
     chinese = open_page(server, locale="zh-CN", width=360, height=720)
     chinese.wait_for_selector("#dot[data-state=ready]")
-    assert "47 + 38 等于多少" in chinese.locator("#ideas button").first.inner_text()
+    assert re.match(r"\d+ \+ \d+ 等于多少？", chinese.locator("#ideas button").first.inner_text())
     chinese.click("#model")
     assert "3小时前" in chinese.locator("#about").inner_text() and "510万" in chinese.locator("#about").inner_text()
     assert chinese.evaluate("$('about').getBoundingClientRect().right <= innerWidth")
     chinese.keyboard.press("Escape")
+    english = chinese.locator("#ideas button small").first.inner_text()
     chinese.locator("#ideas button").first.click()
     done(chinese)
-    assert server.bodies[-1]["messages"][-1]["content"] == "What is 47 + 38?"
+    assert server.bodies[-1]["messages"][-1]["content"] == english and english.startswith("What is ")
     about["tasks"] = ["smoltalk_zh"]
     chinese.click("#show")
     chinese.click("#new")
     chinese.reload()
     chinese.wait_for_selector("#dot[data-state=ready]")
+    idea = chinese.locator("#ideas button").first.inner_text()
     chinese.locator("#ideas button").first.click()
     done(chinese)
-    assert server.bodies[-1]["messages"][-1]["content"] == "你是谁？"
+    assert server.bodies[-1]["messages"][-1]["content"] == idea and re.search(r"[\u4e00-\u9fff]", idea)
+
+
+def story_orders(page: Any) -> list[str]:
+    """The page's ideas for a model that has learned stories, many times."""
+    return page.evaluate("Array.from({ length: 300 }, () => IDEAS.stories()[0])")
+
+
+def test_the_ideas_are_what_the_tasks_teach(server, open_page):
+    """Kinds and names are in the lexicon of the corpus, and the orders are among those that the task draws."""
+    page = open_page(server)
+    words = lexicon()
+    shapes = set()
+    for order in story_orders(page):
+        kind = next(kind for kind in words["kind"] if re.search(rf"\b{kind}\b", order))
+        name = next((name for name in words["hero"] if re.search(rf"\b{name}\b", order)), "")
+        shape = order.replace(kind, "{kind}")
+        shapes.add(shape.replace(name, "{hero}") if name else shape)
+    assert len(shapes) == 3 and shapes <= set(ORDERS)
+    assert set(page.evaluate("Object.keys(IDEAS)")) <= {*rooms.names("tasks"), *rooms.names("task datasets")}
+
+
+def served_models(server: Any) -> None:
+    """Three stages of a model, the default first."""
+    settings = {"sampling": {"temperature": 0.8}, "context": 512, "tasks": ["addition"]}
+    server.models = [
+        {"id": f"demo-{stage}", "nanochat": {**settings, "stage": stage, "chats": stage != "base"}}
+        for stage in ("rl", "sft", "base")
+    ]
+
+
+def pick(page: Any, label: str) -> None:
+    page.click("#model")
+    page.get_by_label(label, exact=True).check()
+    page.keyboard.press("Escape")
+
+
+def test_a_model_is_picked_and_kept(server, open_page):
+    served_models(server)
+    page = open_page(server)
+    page.wait_for_selector("#dot[data-state=ready]")
+    assert page.locator("#model-name").inner_text() == "demo-rl" and page.locator("#pick").is_visible()
+    send(page, "hello")
+    assert server.bodies[-1]["model"] == "demo-rl" and "demo-rl · " in last(page).inner_text()
+    page.click("#model")
+    assert page.locator(".models label").all_inner_texts() == ["demo-base", "demo-sft", "demo-rl", "All, side by side"]
+    page.keyboard.press("Escape")
+    pick(page, "demo-sft")
+    last(page).locator("[data-act=again]").click()
+    done(page)
+    assert server.bodies[-1]["model"] == "demo-sft" and last(page).locator(".count").inner_text() == "2/2"
+    assert "demo-sft · " in last(page).inner_text()
+    page.reload()
+    page.wait_for_selector("#model-name:has-text('demo-sft')")
+    pick(page, "demo-base")
+    assert page.locator("#text").is_visible() and not page.locator("#input").is_visible()
+    pick(page, "demo-rl")
+    assert page.locator("#input").is_visible() and "demo-sft · " in last(page).inner_text()
+    # A server with other models: the reply says so, and the next try goes to what is there.
+    server.errors.append((404, "the model does not exist", {"code": "model_not_found"}))
+    server.models = [{"id": "new-sft", "nanochat": {"stage": "sft"}}]
+    send(page, "hello again")
+    page.wait_for_selector("#model-name:has-text('new-sft')")
+    assert not page.locator("#pick").is_visible()
+
+
+def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
+    served_models(server)
+    page = open_page(server)
+    page.wait_for_selector("#dot[data-state=ready]")
+    pick(page, "All, side by side")
+    assert page.locator("#model-name").inner_text() == "All, side by side"
+    send(page, "odds")
+    asked = {body["model"]: body for body in server.bodies}
+    assert set(asked) == {"demo-base", "demo-sft", "demo-rl"} and len(server.bodies) == 3
+    assert asked["demo-base"]["prompt"] == "odds" and asked["demo-base"]["max_tokens"] == 100
+    assert asked["demo-sft"]["messages"] == asked["demo-rl"]["messages"] == [{"role": "user", "content": "odds"}]
+    assert len({body["seed"] for body in server.bodies}) in (1, 3)
+    columns = page.locator(".round > .reply")
+    assert columns.locator(".by").all_inner_texts() == ["demo-base", "demo-sft", "demo-rl"]
+    assert columns.locator(".prose").all_inner_texts() == ["word0 word1 word2", *["The dragon café!"] * 2]
+    boxes = [columns.nth(place).bounding_box() for place in range(3)]
+    assert len({round(box["y"]) for box in boxes}) == 1 and boxes[0]["x"] < boxes[1]["x"] < boxes[2]["x"]
+    columns.nth(1).locator("[data-act=odds]").click()
+    assert columns.nth(1).locator(".token").count() == 5 and not columns.nth(2).locator(".token").count()
+
+    # All again are one version; the conversation goes on from the last model's reply; a reload shows the same.
+    page.locator(".round > .acts [data-act=again]").click()
+    done(page)
+    assert page.locator(".round > .acts .count").inner_text() == "2/2" and columns.count() == 3
+    page.locator("[data-act=previous]").click()
+    assert columns.nth(1).locator(".token").count() == 5
+    send(page, "second")
+    second = [body["messages"] for body in server.bodies[-3:] if "messages" in body]
+    assert second[0][1] == {"role": "assistant", "content": "The dragon café!"} and len(second) == 2
+    page.reload()
+    assert page.locator(".round").count() == 2 and columns.count() == 6
+    assert page.evaluate("pairRows(current)") == []  # nobody has chosen one of them
+
+    # One column fails, and is tried again alone. Escape stops all. On a phone they are below each other.
+    page.click("#new")
+    server.errors.append((429, "full", {}))
+    send(page, "third")
+    assert columns.count() == 3 and page.locator(".failure").count() == 1
+    count = len(server.bodies)
+    page.click("[data-act=retry]")
+    done(page)
+    assert len(server.bodies) == count + 1 and not page.locator(".failure").count() and columns.count() == 3
+    send(page, "slow", wait=False)
+    page.wait_for_function("() => document.querySelectorAll('.caret').length === 3")
+    page.keyboard.press("Escape")
+    done(page)
+    assert not page.locator(".caret").count()
+    page.set_viewport_size({"width": 360, "height": 720})
+    boxes = [columns.nth(place).bounding_box() for place in range(3)]
+    assert len({round(box["x"]) for box in boxes}) == 1 and not page.evaluate("document.body.scrollWidth > innerWidth")
+
+
+def test_try_again_is_not_offered_where_it_cannot_help(server, open_page):
+    """At temperature 0 another try is the same reply, until something else has changed."""
+    page = open_page(server)
+    again = page.locator("[data-act=again]")
+
+    def settings(**values: str) -> None:
+        page.click("#open-settings")
+        for name, value in values.items():
+            page.fill(f"#set-{name}", value)
+        page.keyboard.press("Escape")
+
+    page.wait_for_selector("#dot[data-state=ready]")
+    send(page, "hello")
+    assert again.count() == 1
+    settings(temperature="0")
+    assert again.count() == 1  # this reply was drawn
+    again.click()
+    done(page)
+    assert again.count() == 0 and last(page).locator(".count").inner_text() == "2/2"
+    settings(system="You are a fox.")
+    assert again.count() == 1
+    settings(system="")
+    assert again.count() == 0
+    settings(temperature="1")
+    assert again.count() == 1
+    settings(temperature="0")
+    send(page, "slow", wait=False)
+    page.wait_for_selector(".caret")
+    page.keyboard.press("Escape")
+    done(page)
+    assert last(page).locator("[data-act=again]").count() == 1  # stopped: there is more to come
+
+
+def test_a_text_has_its_probabilities_too(server, open_page):
+    """Of a base model: also of the words that a person wrote."""
+    server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
+    page = open_page(server)
+    assert page.locator("#write-odds").is_disabled()
+    page.fill("#text", "The dragon café!")
+    page.click("#write-odds")
+    tokens = page.locator("#written .token")
+    tokens.first.wait_for()
+    sent = {name: server.bodies[-1][name] for name in ("prompt", "max_tokens", "echo", "logprobs")}
+    assert sent == {"prompt": "The dragon café!", "max_tokens": 0, "echo": True, "logprobs": 5}
+    assert tokens.all_text_contents() == ["The", " dragon", " caf", "é", "!"]
+    classes = [name.split()[1:] for name in tokens.evaluate_all("all => all.map((one) => one.className)")]
+    assert classes == [[], ["p2"], ["p1"], ["p2"], ["p4"]]  # nobody knows the first
+    tokens.nth(1).hover()
+    assert page.locator("#odds > div").all_inner_texts()[0].split("\n") == ["␣fox", "60%"]
+    page.click("#write")  # goes on in the text, and shows it again
+    page.wait_for_function("() => !writing && !$('written').hidden")
+    assert page.input_value("#text") == "The dragon café! word0 word1 word2" == server.bodies[-1]["prompt"]
+    page.click("#write-odds")
+    assert page.locator("#text").is_visible() and not page.locator("#written").is_visible()
+    page.evaluate("change('temperature', 0); drawText()")
+    page.click("#write")
+    page.wait_for_selector("#write-stop", state="hidden")
+    assert not page.locator("#write-again").is_visible() and page.locator("#write-undo").is_enabled()
 
 
 def test_the_page_is_ready_before_anything_else_has_come(open_page, server):
