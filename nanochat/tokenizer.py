@@ -56,15 +56,16 @@ SPECIAL_TOKENS = (
 # two pieces. Without it the vocabulary would fill up with "dog.", "dog!" and "dog?". The space before a word belongs to
 # the word: " dog" is one token, and spaces cost nothing.
 #
-# It is the pattern of GPT-4 with one change: a number is split into groups of one or two digits instead of three. 1,000
+# It is the pattern of GPT-4 with one change: every digit is a token of its own, instead of groups of up to three. Then
+# equal digits are equal tokens wherever they stand in a number, which a small model needs to copy a long one; and 1,000
 # tokens for three-digit numbers would be a large part of a small vocabulary.
 #
-#     "Don't pay $1,234  for it!"   ->   Don | 't |  pay |  $ | 1 | , | 23 | 4 |   |  for |  it | !
+#     "Don't pay $1,234  for it!"   ->   Don | 't |  pay |  $ | 1 | , | 2 | 3 | 4 |   |  for |  it | !
 SPLIT_PATTERN = "|".join(
     (
         r"'(?i:[sdmt]|ll|ve|re)",  # the end of an English contraction: it's, we'll
         r"[^\r\n\p{L}\p{N}]?+\p{L}+",  # a word, with one space or mark before it
-        r"\p{N}{1,2}",  # one or two digits
+        r"\p{N}",  # a digit
         r" ?[^\s\p{L}\p{N}]++[\r\n]*",  # marks, with the line ends after them
         r"\s*[\r\n]",  # white space up to a line end
         r"\s+(?!\S)",  # white space, but for the last space: that one belongs to the next word
