@@ -9,14 +9,27 @@ The checker uses the grammar of the corpus but not its draws. It works in three 
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import combinations
 
-from nanochat.demo.plots import PRONOUNS, SENTENCE_END, SLOT, Plot, is_pronoun, lexicon, plots, pronouns_of, tables
+from nanochat.demo.plots import (
+    OPEN_ROLES,
+    PRONOUNS,
+    SENTENCE_END,
+    SLOT,
+    Plot,
+    gender_of,
+    is_pronoun,
+    lexicon,
+    plots,
+    tables,
+)
 
 TOKEN = re.compile(r"\{\+?\w+\}|'s|[A-Za-z]+|\S")  # a slot, a word or a mark
+A_NAME = "[A-Z][a-z]+"
+A_KIND = "[a-z]+(?: [a-z]+)?"
 STORY_ENDS = (".", "!", "?", '."', '!"', '?"')
 
 
@@ -27,6 +40,7 @@ class StoryCheck:
     ok: bool
     problems: list[str]
     plot: str = ""
+    facts: dict[str, str] = field(default_factory=dict)  # role -> its words, as the story tells them
 
 
 @dataclass(frozen=True)
@@ -47,11 +61,13 @@ def cut_to_story(text: str) -> str:
     return re.split(r"\n|<\|| Once upon a time", text.strip())[0].strip()
 
 
-def check_story(text: str) -> StoryCheck:
+def check_story(text: str, known: Collection[str] = ()) -> StoryCheck:
     """Grade the first story of `text`.
 
     Each sentence must parse and fit its place in one plot; every role keeps its words; pronouns agree; nobody is
     mentioned before appearing; the help fits the trouble; the story has an end, and no sentence occurs twice.
+    Anybody may have any name. A kind of animal or person is a word of the grammar, or one of `known`: what the order
+    asked for.
     """
     text = cut_to_story(text)
     if not text:
@@ -90,7 +106,11 @@ def check_story(text: str) -> StoryCheck:
         found, facts = min(outcomes, key=lambda outcome: len(outcome[0]))
         problems += found
     problems += _misfits(plot, facts)
-    return StoryCheck(not problems, problems, plot.name)
+    for role in ("kind", "friend_kind"):
+        if role in facts and facts[role] not in (*_kinds(), *known):
+            problems.append(f"the {_label(role)} {facts[role]!r} is no word of the stories")
+    roles = {role: words for role, words in facts.items() if not role.endswith(" pronoun")}
+    return StoryCheck(not problems, problems, plot.name, roles)
 
 
 def _assign_beats(plot: str, readings: Sequence[Sequence[Reading]]) -> dict[int, int]:
@@ -115,8 +135,13 @@ def _follow(facts: dict[str, str], template: Template, found: Sequence[str]) -> 
     problems: list[str] = []
     for (new, role), words in zip(template.slots, found, strict=True):
         if is_pronoun(role):
-            name = facts.get("friend" if role.startswith("friend_") else "hero", "")
-            if name and words not in pronouns_of(name).values():
+            person = "friend" if role.startswith("friend_") else "hero"
+            name = facts.get(person, "")
+            # Somebody whose name is in no table is what the first pronoun says.
+            gender = gender_of(name) or facts.get(f"{person} pronoun")
+            if not gender:
+                facts[f"{person} pronoun"] = next(one for one, cases in PRONOUNS.items() if words in cases.values())
+            elif name and words not in PRONOUNS[gender].values():
                 problems.append(f"calls {name} {words!r}")
         elif facts.get(role, words) != words:
             problems.append(f"the {_label(role)} changes from {facts[role]!r} to {words!r}")
@@ -153,14 +178,14 @@ def _read_sentence(sentence: str) -> list[Reading]:
     if not (sentence[0] == '"' or sentence[0].isupper()) or "  " in sentence:
         return []
     sentence = _normalised(sentence)
-    templates = _templates().get(sentence.partition(" ")[0], [])
+    templates = _templates().get(sentence.partition(" ")[0], []) + _templates()[""]
     matches = [(template, template.pattern.fullmatch(sentence)) for template in templates]
     return [(template, match.groups()) for template, match in matches if match]
 
 
 @cache
 def _templates() -> dict[str, list[Template]]:
-    """The sentences of all tellings of all plots, by each first word that they can have."""
+    """The sentences of all tellings of all plots, by each first word that they can have; "" stands for any name."""
     beats = defaultdict(set)  # sentence -> where it may occur
     for plot in plots().values():
         for index, beat in enumerate(plot.beats):
@@ -175,11 +200,22 @@ def _templates() -> dict[str, list[Template]]:
         slots = list(zip(parts[0::3], parts[1::3], strict=True))
         pattern = re.escape(first)
         for (_, role), text in zip(slots, parts[2::3], strict=True):
-            pattern += f"({'|'.join(map(re.escape, choices[role]))})" + re.escape(text)
+            pattern += f"({_words_of(role) or '|'.join(map(re.escape, choices[role]))})" + re.escape(text)
         template = Template(re.compile(pattern), slots, beats[sentence])
-        for word in {words.partition(" ")[0] for words in ([first] if first else choices[slots[0][1]])}:
+        firsts = [first] if first else [""] if slots[0][1] in OPEN_ROLES else choices[slots[0][1]]
+        for word in {words.partition(" ")[0] for words in firsts}:
             templates[word].append(template)
     return templates
+
+
+def _words_of(role: str) -> str:
+    """The pattern of a role that may hold any word; "" for the others."""
+    return "" if role not in OPEN_ROLES else A_KIND if role.endswith("kind") else A_NAME
+
+
+@cache
+def _kinds() -> tuple[str, ...]:
+    return (*lexicon()["kind"], *lexicon()["rare kind"])
 
 
 def _slot_words() -> dict[str, list[str]]:
@@ -200,11 +236,20 @@ def _slot_words() -> dict[str, list[str]]:
 
 def _normalised(sentence: str) -> str:
     """Words and marks with a space between them, without openers, fillers and the closing mark; the first word in
-    lower case unless a name."""
+    lower case unless it may be a name: no sentence of the grammar begins with it."""
     tokens = [token for token in TOKEN.findall(sentence) if token not in _phrases("fillers")]
-    if tokens and tokens[0] not in lexicon()["hero"]:
+    if tokens and (tokens[0].lower() in _first_words() or not tokens[0].isalpha()):
         tokens[0] = tokens[0].lower()
     return re.sub(r" ?[.!]$", "", _openers().sub("", " ".join(tokens)))
+
+
+@cache
+def _first_words() -> set[str]:
+    """The words with which a sentence of the grammar may begin."""
+    tellings = (telling for plot in plots().values() for beat in plot.beats for telling in beat.tellings)
+    sentences = [sentence for telling in tellings for sentence in SENTENCE_END.split(telling)]
+    words = {TOKEN.findall(opening)[0].lower() for opening in (*sentences, *_phrases("openers"), *_phrases("fillers"))}
+    return words | {word for cases in PRONOUNS.values() for word in cases.values()}
 
 
 @cache

@@ -10,11 +10,11 @@ place) occurs there only, so a model that scores well on it has learned the gram
 import contextlib
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
+from nanochat.demo.plots import OPEN_ROLES, SLOT, lexicon, plots, pronouns_of, words_in_use
 
 Split = Literal["train", "val"]
 T = TypeVar("T")
@@ -24,6 +24,12 @@ QUESTION_SHARE = 0.15  # share of the documents
 NUMBER_SHARE = 0.10  # share of the documents; the rest are stories
 OPTIONAL_SHARE = 0.25  # share of the stories that have a given optional beat
 HELD_OUT_SHARE = 10  # one combination in this many belongs to validation
+RARE_NAME_SHARE = 0.25  # share of the names that are not from the usual lists
+RARE_KIND_SHARE = 0.15  # share of the kinds
+MADE_UP_SHARE = 0.6  # share of those names that are syllables without a meaning
+ONSETS = ("b", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "dr", "gl", "st", "tr")
+VOWELS = ("a", "e", "i", "o", "u", "oo", "ee")
+CODAS = ("", "", "b", "k", "l", "m", "n", "p", "r", "s", "t", "x")
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,11 @@ def words(role: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- stories
 
 
-def story(rng: random.Random, split: Split) -> Story:
-    """Draw a story whose combination belongs to `split`."""
+def story(rng: random.Random, split: Split, new: Collection[str] = ()) -> Story:
+    """Draw a story whose combination belongs to `split`.
+
+    `new`: the roles among `hero` and `kind` that get a word which no document of the corpus has.
+    """
     # Draw until the combination (plot, kind of hero, want, obstacle, place) falls into the split.
     while True:
         plot = _choose(rng, list(plots().values()))
@@ -67,6 +76,11 @@ def story(rng: random.Random, split: Split) -> Story:
             facts[draw.role] = _choose(rng, draw.words)
             while any(facts[draw.role] == facts[other] for other in draw.unlike):
                 facts[draw.role] = _choose(rng, draw.words)
+        for role in OPEN_ROLES:
+            if role in facts and (
+                role in new or rng.random() < (RARE_KIND_SHARE if role.endswith("kind") else RARE_NAME_SHARE)
+            ):
+                facts[role] = _unusual(rng, role, role in new, facts)
         if held_out(plot.name, *(facts[role] for role in plot.key)) == (split == "val"):
             break
 
@@ -89,6 +103,30 @@ def story(rng: random.Random, split: Split) -> Story:
         for case, pronoun in pronouns_of(facts["friend"]).items():
             slots[f"friend_{case}"] = pronoun
     return Story(text.replace("{+", "{").format_map(slots), plot.name, facts)
+
+
+def _unusual(rng: random.Random, role: str, is_new: bool, facts: dict[str, str]) -> str:
+    """A name or a kind that is not from the usual lists and that no other role of the story has."""
+    is_name = role in ("hero", "friend")
+    table = "rare kind"
+    if is_name:
+        table = ("rare she", "rare he")[int(rng.random() * 2)]
+    if is_new:
+        table = "new name" if is_name else "new kind"
+    while True:
+        if is_name and not is_new and rng.random() < MADE_UP_SHARE:
+            found = made_up_name(rng)
+        else:
+            found = _choose(rng, lexicon()[table])
+        if found not in facts.values():
+            return found
+
+
+def made_up_name(rng: random.Random) -> str:
+    """A name of one to three syllables that mean nothing: Tamoop, Gliba. It is no word of the grammar: So, But, Tom."""
+    syllables = (_choose(rng, ONSETS) + _choose(rng, VOWELS) for _ in range(_choose(rng, (1, 2, 2, 3))))
+    name = ("".join(syllables) + _choose(rng, CODAS)).capitalize()
+    return made_up_name(rng) if name.lower() in words_in_use() else name
 
 
 def _choose(rng: random.Random, options: Sequence[T]) -> T:

@@ -19,6 +19,8 @@ PRONOUNS = {
 }
 SAME_WORDS = {"friend": "hero", "friend_kind": "kind", "wear_colour": "colour"}  # role -> whose words it takes
 
+OPEN_ROLES = ("hero", "friend", "kind", "friend_kind")  # may hold words that are in no table
+
 SLOT = re.compile(r"\{(\+?)(\w+)\}")  # {role}, or {+role} where the role may first appear
 CHOICE = re.compile(r"\(([^()]*)\)")  # (one|other)
 SENTENCE_END = re.compile(r"""(?<=[.!?])\s+(?=["A-Z{])|(?<=[.!?]")\s+(?=["A-Z{])""")
@@ -79,9 +81,26 @@ def lexicon() -> dict[str, tuple[str, ...]]:
     return words
 
 
+@cache
+def words_in_use() -> frozenset[str]:
+    """Every word of the grammar in lower case, names included."""
+    return frozenset(re.findall("[a-z]+", " ".join(tables().values()).lower()))
+
+
+def gender_of(name: str) -> str | None:
+    """Whose pronouns a hero or a friend has, "she" or "he"; None for a name that no table has."""
+    for pronoun in PRONOUNS:
+        if any(name in lexicon()[row] for row in (pronoun, f"rare {pronoun}")):
+            return pronoun
+    return None
+
+
 def pronouns_of(name: str) -> dict[str, str]:
-    """The pronouns of a hero or a friend, by the case in which the grammar writes them."""
-    return PRONOUNS["she" if name in lexicon()["she"] else "he"]
+    """The pronouns of a hero or a friend, by the case in which the grammar writes them.
+
+    A name that no table has is a girl's where it ends as most girls' names do.
+    """
+    return PRONOUNS[gender_of(name) or ("she" if name[-1] in "aei" else "he")]
 
 
 def is_pronoun(role: str) -> bool:

@@ -10,7 +10,7 @@ from functools import cache
 
 from nanochat.conversation import Part, text_of
 from nanochat.demo.corpus import held_out
-from nanochat.demo.plots import NAME_COLUMN, tables
+from nanochat.demo.plots import NAME_COLUMN, lexicon, tables
 from nanochat.task import Example, GeneratedTask, Split, turn
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -91,6 +91,6 @@ def words(split: Split) -> tuple[str, ...]:
     sources = [table for name, table in tables().items() if name not in ("openers", "fillers", "questions")]
     lines = [line[NAME_COLUMN:] for line in "\n".join(sources).splitlines()]  # the tables' right column
     text = re.sub(r"\{\+?\w+\}", " ", " ".join(lines))  # without slots
-    found = sorted(set(re.findall(r"\b[a-z]{3,}\b", text)))
+    found = sorted(set(re.findall(r"\b[a-z]{3,}\b", text)) - {*lexicon()["new kind"]})  # those stay new
     random.Random("words").shuffle(found)
     return tuple(word for word in found if held_out("word", word) == (split == "test"))

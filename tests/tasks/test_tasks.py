@@ -428,7 +428,7 @@ def test_spelling_rendering():
 
 def test_letter_count_rendering():
     task = LetterCount("train")
-    examples = [task.example(index) for index in range(2000)]
+    examples = [task.example(index) for index in range(20_000)]
     example = next(e for e in examples if '"balloon".count("l")' in str(e.messages))
     assert example.messages[1]["content"] == [
         {"type": "text", "text": "The word balloon is spelled b-a-l-l-o-o-n. "},
@@ -436,7 +436,7 @@ def test_letter_count_rendering():
         {"type": "python_output", "text": "2"},
         {"type": "text", "text": "The letter l is in it 2 times."},
     ]
-    shares = [sum(e.answer == count for e in examples) / 2000 for count in ("0", "1")]
+    shares = [sum(e.answer == count for e in examples) / 20_000 for count in ("0", "1")]
     assert shares[0] < 0.3 and shares[1] < 0.6  # no answer is nearly always right
     assert all(calculate(e.messages[1]["content"][1]["text"]) == e.answer for e in examples)
     assert (task.name, task.kind, task.baseline, len(LetterCount("test"))) == ("letters", "generative", 0.0, 1_000)
