@@ -90,6 +90,11 @@ class Task:
         text = chosen_letter(reply) if self.kind == "choice" else text_of(reply).strip()
         return text == example.answer
 
+    def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | tuple[int, int]]:
+        """What else there is to say about an evaluation's replies, by name; often nothing. A number from 0 to 1, or a
+        count of how many replies and of how many: a share with an interval."""
+        return {}
+
     def reward(self, example: Example, reply: Sequence[Part]) -> float:
         """The reward in reinforcement learning, from 0 to 1; 0 where nothing can be graded."""
         return 0.0 if self.kind == "dialogue" else float(self.grade(example, reply))

@@ -74,6 +74,7 @@ def main(config: Config) -> None:
     results: dict[str, dict[str, Any]] = {}
     shown: list[tuple[str, Graded]] = []
     rows: list[list[str]] = []
+    measured: list[str] = []
     with bar("tasks", len(tasks)) as finished:
         for name, task in tasks.items():
             finished.note = name
@@ -89,10 +90,21 @@ def main(config: Config) -> None:
             rows.append(
                 [name, f"{result.accuracy:.1%}", interval, f"{result.baseline:.1%}", *counts, f"{result.seconds:.1f}"]
             )
-            results[name] = {**asdict(result), "settings": {**sizes, **asdict(sampling)}}
+            found = asdict(result)
+            measures = found.pop("measures")
+            results[name] = {**found, **measures, "settings": {**sizes, **asdict(sampling)}}
+            if measures:
+                shares = [
+                    f"{measure.replace('_', ' ')} {value:.1%}"
+                    for measure, value in measures.items()
+                    if not measure.endswith(("_low", "_high"))
+                ]
+                measured.append(f"{name}: {', '.join(shares)}")
             shown += [(name, reply) for reply in replies]
     columns = ("task", "accuracy", "95% interval", "guessing", "questions", "too long", "cut off", "seconds")
     print_table(columns, rows, optional=("guessing", "too long", "cut off"))
+    for line in measured:
+        print0(line)
 
     # ------------------------------------------------------------------ print one reply per task
     for name in tasks:

@@ -15,8 +15,8 @@ Legend: B rows, T tokens, C width, L letters, V vocab.
 
 import random
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nanochat.chat import Chat
 from nanochat.cli import Failed, UserError
-from nanochat.collectives import sum_over_ranks
+from nanochat.collectives import gather_values, sum_over_ranks
 from nanochat.conversation import Message, Part, parse_reply, parts_of, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
@@ -55,6 +55,7 @@ class Result:
     too_long: int  # questions that do not fit the context; they count as wrong
     cut_off: int  # replies that max_tokens or the context ended; the task grades their text so far
     seconds: float
+    measures: dict[str, float] = field(default_factory=dict)  # what else the task says about the replies
 
 
 @dataclass(frozen=True)
@@ -134,15 +135,33 @@ def evaluate(
     right, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
     total = questions.count * samples
     low, high = wilson_interval(right / samples, questions.count)  # counts questions: each is a mean over samples
+    examples = {question.number: question.example for question in questions.fitting}
+    replies = [(answer.number, answer.graded.reply) for answer in answers]
+    everywhere = [reply for rank in gather_values(replies, engine.device) for reply in rank]
+    everywhere.sort(key=lambda found: found[0])
+    measures = with_intervals(task.measures([(examples[number], reply) for number, reply in everywhere]))
     result = Result(
         kind=task.kind, correct=right, total=total, questions=questions.count, accuracy=right / total, low=low,
         high=high, baseline=task.baseline, too_long=questions.count - len(questions.fitting), cut_off=cut_off,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - began, measures=measures,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
     for answer in sorted(answers, key=lambda answer: answer.number):
         first_replies.setdefault(answer.number, answer.graded)
     return result, list(first_replies.values())[:keep]
+
+
+def with_intervals(measures: Mapping[str, float | tuple[int, int]]) -> dict[str, float]:
+    """Counts as shares with the ends of their 95% intervals, NAME_low and NAME_high; without what nothing was counted
+    for."""
+    found: dict[str, float] = {}
+    for name, value in measures.items():
+        if not isinstance(value, tuple):
+            found[name] = value
+        elif value[1]:
+            found[name] = value[0] / value[1]
+            found[f"{name}_low"], found[f"{name}_high"] = wilson_interval(*value)
+    return found
 
 
 @dataclass(frozen=True)

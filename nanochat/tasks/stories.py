@@ -5,14 +5,30 @@ Combinations that the corpus holds out are in the test split only.
 
 import random
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 
-from nanochat.conversation import Part, text_of
+from nanochat.cli import UserError
+from nanochat.conversation import Message, Part, text_of
 from nanochat.demo import corpus as demo
-from nanochat.demo.checker import check_story
+from nanochat.demo.checker import StoryCheck, check_story
+from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
 from nanochat.task import Example, GeneratedTask, Split, turn
 from nanochat.tasks.typed import as_typed
 
+# Orders that leave everything open, and orders that name what the story has to have: the roles in their slots. A story
+# is ordered in any way whose roles it has.
+OPEN_ORDERS = (
+    "Tell me a story.",
+    "A story, please!",
+    "Can you tell me a story?",
+    "I would like to hear a story.",
+    "Another story, please!",
+    "Story",
+    "Tell me a story with a happy ending.",
+    "Tell me a short story.",
+    "讲一个故事。",
+)
 ORDERS = (
     "Tell me a story about {hero} the {kind}.",
     "Tell me a story about a {kind} named {hero}.",
@@ -20,39 +36,61 @@ ORDERS = (
     "Write a story about {hero}, a {trait} {kind}.",
     "Can you tell me about {hero} the {kind}?",
     "I want to hear a story about {hero}.",
-    "Tell me a story.",
-    "A story, please!",
     "Tell me a story about a {kind}.",
+    "A story about a {kind}, please.",
     "Write a little story about a {trait} {kind}.",
-    "Can you tell me a story?",
-    "I would like to hear a story.",
     "Read me a bedtime story about a {kind}.",
-    "Another story, please!",
-    "Story",
-    "讲一个故事。",
+    "Tell me about a {kind} called {hero}.",
+    "Story about a {trait} {kind}",
+    "A {kind} story, please!",
+    "Can you write a story about a {trait} {kind} called {hero}?",
+    "Make up a story with a {kind} in it.",
+    "Tell me a story with a happy ending about a {kind}.",
+    "Once upon a time there was a {trait} {kind}. Go on.",
 )
+DETAILED_ORDERS = (
+    "Tell me a story about a {kind} who lives {home}.",
+    "Tell me a story about {hero}, who lived {home}.",
+    "Tell me a story about a {weather} day.",
+    "Tell me a story about a {kind} on a {weather} day.",
+    "Tell me a story about a {colour} {object}.",
+    "Tell me a story about {hero} and a {colour} {object}.",
+    "Tell me a story about a {kind} and a {object}.",
+    "Tell me a story about {hero} and {friend}.",
+    "Tell me a story about a {kind} and a {friend_kind}.",
+    "Tell me a story about {hero} the {kind} and {friend} the {friend_kind}.",
+    "Write a story about a {kind} who learns to {skill}.",
+    "Tell me how {hero} learned to {skill}.",
+    "Tell me a story about somebody who is afraid of {fear}.",
+    "Tell me a story about a {kind} who is afraid of {fear}.",
+    "Write a story about {vegetable} soup.",
+    "Tell me a story about a {kind} and a {vegetable}.",
+    "Tell me a story about a {kind} and a {adj} {helper}.",
+    "Tell me a story about a {kind} who was told: do not {rule}.",
+    "Tell me a story about two friends and a {thing}.",
+    "Tell me a story about a {kind} who comes to a {obstacle}.",
+    "Tell me a story about {hero} and a {obstacle}.",
+    "Tell me a story about a {kind} with a {food}.",
+)
+WHO = {"hero", "kind", "trait"}  # the roles that most orders name
+GRAM = 4  # words of a sequence, for the measure of variety
+TEXTS_AT_ONCE = 60  # texts that are compared: among more, a sequence is more likely to occur again
 
 
 class Stories(GeneratedTask):
-    """A story to order; graded by the story checker, and by whether the requested name of the hero is in it.
-
-    The requested kind of animal is not graded.
-    """
+    """A story to order. It is right if it holds together and has what the order names: the hero, the kind, ..."""
 
     name = "stories"
 
     def example(self, index: int) -> Example:
-        rng, story = self._draw(index)
-        order = rng.choice(ORDERS)
-        hero = story.hero if "{hero}" in order else ""
-        question = order.format_map(story.facts)
-        if not hero:
-            question = as_typed(rng, question)
-        return Example(turn(question, story.text), hero)
+        rng, new, story = self._draw(index)
+        question, asked = order(rng, story, new)
+        return Example(turn(question, story.text), asked)
 
     def wrong(self, index: int) -> str:
         """The story, but its hero has another name from the middle on: the typical mistake of a small model."""
-        rng, story = self._draw(index)
+        _, _, story = self._draw(index)
+        rng = self.rng(index, "/wrong")
         hero = re.compile(rf"\b{story.hero}\b")
         places = [match.start() for match in hero.finditer(story.text)]
         middle = next((place for place in places if place > len(story.text) // 2), places[-1])
@@ -67,27 +105,150 @@ class Stories(GeneratedTask):
         raise AssertionError(f"no other name makes story {index} wrong")
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        text = text_of(reply)
-        return check_story(text).ok and re.search(rf"\b{example.answer}\b", text) is not None
+        check = checked(example, reply)
+        return check.ok and is_followed(example, check)
 
-    def _draw(self, index: int) -> tuple[random.Random, demo.Story]:
+    def reward(self, example: Example, reply: Sequence[Part]) -> float:
+        """Half for a story that holds together, half for the share of what its order names: most replies of a small
+        model have some of both, and the right ones alone would teach little."""
+        check = checked(example, reply)
+        followed = [check.facts.get(role) == words for role, words in example.answer.items()] or [check.ok]
+        return (check.ok + share(followed)) / 2
+
+    def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | tuple[int, int]]:
+        """How many replies hold together; have the name, the kind and the trait of their order, of those whose order
+        names any; have all of an order with other details. The share of the rarest plot, and how varied the replies are
+        (`distinct_grams`)."""
+        checks = [(example, checked(example, reply)) for example, reply in replies]
+        told = Counter(check.plot for _, check in checks)
+        who = [is_followed(example, check, WHO) for example, check in checks if example.answer.keys() & WHO]
+        details = [is_followed(example, check) for example, check in checks if example.answer.keys() - WHO]
+        return {
+            "holds_together": (sum(check.ok for _, check in checks), len(checks)),
+            "order_followed": (sum(who), len(who)),
+            "details_followed": (sum(details), len(details)),
+            "rarest_plot": min(told[plot] for plot in plots()) / max(1, len(checks)),
+            "distinct_4grams": distinct_grams([text_of(reply) for _, reply in replies]),
+        }
+
+    def new_roles(self, rng: random.Random) -> Sequence[str]:
+        """The roles whose words no document of the corpus has; the order names them."""
+        return ()
+
+    def _draw(self, index: int) -> tuple[random.Random, Sequence[str], demo.Story]:
         rng = self.rng(index)
-        return rng, demo.story(rng, _corpus_split(self.split))
+        new = self.new_roles(rng)
+        return rng, new, demo.story(rng, _corpus_split(self.split), new)
+
+
+class NewStories(Stories):
+    """Stories about somebody whose name, or whose kind, no document has: whether orders are read and not recalled.
+
+    For evaluation only: a word that training has seen is not new. Raises UserError: for the train split.
+    """
+
+    name = "new_stories"
+
+    def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
+        if split == "train":
+            raise UserError("new_stories is for chat_eval: a word that training has seen is not new; train on stories")
+        super().__init__(split, path, hub)
+
+    def new_roles(self, rng: random.Random) -> Sequence[str]:
+        return rng.choice((("hero",), ("kind",), ("hero", "kind")))
+
+
+def order(rng: random.Random, story: demo.Story, needed: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
+    """A way to ask for a story, and what it names: role -> its words. It names the roles in `needed`."""
+    roles = set(story.facts)
+    share = rng.random()
+    ways = OPEN_ORDERS if share < 0.2 else ORDERS if share < 0.75 else DETAILED_ORDERS
+    possible = [way for way in (ORDERS if needed else ways) if set(needed) <= slots_of(way) <= roles]
+    way = rng.choice(possible or OPEN_ORDERS)
+    asked = {role: story.facts[role] for role in sorted(slots_of(way))}
+    question = with_articles(way.format_map(story.facts))
+    if all(words in lexicon()["hero"] for role, words in asked.items() if role in ("hero", "friend")):
+        question = as_typed(rng, question)  # a name in lower case can be recalled, if it is a usual one
+    return question, asked
+
+
+def slots_of(text: str) -> set[str]:
+    return {role for _, role in SLOT.findall(text)}
+
+
+def with_articles(text: str) -> str:
+    """The text with "an" where a slot's word needs it."""
+    return re.sub(r"\b([Aa]) (?=[aeiou](?!ni))", r"\1n ", text)
+
+
+def checked(example: Example, reply: Sequence[Part]) -> StoryCheck:
+    """What the checker says of a reply to an order; the words of the order are words that stories may have."""
+    return check_story(text_of(reply), known=set(example.answer.values()))
+
+
+def is_followed(example: Example, check: StoryCheck, roles: Collection[str] | None = None) -> bool:
+    """Whether a story has what its order names, or those of it that are among `roles`."""
+    asked = {role: words for role, words in example.answer.items() if roles is None or role in roles}
+    return all(check.facts.get(role) == words for role, words in asked.items())
+
+
+def share(found: Sequence[bool]) -> float:
+    return sum(found) / max(1, len(found))
+
+
+def distinct_grams(texts: Sequence[str]) -> float:
+    """Different sequences of four words, as a share of all; the mean over 60 texts at a time.
+
+    Source: Li et al. 2016, "A Diversity-Promoting Objective Function for Neural Conversation Models" (distinct-n).
+    """
+    shares = []
+    for first in range(0, len(texts), TEXTS_AT_ONCE):
+        words = [text.split() for text in texts[first : first + TEXTS_AT_ONCE]]
+        grams = [tuple(text[at : at + GRAM]) for text in words for at in range(len(text) - GRAM + 1)]
+        if len(words) == TEXTS_AT_ONCE or first == 0:  # a smaller rest would count as more varied
+            shares.append(len(set(grams)) / max(1, len(grams)))
+    return sum(shares) / max(1, len(shares))
 
 
 class StoryQuestions(GeneratedTask):
-    """A short story and a question about it; the answer is one sentence."""
+    """A story and one to three questions about it: in one message, or after the model has told it to order.
+
+    The answer is one sentence. Where the story leaves out what is asked for, it says so.
+    """
 
     name = "questions"
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
         story = demo.story(rng, _corpus_split(self.split))
-        questions = demo.questions(story)
-        messages = []
-        for place, (question, answer) in enumerate(rng.sample(questions, 1 + rng.randrange(3))):
-            messages += turn(f"{story.text}\n{question}" if place == 0 else question, answer)
+        asked = rng.sample(questions(story), 1 + rng.randrange(3))
+        messages: list[Message] = []
+        if rng.random() < 0.4:
+            messages += turn(order(rng, story)[0], story.text)
+            asked = [(with_pronoun(rng, story, question), answer) for question, answer in asked]
+        for question, answer in asked:
+            messages += turn(question if messages else f"{story.text}\n{question}", answer)
         return Example(messages, messages[-1]["content"])
+
+
+def questions(story: demo.Story) -> list[tuple[str, str]]:
+    """What can be asked about a story, with the answers, and one thing that it does not tell."""
+    found = demo.questions(story)
+    untold = [
+        question.format_map(story.facts)
+        for question, answer in plots()[story.plot].questions
+        if slots_of(question) <= story.facts.keys() and not slots_of(answer) <= story.facts.keys()
+    ]
+    return found + [(question, "The story does not say.") for question in untold[:1]]
+
+
+def with_pronoun(rng: random.Random, story: demo.Story, question: str) -> str:
+    """The question, sometimes with a pronoun for the hero, of whom the story has just told."""
+    if rng.random() < 0.5:
+        return question
+    pronouns = pronouns_of(story.hero)
+    question = re.sub(rf"\b(did|was) {story.hero}\b", rf"\1 {pronouns['he']}", question)
+    return re.sub(rf"\b{story.hero}\b", pronouns["him"], question)
 
 
 def _corpus_split(split: Split) -> demo.Split:

@@ -1,0 +1,165 @@
+"""Stories to order: what an order names is graded, new words are in no document, and how varied the replies are."""
+
+import re
+
+import pytest
+
+from nanochat.cli import UserError
+from nanochat.conversation import parts_of
+from nanochat.demo import corpus as demo
+from nanochat.demo.checker import check_story
+from nanochat.demo.plots import lexicon
+from nanochat.task import Example, turn
+from nanochat.task_flag import GENERATED, TaskSpec, open_task
+from nanochat.tasks.stories import NewStories, Stories, StoryQuestions, distinct_grams, with_articles
+
+STORY = (
+    "Once upon a time there was a brave {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "
+    "On Monday {he} tried and sank like a stone. Then a wise owl stopped to look. "
+    '"You must kick with both legs," said the wise owl. On Sunday {hero} swam all the way around the pond. '
+    '"Thank you for your help," said {hero} to the wise owl. Now {hero} helps everyone who wants to swim.'
+)
+SHE = {"He": "She", "he": "she"}
+HE = {"He": "He", "he": "he"}
+
+
+def graded(asked: dict[str, str], **words: str) -> bool:
+    example = Example(turn("", ""), asked)
+    return Stories("train").grade(
+        example, parts_of(STORY.format_map({"kind": "dragon", "hero": "Ravi", **HE, **words}))
+    )
+
+
+def test_a_story_has_to_have_what_its_order_names():
+    assert graded({}) and graded({"kind": "dragon", "hero": "Ravi", "trait": "brave", "skill": "swim"})
+    assert not graded({"kind": "dragon"}, kind="cat")
+    assert not graded({"hero": "Ravi"}, hero="Tom")
+    assert not graded({"trait": "lazy"})
+    assert not graded({"weather": "rainy"})  # a role that the story leaves out
+
+
+def test_a_word_that_only_the_order_has_is_right():
+    assert not graded({}, kind="quokka")
+    assert graded({"kind": "quokka"}, kind="quokka")
+    assert not graded({"kind": "quokka"})
+    assert graded({"hero": "Qadu"}, hero="Qadu") and graded({"hero": "Qadu"}, hero="Qadu", **SHE)
+
+
+def test_the_reward_counts_what_holds_together_and_what_was_ordered():
+    task = Stories("train")
+    good = parts_of(STORY.format_map({"kind": "dragon", "hero": "Ravi", **HE}))
+    spoiled = parts_of(STORY.format_map({"kind": "dragon", "hero": "Ravi", **HE}).replace("Monday he", "Monday she"))
+    order = Example(turn("", ""), {"kind": "dragon", "trait": "lazy"})
+    assert task.reward(order, good) == 0.75 and task.reward(order, spoiled) == 0.25
+    assert task.reward(Example(turn("", ""), {}), good) == 1
+    assert task.reward(Example(turn("", ""), {}), spoiled) == task.reward(order, parts_of("Hello!")) == 0
+
+
+def test_somebody_with_an_unknown_name_keeps_the_first_pronoun():
+    story = STORY.format_map({"kind": "dragon", "hero": "Qadu", **HE})
+    spoiled = story.replace("On Monday he", "On Monday she")
+    assert check_story(story).ok and "calls Qadu 'she'" in check_story(spoiled).problems
+    assert check_story(story).facts["hero"] == "Qadu"
+    assert check_story(STORY.format_map({"kind": "dragon", "hero": "Mia", **HE})).problems == ["calls Mia 'he'"] * 3
+
+
+def test_new_words_are_in_no_document_and_in_the_orders_of_new_stories_only():
+    new = {word for row in ("new name", "new kind") for word in lexicon()[row]}
+    documents = " ".join(text for index in range(60) for text in demo.block(index, "train"))
+    stories = [Stories(split).example(index) for split in ("train", "test") for index in range(500)]
+    asked = " ".join(str(message["content"]) for example in stories for message in example.messages)
+    for word in new:
+        assert not re.search(rf"\b{word}\b", documents + asked), word
+    usual = {word for row, words in lexicon().items() if not row.startswith("new ") for word in words}
+    assert not usual & new
+    task = NewStories("test")
+    for index in range(200):
+        example = task.example(index)
+        assert new & set(example.answer.values())
+        assert all(words.lower() in example.question[0]["content"].lower() for words in example.answer.values())
+    with pytest.raises(UserError, match="new_stories is for chat_eval"):
+        NewStories("train")
+
+
+@pytest.mark.parametrize("name", [name for name in GENERATED if name != "new_stories"])
+def test_no_task_trains_on_new_words_or_their_plurals(name: str):
+    task = open_task(TaskSpec(name, None, 1.0), "train")
+    read = " ".join(str(task.example(index).messages) for index in range(1500)).lower()
+    for word in (word for row in ("new name", "new kind") for word in lexicon()[row]):
+        assert not re.search(rf"\b{word.lower()}(s|es)?\b", read), word
+
+
+def test_a_name_without_a_meaning_is_no_word_of_the_stories():
+    names = {demo.made_up_name(Stories("train").rng(index)) for index in range(20_000)}
+    assert len(names) > 5000 and not {"So", "But", "He", "Him", "For", "Soon", "Tom", "Zed"} & names
+
+
+def test_names_and_kinds_are_often_unusual():
+    stories = [demo.story(Stories("train").rng(index), "train") for index in range(2000)]
+    for role, row, least in (("hero", "hero", 0.21), ("kind", "kind", 0.11)):
+        share = sum(story.facts[role] not in lexicon()[row] for story in stories) / len(stories)
+        assert least < share < least + 0.08, role
+
+
+def test_orders_name_details_and_the_rest_is_open():
+    examples = [Stories("train").example(index) for index in range(2000)]
+    roles = {role for example in examples for role in example.answer}
+    assert {"hero", "kind", "trait", "home", "weather", "object", "colour", "friend", "skill", "fear", "rule"} <= roles
+    assert 0.1 < sum(not example.answer for example in examples) / len(examples) < 0.4
+
+
+def test_measures_of_replies():
+    good = STORY.format_map({"kind": "dragon", "hero": "Ravi", **HE})
+    replies = [
+        (Example(turn("", ""), {"kind": "dragon"}), parts_of(good)),
+        (Example(turn("", ""), {"kind": "cat"}), parts_of(good)),
+        (Example(turn("", ""), {"kind": "dragon"}), parts_of(good.replace("Monday he", "Monday she"))),
+        (Example(turn("", ""), {"kind": "dragon", "weather": "rainy"}), parts_of("Hello!")),
+    ]
+    measures = Stories("train").measures(replies)
+    assert measures["holds_together"] == (2, 4)
+    assert measures["order_followed"] == (2, 4) and measures["details_followed"] == (0, 1)
+    open_order = (Example(turn("", ""), {}), parts_of(good))
+    assert Stories("train").measures([*replies, open_order])["order_followed"] == (2, 4)  # it asks for nobody
+    assert measures["rarest_plot"] == 0
+    assert 0 < measures["distinct_4grams"] < 0.5
+    assert Stories("train").measures([])["holds_together"] == (0, 0)
+
+
+def test_distinct_sequences_of_four_words():
+    assert distinct_grams(["a b c d e"]) == 1
+    assert distinct_grams(["a b c d", "a b c d"]) == 0.5
+    assert distinct_grams(["a b c"]) == distinct_grams([]) == 0
+    story = "a b c d e f"
+    assert distinct_grams([story] * 60) == distinct_grams([story] * 120) == 1 / 60  # 60 texts at a time
+    assert distinct_grams([story] * 60 + ["g h i j"]) == 1 / 60
+
+
+def test_questions_go_on_after_a_story_and_say_what_it_leaves_out():
+    examples = [StoryQuestions("train").example(index) for index in range(1000)]
+    after = [example for example in examples if "\n" not in example.messages[0]["content"]]
+    assert 0.3 < len(after) / len(examples) < 0.5
+    assert all(
+        check_story(example.messages[1]["content"], example.messages[0]["content"].split()).ok for example in after
+    )
+    asked = [message["content"] for example in after for message in example.messages[2::2]]
+    assert any(re.search(r"\b(he|she|him|her)\b", question) for question in asked)
+    untold = [example for example in examples if example.answer == "The story does not say."]
+    assert 0.05 < len(untold) / len(examples) < 0.4
+    for example in untold:
+        question = example.question[-1]["content"].rpartition("\n")[2]
+        assert "wear" in question and " wore " not in str(example.messages)
+
+
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("about a owl", "about an owl"),
+        ("A elephant", "An elephant"),
+        ("a fox and a apron", "a fox and an apron"),
+        ("about a unicorn", "about a unicorn"),
+        ("Ella owl", "Ella owl"),
+    ],
+)
+def test_articles(text: str, right: str):
+    assert with_articles(text) == right
