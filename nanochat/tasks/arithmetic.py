@@ -5,6 +5,7 @@ the train split does not have.
 """
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -122,12 +123,33 @@ THINGS = ("egg", "coin", "book", "cookie", "pencil", "orange", "flower", "marble
 SIGNS = {"+": ("+",), "-": ("-", "-", "−"), "*": ("*", "*", "x", "×"), "/": ("/", "/", "÷")}
 SPOKEN = {"+": ("plus",), "-": ("minus",), "*": ("times", "multiplied by"), "/": ("divided by", "over")}
 SPOKEN_CHINESE = {"+": "加", "-": "减", "*": "乘", "/": "除以"}
+# More than two numbers, or a story of two steps: question and call.
+LONGER_TOLD = (
+    ("{name} has {a} {thing}s, gets {b} more and loses {c}. How many {thing}s are left?", "{a}+{b}-{c}"),
+    ("{name} has {a} {thing}s. Then {name} finds {b} and gives {c} away. How many does {name} have?", "{a}+{b}-{c}"),
+    ("I had {a} {thing}s, got {b} and then {c} more. How many do I have now?", "{a}+{b}+{c}"),
+    ("There are {a} {thing}s. {name} takes {b} and I take {c}. How many are left?", "{a}-{b}-{c}"),
+    ("{name} buys {a} boxes with {b} {thing}s in each. How many {thing}s is that?", "{a}*{b}"),
+    ("{name} has {a} bags with {b} {thing}s each and {c} more. How many {thing}s are there?", "{a}*{b}+{c}"),
+    ("There are {a} rows of {b} {thing}s, and {c} are sold. How many are left?", "{a}*{b}-{c}"),
+    ("One {thing} costs {a} dollars. How much do {b} cost?", "{a}*{b}"),
+)
+SHARED = (
+    "Share {a} among {b}.",
+    "Share {a} {thing}s among {b} friends.",
+    "{b} children share {a} {thing}s. How many does each get?",
+    "{name} shares {a} {thing}s with {b} friends, the same for each. How many does each get?",
+    "Split {a} into {b} equal parts.",
+    "How many {thing}s does each of {b} people get from {a}?",
+)
+UNARY = (("Double {a}.", "{a}*2"), ("What is half of {a}?", "{a}/2"), ("What is twice {a}?", "{a}*2"))
 NUMBER_WORDS = [
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
     *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
 ]
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 # One of these bounds both numbers, or each number has its own bound.
-SIZES = (*(10,) * 6, *(13,) * 2, *(21,) * 2, *(100,) * 5, *(1000,) * 4, *(10_000,) * 2)
+SIZES = (*(10,) * 6, *(13,) * 2, *(21,) * 2, *(100,) * 5, *(1000,) * 4, *(10_000,) * 2, 100_000, 1_000_000)
 
 
 class Arithmetic(GeneratedTask):
@@ -137,11 +159,11 @@ class Arithmetic(GeneratedTask):
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
-        operator, a, b = self.draw(rng)
-        while held_out_pair(a, b) != (self.split == "test"):
+        while True:
             operator, a, b = self.draw(rng)
-        question, call = self.question(rng, operator, a, b)
-        return sum_example(question, call)
+            question, call = self.question(rng, operator, a, b)
+            if is_held_out(call) == (self.split == "test"):
+                return sum_example(question, call)
 
     def draw(self, rng: random.Random) -> tuple[str, int, int]:
         """An operator and two numbers."""
@@ -160,10 +182,13 @@ class Arithmetic(GeneratedTask):
         return operator, a, b
 
     def question(self, rng: random.Random, operator: str, a: int, b: int) -> tuple[str, str]:
-        """A question about two numbers, sometimes three, and the call that answers it."""
+        """A question about two numbers, sometimes more, and the call that answers it."""
         is_test = self.split == "test"
         call = f"{a}{operator}{b}"
         form = rng.random()
+        if form < 0.3:
+            return longer_question(rng, AROUND.draw(rng, is_test))
+        form = (form - 0.3) / 0.7
         if form < 0.2 and operator in TOLD and a >= b > 1:
             told = TOLD[operator].draw(rng, is_test)
             thing = rng.choice((*words("object"), *THINGS))
@@ -173,13 +198,6 @@ class Arithmetic(GeneratedTask):
             in_words = named.isascii() and rng.random() < 0.15
             return as_typed(rng, named.format(a=spelled(a, in_words), b=spelled(b, in_words))), call
         around = AROUND.draw(rng, is_test)
-        if form < 0.44 and operator != "/":
-            third = rng.randrange(1, rng.choice((10, 100)))
-            second_operator = rng.choice("+-*")
-            call = f"{a}{operator}{b}{second_operator}{third}"
-            spacing = rng.choice(("", " "))
-            text = f"{a}{spacing}{operator}{spacing}{b}{spacing}{second_operator}{spacing}{third}"
-            return as_typed(rng, around.format(sum=text)), call
         return as_typed(rng, around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))), call
 
     def wrong(self, index: int) -> list[Part]:
@@ -218,6 +236,12 @@ class Addition(Arithmetic):
         return as_typed(rng, question), f"{a}+{b}"
 
 
+def is_held_out(call: str) -> bool:
+    """Whether a call is for the test split: by its first two whole numbers, so `0.5*8` by 0 and 5."""
+    a, b, *_ = map(int, re.findall(r"\d+", call))
+    return held_out_pair(a, b)
+
+
 def number_below(rng: random.Random, size: int) -> int:
     """A number below `size`, sometimes a round one: 20, 500, 1000."""
     if rng.random() < 0.1 and size >= 100:
@@ -225,9 +249,68 @@ def number_below(rng: random.Random, size: int) -> int:
     return rng.randrange(size)
 
 
+def longer_question(rng: random.Random, around: str) -> tuple[str, str]:
+    """A sum of up to four terms, with signs, brackets or decimals, or one told in two steps; and its call."""
+    form = rng.random()
+    size = rng.choice((10, 10, 20, 100))
+    if form < 0.3:  # told
+        a, b, c = sorted((rng.randrange(2, size) for _ in range(3)), reverse=True)
+        told, call = rng.choice(LONGER_TOLD)
+        numbers = {"a": a + (c if call == "{a}-{b}-{c}" else 0) + b * ("-{b}" in call), "b": b, "c": c}
+        thing = rng.choice((*words("object"), *THINGS))
+        question = told.format(**numbers, name=rng.choice(words("hero")), thing=thing)
+        return (question if rng.random() < 0.5 else as_typed(rng, question)), call.format(**numbers)
+    if form < 0.42:
+        b = rng.randrange(2, 13)
+        a = b * rng.randrange(1, size)
+        thing = rng.choice((*words("object"), *THINGS))
+        return rng.choice(SHARED).format(a=a, b=b, name=rng.choice(words("hero")), thing=thing), f"{a}/{b}"
+    if form < 0.47:
+        way, call = rng.choice(UNARY)
+        a = rng.randrange(size)
+        return as_typed(rng, way.format(a=a)), call.format(a=a)
+    return as_typed(rng, around.format(sum=(text := written_sum(rng, size)))), text.replace(" ", "")
+
+
+def written_sum(rng: random.Random, size: int) -> str:
+    """An expression of two to four terms as people write it: `-5 + 3`, `2*(3+4)`, `1.5 + 2.25`, `3+4-2*6`."""
+    space = rng.choice(("", " "))
+    form = rng.random()
+
+    def number() -> str:
+        return str(rng.randrange(1, size))
+
+    def sign(signs: str = "+-*") -> str:
+        return f"{space}{rng.choice(signs)}{space}"
+
+    if form < 0.25:  # a sign before a number
+        last = number() if rng.random() < 0.7 else f"(-{number()})" if rng.random() < 0.5 else f"-{number()}"
+        first = f"-{number()}" if rng.random() < 0.8 or last.isdigit() else number()
+        return f"{first}{sign()}{last}"
+    if form < 0.5:  # decimals
+        a, b = (f"{rng.randrange(size)}.{rng.choice(('5', '25', str(rng.randrange(1, 10)), '75'))}" for _ in range(2))
+        return f"{a}{sign()}{b if rng.random() < 0.7 else number()}"
+    if form < 0.7:  # brackets
+        inner = f"({number()}{sign('+-')}{number()})"
+        return f"{inner}{sign()}{number()}" if rng.random() < 0.5 else f"{number()}{sign()}{inner}"
+    terms = [number() for _ in range(rng.choice((3, 3, 4)))]
+    return terms[0] + "".join(f"{sign()}{term}" for term in terms[1:])
+
+
+def in_letters(number: int) -> str:
+    """A number below 1000 in words: forty-two, three hundred and five."""
+    if number < len(NUMBER_WORDS):
+        return NUMBER_WORDS[number]
+    if number < 100:
+        ten, one = divmod(number, 10)
+        return TENS[ten - 2] + (f"-{NUMBER_WORDS[one]}" if one else "")
+    hundreds, rest = divmod(number, 100)
+    return f"{NUMBER_WORDS[hundreds]} hundred" + (f" and {in_letters(rest)}" if rest else "")
+
+
 def spelled(number: int, in_words: bool) -> str:
-    """A number in digits, or in letters if it is small."""
-    return NUMBER_WORDS[number] if in_words and number < len(NUMBER_WORDS) else str(number)
+    """A number in digits, or in letters if it is below 1000."""
+    return in_letters(number) if in_words and number < 1000 else str(number)
 
 
 def spelled_sum(rng: random.Random, operator: str, a: int, b: int, in_chinese: bool) -> str:

@@ -43,11 +43,12 @@ def test_numbers_have_one_digit_or_two_or_three_and_mixed(operator):
     assert {(1, 1), (2, 1), (2, 2), (3, 2)} <= lengths
 
 
-def test_answers_are_whole_zero_and_sometimes_negative():
+def test_answers_are_mostly_whole_and_sometimes_zero_or_negative():
     answers = [example.answer for example in examples("train")]
-    assert all(re.fullmatch("-?[0-9]+", answer) for answer in answers)
+    assert all(re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", answer) for answer in answers)
+    assert 0.02 < sum("." in answer for answer in answers) / len(answers) < 0.1
     assert "0" in answers
-    assert 0 < sum(answer.startswith("-") for answer in answers) < 0.1 * len(answers)
+    assert 0 < sum(answer.startswith("-") for answer in answers) < 0.15 * len(answers)
 
 
 SPELLINGS = (
@@ -80,7 +81,7 @@ def test_new_ways_to_ask_are_in_the_test_split_only():
                 form = re.sub(r"\\\{[a-z]+\\\}", ".+", re.escape(text)).lower()
                 asked += sum(re.fullmatch(form, question_of(one).lower()) is not None for one in examples(split))
         shares[split] = asked / len(examples(split))
-    assert shares["train"] == 0 and shares["test"] > 0.3  # where all marks are typed
+    assert shares["train"] == 0 and shares["test"] > 0.25  # where all marks are typed
 
 
 def test_a_wrong_reply_differs_in_one_digit_and_in_its_answer():
