@@ -4,6 +4,7 @@
 PLUGS = {
     "tasks": {
         "stories": "nanochat.tasks.stories:Stories",
+        "new_stories": "nanochat.tasks.stories:NewStories",
         "questions": "nanochat.tasks.stories:StoryQuestions",
         "addition": "nanochat.tasks.arithmetic:Addition",
         "arithmetic": "nanochat.tasks.arithmetic:Arithmetic",
@@ -11,6 +12,9 @@ PLUGS = {
         "letters": "nanochat.tasks.spelling:LetterCount",
         "identity": "nanochat.tasks.identity:Identity",
         "unknown": "nanochat.tasks.identity:Unknown",
+        "memory": "nanochat.tasks.memory:Memory",
+        "repeat": "nanochat.tasks.repeat:Repeat",
+        "json": "nanochat.tasks.json_objects:JsonObjects",
     },
     "environments": {
         "nim": "nanochat.tasks.nim:Nim",
@@ -28,6 +32,7 @@ PLUGS = {
     },
     "task files": {
         "first_questions": "nanochat.tasks.first_questions:FirstQuestions",
+        "second_questions": "nanochat.tasks.first_questions:SecondQuestions",
     },
     "file forms": {
         "conversations": "nanochat.tasks.conversations:Conversations",

@@ -209,8 +209,12 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
         assert all(spec.name in {*GENERATED, *FROM_HUB} for spec in parse_tasks(names))
 
 
-@pytest.mark.parametrize("name", GENERATED)
-@pytest.mark.parametrize("split", ["train", "test"])
+SPLITS = [
+    (name, split) for name in GENERATED for split in ("train", "test") if (name, split) != ("new_stories", "train")
+]
+
+
+@pytest.mark.parametrize(("name", "split"), SPLITS)
 def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(name, split):
     task = open_task(TaskSpec(name, None, 1.0), split)
     assert task.name == name
@@ -227,8 +231,7 @@ def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(nam
             assert not task.grade(example, [])
 
 
-@pytest.mark.parametrize("name", GENERATED)
-@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize(("name", "split"), SPLITS)
 def test_every_built_in_pair_has_a_right_and_a_wrong_reply(name, split):
     task = open_task(TaskSpec(name, None, 1.0), split)
     for index in (*range(60), len(task) - 1):

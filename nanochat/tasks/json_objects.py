@@ -1,0 +1,83 @@
+"""Facts as JSON: what a message says, in an object with the keys that it asks for."""
+
+import json
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from nanochat.conversation import Part, text_of
+from nanochat.demo import corpus as demo
+from nanochat.task import Example, GeneratedTask, turn
+from nanochat.tasks.arithmetic import THINGS
+
+ASK = (
+    "{said} Answer in JSON with the keys {keys}.",
+    "{said} Give me that as JSON: {keys}.",
+    "Extract {keys} as JSON: {said}",
+    "Make a JSON object with {keys} from this: {said}",
+    "{said}\nJSON with {keys}, please.",
+    "Return {keys} as a JSON object. {said}",
+)
+INVENT = (
+    "Give me a JSON object with {keys}.",
+    "Make up a JSON object with the keys {keys}.",
+    "Write JSON with {keys}.",
+    "Invent somebody as JSON with {keys}.",
+)
+
+
+class JsonObjects(GeneratedTask):
+    """An object of one to four keys: names, kinds, colours, numbers, truth values and lists."""
+
+    name = "json"
+
+    def example(self, index: int) -> Example:
+        rng = self.rng(index)
+        story = demo.story(rng, "train" if self.split == "train" else "val")
+        said, facts = statement(rng, story)
+        keys = rng.sample(sorted(facts), rng.randint(1, len(facts)))
+        found = {key: facts[key] for key in keys}
+        listed = ", ".join(keys[:-1]) + " and " * (len(keys) > 1) + keys[-1]
+        is_invented = rng.random() < 0.25
+        question = rng.choice(INVENT if is_invented else ASK).format(said=said, keys=listed)
+        return Example(turn(question, json.dumps(found)), keys if is_invented else found)
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        """Right if it is an object with what was said; for an invented one, with the keys alone."""
+        try:
+            found = json.loads(text_of(reply))
+        except (ValueError, RecursionError):
+            return False
+        if isinstance(example.answer, list):
+            return isinstance(found, dict) and list(found) == example.answer
+        return json.dumps(found, sort_keys=True) == json.dumps(example.answer, sort_keys=True)  # 0 is not false
+
+
+def statement(rng: random.Random, story: demo.Story) -> tuple[str, dict[str, Any]]:
+    """A sentence or two, and what they say: key -> value."""
+    name, kind, trait = (story.facts[role] for role in ("hero", "kind", "trait"))
+    thing = rng.choice((*demo.words("object"), *THINGS))
+    colour = rng.choice(demo.words("colour"))
+    number = rng.randrange(2, rng.choice((10, 100)))
+    form = rng.randrange(6)
+    if form == 0:
+        return f"{name} is a {trait} {kind}.", {"name": name, "trait": trait, "kind": kind}
+    if form == 1:
+        return f"{name} is {number} years old and lives {story.facts['home']}.", {
+            "name": name, "age": number, "home": story.facts["home"],
+        }  # fmt: skip
+    if form == 2:
+        return f"{name} has {number} {colour} {thing}s.", {
+            "name": name, "count": number, "colour": colour, "thing": thing,
+        }  # fmt: skip
+    if form == 3:
+        friends = rng.sample(demo.words("hero"), rng.randint(2, 3))
+        return f"The friends of {name} are {', '.join(friends[:-1])} and {friends[-1]}.", {
+            "name": name, "friends": friends,
+        }  # fmt: skip
+    if form == 4:
+        is_happy = rng.random() < 0.5
+        return f"{name} the {kind} is {'' if is_happy else 'not '}happy.", {
+            "name": name, "kind": kind, "happy": is_happy,
+        }  # fmt: skip
+    return f"The {thing} is {colour} and costs {number} dollars.", {"thing": thing, "colour": colour, "price": number}

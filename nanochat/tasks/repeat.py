@@ -1,0 +1,39 @@
+"""Repeating what somebody says: the plainest exercise in copying words that the model has never seen."""
+
+import random
+
+from nanochat.demo import corpus as demo
+from nanochat.demo.plots import lexicon
+from nanochat.task import Example, GeneratedTask, turn
+
+WAYS = (
+    "Say {said}.",
+    "Repeat: {said}",
+    "Repeat after me: {said}",
+    "Can you say {said}?",
+    "Please say {said}.",
+    "Write {said}.",
+    "Say it after me: {said}",
+)
+
+
+class Repeat(GeneratedTask):
+    """One to four words or numbers, most of them without a meaning. The test split also has the corpus's new words."""
+
+    name = "repeat"
+
+    def example(self, index: int) -> Example:
+        rng = self.rng(index)
+        said = " ".join(self._word(rng) for _ in range(rng.choice((1, 1, 2, 3, 4))))
+        return Example(turn(rng.choice(WAYS).format(said=said), said), said)
+
+    def _word(self, rng: random.Random) -> str:
+        form = rng.random()
+        if form < 0.5:
+            name = demo.made_up_name(rng)
+            return name if rng.random() < 0.6 else name.lower()
+        if form < 0.65:
+            return str(rng.randrange(10 ** rng.randrange(1, 8)))
+        new = self.split == "test" and rng.random() < 0.5
+        rows = ("new name", "new kind") if new else ("rare she", "rare he", "rare kind", "object", "food")
+        return rng.choice(lexicon()[rng.choice(rows)])

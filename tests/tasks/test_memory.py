@@ -1,0 +1,92 @@
+"""Chats that go on, facts as JSON, and words to repeat."""
+
+import json
+import re
+
+from nanochat.conversation import parts_of, text_of
+from nanochat.demo.checker import check_story
+from nanochat.demo.plots import lexicon
+from nanochat.tasks.arithmetic import is_held_out
+from nanochat.tasks.json_objects import JsonObjects
+from nanochat.tasks.memory import Memory
+from nanochat.tasks.repeat import Repeat
+
+NEW = {word for row in ("new name", "new kind") for word in lexicon()[row]}
+
+
+def test_the_last_turn_needs_an_earlier_one():
+    forms = set()
+    for index in range(500):
+        example = Memory("train").example(index)
+        earlier = " ".join(text_of(parts_of(message["content"])) for message in example.messages[:-2])
+        question, answer = (text_of(parts_of(message["content"])) for message in example.messages[-2:])
+        if name := re.fullmatch(r"Your name is (\w+)\.", answer):
+            assert re.search(rf"\b{name[1]}\b", earlier)
+            forms.add("name")
+        elif re.fullmatch(r"Your? .+\.", answer):
+            said = text_of(parts_of(example.messages[0]["content"])).rstrip(".!").split()
+            assert {word.strip(".") for word in answer.split()} & set(said), (said, answer)
+            assert f"{answer[:-1]}: good to know!" in earlier
+            forms.add("fact")
+        elif called := re.fullmatch(r"(-?[\d.]+)[-+*/].+ = (.+)\.", answer):
+            if not re.search(r"\d.*\d|\d\d.*[-+].*\d", question):  # one number: the other is the last answer
+                assert f"= {called[1]}." in earlier
+            forms.add("sum")
+        else:
+            name = re.fullmatch(r"Nice to meet you, (\w+)!", text_of(parts_of(example.messages[1]["content"])))
+            assert name and name[1] in answer
+            forms.add("story")
+    assert forms == {"name", "fact", "sum", "story"}
+
+
+def test_held_out_sums_are_in_the_test_split_alone():
+    for split in ("train", "test"):
+        for index in range(1500):
+            for message in Memory(split).example(index).messages:
+                for part in parts_of(message["content"]):
+                    if part["type"] == "python" and split == "train":
+                        assert not is_held_out(part["text"]), part
+
+
+def test_a_story_about_somebody_is_about_them():
+    task = Memory("train")
+    example = next(one for index in range(500) if check_story((one := task.example(index)).answer).ok)
+    hero = check_story(example.answer).facts["hero"]
+    other = example.answer.replace(hero, "Quado")
+    assert check_story(other).ok and not task.grade(example, parts_of(other))
+
+
+def test_an_answer_of_a_sum_goes_on_by_the_calculator():
+    task = Memory("train")
+    example = next(one for index in range(50) if " = " in (one := task.example(index)).answer)
+    call, output, stated = example.messages[-1]["content"]
+    assert (call["type"], output["type"]) == ("python", "python_output")
+    assert task.grade(example, [call, output, stated])
+    assert not task.grade(example, [call, output, {"type": "text", "text": "1+1 = 2."}])
+
+
+def test_objects_have_the_keys_that_are_asked_for_in_their_order():
+    task = JsonObjects("train")
+    kinds = set()
+    for index in range(300):
+        example = task.example(index)
+        question, reply = (message["content"] for message in example.messages)
+        found = json.loads(reply)
+        assert all(key in question for key in found)
+        kinds |= {type(value) for value in found.values()}
+        assert task.grade(example, parts_of(reply)) and not task.grade(example, parts_of(reply[:-1]))
+        assert not task.grade(example, parts_of("[" * 100_000))
+        if "false" in reply and isinstance(example.answer, dict):
+            assert not task.grade(example, parts_of(reply.replace("false", "0")))
+        assert not task.grade(example, parts_of("{}")) and not task.grade(example, parts_of("[]"))
+    assert kinds == {str, int, bool, list}
+
+
+def test_words_are_repeated_exactly_and_new_ones_are_in_the_test_split_only():
+    said = {split: [Repeat(split).example(index) for index in range(500)] for split in ("train", "test")}
+    for examples in said.values():
+        assert all(example.answer in example.question[0]["content"] for example in examples)
+    words = {
+        split: {word for one in examples for word in NEW & set(one.answer.split())} for split, examples in said.items()
+    }
+    assert not words["train"] and len(words["test"]) > 10
