@@ -4,20 +4,28 @@ Each line has a `question` and one or more ways to be right:
 
     {"question": "what is 2+2", "number": "4"}                       the last number of the reply
     {"question": "tell me a story about a cat", "story": "cat"}      a story that holds together, with this word in it
+    {"question": "about a cat called Mia", "story": {"kind": "cat", "hero": "Mia"}}           one with these roles
+    {"question": "as JSON, with the key name: I am Mia", "json": {"name": "Mia"}}             this object, nothing else
     {"question": "who are you?", "says": ["nanochat"]}               any of these, in upper or lower case
     {"question": "What time is it?", "honest": true}                 it says that it does not know, or what it does know
 
-It is only for evaluation; nothing is trained on it. `tests/first_questions.jsonl` has a hundred.
+`"not": ["once upon a time"]` lists phrases that make a reply wrong whatever else it says. `"before": [...]` has the
+messages of the chat before the question.
+
+It is only for evaluation; nothing is trained on it. `tests/first_questions.jsonl` has a hundred, and so has
+`tests/second_questions.jsonl`.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from nanochat.cli import UserError
-from nanochat.conversation import Part, text_of
+from nanochat.conversation import Part, check_messages, text_of
 from nanochat.data.records import open_records
 from nanochat.demo.checker import check_story
+from nanochat.demo.plots import SLOT, plots
 from nanochat.task import Example, Split, turn
 from nanochat.tasks.recorded import RecordTask
 
@@ -25,7 +33,14 @@ NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 HONEST = re.compile(
     r"I (do not|don't) (know|understand)|I (cannot|can't)|I (only know|know only)|我不知道|我不会|我只会"
 )
-RULES = {"number": str, "story": str, "says": list, "honest": bool}
+# The ways to be right, and whether a value is one.
+RULES: dict[str, Callable[[Any], bool]] = {
+    "number": lambda value: isinstance(value, str) and NUMBER.fullmatch(value) is not None,
+    "story": lambda value: isinstance(value, str) or _are_roles(value),
+    "json": lambda value: isinstance(value, dict),
+    "says": lambda value: _are_phrases(value) and value != [],
+    "honest": lambda value: value is True,
+}
 
 
 class FirstQuestions(RecordTask):
@@ -37,26 +52,88 @@ class FirstQuestions(RecordTask):
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         assert path is not None  # task_flag.py has refused it
         if split == "train":
-            raise UserError("first_questions is for chat_eval: a model that has learned the answers proves nothing")
+            raise UserError(f"{self.name} is for chat_eval: a model that has learned the answers proves nothing")
         self.records = open_records([path])
 
     def read(self, record: Any) -> Example:
         if not isinstance(record, dict) or not isinstance(record.get("question"), str):
             raise ValueError('it has no "question" that is a text')
-        rules = {name: rule for name, rule in record.items() if name != "question"}
-        if not rules or any(not isinstance(rule, RULES.get(name, ())) for name, rule in rules.items()):
-            raise ValueError(f"its ways to be right are {rules}: at least one of {', '.join(RULES)}")
+        rules = {name: rule for name, rule in record.items() if name not in ("question", "before", "not")}
+        if not rules or not all(name in RULES and RULES[name](rule) for name, rule in rules.items()):
+            known = "number: digits; story: a word or roles with words; json: an object; says: phrases; honest: true"
+            raise ValueError(f"its ways to be right are {rules}: at least one of {known}")
+        if not _are_phrases(record.get("not", [])) or not isinstance(record.get("before", []), list):
+            raise ValueError('its "not" is a list of phrases and its "before" a list of messages')
         # The questions have no reference reply: the empty text is the conversation's last message.
-        return Example(turn(record["question"], ""), rules)
+        messages = [*record.get("before", []), *turn(record["question"], "")]
+        check_messages(messages)
+        return Example(messages, {**rules, "not": record.get("not", [])})
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         text = text_of(reply)
         rules = example.answer
+        if _has_any(rules["not"], text):
+            return False
         numbers = NUMBER.findall(text)
         if "number" in rules and numbers and numbers[-1] == rules["number"]:
             return True
-        if "story" in rules and check_story(text).ok and rules["story"] in text:
+        if "story" in rules and _tells(rules["story"], text):
+            return True
+        if "json" in rules and _json_of(text) == rules["json"]:
             return True
         if rules.get("honest") and HONEST.search(text):
             return True
-        return any(phrase.lower() in text.lower() for phrase in rules.get("says", ()))
+        return _has_any(rules.get("says", ()), text)
+
+
+class SecondQuestions(FirstQuestions):
+    """The same for a list that nobody trains towards.
+
+    The training data changed after looks at what the model failed of the first list, so its score there flatters a
+    little. `tests/second_questions.jsonl` was written without a look at the training data, from what the model is meant
+    to do. Nobody should train towards its questions, or change them after a score.
+    """
+
+    name = "second_questions"
+
+
+def _are_phrases(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(phrase, str) and phrase != "" for phrase in value)
+
+
+def _are_roles(value: Any) -> bool:
+    tellings = (telling for plot in plots().values() for beat in plot.beats for telling in beat.tellings)
+    known = {role.rstrip("23") for telling in tellings for _, role in SLOT.findall(telling)}
+    return (
+        isinstance(value, dict)
+        and value != {}
+        and all(role in known and isinstance(words, str) and words != "" for role, words in value.items())
+    )
+
+
+def _has_any(phrases: Sequence[str], text: str) -> bool:
+    """Whether a text has one of the phrases, in upper or lower case."""
+    return any(phrase.lower() in text.lower() for phrase in phrases)
+
+
+def _tells(wanted: str | dict[str, str], text: str) -> bool:
+    """Whether a text is a whole story about what was requested: a word anywhere in it, or the words of roles."""
+    if isinstance(wanted, str):
+        return check_story(text, known=[wanted]).ok and re.search(rf"\b{re.escape(wanted)}", text) is not None
+    check = check_story(text, known=list(wanted.values()))
+    return check.ok and all(_has_role(check.facts, role, words) for role, words in wanted.items())
+
+
+def _has_role(facts: dict[str, str], role: str, words: str) -> bool:
+    """Whether the words are in this role: "forest" is in the place "in the deep forest". A second colour (`colour2`) is
+    a colour, too."""
+    pattern = re.compile(rf"\b{re.escape(words)}\b", re.IGNORECASE)
+    return any(name.rstrip("23") == role and pattern.search(found) for name, found in facts.items())
+
+
+def _json_of(text: str) -> Any:
+    """The value of a text that is JSON; None for any other text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

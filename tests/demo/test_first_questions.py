@@ -1,4 +1,4 @@
-"""The list of a hundred first questions: how a reply is graded, and that training does not contain the list."""
+"""The two lists of a hundred questions: how a reply is graded, and that training does not contain the lists."""
 
 import json
 import random
@@ -8,13 +8,17 @@ from pathlib import Path
 import pytest
 from tiny import complaint
 
+from nanochat import rooms
+from nanochat.conversation import text_of
 from nanochat.demo.corpus import story
+from nanochat.demo.plots import OPEN_ROLES, plots
 from nanochat.task_flag import TaskSpec, open_task, parse_tasks
-from nanochat.tasks.first_questions import FirstQuestions
+from nanochat.tasks.first_questions import FirstQuestions, SecondQuestions
 from nanochat.tasks.identity import SLOT, groups
 from nanochat.tasks.stories import ORDERS
 
 LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"
+SECOND = LIST.with_name("second_questions.jsonl")
 # Openings that everybody types: the list and the train split both have them.
 COMMON = {
     *(
@@ -39,8 +43,12 @@ def plain(text: str) -> str:
     return re.sub(r"[^\w ]", "", text.lower()).strip()
 
 
+def rows_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def test_there_are_a_hundred_different_questions_of_every_sort():
-    rows = [json.loads(line) for line in LIST.read_text(encoding="utf-8").splitlines()]
+    rows = rows_of(LIST)
     assert len(rows) == len({row["question"] for row in rows}) == 100
     assert sum("number" in row for row in rows) >= 25
     assert sum(row.get("honest", False) for row in rows) >= 35
@@ -49,13 +57,73 @@ def test_there_are_a_hundred_different_questions_of_every_sort():
     assert "What is 2 + 2?" in {row["question"] for row in rows}
 
 
-def test_training_has_none_of_them_but_what_everybody_types():
-    questions = {plain(json.loads(line)["question"]) for line in LIST.read_text(encoding="utf-8").splitlines()}
-    learned = {plain(order) for order in ORDERS}
+def test_the_second_list_has_every_sort_and_no_question_of_the_first():
+    rows = rows_of(SECOND)
+    questions = {plain(row["question"]) for row in rows}
+    assert len(rows) == len(questions) == 100
+    assert not questions & {plain(row["question"]) for row in rows_of(LIST)}
+    assert sum("number" in row for row in rows) >= 25
+    assert sum("story" in row for row in rows) >= 18
+    assert sum(row.get("honest", False) for row in rows) >= 20
+    assert sum("before" in row for row in rows) >= 14
+    assert sum("not" in row for row in rows) >= 20
+    assert sum("json" in row for row in rows) == 4
+    assert sum(not row["question"].isascii() for row in rows) == 4
+    task = open_task(TaskSpec("second_questions", str(SECOND), 1.0), "test")
+    assert type(task) is SecondQuestions
+    for number, row in enumerate(rows):  # each one is a conversation
+        assert task.example(number).question[-1] == {"role": "user", "content": row["question"]}
+        assert len(task.example(number).question) == len(row.get("before", [])) + 1
+
+
+def test_each_requested_story_can_be_told():
+    for row in rows_of(SECOND):
+        if isinstance(row.get("story"), dict):
+            assert any(tells_of(plot, row["story"]) for plot in plots().values()), row["question"]
+
+
+def tells_of(plot, wanted: dict[str, str]) -> bool:
+    """Whether stories of this plot have these roles, and may have these words in them."""
+    words = {draw.role.rstrip("23"): draw.words for draw in plot.draws}
+    words |= {role: [row[role] for row in plot.rows] for role in (plot.rows[0] if plot.rows else ())}
+    return all(
+        role in words and (role in OPEN_ROLES or any(word in choice for choice in words[role]))
+        for role, word in wanted.items()
+    )
+
+
+def fixed_ways(*, held_out: bool) -> set[str]:
+    """The ways to ask of stories and small talk that have no slots; the last way of each line is held out."""
+    ways = {plain(order) for order in ORDERS}
     for group in (*groups("identity"), *groups("unknown")):
         for line in group.lines:
-            learned |= {plain(way) for way in line[:-1] if not SLOT.search(way)}
-    assert questions & learned <= {plain(text) for text in COMMON}
+            ways |= {plain(way) for way in (line if held_out else line[:-1]) if not SLOT.search(way)}
+    return ways
+
+
+def test_training_has_none_of_them_but_what_everybody_types():
+    questions = {plain(row["question"]) for row in rows_of(LIST)}
+    assert questions & fixed_ways(held_out=False) <= {plain(text) for text in COMMON}
+
+
+def test_neither_split_has_a_question_of_the_second_list():
+    questions = {plain(row["question"]) for row in rows_of(SECOND)}
+    assert not questions & fixed_ways(held_out=True)
+
+
+def test_no_generated_task_draws_a_question_of_the_second_list():
+    questions = {chat(row.get("before", []), row["question"]) for row in rows_of(SECOND)}
+    for name in set(rooms.names("tasks")) - {"new_stories"}:  # which is for evaluation only
+        task = open_task(TaskSpec(name, None, 1.0), "train")
+        for number in range(300):
+            asked = [message for message in task.example(number).question if message["role"] != "system"]
+            assert chat(asked[:-1], text_of(asked[-1]["content"])) not in questions, (name, number)
+
+
+def chat(before: list[dict], question: str) -> tuple[str, ...]:
+    """The texts of a chat up to its question, without the marks and the case in which somebody types."""
+    texts = [text_of(message["content"]) for message in before]
+    return tuple(text.lower().strip(" .!?") for text in [*texts, question])
 
 
 GRADES = [
@@ -73,6 +141,15 @@ GRADES = [
     ({"says": ["nanochat"]}, "My name is Nanochat.", True),
     ({"says": ["nanochat"]}, "I do not know that.", False),
     ({"story": "cat"}, "Once upon a time there was a cat.", False),  # it is no whole story
+    ({"says": ["hello"], "not": ["Once upon a time"]}, "Hello! I am nanochat.", True),
+    ({"says": ["hello"], "not": ["Once upon a time"]}, "Hello! once upon a time there was a fox.", False),
+    ({"number": "4", "not": ["5"]}, "2+2 is 5, or 4.", False),
+    ({"json": {"name": "Ulrich", "age": 9}}, '{"age": 9, "name": "Ulrich"}\n', True),
+    ({"json": {"name": "Ulrich", "age": 9}}, '{"age": "9", "name": "Ulrich"}', False),
+    ({"json": {"name": "Ulrich"}}, '{"name": "Ulrich", "age": 9}', False),
+    ({"json": {"name": "Ulrich"}}, 'Here it is: {"name": "Ulrich"}', False),
+    ({"json": {"name": "Ulrich"}}, '{"name": "Ulrich"', False),
+    ({"json": {"name": "Ulrich"}}, "[" * 100_000, False),
 ]
 
 
@@ -95,13 +172,75 @@ def test_a_story_must_hold_together_and_be_about_what_was_requested(tmp_path):
     assert task.grade(task.example(0), reply) and not task.grade(task.example(1), reply)
 
 
+MIA = (
+    "Once upon a time there was a brave {kind} named Mia who lived in a teapot. The thing she loved best was a red "
+    "ball. One morning the red ball was gone. First she looked under the bed, where there was only some dust. A wise "
+    'owl heard her and came to see what was wrong. "Have you looked behind the door?" asked the wise owl. And there it '
+    "was, the red ball, behind the door. Mia hugged the wise owl and said thank you. Mia smiled about it for a whole "
+    "week."
+)
+STORIES = [
+    ({"kind": "fox", "hero": "Mia"}, "fox", True),
+    ({"kind": "FOX", "hero": "Mia", "trait": "brave", "object": "ball", "colour": "red", "spot": "door"}, "fox", True),
+    ({"kind": "fox", "hero": "Mi"}, "fox", False),  # words are whole words
+    ({"kind": "fox", "hero": "Tom"}, "fox", False),
+    ({"kind": "wolf", "hero": "Mia"}, "fox", False),
+    ({"kind": "fox", "weather": "rainy"}, "fox", False),  # the story does not mention the weather
+    ({"kind": "zorilla", "hero": "Mia"}, "zorilla", True),  # a kind that the grammar does not have, as requested
+    ("zorilla", "zorilla", True),
+    ({"hero": "Mia"}, "zorilla", False),
+    ("Mia", "zorilla", False),
+]
+
+
+@pytest.mark.parametrize(("wanted", "kind", "is_right"), STORIES)
+def test_a_story_has_the_roles_that_were_requested(tmp_path, wanted, kind, is_right):
+    path = tmp_path / "list.jsonl"
+    path.write_text(json.dumps({"question": "?", "story": wanted}))
+    task = FirstQuestions("test", str(path))
+    assert task.grade(task.example(0), [{"type": "text", "text": MIA.format(kind=kind)}]) == is_right
+
+
+def test_the_earlier_turns_of_the_chat_come_before_the_question(tmp_path):
+    sum_reply = [
+        {"type": "text", "text": "1+2 = "},
+        {"type": "python", "text": "1+2"},
+        {"type": "python_output", "text": "3"},
+        {"type": "text", "text": "3."},
+    ]
+    before = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": sum_reply}]
+    path = tmp_path / "list.jsonl"
+    path.write_text(json.dumps({"before": before, "question": "plus 5?", "number": "8"}))
+    task = FirstQuestions("test", str(path))
+    assert task.example(0).question == [*before, {"role": "user", "content": "plus 5?"}]
+    assert task.grade(task.example(0), [{"type": "text", "text": "3+5 = 8."}])
+    assert not task.grade(task.example(0), sum_reply)
+
+
 def test_it_is_named_with_its_path_and_never_trained_on(tmp_path):
     [spec] = parse_tasks(f"first_questions={LIST}")
     assert spec == TaskSpec("first_questions", str(LIST), 1.0) and len(open_task(spec, "test")) == 100
-    assert "chat_eval" in complaint(lambda: open_task(spec, "train"))
+    for name in ("first_questions", "second_questions"):
+        assert f"{name} is for chat_eval" in complaint(
+            lambda name=name: open_task(TaskSpec(name, str(LIST), 1.0), "train")
+        )
     for row in (
         {"question": "?"},
         {"question": "?", "number": 4},
+        {"question": "?", "number": "four"},
+        {"question": "?", "story": ["cat"]},
+        {"question": "?", "story": {}},
+        {"question": "?", "story": {"kind": 5}},
+        {"question": "?", "story": {"banana": "cat"}},
+        {"question": "?", "honest": False},
+        {"question": "?", "says": []},
+        {"question": "?", "says": [""]},
+        {"question": "?", "says": [5]},
+        {"question": "?", "number": "4", "not": [5]},
+        {"question": "?", "not": ["4"]},  # nothing says what is right
+        {"question": "?", "number": "4", "not": "5"},
+        {"question": "?", "number": "4", "before": "hello"},
+        {"question": "?", "number": "4", "before": [{"role": "user", "content": "hello"}]},  # nobody replied
         {"answer": "4"},
         {"question": "?", "right": "4"},
         ["?"],
