@@ -157,6 +157,8 @@ def find_sources(config: Config) -> list[Source]:
     names = config.name.split(",") if len(entries) > 1 and config.name else [config.name] * len(entries)
     if len(names) != len(entries):
         raise UserError(f"--name {config.name}: --source has {len(entries)} models; name each, with commas, or none")
+    if config.name and not all(names):
+        raise UserError(f"--name {config.name}: name all {len(entries)} models, or leave it out")
     for name in names:
         if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME:
             raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")

@@ -16,8 +16,8 @@
       replies.py      chunks -> the event loop -> OpenAI's JSON, whole or as server-sent events
     bytes on a socket
 
-An error at any step is an `ApiError` and leaves in OpenAI's form. The event loop only waits and formats; longer work
-runs on other threads. The text of users is never logged.
+An error at any step is an `ApiError` and leaves in OpenAI's form, on Ollama's routes in Ollama's. The event loop
+only waits and formats; longer work runs on other threads. The text of users is never logged.
 """
 
 import asyncio
@@ -103,6 +103,7 @@ def create_app(
         origins=tuple(origins),
         open_paths=("/health", "/ready", *files),
         content_policy=content_policy(files["/"].content.decode()),
+        plain_errors=ollama.ROUTES,
     )
 
     # ------------------------------------------------------------------ errors
@@ -111,7 +112,7 @@ def create_app(
     async def http_error(request: Request, error: HTTPException) -> Response:
         if not isinstance(error, ApiError):  # from Starlette: the route is unknown, or does not take this method
             error = ApiError(error.status_code, error.detail, headers=error.headers)
-        return error_response(error)
+        return error_response(error, request.url.path.startswith(ollama.ROUTES))
 
     # ------------------------------------------------------------------ the page, and routes for monitoring
 
@@ -174,14 +175,15 @@ def create_app(
 
     @app.get("/api/tags")
     async def tags() -> dict[str, Any]:
-        return {"models": [ollama.listed(one) for one in state.ready_model().all]}
+        # Without base models: they continue text, and no route of Ollama's here does.
+        return {"models": [ollama.listed(one) for one in state.ready_model().all if one.chats]}
 
-    @app.post("/api/show", openapi_extra=_describe(ShowBody))
+    @app.post("/api/show", openapi_extra=_describe(ShowBody, "Ollama"))
     async def show(request: Request) -> dict[str, Any]:
         name = read_body(ShowBody, await read_limited(request)).model.removesuffix(ollama.LATEST)
         return ollama.shown(prompts.choose_model(state.ready_model(), name))
 
-    @app.post("/api/chat", openapi_extra=_describe(OllamaBody))
+    @app.post("/api/chat", openapi_extra=_describe(OllamaBody, "Ollama"))
     async def ollama_chat(request: Request) -> Response:
         return await generate(request, OllamaBody)
 
@@ -297,10 +299,10 @@ def create_app(
     return app
 
 
-def _describe(body: type[Strict]) -> dict[str, Any]:
+def _describe(body: type[Strict], form: str = "OpenAI") -> dict[str, Any]:
     """The description in /openapi.json of a route that reads its body itself."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    errors = {str(status): {"description": "an error, in OpenAI's form"} for status in (400, 401, 404, 413, 429, 503)}
+    errors = {str(status): {"description": f"an error, in {form}'s form"} for status in (400, 401, 404, 413, 429, 503)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}, "responses": errors}
 
 

@@ -114,7 +114,7 @@ class Vocabulary:
             raise SchemaError("the schema cannot be followed: no document was found that completes it")
         if len(closing) > max_tokens:
             needed = f"the shortest reply found that completes the schema takes {len(closing)} tokens"
-            raise SchemaError(f"{needed}, and {max_tokens} are left: raise max_tokens, or shorten the messages")
+            raise SchemaError(f"{needed}, and {max_tokens} are left: allow a longer reply, or shorten the messages")
         return Grammar(matcher, len(self.tokens), closer, closing, max_tokens)
 
     def _make_matcher(self, schema: dict[str, Any] | bool, options: Any) -> Any:

@@ -1,7 +1,8 @@
 """Ollama's `POST /api/chat`, and the routes that describe the models, for programs that speak only Ollama's API.
 
 A request becomes one of ours, and its reply lines of JSON. Unknown fields and options are ignored, as Ollama does;
-tools and images are refused by name. Errors have OpenAI's form, as on all routes.
+tools and images are refused by name. null is an absent field. An error is `{"error": "text"}`, also within a stream,
+and names the field that the client sent.
 Source: https://docs.ollama.com/api
 """
 
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field
 
 from nanochat.serve.replies import encode
 from nanochat.serve.scheduler import Chunk
@@ -25,10 +26,11 @@ from nanochat.serve.schema import (
     StopTexts,
     Strict,
     Unsupported,
-    first_mistake,
+    sampling_field,
 )  # fmt: skip
 from nanochat.serve.state import LoadedModel
 
+ROUTES = "/api/"  # where all paths of Ollama's begin
 VERSION = {"version": "0.6.0"}  # of Ollama's API
 LATEST = ":latest"  # Ollama's names have a tag; a name without one means this
 
@@ -36,8 +38,8 @@ LATEST = ":latest"  # Ollama's names have a tag; a name without one means this
 class Options(SamplingFields):
     model_config = ConfigDict(extra="ignore")
 
-    repeat_penalty: float | None = None
-    num_predict: int | None = None  # tokens of the reply; 0 or negative: as many as fit
+    repeat_penalty: float | None = sampling_field("repetition_penalty")[1]
+    num_predict: int | None = Field(default=None, le=2**31)  # tokens of the reply; 0 or negative: as many as fit
     stop: StopText | StopTexts | None = None
 
 
@@ -45,7 +47,7 @@ class OllamaMessage(Strict):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "user", "assistant"]
-    content: str = ""
+    content: str | None = None
     images: Unsupported = None
     tool_calls: Unsupported = None
 
@@ -57,29 +59,28 @@ class OllamaBody(Strict):
 
     model: str
     messages: Items[OllamaMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    stream: bool = True
+    stream: bool | None = None  # None: True
     format: Literal["", "json"] | dict[str, Any] | None = None  # "json", or a JSON schema
-    options: Options = Options()
+    options: Options | None = None
     tools: Unsupported = None
 
     def chat(self) -> ChatBody:
-        """The equivalent request to our chat route. Raises ApiError: 400."""
-        messages = [{"role": message.role, "content": message.content} for message in self.messages]
-        fields: dict[str, Any] = {name: getattr(self.options, name) for name in SETTINGS}
+        """The equivalent request to our chat route. It has no mistake that this body has not: its errors would name
+        our fields."""
+        options = self.options or Options()
+        messages = [{"role": message.role, "content": message.content or ""} for message in self.messages]
+        fields: dict[str, Any] = {name: getattr(options, name) for name in SETTINGS}
         fields |= {"model": self.model.removesuffix(LATEST), "messages": messages, "truncation": "auto"}
-        fields |= {"stream": self.stream, "stop": self.options.stop}
-        if self.options.repeat_penalty is not None:
-            fields["repetition_penalty"] = self.options.repeat_penalty
-        if self.options.num_predict is not None and self.options.num_predict > 0:
-            fields["max_tokens"] = self.options.num_predict
+        fields |= {"stream": self.stream is not False, "stop": options.stop}
+        if options.repeat_penalty is not None:
+            fields["repetition_penalty"] = options.repeat_penalty
+        if options.num_predict is not None and options.num_predict > 0:
+            fields["max_tokens"] = options.num_predict
         if self.format == "json":
             fields["response_format"] = {"type": "json_object"}
         elif self.format:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": self.format}}
-        try:
-            return ChatBody.model_validate(fields)
-        except ValidationError as error:
-            raise first_mistake(error, ChatBody) from None
+        return ChatBody.model_validate(fields)
 
 
 class OllamaSerializer:
@@ -122,7 +123,7 @@ class OllamaSerializer:
         return self.line("".join(self.texts), done=True, done_reason=self.reason, **times)
 
     def fail(self, error: ApiError) -> bytes:
-        return encode(error.body).encode() + b"\n"
+        return encode(error.plain_body).encode() + b"\n"
 
     def add(self, number: int, chunk: Chunk) -> None:
         self.texts.append(self.text_of(chunk))

@@ -86,8 +86,8 @@ def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
     """The model that a request names; `model` is the default. Raises ApiError: 404 when there is none."""
     chosen = model if name in (None, ALIAS) else model.named(name)
     if chosen is None:
-        message = f"the model does not exist: this server has {model.name}, which is also called {ALIAS}"
-        message += "".join(f", {one.name}" for one in model.others)
+        names = ", ".join(one.name for one in model.all)
+        message = f"the model does not exist: this server has {names}; {ALIAS} is another name of {model.name}"
         raise ApiError(404, message, param="model", code="model_not_found")
     return chosen
 

@@ -46,11 +46,12 @@ MAX_ERRORS = 100  # errors to describe in one body; pydantic takes seconds to de
 
 
 class ApiError(HTTPException):
-    """A response with an error status and a body in OpenAI's form."""
+    """A response with an error status. `body` has OpenAI's form; `plain_body` has Ollama's, for its routes."""
 
     def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None, **fields: str | None):
         super().__init__(status, message, headers)
         self.body = error_body(status, message, **fields)
+        self.plain_body = {"error": message}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -214,7 +215,7 @@ OPENAI_RANGES = {"temperature": Range(0, 2), "seed": Range(-(2**63), 2**64 - 1)}
 SETTINGS = get_type_hints(SamplingParams, include_extras=True)  # such as `Annotated[float, Range(0, 1)]`
 
 
-def _sampling_field(name: str) -> tuple[Any, Any]:
+def sampling_field(name: str) -> tuple[Any, Any]:
     """An optional field with the range of the setting, or OpenAI's."""
     kind, own_range = get_args(SETTINGS[name])
     limits: Range = OPENAI_RANGES.get(name) or own_range
@@ -222,7 +223,7 @@ def _sampling_field(name: str) -> tuple[Any, Any]:
 
 
 # A new field of `SamplingParams` needs no line here.
-sampling_fields: dict[str, Any] = {name: _sampling_field(name) for name in SETTINGS}
+sampling_fields: dict[str, Any] = {name: sampling_field(name) for name in SETTINGS}
 SamplingFields = create_model("SamplingFields", __base__=Strict, **sampling_fields)
 
 

@@ -14,7 +14,7 @@ import pydantic
 import pytest
 import tiny
 import torch
-from test_serve import CONTEXT, KEY, client_of, error_of, make_app, serving, until
+from test_serve import CHAT, CONTEXT, KEY, FakeScheduler, client_of, error_of, make_app, serving, until
 
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine, SamplingParams
@@ -653,16 +653,19 @@ def test_errors_are_the_clients_own_exceptions(client: Any, port: int):
     assert refused.value.code == "invalid_api_key"
 
 
-def test_overload_is_the_clients_rate_limit_error(client: Any):
-    # All slots and the whole queue. Sampled as evenly as possible, hardly a reply ends by itself.
-    streams = [chat(client, n=4, temperature=2, max_tokens=400, stream=True) for _ in range(5)]
-    try:
+def test_overload_is_the_clients_rate_limit_error(monkeypatch: pytest.MonkeyPatch):
+    scheduler = FakeScheduler(slots=1, queue=1)
+    monkeypatch.setattr(scheduler, "step", lambda reply: None)  # no reply ends by itself
+    with (
+        serving(make_app(scheduler)) as port,
+        openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client,
+    ):
+        streams = [chat(client, stream=True) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as busy:
-            chat(client, n=4, max_tokens=400)
-    finally:
+            chat(client)
         for stream in streams:
             stream.close()
-    assert int(busy.value.response.headers["retry-after"]) >= 1
+    assert busy.value.response.headers["retry-after"] == "3"
 
 
 def test_the_asynchronous_client(port: int, client: Any):
@@ -684,6 +687,14 @@ def test_the_asynchronous_client(port: int, client: Any):
 def ollama(port: int) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=KEY_HEADER) as client:
         yield client
+
+
+def ollama_error(answer: httpx.Response) -> str:
+    """The text of an error response; checks Ollama's form."""
+    error = answer.json()
+    assert answer.status_code >= 400 and list(error) == ["error"] and isinstance(error["error"], str), answer.text
+    assert error["error"] and "\n" not in error["error"]
+    return error["error"]
 
 
 def test_ollamas_chat_is_ours_in_lines_of_json(client: Any, ollama: httpx.Client):
@@ -725,18 +736,64 @@ def test_ollamas_list_and_description(ollama: httpx.Client):
 
 def test_what_ollamas_routes_refuse_is_named(ollama: httpx.Client):
     body = {"model": MODEL, "messages": HELLO}
-    for more, status, param in (
-        ({"model": "llama3"}, 404, "model"),
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
-        ({"messages": [{"role": "user", "content": "", "images": ["x"]}]}, 400, "messages.0.images"),
-        ({"options": {"temperature": 9}}, 400, "options.temperature"),
-        ({"options": {"repeat_penalty": 0}}, 400, "repetition_penalty"),
-        ({"messages": []}, 400, "messages"),
-        ({"format": 3}, 400, "format"),
+    impossible = {"type": "object", "properties": {"a": {"type": "string", "minLength": 60}}, "required": ["a"]}
+    for more, status, named in (
+        ({"model": "llama3"}, 404, "the model does not exist"),
+        ({"tools": [{"type": "function"}]}, 400, "tools: "),
+        ({"messages": [{"role": "user", "content": "", "images": ["x"]}]}, 400, "messages.0.images: "),
+        ({"options": {"temperature": 9}}, 400, "options.temperature: "),
+        ({"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty: "),
+        ({"options": {"num_predict": 2**40}}, 400, "options.num_predict: "),
+        ({"options": {"num_predict": 9}, "format": impossible}, 400, "and 9 are left: allow a longer reply"),
+        ({"messages": []}, 400, "messages: "),
+        ({"format": 3}, 400, "format: "),
     ):
         answer = ollama.post("/api/chat", json={**body, **more})
-        assert (answer.status_code, error_of(answer)["param"]) == (status, param), more
-    assert ollama.post("/api/show", json={"model": "llama3"}).status_code == 404
+        assert answer.status_code == status and named in ollama_error(answer), (more, answer.text)
+    assert "does not exist" in ollama_error(ollama.post("/api/show", json={"model": "llama3"}))
+
+
+def test_errors_of_ollamas_routes_have_its_form():
+    """Wherever they are made: before a route, in it, by the framework, in a stream. Other routes keep OpenAI's."""
+    body = {"model": MODEL, "messages": HELLO}
+    scheduler = FakeScheduler()
+    with client_of(make_app(scheduler, api_key=KEY)) as ask:
+        assert ollama_error(ask("GET", "/api/tags")) == "the API key is missing or wrong"
+        settings: Any = {"headers": KEY_HEADER}
+        assert ollama_error(ask("POST", "/api/chat", content=b"{", **settings)).startswith("the body is not JSON")
+        assert ollama_error(ask("POST", "/api/generate", json=body, **settings)) == "Not Found"
+        foreign = {**KEY_HEADER, "origin": "https://evil.example"}
+        assert "other sites" in ollama_error(ask("POST", "/api/chat", json=body, headers=foreign))
+        assert error_of(ask("POST", CHAT, content=b"{", **settings))["code"] == "invalid_json"
+        scheduler.fails = True
+        last = ask("POST", "/api/chat", json=body, **settings).text.splitlines()[-1]
+        assert json.loads(last) == {"error": "out of memory"}
+        assert ollama_error(ask("POST", "/api/chat", json={**body, "stream": False}, **settings)) == "out of memory"
+        scheduler.raises = "a mistake of ours"
+        assert ollama_error(ask("POST", "/api/chat", json=body, **settings)).startswith("the server failed")
+
+
+def test_null_is_an_absent_field_of_ollamas(ollama: httpx.Client):
+    greedy = {"model": MODEL, "messages": HELLO, "options": {"temperature": 0, "num_predict": 6}}
+    expected = "".join(
+        json.loads(line)["message"]["content"] for line in ollama.post("/api/chat", json=greedy).iter_lines()
+    )
+    nulls = {"stream": None, "format": None, "tools": None, "think": None, "keep_alive": None}
+    nothing = dict.fromkeys(("stop", "seed", "top_k", "repeat_penalty", "num_ctx"))
+    lines = ollama.post(
+        "/api/chat", json={**greedy, **nulls, "options": {**greedy["options"], **nothing}}
+    ).text.splitlines()
+    assert len(lines) > 1 and "".join(json.loads(line)["message"]["content"] for line in lines) == expected
+    silent = {"role": "assistant", "content": None, "images": None, "tool_calls": None}
+    messages = [*HELLO, silent, *HELLO]
+    answer = ollama.post("/api/chat", json={"model": MODEL, "messages": messages, "options": None})
+    assert answer.status_code == 200, answer.text
+
+
+def test_a_base_model_is_not_in_ollamas_list():
+    with client_of(make_app(chats=False)) as ask:
+        assert ask("GET", "/api/tags").json() == {"models": []}
+        assert len(ask("GET", "/v1/models").json()["data"]) == 1
 
 
 # ---------------------------------------------------------------------- what the description allows
@@ -795,7 +852,7 @@ def test_nothing_that_the_description_allows_makes_it_fail(port: int, examples: 
             if answer.status_code >= 500:
                 failures.append(f"{case.method} {case.path} {case.body!r}: {answer.status_code} {answer.text}")
             elif answer.status_code >= 400:
-                error_of(answer)
+                (ollama_error if case.path.startswith("/api/") else error_of)(answer)
 
         ask()
     assert not failures, "\n".join(failures[:5])

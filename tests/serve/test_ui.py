@@ -1520,6 +1520,23 @@ def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     assert len({round(box["x"]) for box in boxes}) == 1 and not page.evaluate("document.body.scrollWidth > innerWidth")
 
 
+def test_two_models_side_by_side_fill_the_row(server, open_page):
+    """Also where three columns would fit. The buttons of both are below them."""
+    served_models(server)
+    server.models = server.models[1:]
+    page = open_page(server)
+    page.set_viewport_size({"width": 1100, "height": 800})
+    page.wait_for_selector("#dot[data-state=ready]")
+    pick(page, "All, side by side")
+    send(page, "hello")
+    row, left, right, buttons = (
+        page.locator(place).bounding_box()
+        for place in (".round", ".round > .reply >> nth=0", ".round > .reply >> nth=1", ".round > .acts")
+    )
+    assert abs(left["width"] - right["width"]) < 1 and abs(right["x"] + right["width"] - row["x"] - row["width"]) < 1
+    assert buttons["y"] >= max(box["y"] + box["height"] for box in (left, right))
+
+
 def test_try_again_is_not_offered_where_it_cannot_help(server, open_page):
     """At temperature 0 another try is the same reply, until something else has changed."""
     page = open_page(server)
