@@ -24,7 +24,8 @@ class Chat:
     `source` is a stage, a folder or hf:ORG/NAME, as for --source, or an Engine; "auto" is the furthest stage. `device`
     is "npu:0", "cuda:0", "cpu", or nothing for the best one here. A reply has at most `max_tokens` tokens. `sampling`
     names fields of SamplingParams, such as temperature=0.0; the others are the checkpoint's.
-    Raises UserError: when the checkpoint does not exist or cannot be used, or a base model gets a `system` message.
+    Raises UserError: when the checkpoint does not exist or cannot be used, `max_tokens` is below 1, or a base model
+    gets a `system` message.
     """
 
     def __init__(
@@ -37,6 +38,8 @@ class Chat:
         max_tokens: int = 256,
         **sampling: Any,
     ):
+        if max_tokens < 1:
+            raise UserError(f"max_tokens {max_tokens} leaves no room for a reply: it must be at least 1")
         own: dict[str, Any] = {}
         if isinstance(source, str | Path):
             model, tokenizer, meta = load_model(source, device, model_tag=model_tag)
@@ -53,8 +56,9 @@ class Chat:
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     def say(self, text: str, **sampling: Any) -> str:
-        """The model's reply to a message; both are added to `messages`. A base model continues the text instead.
+        """The model's reply to a message; both are added to `messages`.
 
+        A base model continues this text alone, and `messages` stays empty.
         `sampling` changes fields of SamplingParams for this reply. Each reply draws by the seed after the last one's.
         Raises UserError: when the message does not fit into the context, or a setting is out of range.
         """

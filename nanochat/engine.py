@@ -20,6 +20,7 @@ Legend: B rows, T tokens, C width, V vocab.
 """
 
 import contextlib
+import inspect
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -287,9 +288,15 @@ class Engine:
         `settings` are those of `stream`. Without `sampling` they may name fields of SamplingParams, such as
         temperature=0.7; prompt i then draws by `seed` + i. With `keep_stop` a stop token is among the new tokens: RL
         rewards the end, too.
+        Raises TypeError: for any other setting, and for `sampling` together with one of its fields.
         """
+        named = {field.name: settings.pop(field.name) for field in fields(SamplingParams) if field.name in settings}
+        unknown = settings.keys() - inspect.signature(self.stream).parameters.keys()
+        if unknown:
+            raise TypeError(f"generate() has no setting {', '.join(sorted(unknown))}")
+        if named and "sampling" in settings:
+            raise TypeError(f"generate() takes either sampling or its fields, not both: {', '.join(named)}")
         if "sampling" not in settings:
-            named = {field.name: settings.pop(field.name) for field in fields(SamplingParams) if field.name in settings}
             params = SamplingParams(**named)
             # With one seed for all, the replies to equal prompts would be copies of each other.
             settings["sampling"] = [replace(params, seed=params.seed + number) for number in range(len(prompts))]

@@ -10,6 +10,6 @@ if find_spec("torch") is None or find_spec("tyro") is None:
     activate = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "activate"
     makes_it = "" if activate.exists() else "`bash setup_ascend.sh`, then "
     sys.exit(
-        f"error: {sys.executable} has not the packages of this project: run {makes_it}"
+        f"error: {sys.executable} does not have the packages of this project: run {makes_it}"
         f"`source {shlex.quote(str(activate))}` in this shell"
     )

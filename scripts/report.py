@@ -7,6 +7,7 @@ python -m scripts.report --model_tag new --against cpu
 python -m scripts.report --watch
 """
 
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +33,14 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ a page that follows the run
+    # Only a run that has not begun is waited for. An impossible tag or a missing run to compare with is an error.
+    if config.model_tag:
+        safe_tag(config.model_tag)
+    collect_earlier(config)
     print0(f"watching, every {WATCH_SECONDS} s; Ctrl-C ends it and writes the last report")
     latest = None
     announced = ""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the last page must not reload
     try:
         while True:
             try:
@@ -52,6 +58,8 @@ def main(config: Config) -> None:
             time.sleep(WATCH_SECONDS)
     except KeyboardInterrupt:
         write(*collect(config))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def collect(config: Config) -> tuple[Any, Any]:
@@ -62,7 +70,14 @@ def collect(config: Config) -> tuple[Any, Any]:
     from nanochat.report import summary  # here: --help stays quick
 
     run_now = summary.collect(safe_tag(config.model_tag or summary.newest_tag()))
-    return run_now, summary.collect(config.against, "--against") if config.against else None
+    return run_now, collect_earlier(config)
+
+
+def collect_earlier(config: Config) -> Any:
+    """The run to compare with; None without --against. Raises UserError: when there is no such run."""
+    from nanochat.report import summary
+
+    return summary.collect(safe_tag(config.against, "--against"), "--against") if config.against else None
 
 
 def folder_of(tag: str) -> Path:

@@ -821,6 +821,7 @@ def test_outside_of_the_environment_one_line_says_how_to_enter_it(script, tmp_pa
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         result = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
         assert result.returncode == 1 and result.stderr.count("\n") == 1 and not result.stdout
+        assert result.stderr.startswith(f"error: {sys.executable} does not have the packages of this project: run ")
         assert f"`source '{project}/.venv/bin/activate'`" in result.stderr
         assert ("`bash setup_ascend.sh`, then" in result.stderr) == (not made)
 

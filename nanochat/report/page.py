@@ -12,6 +12,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -53,10 +54,10 @@ def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
         start = f"; {earlier[0][1]:.2f} at first" if earlier else ""
         yield f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}"
 
-    stories = {stage.name: stage.scores["stories"] for stage in summary.stages if "stories" in stage.scores}
-    followed = ("stories", "order followed")  # stories with all that the person asked for
-    orders = {stage.name: stage.shares[followed] for stage in summary.stages if followed in stage.shares}
-    for name, shares in (("stories hold together", stories), ("stories follow the order", orders)):
+    # A story follows the order if it has the name, the kind and the trait that the order names.
+    for name, measure in (("stories hold together", "holds together"), ("stories follow the order", "order followed")):
+        key = ("stories", measure)
+        shares = {stage.name: stage.shares[key] for stage in summary.stages if key in stage.shares}
         if shares:
             *earlier, last = shares
             before = "".join(f"; {stage} {shares[stage]['accuracy']:.0%}" for stage in earlier)
@@ -142,8 +143,8 @@ def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
 
 def chat_command(summary: RunSummary) -> str:
     """The command that opens a chat with the last stage of the run; "" if no stage has a model to talk to."""
-    stages = [stage.name for stage in summary.stages if stage.name != "rm"]  # a reward model only scores
-    return f"python -m scripts.chat_web --source {stages[-1]} --model_tag {summary.tag}" if stages else ""
+    last = summary.last_model
+    return f"python -m scripts.chat_web --source {last} --model_tag {summary.tag}" if last else ""
 
 
 # ---------------------------------------------------------------------- tables
@@ -190,8 +191,11 @@ def score_table(summary: RunSummary) -> Table:
 
     rows = [numbers("bits per byte", "held out", "val_bpb"), numbers("bits per byte", "training", "train_bpb")]
     further = dict.fromkeys(key for stage in stages for key in stage.shares)
-    for task, chance in chances(stages).items():
-        detail = f"chance {chance:.0%}" if chance else ""
+    guessing = chances(stages)
+    # A base model has shares of a task, such as the stories, without an accuracy.
+    named = [[*stage.scores, *(task for task, _ in stage.shares)] for stage in stages]
+    for task in dict.fromkeys(chain.from_iterable(named)):
+        detail = f"chance {guessing[task]:.0%}" if guessing.get(task) else ""
         rows.append([Cell(task, detail), *_score_cells([stage.scores.get(task) for stage in stages])])
         for key in further:
             if key[0] == task:

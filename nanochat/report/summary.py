@@ -6,6 +6,7 @@ Missing files and damaged lines are left out, with a note. The text is untrusted
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from typing import Any, TypeVar
 
 from nanochat.cli import UserError
 from nanochat.conversation import parts_of, text_of
-from nanochat.paths import SCRIPTS, TRAINING_SCRIPTS, base_dir, run_dir
+from nanochat.paths import SCRIPTS, STAGES, TRAINING_SCRIPTS, base_dir, checkpoint_dir, run_dir
+from nanochat.untrusted import read_json
 
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]
@@ -83,7 +85,8 @@ class Stage:
         self.evaluation |= _numbers(values)
         if self.evaluation.get("stories"):
             share = self.evaluation["stories_passed"] / self.evaluation["stories"]
-            self.scores["stories"] = {"accuracy": share}
+            # Not an accuracy: nothing was ordered. The accuracy of `stories` also counts what an order names.
+            self.shares["stories", "holds together"] = {"accuracy": share}
             if "distinct_4grams" in self.evaluation:
                 self.shares["stories", "distinct 4-grams"] = {"accuracy": self.evaluation["distinct_4grams"]}
 
@@ -163,6 +166,7 @@ class RunSummary:
     stages: list[Stage]  # in the order of the pipeline
     commands: list[Command]  # in the order in which they finished
     notes: list[str]  # missing or damaged files
+    last_model: str = ""  # the last stage with a checkpoint to chat with
 
     def seconds_by_stage(self) -> dict[str, float]:
         """The time of the run itself, by stage, in the order of the pipeline; evaluations count separately."""
@@ -226,7 +230,23 @@ def collect(tag: str, flag: str = "--model_tag") -> RunSummary:
     missing = [stage.name for stage in read if stage not in stages]
     if missing:
         notes.append(f"no run of {', '.join(missing)}")
-    return RunSummary(tag, stages, [*shared.values(), *commands], notes)
+    models = [name for name in STAGES if any(map(is_there, checkpoint_dir(name, tag).glob("step_*")))]
+    return RunSummary(tag, stages, [*shared.values(), *commands], notes, models[-1] if models else "")
+
+
+def is_there(step_folder: Path) -> bool:
+    """Whether a checkpoint has all of its files in their full length.
+
+    `model_folder.verify` also reads them all, for their hashes, and needs torch: too slow for a report.
+    """
+    if not re.fullmatch(r"step_\d+", step_folder.name):  # a save that was killed has another name
+        return False
+    try:
+        files = read_json(step_folder / "manifest.json")
+        sizes = {name: (step_folder / Path(name).name).stat().st_size for name in files}
+        return "meta.json" in files and all(sizes[name] == file["bytes"] for name, file in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _read_stage(name: str, folder: Path, notes: list[str]) -> Stage:

@@ -71,6 +71,12 @@ def test_a_base_model_continues_and_takes_no_system_message(base_folder: Path) -
     assert "system" in complaint(lambda: Chat("base", device="cpu", system="Be kind."))
 
 
+@pytest.mark.parametrize("count", [0, -1])
+def test_a_reply_has_at_least_one_token(count: int) -> None:
+    assert complaint(lambda: Chat(make_engine(), max_tokens=count)).startswith(f"max_tokens {count} ")
+    assert len(Chat(make_engine(), max_tokens=1).say("a")) <= 1
+
+
 def test_a_message_that_does_not_fit_leaves_the_conversation_as_it_was() -> None:
     chat = Chat(make_engine(), max_tokens=4)
     chat.say("a")

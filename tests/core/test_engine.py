@@ -147,8 +147,11 @@ def test_generate_takes_the_settings_by_name_too(engine: Engine) -> None:
     assert len({tuple(tokens) for tokens in named}) == 3
     greedy_replies = engine.generate(prompts, max_tokens=12, sampling=GREEDY)
     assert engine.generate(prompts, max_tokens=12, temperature=0) == greedy_replies
-    with pytest.raises(TypeError, match="temperature"):  # which of the two would count?
+    with pytest.raises(TypeError, match=r"^generate\(\) .* temperature$"):  # which of the two would count?
         engine.generate(prompts, max_tokens=12, temperature=0.7, sampling=GREEDY)
+    for call in (engine.generate, lambda ids, **named: engine.generate_batch(ids[0], **named)):
+        with pytest.raises(TypeError, match=r"^generate\(\) has no setting temprature$"):
+            call(prompts, max_tokens=12, temprature=0.7)
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 1e-5}, {"top_p": 1e-6}, {"min_p": 1.0}])

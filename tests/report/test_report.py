@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import pytest
 from markdown_it import MarkdownIt
+from test_chat_cli import BASE, add_checkpoint, table_model
+from tiny import complaint
 
 from nanochat import cli, provenance
 from nanochat.cli import UserError, parse
@@ -122,6 +124,18 @@ def trained(name: str, stage: str, seconds: float, first: int, last: int, **furt
     return command(name, stage, seconds, **{"first_step": first, "last_step": last, **further})
 
 
+def save_checkpoint(base: Path, stage: str, step: int, tag: str = TAG) -> Path:
+    """A checkpoint's folder as a report sees it: files, and a manifest with their sizes."""
+    folder = base / "checkpoints" / stage / tag / f"step_{step:06d}"
+    folder.mkdir(parents=True)
+    manifest = {}
+    for name in ("model.safetensors", "meta.json", "tokenizer.json"):
+        (folder / name).write_text(f"the {name} of {stage}")
+        manifest[name] = {"bytes": (folder / name).stat().st_size, "sha256": "0" * 64}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
 CALL = [
     {"type": "python", "text": "47+38"},
     {"type": "python_output", "text": "85"},
@@ -172,6 +186,8 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
     lines += [trained("mid_train", "mid", 70.0, 0, 20), trained("chat_sft", "sft", 35.0, 0, 10)]
     lines += [command("chat_eval", "sft", 5.0), trained("chat_dpo", "dpo", 16.0, 0, 5)]
     write_commands(base, lines)  # RL is still going
+    for stage in ("base", "mid", "sft", "dpo", "rl"):
+        save_checkpoint(base, stage, 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(base))
         summary = report.collect(TAG)
@@ -259,7 +275,7 @@ def test_the_tables_hold_what_the_files_hold(whole):
     assert score_table.heads == ["task", *STAGES]
     assert [cell.text for cell in scores["bits per byte", "held out"]] == ["0.9375", "", "", "", ""]
     assert [cell.text for cell in scores["bits per byte", "training"]] == ["0.8125", "", "", "", ""]
-    assert scores["stories", ""][0] == report_page.Cell("68.5%", "", 0.685)
+    assert scores["holds together", "stories"][0] == report_page.Cell("68.5%", "", 0.685)
     arithmetic = scores["arithmetic", ""]
     assert [cell.text for cell in arithmetic] == ["", "20.0%", "50.0%", "60.0%", "90.0%"]
     assert [cell.best for cell in arithmetic] == [False, False, False, False, True]
@@ -279,9 +295,12 @@ def three_stages(base) -> report.RunSummary:
     write(base, "base", "eval.json", evaluation)
     counts = {"correct": 1, "total": 1, "questions": 1, "too_long": 0, "cut_off": 0, "seconds": 0.5}
     order = {"order_followed": 0.5, "order_followed_low": 0.45, "order_followed_high": 0.55}
-    tasks = {"stories": stories(0.75, distinct_4grams=0.72, **order, **counts)}
+    order |= {"holds_together": 0.88, "holds_together_low": 0.86, "holds_together_high": 0.9}
+    tasks = {"stories": stories(0.45, distinct_4grams=0.72, **order, **counts)}
     write(base, "sft", "chat_eval.json", {"tasks": {**tasks, "sums": stories(0.9), "questions": stories(0.78)}})
-    tasks = {"stories": stories(0.9, distinct_4grams=0.625, order_followed=0.25)}
+    order = {"order_followed": 0.25, "order_followed_low": 0.2, "order_followed_high": 0.3}
+    order |= {"holds_together": 0.85, "holds_together_low": 0.83, "holds_together_high": 0.87}
+    tasks = {"stories": stories(0.5, distinct_4grams=0.625, **order)}
     write(base, "rl", "chat_eval.json", {"tasks": {**tasks, "sums": stories(0.87), "questions": stories(0.7)}})
     return report.collect(TAG)
 
@@ -289,17 +308,20 @@ def three_stages(base) -> report.RunSummary:
 def test_a_further_share_of_a_task_has_its_row_and_the_order_its_place_at_the_top(three_stages):
     headline = list(report_page.headline(three_stages))
     assert headline[1:3] == [
-        ("90%", "stories hold together", "rl; base 80%; sft 75%"),
+        ("85%", "stories hold together", "rl; base 80%; sft 88%"),
         ("25%", "stories follow the order", "rl; sft 50%"),
     ]
     rows = {(row[0].text, row[0].detail): row[1:] for row in report_page.score_table(three_stages).rows}
     assert [cell.text for cell in rows["distinct 4-grams", "stories"]] == ["76.0%", "72.0%", "62.5%"]
     assert [(cell.text, cell.detail) for cell in rows["order followed", "stories"]] == [
-        ("", ""), ("50.0%", "45–55"), ("25.0%", ""),
+        ("", ""), ("50.0%", "45–55"), ("25.0%", "20–30"),
     ]  # fmt: skip
+    assert [cell.text for cell in rows["holds together", "stories"]] == ["80.0%", "88.0%", "85.0%"]
+    assert [cell.text for cell in rows["stories", ""]] == ["", "45.0%", "50.0%"]  # what base does is no accuracy
     names = [name for name, _ in rows]
     place = names.index("stories")
-    assert names[place : place + 3] == ["stories", "distinct 4-grams", "order followed"] and len(names) == 6
+    shares = ["holds together", "distinct 4-grams", "order followed"]  # their intervals have no rows
+    assert names[place : place + 4] == ["stories", *shares] and len(names) == 7
     assert report_page.metrics(three_stages)["sft: stories, order followed"] == (0.5, True)
     assert "25.0%" in report_page.to_html(three_stages) and "order followed" in report_page.to_markdown(three_stages)
 
@@ -308,9 +330,10 @@ def test_a_skill_that_fell_beyond_its_interval_is_marked(three_stages):
     rows = {row[0].text: row[1:] for row in report_page.score_table(three_stages).rows}
     assert [cell.fell for cell in rows["questions"]] == [False, False, True]  # 70 is below 73
     assert [cell.fell for cell in rows["order followed"]] == [False, False, True]  # 25 is below 45
+    assert [cell.fell for cell in rows["holds together"]] == [False, False, True]  # 85 is below 86
     assert not any(cell.fell for name in ("stories", "sums", "bits per byte") for cell in rows[name])
     page = Page(report_page.to_html(three_stages))
-    assert page.text.count("fell to ▼") == 2 and "▼ the skill fell below" in page.text
+    assert page.text.count("fell to ▼") == 3 and "▼ the skill fell below" in page.text
     text = report_page.to_markdown(three_stages)
     assert "**78.0%** (73–83) | ▼ 70.0% (65–75) |\n" in text and "\n▼: the skill fell below" in text
 
@@ -325,7 +348,32 @@ def test_the_last_line_is_the_command_to_chat(whole, three_stages, base):
     assert report_page.to_markdown(whole.summary).endswith(f"\nChat with it: `{line}`\n")
     assert parse(chat_web.Config, line.split()[3:]).source == "rl"  # the flags exist
     write(base, "rm", "metrics.jsonl", metrics(2, 1.0), tag="scores")
+    save_checkpoint(base, "rm", 2, tag="scores")
     assert "Chat with it" not in report_page.to_html(report.collect("scores"))  # a reward model does not talk
+
+
+def test_the_chat_is_with_the_last_stage_that_has_a_whole_checkpoint(three_stages, base):
+    """A run that has begun has a log before it has a checkpoint; a cut or unfinished checkpoint is none."""
+    assert report_page.chat_command(report.collect(TAG)) == ""
+    older, newer = save_checkpoint(base, "sft", 10), save_checkpoint(base, "sft", 20)
+    cut, unlisted, unfinished = (save_checkpoint(base, "rl", step) for step in (1, 2, 3))
+    (cut / "model.safetensors").write_text("")
+    (unlisted / "manifest.json").write_text("[1]")
+    unfinished.rename(unfinished.with_name("step_000003.tmp"))
+    command = f"python -m scripts.chat_web --source sft --model_tag {TAG}"
+    assert report_page.chat_command(report.collect(TAG)) == command
+    (newer / "tokenizer.json").unlink()
+    assert report_page.chat_command(report.collect(TAG)) == command  # chat_web takes the step before it
+    (older / "manifest.json").unlink()
+    assert report_page.chat_command(report.collect(TAG)) == ""
+    save_checkpoint(base, "rl", 4)
+    assert "--source rl" in report_page.to_markdown(report.collect(TAG))
+
+
+def test_a_checkpoint_of_ours_is_one_to_chat_with(base):
+    add_checkpoint("sft", table_model(BASE), tag=TAG)
+    write(base, "sft", "metrics.jsonl", metrics(2, 1.0))
+    assert "--source sft" in report_page.chat_command(report.collect(TAG))
 
 
 def test_the_loss_of_fine_tuning_is_a_wide_mean_and_rl_has_none(base):
@@ -431,7 +479,7 @@ def test_each_plot_has_a_line_for_each_stage(whole):
     for key in ("lr", "tok_per_sec", "peak_memory_gib"):
         assert lines(key) == list(STAGES), key
     assert lines("loss") == ["base", "mid", "sft", "dpo"]  # RL's says nothing
-    assert lines("val_bpb") == ["base"] and lines("accuracy") == list(STAGES)
+    assert lines("val_bpb") == ["base"] and lines("accuracy") == list(STAGES)[1:]
     assert lines("margin") == lines("val_margin") == ["dpo"]
     assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
 
@@ -448,7 +496,7 @@ def test_a_reward_model_and_the_metrics_of_rl_are_drawn(base):
 
 def test_the_dots_are_at_the_accuracies(whole):
     """Each stage's dots: x from 0 to 280 for an accuracy of 0 to 1, and a row for each task, 30 below the other."""
-    for stage, accuracies in {"base": [0.685], "mid": [0.2, 0.1], "rl": [0.9, 0.45]}.items():
+    for stage, accuracies in {"mid": [0.2, 0.1], "sft": [0.5, 0.25], "rl": [0.9, 0.45]}.items():
         dots = whole.html.partition(f'id="accuracy-{stage}"')[2].partition("</g>")[0]
         places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([-\d.]+)" cy="([-\d.]+)"', dots)]
         assert [x for x, _ in places] == pytest.approx([280 * accuracy for accuracy in accuracies])
@@ -510,6 +558,7 @@ def test_what_a_model_writes_stays_text(base, payload):
     write(base, "sft", "run.json", {"commit": payload, "data": payload, "versions": {"torch": payload}})
     further = {"command": f"python {payload}", "device": payload, "dtype": payload}
     write_commands(base, [command(payload, payload, 5.0, **further)])
+    save_checkpoint(base, "sft", 9)
     summary = report.collect(TAG)
     page = Page(report_page.to_html(summary))
     assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
@@ -660,6 +709,31 @@ def test_a_watched_run_is_drawn_as_it_grows(base, monkeypatch, capsys):
     assert out[1].startswith("waiting: --model_tag made-up: ") and out[2] == f"open {page_file}"
     assert out[3:] == [str(page_file), str(page_file.with_suffix(".md"))]
     assert [path.name for path in sorted(page_file.parent.iterdir())] == ["report.html", "report.md"]
+
+
+@pytest.mark.parametrize("watch", [False, True])
+def test_a_tag_that_no_wait_can_help_is_an_error_at_once(base, monkeypatch, watch):
+    write(base, "base", "metrics.jsonl", metrics(2, 1.0))
+    monkeypatch.setattr("scripts.report.time.sleep", lambda _: pytest.fail("it waits"))
+    for flags, expected in (
+        ({"model_tag": TAG, "against": "typo"}, "--against typo: "),
+        ({"model_tag": TAG, "against": "../x"}, "--against '../x' is not a plain folder name"),
+        ({"model_tag": "../x"}, "--model_tag '../x' is not a plain folder name"),
+    ):
+        assert complaint(lambda flags=flags: script.main(script.Config(**flags, watch=watch))).startswith(expected)
+
+
+def test_a_watch_that_is_terminated_leaves_a_page_that_does_not_reload(base):
+    write(base, "base", "metrics.jsonl", metrics(2, 1.0))
+    words = [sys.executable, "-u", "-m", "scripts.report", "--model_tag", TAG, "--watch"]
+    page_file = base / "runs" / "report" / TAG / "report.html"
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as watching:
+        assert watching.stdout is not None
+        for line in watching.stdout:
+            if line.startswith("open "):
+                assert "refresh" in page_file.read_text()
+                watching.terminate()
+    assert watching.returncode == 0 and "refresh" not in page_file.read_text()
 
 
 def test_how_far_a_run_is(base):
