@@ -20,6 +20,7 @@ from nanochat.paths import SCRIPTS, STAGES
 from nanochat.report.summary import further_shares
 from nanochat.run import full_report
 from nanochat.run.trackers import TRACKERS
+from nanochat.tasks.stories import WHO
 from scripts.report import WATCH_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -312,6 +313,9 @@ def test_the_words_that_we_print_are_explained_and_the_comparison_is_true(name):
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
     words = {row[0].strip("| ") for row in rows(text.split("\n## ")[-1])}
     shares = {label for _, label in further_shares("stories", {"order_followed": 0.5, "distinct_4grams": 0.7})}
+    (order,) = re.findall(r"^\| order followed \| (.*) \|$", text, re.M)
+    roles = {"hero": ("name", "名字"), "kind": ("kind", "种类"), "trait": ("trait", "性格")}
+    assert set(roles) == WHO and all(any(word in order for word in roles[role]) for role in WHO)
     printed = {"ChatCORE", "CORE", "KL", "MFU", "entropy", "advantage", "context", "tag", "`dr_grpo`"} | shares
     assert printed <= words and len(words) >= 25
     stages = next(word for word in words if word.startswith("base, "))

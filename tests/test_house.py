@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 SPARE_LINES = 200
 CLOSURES = {
     "base_train": 9428,
-    "mid_train": 10517,
-    "chat_sft": 10140,
-    "chat_dpo": 10239,
-    "chat_rl": 11937,
+    "mid_train": 10545,
+    "chat_sft": 10168,
+    "chat_dpo": 10268,
+    "chat_rl": 11970,
     "chat_cli": 7422,
 }
 
