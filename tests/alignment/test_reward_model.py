@@ -44,7 +44,7 @@ def test_a_scalar_head_leaves_the_rest_of_a_model_as_it_is():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "most"),
-    [(("--lr_scale=0.5",), 0.6), (("--lora_rank=8", "--learning_rate=3e-3"), 0.69)],
+    [(("--lr_scale=0.5",), 0.6), (("--lora_rank=8", "--learning_rate=1e-2"), 0.69)],
     ids=["full", "lora"],
 )
 def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, trained, most):  # noqa: F811

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -701,7 +702,7 @@ def test_a_watched_run_is_drawn_as_it_grows(base, monkeypatch, capsys):
         write(base, "base", "metrics.jsonl", lines[:10])
         os.utime(base / "runs" / "base" / TAG / "metrics.jsonl", (2e9, 2e9))
 
-    monkeypatch.setattr("scripts.report.time.sleep", a_while)
+    monkeypatch.setattr("scripts.report.time", SimpleNamespace(sleep=a_while))  # other threads sleep on
     script.main(script.Config(model_tag=TAG, watch=True))
     assert drawn[0] == 0 and drawn[1] == drawn[2] == drawn[3] != 0  # nothing new is nothing to draw
     assert "refresh" not in page_file.read_text()
@@ -714,7 +715,7 @@ def test_a_watched_run_is_drawn_as_it_grows(base, monkeypatch, capsys):
 @pytest.mark.parametrize("watch", [False, True])
 def test_a_tag_that_no_wait_can_help_is_an_error_at_once(base, monkeypatch, watch):
     write(base, "base", "metrics.jsonl", metrics(2, 1.0))
-    monkeypatch.setattr("scripts.report.time.sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr("scripts.report.time", SimpleNamespace(sleep=lambda _: pytest.fail("it waits")))
     for flags, expected in (
         ({"model_tag": TAG, "against": "typo"}, "--against typo: "),
         ({"model_tag": TAG, "against": "../x"}, "--against '../x' is not a plain folder name"),

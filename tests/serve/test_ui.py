@@ -1539,6 +1539,8 @@ def test_two_models_side_by_side_fill_the_row(server, open_page):
 
 def test_try_again_is_not_offered_where_it_cannot_help(server, open_page):
     """At temperature 0 another try is the same reply, until something else has changed."""
+    from playwright.sync_api import expect
+
     page = open_page(server)
     again = page.locator("[data-act=again]")
 
@@ -1550,18 +1552,18 @@ def test_try_again_is_not_offered_where_it_cannot_help(server, open_page):
 
     page.wait_for_selector("#dot[data-state=ready]")
     send(page, "hello")
-    assert again.count() == 1
+    expect(again).to_have_count(1)
     settings(temperature="0")
-    assert again.count() == 1  # this reply was drawn
+    expect(again).to_have_count(1)  # this reply was drawn
     again.click()
     done(page)
-    assert again.count() == 0 and last(page).locator(".count").inner_text() == "2/2"
+    expect(again).to_have_count(0) and last(page).locator(".count").inner_text() == "2/2"
     settings(system="You are a fox.")
-    assert again.count() == 1
+    expect(again).to_have_count(1)
     settings(system="")
-    assert again.count() == 0
+    expect(again).to_have_count(0)
     settings(temperature="1")
-    assert again.count() == 1
+    expect(again).to_have_count(1)
     settings(temperature="0")
     send(page, "slow", wait=False)
     page.wait_for_selector(".caret")
