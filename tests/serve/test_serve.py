@@ -1151,7 +1151,8 @@ def test_sigterm_ends_the_process_though_its_device_hangs():
         content = json.dumps({**PROMPT, "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head_of(COMPLETIONS, len(content)) + content)
-            until(lambda: "nanochat_requests_running 1.0" in httpx.get(f"http://127.0.0.1:{port}/metrics").text)
+            running = re.compile(r"nanochat_requests_running\{[^}]*\} 1\.0")
+            until(lambda: running.search(httpx.get(f"http://127.0.0.1:{port}/metrics").text))
             process.terminate()
             process.join(12)
         assert process.exitcode == 1
