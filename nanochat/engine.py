@@ -285,7 +285,7 @@ class Engine:
     ) -> tuple[list[list[int]], list[list[int]]]:
         """The new tokens after each prompt, and masks with a 1 under every token that the model chose.
 
-        `settings` are those of `stream`. Without `sampling` they may name fields of SamplingParams, such as
+        `settings` are arguments of `stream`. Without `sampling` they may name fields of SamplingParams, such as
         temperature=0.7; prompt i then draws by `seed` + i. With `keep_stop` a stop token is among the new tokens: RL
         rewards the end, too.
         Raises TypeError: for any other setting, and for `sampling` together with one of its fields.

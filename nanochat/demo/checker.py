@@ -108,7 +108,7 @@ def check_story(text: str, known: Collection[str] = ()) -> StoryCheck:
     problems += _misfits(plot, facts)
     for role in ("kind", "friend_kind"):
         if role in facts and facts[role] not in (*_kinds(), *known):
-            problems.append(f"the {_label(role)} {facts[role]!r} is no word of the stories")
+            problems.append(f"the {_label(role)} {facts[role]!r} is not a word that stories use")
     roles = {role: words for role, words in facts.items() if not role.endswith(" pronoun")}
     return StoryCheck(not problems, problems, plot.name, roles)
 
@@ -202,7 +202,12 @@ def _templates() -> dict[str, list[Template]]:
         for (_, role), text in zip(slots, parts[2::3], strict=True):
             pattern += f"({_words_of(role) or '|'.join(map(re.escape, choices[role]))})" + re.escape(text)
         template = Template(re.compile(pattern), slots, beats[sentence])
-        firsts = [first] if first else [""] if slots[0][1] in OPEN_ROLES else choices[slots[0][1]]
+        if first:
+            firsts = [first]
+        elif slots[0][1] in OPEN_ROLES:
+            firsts = [""]
+        else:
+            firsts = choices[slots[0][1]]
         for word in {words.partition(" ")[0] for words in firsts}:
             templates[word].append(template)
     return templates
@@ -210,7 +215,9 @@ def _templates() -> dict[str, list[Template]]:
 
 def _words_of(role: str) -> str:
     """The pattern of a role that may hold any word; "" for the others."""
-    return "" if role not in OPEN_ROLES else A_KIND if role.endswith("kind") else A_NAME
+    if role not in OPEN_ROLES:
+        return ""
+    return A_KIND if role.endswith("kind") else A_NAME
 
 
 @cache

@@ -77,9 +77,8 @@ def story(rng: random.Random, split: Split, new: Collection[str] = ()) -> Story:
             while any(facts[draw.role] == facts[other] for other in draw.unlike):
                 facts[draw.role] = _choose(rng, draw.words)
         for role in OPEN_ROLES:
-            if role in facts and (
-                role in new or rng.random() < (RARE_KIND_SHARE if role.endswith("kind") else RARE_NAME_SHARE)
-            ):
+            rare_share = RARE_KIND_SHARE if role.endswith("kind") else RARE_NAME_SHARE
+            if role in facts and (role in new or rng.random() < rare_share):
                 facts[role] = _unusual(rng, role, role in new, facts)
         if held_out(plot.name, *(facts[role] for role in plot.key)) == (split == "val"):
             break
@@ -123,7 +122,7 @@ def _unusual(rng: random.Random, role: str, is_new: bool, facts: dict[str, str])
 
 
 def made_up_name(rng: random.Random) -> str:
-    """A name of one to three syllables that mean nothing: Tamoop, Gliba. It is no word of the grammar: So, But, Tom."""
+    """A name of one to three syllables that mean nothing: Tamoop, Gliba. It is never a word of the grammar."""
     syllables = (_choose(rng, ONSETS) + _choose(rng, VOWELS) for _ in range(_choose(rng, (1, 2, 2, 3))))
     name = ("".join(syllables) + _choose(rng, CODAS)).capitalize()
     return made_up_name(rng) if name.lower() in words_in_use() else name

@@ -135,11 +135,13 @@ def evaluate(
     right, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
     total = questions.count * samples
     low, high = wilson_interval(right / samples, questions.count)  # counts questions: each is a mean over samples
-    examples = {question.number: question.example for question in questions.fitting}
-    replies = [(answer.number, answer.graded.reply) for answer in answers]
-    everywhere = [reply for rank in gather_values(replies, engine.device) for reply in rank]
-    everywhere.sort(key=lambda found: found[0])
-    measures = with_intervals(task.measures([(examples[number], reply) for number, reply in everywhere]))
+    measures: dict[str, float] = {}
+    if type(task).measures is not Task.measures:  # most tasks have none: their replies stay on their ranks
+        examples = {question.number: question.example for question in questions.fitting}
+        replies = [(answer.number, answer.graded.reply) for answer in answers]
+        everywhere = [reply for rank in gather_values(replies, engine.device) for reply in rank]
+        everywhere.sort(key=lambda found: found[0])
+        measures = with_intervals(task.measures([(examples[number], reply) for number, reply in everywhere]))
     result = Result(
         kind=task.kind, correct=right, total=total, questions=questions.count, accuracy=right / total, low=low,
         high=high, baseline=task.baseline, too_long=questions.count - len(questions.fitting), cut_off=cut_off,

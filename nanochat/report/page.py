@@ -26,7 +26,7 @@ from nanochat.log import duration
 from nanochat.paths import SCRIPTS
 from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
 
-SMOOTH = 1 / 30  # of a curve, to either side of a value: its moving mean
+SMOOTH = 1 / 30  # share of a curve on either side of a point that its moving mean covers
 
 
 @dataclass
@@ -215,7 +215,7 @@ def chances(stages: list[Stage]) -> dict[str, float]:
 def _score_cells(scores: list[dict[str, float] | None]) -> list[Cell]:
     """A cell for each stage: the share, its interval, the best one, and where the skill fell since an earlier stage."""
     cells = []
-    highest_low = 0.0  # of the intervals so far
+    highest_low = 0.0  # the highest lower end of an interval so far
     known = [score["accuracy"] for score in scores if score]
     for score in scores:
         if score is None:

@@ -161,7 +161,7 @@ class StepClock(Attendant):
                 self.aside += time.perf_counter() - began
 
     def _now(self) -> float:
-        """The seconds so far without those of torch.compile, when the device has computed all steps."""
+        """Seconds on the clock without torch.compile's, once the device has computed all steps."""
         self.run.device.synchronize()
         compiling = 0.0 if self.compiler_clock is None else self.compiler_clock.seconds
         return time.perf_counter() - compiling
@@ -177,7 +177,7 @@ class CompilerClock(Attendant):
         self.meter = meter
         self.noticed = False  # print the line once: forward and backward are compiled one after the other
         self.began = 0.0
-        self.seconds = 0.0  # of torch.compile so far
+        self.seconds = 0.0  # spent in torch.compile so far
 
     def __enter__(self) -> "CompilerClock":
         self.handler.register_start_callback(self.start)

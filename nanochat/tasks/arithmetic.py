@@ -191,7 +191,7 @@ class Arithmetic(GeneratedTask):
         form = (form - 0.3) / 0.7
         if form < 0.2 and operator in TOLD and a >= b > 1:
             told = TOLD[operator].draw(rng, is_test)
-            thing = rng.choice((*words("object"), *THINGS))
+            thing = a_thing(rng)
             return told.format(a=a, b=b, name=rng.choice(words("hero")), thing=thing), call
         if form < 0.4:
             named = NAMED[operator].draw(rng, is_test)
@@ -256,20 +256,28 @@ def longer_question(rng: random.Random, around: str) -> tuple[str, str]:
     if form < 0.3:  # told
         a, b, c = sorted((rng.randrange(2, size) for _ in range(3)), reverse=True)
         told, call = rng.choice(LONGER_TOLD)
-        numbers = {"a": a + (c if call == "{a}-{b}-{c}" else 0) + b * ("-{b}" in call), "b": b, "c": c}
-        thing = rng.choice((*words("object"), *THINGS))
-        question = told.format(**numbers, name=rng.choice(words("hero")), thing=thing)
-        return (question if rng.random() < 0.5 else as_typed(rng, question)), call.format(**numbers)
+        if call == "{a}-{b}-{c}":
+            a += b + c  # so that something is left
+        thing = a_thing(rng)
+        question = told.format(a=a, b=b, c=c, name=rng.choice(words("hero")), thing=thing)
+        if rng.random() >= 0.5:
+            question = as_typed(rng, question)
+        return question, call.format(a=a, b=b, c=c)
     if form < 0.42:
         b = rng.randrange(2, 13)
         a = b * rng.randrange(1, size)
-        thing = rng.choice((*words("object"), *THINGS))
+        thing = a_thing(rng)
         return rng.choice(SHARED).format(a=a, b=b, name=rng.choice(words("hero")), thing=thing), f"{a}/{b}"
     if form < 0.47:
         way, call = rng.choice(UNARY)
         a = rng.randrange(size)
         return as_typed(rng, way.format(a=a)), call.format(a=a)
-    return as_typed(rng, around.format(sum=(text := written_sum(rng, size)))), text.replace(" ", "")
+    text = written_sum(rng, size)
+    return as_typed(rng, around.format(sum=text)), text.replace(" ", "")
+
+
+def a_thing(rng: random.Random) -> str:
+    return rng.choice((*words("object"), *THINGS))
 
 
 def written_sum(rng: random.Random, size: int) -> str:
@@ -280,15 +288,25 @@ def written_sum(rng: random.Random, size: int) -> str:
     def number() -> str:
         return str(rng.randrange(1, size))
 
+    def decimal() -> str:
+        whole = rng.randrange(size)
+        return f"{whole}.{rng.choice(('5', '25', str(rng.randrange(1, 10)), '75'))}"
+
     def sign(signs: str = "+-*") -> str:
         return f"{space}{rng.choice(signs)}{space}"
 
     if form < 0.25:  # a sign before a number
-        last = number() if rng.random() < 0.7 else f"(-{number()})" if rng.random() < 0.5 else f"-{number()}"
+        if rng.random() < 0.7:
+            last = number()
+        elif rng.random() < 0.5:
+            last = f"(-{number()})"
+        else:
+            last = f"-{number()}"
         first = f"-{number()}" if rng.random() < 0.8 or last.isdigit() else number()
         return f"{first}{sign()}{last}"
     if form < 0.5:  # decimals
-        a, b = (f"{rng.randrange(size)}.{rng.choice(('5', '25', str(rng.randrange(1, 10)), '75'))}" for _ in range(2))
+        a = decimal()
+        b = decimal()
         return f"{a}{sign()}{b if rng.random() < 0.7 else number()}"
     if form < 0.7:  # brackets
         inner = f"({number()}{sign('+-')}{number()})"

@@ -8,7 +8,8 @@ from typing import Any
 from nanochat.conversation import Part, text_of
 from nanochat.demo import corpus as demo
 from nanochat.task import Example, GeneratedTask, turn
-from nanochat.tasks.arithmetic import THINGS
+from nanochat.tasks.arithmetic import a_thing
+from nanochat.tasks.stories import corpus_split
 
 ASK = (
     "{said} Answer in JSON with the keys {keys}.",
@@ -33,7 +34,7 @@ class JsonObjects(GeneratedTask):
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
-        story = demo.story(rng, "train" if self.split == "train" else "val")
+        story = demo.story(rng, corpus_split(self.split))
         said, facts = statement(rng, story)
         keys = rng.sample(sorted(facts), rng.randint(1, len(facts)))
         found = {key: facts[key] for key in keys}
@@ -56,7 +57,7 @@ class JsonObjects(GeneratedTask):
 def statement(rng: random.Random, story: demo.Story) -> tuple[str, dict[str, Any]]:
     """A sentence or two, and what they say: key -> value."""
     name, kind, trait = (story.facts[role] for role in ("hero", "kind", "trait"))
-    thing = rng.choice((*demo.words("object"), *THINGS))
+    thing = a_thing(rng)
     colour = rng.choice(demo.words("colour"))
     number = rng.randrange(2, rng.choice((10, 100)))
     form = rng.randrange(6)

@@ -9,6 +9,7 @@ from nanochat.demo.checker import check_story
 from nanochat.task import Example, GeneratedTask, Split, turn
 from nanochat.tasks import identity
 from nanochat.tasks.arithmetic import Arithmetic, is_held_out, sum_example
+from nanochat.tasks.stories import corpus_split
 from nanochat.tasks.typed import as_typed
 
 NAME = (
@@ -121,7 +122,7 @@ class Memory(GeneratedTask):
             return sums_in_turn(rng, self.split)
         if form < 0.7:
             is_new = self.split == "test" and rng.random() < 0.5
-            story = demo.story(rng, "train" if self.split == "train" else "val", ("hero",) if is_new else ())
+            story = demo.story(rng, corpus_split(self.split), ("hero",) if is_new else ())
             messages = turn(rng.choice(NAME).format(name=story.hero), f"Nice to meet you, {story.hero}!")
             question, answer = rng.choice(ASK_NAME), f"Your name is {story.hero}."
             if form < 0.45:

@@ -138,7 +138,7 @@ class Stories(GeneratedTask):
     def _draw(self, index: int) -> tuple[random.Random, Sequence[str], demo.Story]:
         rng = self.rng(index)
         new = self.new_roles(rng)
-        return rng, new, demo.story(rng, _corpus_split(self.split), new)
+        return rng, new, demo.story(rng, corpus_split(self.split), new)
 
 
 class NewStories(Stories):
@@ -161,9 +161,14 @@ class NewStories(Stories):
 def order(rng: random.Random, story: demo.Story, needed: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
     """A way to ask for a story, and what it names: role -> its words. It names the roles in `needed`."""
     roles = set(story.facts)
-    share = rng.random()
-    ways = OPEN_ORDERS if share < 0.2 else ORDERS if share < 0.75 else DETAILED_ORDERS
-    possible = [way for way in (ORDERS if needed else ways) if set(needed) <= slots_of(way) <= roles]
+    form = rng.random()
+    if needed or 0.2 <= form < 0.75:
+        ways = ORDERS
+    elif form < 0.2:
+        ways = OPEN_ORDERS
+    else:
+        ways = DETAILED_ORDERS
+    possible = [way for way in ways if set(needed) <= slots_of(way) <= roles]
     way = rng.choice(possible or OPEN_ORDERS)
     asked = {role: story.facts[role] for role in sorted(slots_of(way))}
     question = with_articles(way.format_map(story.facts))
@@ -220,7 +225,7 @@ class StoryQuestions(GeneratedTask):
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
-        story = demo.story(rng, _corpus_split(self.split))
+        story = demo.story(rng, corpus_split(self.split))
         asked = rng.sample(questions(story), 1 + rng.randrange(3))
         messages: list[Message] = []
         if rng.random() < 0.4:
@@ -251,6 +256,6 @@ def with_pronoun(rng: random.Random, story: demo.Story, question: str) -> str:
     return re.sub(rf"\b{story.hero}\b", pronouns["him"], question)
 
 
-def _corpus_split(split: Split) -> demo.Split:
+def corpus_split(split: Split) -> demo.Split:
     """The corpus holds combinations out for its own validation split: they are our test split."""
     return "train" if split == "train" else "val"
