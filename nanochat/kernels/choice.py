@@ -40,7 +40,7 @@ def _has_varlen(dtype: torch.dtype) -> bool:
     if not importlib.util.find_spec("torch.nn.attention.varlen"):  # before torch 2.10
         return False
     operator = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    if not {"scale", "window_size", "enable_gqa"} <= set(inspect.signature(operator).parameters):
+    if not {"scale", "window_size"} <= set(inspect.signature(operator).parameters):
         return False
     # The operator is flash attention. It needs Ampere or later, and 16 bits.
     return dtype == torch.bfloat16 and torch.cuda.get_device_capability() >= (8, 0)

@@ -6,12 +6,17 @@ slower form that reads T x T values. `varlen_attn` is flash attention for rows o
 Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 """
 
+import inspect
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn  # with these arguments from torch 2.12 on; choice.py checks
+from torch.nn.attention.varlen import varlen_attn  # with a window from torch 2.11 on; choice.py checks
 
 from nanochat.attention import Segments
 from nanochat.kernels.gradients import WrittenKernels
+
+SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
 
 class CudaKernels(WrittenKernels):
@@ -29,11 +34,16 @@ class CudaKernels(WrittenKernels):
             return super().attention(q, k, v, scale=scale)
         # Treat all rows as one row, divided at `bounds`: into documents, or into the original rows.
         bounds = segments.bounds if segments else torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device)
+        grouped: dict[str, Any] = {}
+        if k.size(2) != H and SHARES_HEADS:
+            grouped["enable_gqa"] = True
+        elif k.size(2) != H:
+            k, v = (part.repeat_interleave(H // part.size(2), dim=2) for part in (k, v))
         # T replaces the length of the longest document, which would be a new constant for the compiler in each batch.
         out = varlen_attn(
             q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bounds, bounds, T, T, scale=scale,
             # The number of tokens before and after its own that a query attends to; -1: no limit.
-            window_size=(window - 1 if has_window else -1, 0), enable_gqa=k.size(2) != H,
+            window_size=(window - 1 if has_window else -1, 0), **grouped,
         )  # fmt: skip
         assert isinstance(out, Tensor)
         return out.view(B, T, H, -1)  # (B x T, H, D) before
