@@ -63,10 +63,11 @@ def words(role: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- stories
 
 
-def story(rng: random.Random, split: Split, new: Collection[str] = ()) -> Story:
+def story(rng: random.Random, split: Split, new: Collection[str] = (), made_up: Collection[str] = ()) -> Story:
     """Draw a story whose combination belongs to `split`.
 
-    `new`: the roles among `hero` and `kind` that get a word which no document of the corpus has.
+    `new`: the roles among `hero` and `kind` that get a word which no document of the corpus has. `made_up`: those that
+    get a word without a meaning.
     """
     # Draw until the combination (plot, kind of hero, want, obstacle, place) falls into the split.
     while True:
@@ -78,7 +79,9 @@ def story(rng: random.Random, split: Split, new: Collection[str] = ()) -> Story:
                 facts[draw.role] = _choose(rng, draw.words)
         for role in OPEN_ROLES:
             rare_share = RARE_KIND_SHARE if role.endswith("kind") else RARE_NAME_SHARE
-            if role in facts and (role in new or rng.random() < rare_share):
+            if role in facts and role in made_up:
+                facts[role] = made_up_name(rng) if role == "hero" else made_up_kind(rng)
+            elif role in facts and (role in new or rng.random() < rare_share):
                 facts[role] = _unusual(rng, role, role in new, facts)
         if held_out(plot.name, *(facts[role] for role in plot.key)) == (split == "val"):
             break
@@ -126,6 +129,18 @@ def made_up_name(rng: random.Random) -> str:
     syllables = (_choose(rng, ONSETS) + _choose(rng, VOWELS) for _ in range(_choose(rng, (1, 2, 2, 3))))
     name = ("".join(syllables) + _choose(rng, CODAS)).capitalize()
     return made_up_name(rng) if name.lower() in words_in_use() else name
+
+
+def made_up_kind(rng: random.Random) -> str:
+    """A kind that nobody has heard of: syllables (tamoop), or the halves of two others (pengaroo). It is never a word
+    of the grammar."""
+    while True:
+        kind = made_up_name(rng).lower()
+        if rng.random() < 0.5:
+            first, second = (_choose(rng, lexicon()["kind"] + lexicon()["rare kind"]) for _ in range(2))
+            kind = first[: (len(first) + 1) // 2] + second[len(second) // 2 :]
+        if len(kind) > 3 and kind not in words_in_use():
+            return kind
 
 
 def _choose(rng: random.Random, options: Sequence[T]) -> T:

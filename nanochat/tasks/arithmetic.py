@@ -121,7 +121,12 @@ TOLD = {
 }
 THINGS = ("egg", "coin", "book", "cookie", "pencil", "orange", "flower", "marble", "dollar", "card", "banana", "pear")
 SIGNS = {"+": ("+",), "-": ("-", "-", "−"), "*": ("*", "*", "x", "×"), "/": ("/", "/", "÷")}
-SPOKEN = {"+": ("plus",), "-": ("minus",), "*": ("times", "multiplied by"), "/": ("divided by", "over")}
+SPOKEN = {
+    "+": ("plus", "and"),
+    "-": ("minus", "take away"),
+    "*": ("times", "multiplied by"),
+    "/": ("divided by", "over"),
+}
 SPOKEN_CHINESE = {"+": "加", "-": "减", "*": "乘", "/": "除以"}
 # More than two numbers, or a story of two steps: question and call.
 LONGER_TOLD = (
@@ -133,6 +138,18 @@ LONGER_TOLD = (
     ("{name} has {a} bags with {b} {thing}s each and {c} more. How many {thing}s are there?", "{a}*{b}+{c}"),
     ("There are {a} rows of {b} {thing}s, and {c} are sold. How many are left?", "{a}*{b}-{c}"),
     ("One {thing} costs {a} dollars. How much do {b} cost?", "{a}*{b}"),
+    ("{name} has {a} {thing}s. {name} wins {b} and loses {c}. How many has {name} now?", "{a}+{b}-{c}"),
+    ("There are {a} people on a bus. {b} get off and {c} get on. How many are on the bus?", "{a}-{b}+{c}"),
+    ("{a} {thing}s were in the box. {name} took {b} out and put {c} in. How many are in it now?", "{a}-{b}+{c}"),
+    ("There are {a} boxes with {b} {thing}s in each. {c} are broken. How many are whole?", "{a}*{b}-{c}"),
+    ("{name} buys {b} {thing}s for {c} dollars each and pays with {a}. How much does {name} get back?", "{a}-{b}*{c}"),
+    ("I buy {b} {thing}s for {c} dollars each and pay with {a}. How much change do I get?", "{a}-{b}*{c}"),
+    ("{name} has {a} {thing}s and I have {b}. How many more does {name} have?", "{a}-{b}"),
+    ("{name} reads {a} pages on each of {b} days. How many pages is that?", "{a}*{b}"),
+    ("{a} {thing}s, {b} {thing}s and {c} {thing}s: how many in all?", "{a}+{b}+{c}"),
+    ("Add {a}, {b} and {c}.", "{a}+{b}+{c}"),
+    ("Can you add {a}, {b} and {c} together?", "{a}+{b}+{c}"),
+    ("What is the sum of {a}, {b} and {c}?", "{a}+{b}+{c}"),
 )
 SHARED = (
     "Share {a} among {b}.",
@@ -141,6 +158,8 @@ SHARED = (
     "{name} shares {a} {thing}s with {b} friends, the same for each. How many does each get?",
     "Split {a} into {b} equal parts.",
     "How many {thing}s does each of {b} people get from {a}?",
+    "If {b} friends share {a} {thing}s equally, how many does each get?",
+    "{b} people share {a} dollars. How much does each get?",
 )
 UNARY = (("Double {a}.", "{a}*2"), ("What is half of {a}?", "{a}/2"), ("What is twice {a}?", "{a}*2"))
 NUMBER_WORDS = [
@@ -195,7 +214,7 @@ class Arithmetic(GeneratedTask):
             return told.format(a=a, b=b, name=rng.choice(words("hero")), thing=thing), call
         if form < 0.4:
             named = NAMED[operator].draw(rng, is_test)
-            in_words = named.isascii() and rng.random() < 0.15
+            in_words = named.isascii() and rng.random() < 0.25
             return as_typed(rng, named.format(a=spelled(a, in_words), b=spelled(b, in_words))), call
         around = AROUND.draw(rng, is_test)
         return as_typed(rng, around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))), call
@@ -256,8 +275,8 @@ def longer_question(rng: random.Random, around: str) -> tuple[str, str]:
     if form < 0.3:  # told
         a, b, c = sorted((rng.randrange(2, size) for _ in range(3)), reverse=True)
         told, call = rng.choice(LONGER_TOLD)
-        if call == "{a}-{b}-{c}":
-            a += b + c  # so that something is left
+        if call in ("{a}-{b}-{c}", "{a}-{b}*{c}"):
+            a += b + c if call == "{a}-{b}-{c}" else b * c  # so that something is left
         thing = a_thing(rng)
         question = told.format(a=a, b=b, c=c, name=rng.choice(words("hero")), thing=thing)
         if rng.random() >= 0.5:
@@ -336,8 +355,9 @@ def spelled_sum(rng: random.Random, operator: str, a: int, b: int, in_chinese: b
     if in_chinese and rng.random() < 0.7:
         return f"{a}{SPOKEN_CHINESE[operator]}{b}"
     if not in_chinese and rng.random() < 0.3:
-        in_words = rng.random() < 0.4
-        return f"{spelled(a, in_words)} {rng.choice(SPOKEN[operator])} {spelled(b, in_words)}"
+        first, second = ((in_words := rng.random() < 0.5), in_words if rng.random() < 0.7 else not in_words)
+        text = f"{spelled(a, first)} {rng.choice(SPOKEN[operator])} {spelled(b, second)}"
+        return text.replace("y-", "y ") if rng.random() < 0.3 else text  # forty two
     spacing = rng.choice(("", " "))
     return f"{a}{spacing}{rng.choice(SIGNS[operator])}{spacing}{b}"
 

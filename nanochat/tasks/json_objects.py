@@ -18,6 +18,42 @@ ASK = (
     "Make a JSON object with {keys} from this: {said}",
     "{said}\nJSON with {keys}, please.",
     "Return {keys} as a JSON object. {said}",
+    "{said} Put it in JSON with the keys {keys}.",
+    "As JSON with the keys {keys}: {said}",
+    "JSON please, keys {keys}: {said}",
+)
+# Keys and values as they are given: `{pairs}` is "a is 1 and b is 2", or "a = 1, b = 2", or `"a": 1`.
+GIVEN = (
+    "Write this as JSON: {pairs}",
+    "As JSON: {pairs}",
+    "Make a JSON object: {pairs}",
+    "A JSON object where {pairs}, please.",
+    "Reply only with a JSON object where {pairs}.",
+    "Turn this into JSON: {pairs}",
+    "JSON: {pairs}",
+)
+ONE_GIVEN = (
+    'Make a JSON object with the key "{key}" and the value {value}.',
+    "Give me JSON with the key {key} and the value {value}.",
+    'Write a JSON object that has {value} as its "{key}".',
+)
+KEYS = (
+    *(
+        "name",
+        "age",
+        "city",
+        "country",
+        "colour",
+        "size",
+        "count",
+        "total",
+        "first",
+        "last",
+        "fruit",
+        "animal",
+        "sound",
+    ),
+    *("title", "price", "day", "food", "number", "a", "b", "x", "y", "id", "word", "friend", "place", "pet", "weight"),
 )
 INVENT = (
     "Give me a JSON object with {keys}.",
@@ -34,12 +70,15 @@ class JsonObjects(GeneratedTask):
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
+        if rng.random() < 0.35:
+            return given_object(rng)
         story = demo.story(rng, corpus_split(self.split))
         said, facts = statement(rng, story)
         keys = rng.sample(sorted(facts), rng.randint(1, len(facts)))
         found = {key: facts[key] for key in keys}
-        listed = ", ".join(keys[:-1]) + " and " * (len(keys) > 1) + keys[-1]
-        is_invented = rng.random() < 0.25
+        shown = [f'"{key}"' for key in keys] if rng.random() < 0.3 else keys
+        listed = ", ".join(shown[:-1]) + " and " * (len(keys) > 1) + shown[-1]
+        is_invented = rng.random() < 0.15
         question = rng.choice(INVENT if is_invented else ASK).format(said=said, keys=listed)
         return Example(turn(question, json.dumps(found)), keys if is_invented else found)
 
@@ -52,6 +91,31 @@ class JsonObjects(GeneratedTask):
         if isinstance(example.answer, list):
             return isinstance(found, dict) and list(found) == example.answer
         return json.dumps(found, sort_keys=True) == json.dumps(example.answer, sort_keys=True)  # 0 is not false
+
+
+def given_object(rng: random.Random) -> Example:
+    """An object whose keys and values are in the question, as they are."""
+    keys = rng.sample(KEYS, rng.choice((1, 1, 2, 2, 3)))
+    found: dict[str, Any] = {}
+    for key in keys:
+        form = rng.random()
+        if form < 0.35:
+            found[key] = rng.randrange(rng.choice((10, 100, 1000)))
+        elif form < 0.6:
+            found[key] = demo.made_up_name(rng)
+        elif form < 0.75:
+            found[key] = demo.made_up_kind(rng)
+        else:
+            found[key] = rng.choice((a_thing(rng), rng.choice(demo.words("hero")), rng.choice(demo.words("colour"))))
+    is_quoted = rng.random() < 0.3
+    written = {key: json.dumps(value) if is_quoted else str(value) for key, value in found.items()}
+    if len(keys) == 1 and rng.random() < 0.6:
+        question = rng.choice(ONE_GIVEN).format(key=keys[0], value=written[keys[0]])
+    else:
+        sign, between = rng.choice(((" is ", ", "), (" is ", " and "), (" = ", ", "), (": ", ", ")))
+        pairs = between.join(f"{key}{sign}{value}" for key, value in written.items())
+        question = rng.choice(GIVEN).format(pairs=pairs)
+    return Example(turn(question, json.dumps(found)), found)
 
 
 def statement(rng: random.Random, story: demo.Story) -> tuple[str, dict[str, Any]]:

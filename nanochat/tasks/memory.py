@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
-from nanochat.conversation import Part, parts_of, text_of
+from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.demo import corpus as demo
 from nanochat.demo.checker import check_story
 from nanochat.task import Example, GeneratedTask, Split, turn
 from nanochat.tasks import identity
-from nanochat.tasks.arithmetic import Arithmetic, is_held_out, sum_example
+from nanochat.tasks.arithmetic import Arithmetic, a_thing, in_letters, is_held_out, sum_example
 from nanochat.tasks.stories import corpus_split
 from nanochat.tasks.typed import as_typed
 
@@ -37,14 +38,19 @@ ASK_NAME = (
     "Do you know who I am?",
 )
 ABOUT_ME = ("Tell me a story about me.", "Tell me a story about somebody with my name.", "I want to be in the story!")
-# What somebody says of themselves, what that is of them, and how they ask for it later. Slots are those of
-# smalltalk.txt; {name} and {number} are drawn.
+# What somebody says, what of it is known then, and how they ask for it later. Slots are those of smalltalk.txt;
+# {name}, {number}, {count}, {kind}, {things}, {month}, {job}, {shade} and {word} are drawn.
 FACTS = (
     (("I like {animal}.", "I love {animal}!", "I really like {animal}."), "You like {animal}", ("What do I like?",)),
     (
         ("I like {topic}.", "I love {topic}!", "I enjoy {topic}."),
         "You like {topic}",
         ("What do I like?", "What do I enjoy?"),
+    ),
+    (
+        ("I hate {dish}.", "I do not like {dish}.", "I like {topic}, but I hate {dish}."),
+        "You do not like {dish}",
+        ("What do I hate?", "What do I not like?", "What is it that I do not like?"),
     ),
     (
         ("My favourite food is {dish}.", "The food that I like best is {dish}."),
@@ -57,9 +63,14 @@ FACTS = (
         ("What is my favourite colour?", "Which colour do I like?"),
     ),
     (
-        ("I am {number} years old.", "My age is {number}.", "I just turned {number}."),
+        ("I am {number} years old.", "My age is {number}.", "I just turned {number}.", "I am {number}."),
         "You are {number} years old",
         ("How old am I?", "What is my age?", "Do you know how old I am?"),
+    ),
+    (
+        ("My birthday is in {month}.", "I was born in {month}."),
+        "Your birthday is in {month}",
+        ("When is my birthday?", "In which month is my birthday?", "When was I born?"),
     ),
     (
         ("I live in {place}.", "I am from {place}.", "My home is in {place}."),
@@ -67,25 +78,67 @@ FACTS = (
         ("Where do I live?", "Where is my home?", "Where am I from?"),
     ),
     (
-        ("My dog is called {name}.", "I have a dog named {name}.", "My dog's name is {name}."),
-        "Your dog is called {name}",
-        ("What is my dog called?", "What is the name of my dog?", "Who is my dog?"),
+        ("I am going to {place} next week.", "We are going to {place} in {month}.", "Tomorrow I travel to {place}."),
+        "You are going to {place}",
+        ("Where am I going?", "Where are we going?", "Where do I travel?"),
     ),
     (
-        ("My cat is called {name}.", "I have a cat named {name}."),
-        "Your cat is called {name}",
-        ("What is my cat called?", "What is the name of my cat?"),
+        ("My {kind} is called {name}.", "I have a {kind} named {name}.", "My {kind}'s name is {name}."),
+        "Your {kind} is called {name}",
+        ("What is my {kind} called?", "What is the name of my {kind}?", "What is my {kind}'s name?"),
     ),
     (
-        ("I am a {job}.", "I work as a {job}."),
-        "You are a {job}",
-        ("What is my job?", "What do I do?", "What am I?"),
+        ("My {kind} is called {name}.", "I have a {kind} named {name}.", "{name} is my {kind}."),
+        "{name} is your {kind}",
+        ("Who is {name}?", "And who is {name}?"),
     ),
+    (
+        ("My {kind} {name} is {number}.", "My {kind} is called {name}. {name} is {number} years old."),
+        "{name} is {number} years old",
+        ("How old is {name}?", "How old is my {kind}?"),
+    ),
+    (
+        ("{name} likes {animal}.", "My {kind} {name} likes {animal}."),
+        "{name} likes {animal}",
+        ("What does {name} like?", "What is it that {name} likes?"),
+    ),
+    (
+        (
+            "I have {count} {things} at home.",
+            "I own {count} {things}.",
+            "We have {count} {things}.",
+            "I have {count} {things}.",
+        ),
+        "You have {count} {things}",
+        ("How many {things} do I have?", "How many {things} have I got?"),
+    ),
+    (("I am a {job}.", "I work as a {job}."), "You are a {job}", ("What is my job?", "What do I do?", "What am I?")),
     (
         ("I speak {tongue}.", "I am learning {tongue}."),
         "You speak {tongue}",
         ("Which language do I speak?", "What language do I speak?"),
     ),
+    (
+        ("Remember the word {word}.", "Remember this: {word}", "The secret word is {word}.", "Please remember {word}."),
+        "The word is {word}",
+        (
+            "What is the word?",
+            "Which word did I ask you to remember?",
+            "What was the secret word?",
+            "What did I tell you?",
+        ),
+    ),
+)
+# What other chat models say to that: a chat that somebody brings has their replies, and ours is not learned from them.
+REPLIES = (
+    "Thanks for telling me.", "Good to know!", "That is nice.", "Okay.", "Nice!", "Great!", "How lovely!", "I see.",
+    "That sounds like fun!", "Got it.", "Okay, I will remember it.", "What a lovely name!", "Thank you!",
+)  # fmt: skip
+KIN = ("sister", "brother", "mother", "father", "son", "daughter", "friend", "best friend", "aunt", "uncle", "teacher")
+PETS = ("dog", "cat", "rabbit", "horse", "parrot", "hamster", "goldfish", "pony", "turtle", "bird", "mouse")
+MONTHS = (
+    *("January", "February", "March", "April", "May", "June"),
+    *("July", "August", "September", "October", "November", "December"),
 )
 JOBS = ("teacher", "student", "doctor", "baker", "nurse", "pilot", "farmer", "cook", "painter", "programmer", "driver")
 REMEMBER = ("{question}", "{question}", "Do you remember? {question}", "So, {question}", "Tell me: {question}")
@@ -103,8 +156,18 @@ FOLLOW_UPS = (  # what may follow the answer of a sum, and the call that answers
     ("* {b}", "{a}*{b}"),
     ("Multiply that by {b}.", "{a}*{b}"),
     ("And that times {b}?", "{a}*{b}"),
+    ("times {b}", "{a}*{b}"),
+    ("Now times {b}.", "{a}*{b}"),
+    ("and {b} more?", "{a}+{b}"),
+    ("Add {b} to that.", "{a}+{b}"),
+    ("and {b} less?", "{a}-{b}"),
     ("Double it.", "{a}*2"),
+    ("Double that.", "{a}*2"),
+    ("Now half of that.", "{a}/2"),
+    ("Half of it?", "{a}/2"),
     ("Divide that by {b}.", "{a}/{b}"),
+    ("divided by {b}", "{a}/{b}"),
+    ("/ {b}", "{a}/{b}"),
     ("And {c} + {b}?", "{c}+{b}"),
     ("What about {c} - {b}?", "{c}-{b}"),
 )
@@ -128,18 +191,8 @@ class Memory(GeneratedTask):
             if form < 0.45:
                 question, answer = rng.choice(ABOUT_ME), story.text
         else:
-            ways, known, asked = rng.choice(FACTS)
-            drawn = {
-                "name": demo.story(rng, "train").hero,
-                "number": rng.randrange(3, 100),
-                "shade": rng.choice(demo.words("colour")),
-                "job": rng.choice(JOBS),
-            }
-            drawn |= {slot: rng.choice(list(words)) for slot, words in identity.lexicon().items()}
-            messages = turn(rng.choice(ways).format_map(drawn), f"{known.format_map(drawn)}: good to know!")
-            question = rng.choice(REMEMBER).format(question=rng.choice(asked))
-            answer = f"{known.format_map(drawn)}."
-        if answer.startswith("You"):
+            messages, question, answer = fact_and_question(rng)
+        if not check_story(answer).ok:
             for _ in range(rng.choice((0, 0, 1, 2))):
                 messages += identity.earlier_turn(rng)
         return Example([*messages, *turn(as_typed(rng, question), answer)], answer)
@@ -151,6 +204,33 @@ class Memory(GeneratedTask):
             return True
         asked, told = check_story(example.answer), check_story(text)
         return asked.ok and told.ok and told.facts["hero"] == asked.facts["hero"]
+
+
+def fact_and_question(rng: random.Random) -> tuple[list[Message], str, str]:
+    """What somebody says, with a reply; a question about it; and the answer."""
+    ways, known, asked = rng.choice(FACTS)
+    drawn: dict[str, Any] = {slot: rng.choice(list(words)) for slot, words in identity.lexicon().items()}
+    count = rng.randrange(2, rng.choice((10, 100)))
+    drawn |= {
+        "name": demo.story(rng, "train").hero,
+        "kind": rng.choice(KIN if rng.random() < 0.4 else PETS),
+        "number": rng.randrange(3, 100),
+        "count": in_letters(count) if rng.random() < 0.2 else count,
+        "things": f"{a_thing(rng) if rng.random() < 0.5 else rng.choice(PETS[:8])}s",
+        "month": rng.choice(MONTHS),
+        "shade": rng.choice(demo.words("colour")),
+        "job": rng.choice(JOBS),
+        "word": rng.choice((a_thing(rng), demo.made_up_name(rng), demo.made_up_kind(rng))),
+    }
+    said = rng.choice(ways).format_map(drawn)
+    fact = known.format_map(drawn)
+    messages = turn(
+        as_typed(rng, said) if rng.random() < 0.3 and "{name}" not in known else said, f"{fact}: good to know!"
+    )
+    if rng.random() < 0.5:
+        messages[-1] = {"role": "assistant", "content": rng.choice(REPLIES), "train": False}
+    question = rng.choice(REMEMBER).format(question=rng.choice(asked).format_map(drawn))
+    return messages, question, f"{fact}."
 
 
 def sums_in_turn(rng: random.Random, split: Split) -> Example:
@@ -165,6 +245,10 @@ def sums_in_turn(rng: random.Random, split: Split) -> Example:
             call = call.format_map(numbers)
             if is_held_out(call) == (split == "test"):
                 break
+        if rng.random() < 0.5:  # a reply by another model, without a calculator
+            said = text_of(parts_of(messages[-1]["content"])).rstrip(".").replace(" = ", rng.choice((" = ", " is ")))
+            said = rng.choice((said, f"{said}.", said.split()[-1], f"The answer is {said.split()[-1]}."))
+            messages[-1] = {"role": "assistant", "content": said, "train": False}
         example = sum_example(way.format_map(numbers), call)
         messages += example.messages
     return Example(messages, text_of(parts_of(messages[-1]["content"])))

@@ -5,6 +5,7 @@ import random
 from nanochat.demo import corpus as demo
 from nanochat.demo.plots import lexicon
 from nanochat.task import Example, GeneratedTask, turn
+from nanochat.tasks.stories import corpus_split
 
 WAYS = (
     "Say {said}.",
@@ -14,17 +15,37 @@ WAYS = (
     "Please say {said}.",
     "Write {said}.",
     "Say it after me: {said}",
+    "Repeat the word {said}.",
+    'Say "{said}"',
+    "Say '{said}'.",
+    "Copy this exactly: {said}",
+    "Copy this: {said}",
+    "Can you say this back to me? {said}",
+    "Please repeat this: {said}",
+    "Echo {said}",
+    "Write this: {said}",
 )
+TIMES = (("two times", 2), ("twice", 2), ("three times", 3), ("3 times", 3), ("four times", 4))
 
 
 class Repeat(GeneratedTask):
-    """One to four words or numbers, most of them without a meaning. The test split also has the corpus's new words."""
+    """One to four words or numbers, most of them without a meaning, or some words of a story; sometimes more than once.
+    The test split also has the corpus's new words."""
 
     name = "repeat"
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
         said = " ".join(self._word(rng) for _ in range(rng.choice((1, 1, 2, 3, 4))))
+        form = rng.random()
+        if form < 0.35:
+            words = demo.story(rng, corpus_split(self.split)).text.replace('"', "").split()
+            first = rng.randrange(len(words) - 7)
+            said = " ".join(words[first : first + rng.randint(2, 7)]).rstrip(".!?,")
+        elif form < 0.45:
+            often, count = rng.choice(TIMES)
+            word = self._word(rng)
+            return Example(turn(f"Say {word} {often}.", repeated := ", ".join([word] * count)), repeated)
         return Example(turn(rng.choice(WAYS).format(said=said), said), said)
 
     def _word(self, rng: random.Random) -> str:

@@ -47,12 +47,31 @@ ORDERS = (
     "Make up a story with a {kind} in it.",
     "Tell me a story with a happy ending about a {kind}.",
     "Once upon a time there was a {trait} {kind}. Go on.",
+    "Tell me a story. The hero should be called {hero}.",
+    "Tell me a story about a {kind} whose name is {hero}.",
+    "Could you tell a story about a {trait} {kind} whose name is {hero}?",
+    "Make up a story about a {kind} named {hero} who is very {trait}.",
+    "I want a {kind} story! Call the {kind} {hero}.",
+    "Can I have a story about a {kind}?",
+    "Tell my children a story about a {kind} called {hero}.",
+    "My son wants a story about a {kind} with the name {hero}.",
+    "Story: a {trait} {kind} named {hero}",
+    "Now one about a {kind}.",
+    "Another one, please, this time with a {kind} called {hero}.",
+    "Yes, about a {trait} {kind}.",
+    "And now a story about {hero}.",
 )
 DETAILED_ORDERS = (
     "Tell me a story about a {kind} who lives {home}.",
     "Tell me a story about {hero}, who lived {home}.",
     "Tell me a story about a {weather} day.",
     "Tell me a story about a {kind} on a {weather} day.",
+    "Tell me a story on a {weather} day.",
+    "A bedtime story that happens on a {weather} day, please.",
+    "Tell me about a {kind} named {hero} who has a friend called {friend}.",
+    "A story about a {kind} {place}, please.",
+    "Tell me a story about a {kind} {place}.",
+    "A story about a {kind} who lives {home}",
     "Tell me a story about a {colour} {object}.",
     "Tell me a story about {hero} and a {colour} {object}.",
     "Tell me a story about a {kind} and a {object}.",
@@ -73,6 +92,8 @@ DETAILED_ORDERS = (
     "Tell me a story about a {kind} with a {food}.",
 )
 WHO = {"hero", "kind", "trait"}  # the roles that most orders name
+WHO_IS_NEW = (("hero",), ("kind",), ("hero", "kind"))  # the roles whose words a story draws from outside the corpus
+COPIED_SHARE = 0.3  # share of the stories to order, in training, that have a made-up name or kind
 GRAM = 4  # words of a sequence, for the measure of variety
 TEXTS_AT_ONCE = 60  # texts that are compared: among more, a sequence is more likely to occur again
 
@@ -83,8 +104,8 @@ class Stories(GeneratedTask):
     name = "stories"
 
     def example(self, index: int) -> Example:
-        rng, new, story = self._draw(index)
-        question, asked = order(rng, story, new)
+        rng, named, story = self._draw(index)
+        question, asked = order(rng, story, named)
         return Example(turn(question, story.text), asked)
 
     def wrong(self, index: int) -> str:
@@ -131,14 +152,17 @@ class Stories(GeneratedTask):
             "distinct_4grams": distinct_grams([text_of(reply) for _, reply in replies]),
         }
 
-    def new_roles(self, rng: random.Random) -> Sequence[str]:
-        """The roles whose words no document of the corpus has; the order names them."""
-        return ()
+    def draw_story(self, rng: random.Random) -> tuple[Sequence[str], demo.Story]:
+        """The roles that the order has to name, and a story. In training, some names and kinds are words without a
+        meaning, which can only be copied from the order."""
+        made_up: Sequence[str] = ()
+        if self.split == "train" and rng.random() < COPIED_SHARE:
+            made_up = rng.choice(WHO_IS_NEW)
+        return made_up, demo.story(rng, corpus_split(self.split), made_up=made_up)
 
     def _draw(self, index: int) -> tuple[random.Random, Sequence[str], demo.Story]:
         rng = self.rng(index)
-        new = self.new_roles(rng)
-        return rng, new, demo.story(rng, corpus_split(self.split), new)
+        return rng, *self.draw_story(rng)
 
 
 class NewStories(Stories):
@@ -154,17 +178,18 @@ class NewStories(Stories):
             raise UserError("new_stories is for chat_eval: a word that training has seen is not new; train on stories")
         super().__init__(split, path, hub)
 
-    def new_roles(self, rng: random.Random) -> Sequence[str]:
-        return rng.choice((("hero",), ("kind",), ("hero", "kind")))
+    def draw_story(self, rng: random.Random) -> tuple[Sequence[str], demo.Story]:
+        new = rng.choice(WHO_IS_NEW)
+        return new, demo.story(rng, corpus_split(self.split), new)
 
 
 def order(rng: random.Random, story: demo.Story, needed: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
     """A way to ask for a story, and what it names: role -> its words. It names the roles in `needed`."""
     roles = set(story.facts)
     form = rng.random()
-    if needed or 0.2 <= form < 0.75:
+    if needed or 0.12 <= form < 0.65:
         ways = ORDERS
-    elif form < 0.2:
+    elif form < 0.12:
         ways = OPEN_ORDERS
     else:
         ways = DETAILED_ORDERS
