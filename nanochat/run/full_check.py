@@ -308,7 +308,8 @@ def memory_of_decoding(kind: str, depth: int) -> Found:
 # ---------------------------------------------------------------------- operators: a few whose speed nobody knows
 
 REPEATS = 7
-# A slower operator is not limited by its bytes: its algorithm is wrong for the card, or it runs on a slow AI CPU.
+# A slower operator is not limited by its bytes: its algorithm is wrong for the card, or it runs on a slow AI CPU. Those
+# that sort, add in order or scatter may take twice as many times as on an NVIDIA H200 (docs/archive.md).
 TIMES_COPY = 3.0
 
 
@@ -322,6 +323,7 @@ class Operator:
     bytes: float  # that its launches must read and write at least
     launches: int = 1
     is_bound_by_bytes: bool = True  # else by its products: then a copy of as many bytes says nothing about it
+    times_copy: float = TIMES_COPY  # how many times as long as copies of its bytes it may take
 
 
 def operators(kind: str, sizes: Sizes, record: Path) -> None:
@@ -332,8 +334,8 @@ def operators(kind: str, sizes: Sizes, record: Path) -> None:
     C = 768
     listed = [
         Operator("cache write", lambda device: write_cache(device, rows, tokens), 0.0, 4 * rows * C * 2, 3),
-        Operator(f"top 50 of {V:,}", lambda device: top_of(device, rows, V), 0.0, 4 * rows * V),
-        Operator(f"cumulative sum of {V:,}", lambda device: cumulative_sum(device, rows, V), 1e-4, 8 * rows * V),
+        Operator(f"top 50 of {V:,}", lambda device: top_of(device, rows, V), 0.0, 4 * rows * V, times_copy=16),
+        Operator(f"cumulative sum of {V:,}", lambda device: cumulative_sum(device, rows, V), 1e-4, 8 * rows * V, times_copy=25),
         Operator(
             f"NF4 read-back of {outputs:,} x {inputs:,}",
             lambda device: read_back(device, outputs, inputs),
@@ -348,6 +350,7 @@ def operators(kind: str, sizes: Sizes, record: Path) -> None:
             1e-3,
             4 * C * (32768 + 3 * rows * tokens),
             2,  # zeros, and the sums: a gradient is added to what is read
+            times_copy=12,
         ),
     ]
     for operator in listed:
@@ -381,8 +384,8 @@ def time_operator(kind: str, operator: Operator, judges_speed: bool) -> Found:
         copy_ms = median_ms(device, copies(device, operator))
         figures |= {"copy_ms": copy_ms, "times_copy": milliseconds / copy_ms}
         detail += f"; {milliseconds / copy_ms:.1f} times a copy of as many bytes ({copy_ms:.3f} ms)"
-        if milliseconds > TIMES_COPY * copy_ms:
-            raise Wrong(f"{detail}, more than {TIMES_COPY:g} times", figures)
+        if milliseconds > operator.times_copy * copy_ms:
+            raise Wrong(f"{detail}, more than {operator.times_copy:g} times", figures)
     return Found(detail, figures)
 
 

@@ -68,7 +68,7 @@ DOUBTS = (
     Doubt("launches are recorded and replayed, with the same tokens", ("recorded",), ("decode",)),
     Doubt("decoding again takes no more memory", ("decoding memory",), ("decode",)),
     Doubt(
-        "these operators take at most 3 times as long as copies of their bytes",
+        "these operators take not much longer than copies of their bytes",
         ("cache write", "top", "NF4", "cumulative", "embedding"), ("operators",), figure="times_copy",
     ),
     Doubt("a packed row may have this many documents", ("documents",), ("operators",)),

@@ -36,16 +36,17 @@ def random_qkv(B: int, T: int, H: int, K: int, D: int = 4) -> tuple[Tensor, Tens
 # ---------------------------------------------------------------------- whole rows
 
 
-@pytest.fixture(params=["cpu", "cpu-blocks", "cpu-long", "torch", "cuda"])
+@pytest.fixture(params=["cpu", "cpu-blocks", "cpu-long", "torch", "cuda", "cuda-2.11"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TorchKernels:
     """Matrix products in one block and in several, torch's fused operator in several, and each device's own."""
     if request.param in ("cpu-blocks", "cpu-long", "torch"):
         monkeypatch.setattr(attention, "BLOCK", 3)
     if request.param == "cpu-long":
         monkeypatch.setattr(cpu, "PLAIN_TOKENS", 0)
-    if request.param == "cuda":
+    if request.param.startswith("cuda"):
         cuda = request.getfixturevalue("cuda_on_cpu")
         monkeypatch.setattr(cuda.CudaKernels, "device_type", None)
+        monkeypatch.setattr(cuda, "SHARES_HEADS", request.param == "cuda")
         return cuda.CudaKernels()
     return TorchKernels() if request.param == "torch" else CpuKernels()
 
