@@ -86,6 +86,7 @@ class TextFlags(TrainFlags):
     # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
     data: Frozen[str] = "demo"
     val_data: Frozen[str | None] = None  # held-out text; default: the end of --data
+    columns: Frozen[str] = ""  # text=COLUMN, where the text in the files of --data has another name
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
