@@ -128,6 +128,8 @@ class StageFlags(SourceFlags):
     # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
     bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
+    columns: Frozen[str] = ""  # of files with other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
+    thoughts: Frozen[Literal["keep", "drop"]] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates of pretraining
