@@ -59,7 +59,7 @@ class TemplateFormat(ChatFormat):
             if not any(parts) or not message.get("train", True):
                 continue
             count += 1
-            if span is None:
+            if span is None or (not self.template.has_marks and self._lacks(whole.text[slice(*span)], text)):
                 written = "".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
                 lost += len(self.tokenizer.encode(written)) + 1  # and the end of the turn
             else:
@@ -152,6 +152,13 @@ class TemplateFormat(ChatFormat):
                 tokens.append(token)
         text = self.tokenizer.decode(tokens)
         return [{"type": "text", "text": text}] if text else []
+
+    def _lacks(self, written: str, message: dict[str, Any]) -> bool:
+        """Whether a template left out a call of a message, or its thought: it would be learned to reply without."""
+        needed = [call.get("function", {}).get("name", "") for call in message.get("tool_calls") or []]
+        found = THOUGHT.match(message["content"])
+        needed.append(found[1] if found else message.get(self.template.thought_field or "") or "")
+        return not all(text.strip() in written for text in needed)
 
     def _as_texts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages as templates read them: each content is one text, and a thought is in the template's field."""

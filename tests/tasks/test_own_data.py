@@ -308,6 +308,17 @@ def test_a_thought_before_a_call_is_kept(tmp_path):
     assert learned.startswith("<think>\nI look.\n</think>\n\n") and '<tool_call>\n{"name": "weather"' in learned
 
 
+def test_a_reply_whose_call_or_thought_the_template_drops_is_not_learned(tmp_path, family_tokenizers):
+    """It would be learned to end the turn at once, or to reply without a thought."""
+    rendered = render(family_tokenizers["llama3"], WEATHER)
+    assert (rendered.replies, rendered.unlearned) == (2, 1)
+    assert learned_by(family_tokenizers["llama3"], WEATHER) == "Sunny.<|eot_id|>"
+    dropping = THINKING.replace("{%- set thought = content.split('</think>')[0]", "{%- set thought = ''")
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=dropping))
+    rendered = render(tokenizer, [user("2+3?"), reply(THOUGHT)])
+    assert (rendered.replies, rendered.unlearned, rendered.target_count) == (1, 1, 0)
+
+
 def test_a_lone_thought_is_still_a_reply(tmp_path):
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=FIELD))
     rendered = render(tokenizer, [user("2+3?"), reply("<think>\nTwo and three.\n</think>\n\n")])
