@@ -389,7 +389,7 @@ def question_of(fields: Mapping[str, Any]) -> list[Any]:
     if question is None:
         question = fields.get("input")
     elif isinstance(question, str) and isinstance(more, str) and more:
-        question = f"{question}\n\n{more}" if question else more
+        question = f"{question}\n{more}" if question else more  # one line end, as in ms-swift and LLaMA-Factory
     messages = []
     for turn in parsed(fields.get("history"), 'its "history"') or []:
         if not isinstance(turn, list) or len(turn) != 2:

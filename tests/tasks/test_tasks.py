@@ -511,7 +511,7 @@ def test_every_form_is_the_same_conversation(row):
 def test_what_a_form_keeps():
     system = {"role": "system", "content": "Be brief."}
     assert messages_of({"conversations": [{"from": "system", "value": "Be brief."}, *FORMS[4]]}) == [system, *HELLO]
-    requested = {"role": "user", "content": "Add.\n\n1 and 2"}
+    requested = {"role": "user", "content": "Add.\n1 and 2"}
     assert messages_of({"instruction": "Add.", "input": "1 and 2", "output": "3"})[0] == requested
     parts = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
     mrequested = [HELLO[0], {"role": "assistant", "content": parts, "train": False}]
@@ -642,7 +642,7 @@ def test_alpaca_as_csv(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('instruction,input,output\nAdd.,"1, 2\n",3\n"Say ""Hi""!",,Hi!\n')
     task = Conversations("train", str(path))
-    assert task.example(0).messages[0]["content"] == "Add.\n\n1, 2\n" and len(task) == 1
+    assert task.example(0).messages[0]["content"] == "Add.\n1, 2\n" and len(task) == 1
     assert Conversations("test", str(path)).example(0).messages[0]["content"] == 'Say "Hi"!'
 
 
