@@ -142,22 +142,26 @@ def parse_mixture(data: str, flag: str = "--data") -> dict[str, float]:
 
 
 def open_corpus(
-    data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None
+    data: str, val_data: str | None = None, *, hub: str = "hf", shards: int | None = None, columns: str = ""
 ) -> tuple[Corpus | WeightedCorpora, Corpus | WeightedCorpora]:
     """Open --data (and --val_data) as (train, validation); either may be a mixture.
 
     Without `val_data` a folder's last file is validation, or the last 10% of a single file. A name has its own
-    validation split. `shards`: the number of training shards of a hub dataset. Raises UserError: in one line.
+    validation split. `shards`: the number of training shards of a hub dataset. `columns`: `text=COLUMN`, where the text
+    of files has another name. Raises UserError: in one line.
     """
+    role, _, column = (part.strip() for part in (columns or f"text={COLUMN}").partition("="))
+    if role != "text" or not column:
+        raise UserError(f"--columns {columns}: of --data only the text is read: text=COLUMN")
     weights = parse_mixture(data)
     if shards is not None and all(name in rooms.names("corpora") or _is_here(name) for name in weights):
         raise UserError(f"--shards {shards}: --data {data} has no shards, a hub dataset has: leave --shards out")
-    opened = {name: _open(name, "--data", val_data is not None, hub, shards) for name in weights}
+    opened = {name: _open(name, "--data", val_data is not None, hub, shards, column) for name in weights}
     train = _weighted(data, weights, [pair[0] for pair in opened.values()])
     val = _weighted(data, weights, [pair[1] for pair in opened.values()])
     if val_data is not None:
         val_weights = parse_mixture(val_data, "--val_data")
-        val_corpora = [_open(name, "--val_data", True, hub, 1)[1] for name in val_weights]
+        val_corpora = [_open(name, "--val_data", True, hub, 1, column)[1] for name in val_weights]
         val = _weighted(val_data, val_weights, val_corpora)
     roles = [(part.corpus, "training") for part in weighted_parts(train)]
     roles += [(part.corpus, "validation") for part in weighted_parts(val)]
@@ -180,7 +184,7 @@ def _weighted(data: str, weights: dict[str, float], corpora: list[Corpus]) -> Co
     return WeightedCorpora(data, parts)
 
 
-def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tuple[Corpus, Corpus]:
+def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, column: str) -> tuple[Corpus, Corpus]:
     """(train, validation) of one name or path; with `whole`, both are all of a path's text."""
     if not data:
         raise UserError(f"{flag} is empty: name a file, a folder, or one of {', '.join(NAMES)}")
@@ -188,7 +192,7 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tu
         open_split = rooms.find("corpora", data)
         return open_split("train"), open_split("val")
     if _is_here(data):
-        return _open_files(data, list_files(Path(data).expanduser(), TEXT_SUFFIXES, flag), whole)
+        return _open_files(data, list_files(Path(data).expanduser(), TEXT_SUFFIXES, flag), whole, column)
     is_hub_name = ORG_AND_NAME.fullmatch(data) and not data.lower().endswith(TEXT_SUFFIXES)
     if data not in NAMES and not is_hub_name:
         near = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
@@ -200,7 +204,7 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None) -> tu
     except UserError as error:
         lead = f"{flag} {data} is not a file or folder here; as a hub dataset, " if is_hub_name else ""
         raise UserError(f"{lead}{error}") from error
-    return _open_files(data, files, False)
+    return _open_files(data, files, False, column)
 
 
 def _is_here(data: str) -> bool:
@@ -208,29 +212,31 @@ def _is_here(data: str) -> bool:
     return data not in NAMES and bool(data) and Path(data).expanduser().exists()
 
 
-def _open_files(name: str, paths: list[Path], whole: bool) -> tuple[Corpus, Corpus]:
+def _open_files(name: str, paths: list[Path], whole: bool, column: str) -> tuple[Corpus, Corpus]:
     if len(paths) > 1 or whole:
-        files = [open_file(path, [COLUMN]) for path in paths]
+        files = [open_file(path, [column]) for path in paths]
         if whole:
-            corpus = FileCorpus(name, files)
+            corpus = FileCorpus(name, files, column=column)
             return corpus, corpus
-        return FileCorpus(name, files[:-1]), FileCorpus(f"{name} ({paths[-1].name})", files[-1:])
+        last_name = f"{name} ({paths[-1].name})"
+        return FileCorpus(name, files[:-1], column=column), FileCorpus(last_name, files[-1:], column=column)
     path = paths[0]
     val_name = f"{name} (last 10%)"
     if path.name.lower().endswith(".txt"):
         cut = text_cut(path)
         return FileCorpus(name, [TextFile(path, stop=cut)]), FileCorpus(val_name, [TextFile(path, start=cut)])
-    file = open_file(path, [COLUMN])
+    file = open_file(path, [column])
     cut = max(min(len(file) * 9 // 10, len(file) - 1), 0)
-    return FileCorpus(name, [file], end=cut), FileCorpus(val_name, [file], first=cut)
+    return FileCorpus(name, [file], end=cut, column=column), FileCorpus(val_name, [file], first=cut, column=column)
 
 
 class FileCorpus:
-    """The documents `first` to `end` of some files."""
+    """The documents `first` to `end` of some files; `column` is the field of their rows that has the text."""
 
-    def __init__(self, name: str, files: list[DataFile], first: int = 0, end: int | None = None):
+    def __init__(self, name: str, files: list[DataFile], first: int = 0, end: int | None = None, column: str = COLUMN):
         self.name = name
-        self.records = Records(files, {COLUMN: str}, first, end)
+        self.column = column
+        self.records = Records(files, {column: str}, first, end)
 
     def block_count(self) -> int:
         return len(self.records.starts) - 1
@@ -247,7 +253,7 @@ class FileCorpus:
 
     def _text(self, file: DataFile, index: int, row: Any) -> str:
         """The text of one row. Raises UserError: when it has none."""
-        if isinstance(file, ParquetFile) and row[COLUMN] is None:
+        if isinstance(file, ParquetFile) and row[self.column] is None:
             return ""
-        text = self.records.checked(index, row)[COLUMN]
+        text = self.records.checked(index, row)[self.column]
         return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")

@@ -86,6 +86,7 @@ class TextFlags(TrainFlags):
     # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
     data: Frozen[str] = "demo"
     val_data: Frozen[str | None] = None  # held-out text; default: the end of --data
+    columns: str = ""  # text=COLUMN, where the text in the files of --data has another name
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
@@ -127,6 +128,8 @@ class StageFlags(SourceFlags):
     # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
     bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
+    columns: str = ""  # of files with other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
+    thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates of pretraining

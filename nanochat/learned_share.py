@@ -27,8 +27,8 @@ def report_learned(rendered: Sequence[Rendered]) -> None:
     causes = []
     if any(one.unlearned for one in rendered):
         causes.append(
-            "the chat template writes the others not as the model would, such as without their thoughts: name one that "
-            "marks replies with {% generation %} (--chat_template FILE)"
+            "the chat template writes the others not as the model would, such as without their thoughts or calls: name "
+            "one that marks replies with {% generation %} (--chat_template FILE)"
         )
     cut = sum(one.cut for one in rendered)
     if cut:

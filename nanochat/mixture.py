@@ -19,7 +19,7 @@ from nanochat.conversation import Message, Rendered, UnrenderableChat, render
 from nanochat.flags import EpochFlags
 from nanochat.log import warn
 from nanochat.task import Example, GeneratedTask, Split, Task
-from nanochat.task_flag import BadRecords, FileForm, open_task, parse_tasks
+from nanochat.task_flag import BadRecords, FileForm, Thoughts, open_task, parse_tasks
 from nanochat.tokenizer import Tokenizer
 
 WHEEL_SLOTS = 1000
@@ -42,19 +42,23 @@ def open_mixture(
     bad_records: BadRecords = "skip",
     val_share: float | None = None,
     by_epoch: bool = False,
+    columns: str = "",
+    thoughts: Thoughts = "keep",
 ) -> "Mixture":
     """The mixture that a --tasks flag describes; `files` is the content of its files.
 
     `bad_records`: skip a record that is something else, with a warning, or fail. `val_share`: see `open_task`; with 0,
     the test mixture leaves out tasks without a test split. `by_epoch`: all examples of all tasks come once before any
-    comes again.
+    comes again. `columns`: the columns of the files; `thoughts`: keep or drop those of their replies.
 
     Raises UserError: when a name is unknown, data are missing or damaged, or weights would have no effect.
     """
     specs = parse_tasks(text)
     if by_epoch and len({spec.weight for spec in specs}) > 1:
         raise UserError(f"--num_epochs: every example comes as often: leave the weights out of --tasks {text}")
-    tasks = [open_task(spec, split, hub, files, bad_records, val_share) for spec in specs]
+    if columns and not any(spec.name == "conversations" for spec in specs):
+        raise UserError(f"--columns {columns}: it names columns of files, and --tasks {text} has no file")
+    tasks = [open_task(spec, split, hub, files, bad_records, val_share, columns, thoughts) for spec in specs]
     parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
     if split == "test" and val_share == 0:
         parts = [(task, weight) for task, weight in parts if len(task)]

@@ -66,6 +66,7 @@ class Task:
     labels: bytes | bytearray = b""  # of each judged example: whether it is good, a hash of its rejected reply
     kind: Kind = "generative"
     baseline: float = 0.0  # accuracy of guessing at random
+    masked: int = 0  # replies that its data mark as not to be learned
     has_pairs: bool = True  # whether each reference answer has a worse reply to compare with
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):

@@ -27,6 +27,7 @@ NAMES = (*GENERATED, *ENVIRONMENTS, *FROM_HUB, *FROM_PATH)
 
 FileForm = Literal["conversations", "prompts", "pairs", "labelled"]  # what a file without a task's name holds
 BadRecords = Literal["skip", "fail"]  # leave out and count a record that is not a conversation, or fail
+Thoughts = Literal["keep", "drop"]  # what becomes of the thoughts in a file's replies
 
 # ORG/NAME[/CONFIG] of any dataset of a hub; not what looks like the name of a file.
 HUB_NAME = re.compile(
@@ -126,8 +127,10 @@ def open_task(
     files: FileForm = "conversations",
     bad_records: BadRecords = "skip",
     val_share: float | None = None,
+    columns: str = "",
+    thoughts: Thoughts = "keep",
 ) -> Task:
-    """The task of an entry; `files` is what a file without a task's name holds.
+    """The task of an entry; `files` is what a file without a task's name holds, and `columns` names its columns.
 
     Where such a file has no test split, `val_share` of it is the test split (default: a tenth).
     Raises UserError: in one line, when its data are missing or damaged.
@@ -135,7 +138,8 @@ def open_task(
     if spec.name != "conversations":
         return task_class(spec.name)(split, spec.path, hub)
     kind: Any = task_class(files)
-    return kind(split, spec.path, hub, label=spec.label, bad_records=bad_records, val_share=val_share)
+    reading = {"bad_records": bad_records, "val_share": val_share, "columns": columns, "thoughts": thoughts}
+    return kind(split, spec.path, hub, label=spec.label, **reading)
 
 
 def require_grades(specs: Sequence[TaskSpec]) -> None:

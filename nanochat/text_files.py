@@ -211,6 +211,9 @@ class SpanFile(DataFile):
 
     def _index(self, spans: Iterable[tuple[int, int]]) -> None:
         """Note where the rows begin and end, and cut them into blocks."""
+        with self._opened() as file:
+            if os.pread(file.fileno(), 2, 0) in (b"\xff\xfe", b"\xfe\xff"):
+                raise UserError(f"{self.path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
         # Blocks are small enough to shuffle a small file well, and few enough to keep the index of a large file small.
         # A loader deals blocks to 8 shards and more: with fewer blocks two shards would read the same one at a time,
         # and a batch would have the same rows twice. So a file has about 64, if it has that many rows.
@@ -264,8 +267,6 @@ class TextFile(SpanFile):
         if not size:
             return  # an empty file cannot be mapped
         with mapped(self.path) as data:
-            if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
-                raise UserError(f"{self.path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
             if data[:3] == BYTE_ORDER_MARK:
                 begin = max(begin, len(BYTE_ORDER_MARK))
             # `find` first: it scans a large file without separators faster than the pattern.

@@ -35,6 +35,7 @@ class Config:
     step: int | None = None  # default: the newest
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset; or several with weights
     val_data: str | None = None  # held-out text; default: the end of --data
+    columns: str = ""  # text=COLUMN, where the text in files has another name
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets come from
     shards: Positive | None = None  # files of a hub dataset, as in training
     eval_tokens: Positive = 1_048_576  # tokens of text to evaluate in each split
@@ -67,7 +68,7 @@ def main(config: Config) -> None:
     from nanochat.model_folder import tag_of
 
     # ------------------------------------------------------------------ load
-    corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
+    corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns)
     tasks = core.open_bundle(config.core, config.core_examples) if config.core else []
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)

@@ -60,7 +60,9 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ tokenizer, data, device, model
     phase("opening the data")
     tokenizer = Tokenizer.load(tokenizer_dir())
-    train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
+    train_corpus, val_corpus = open_corpus(
+        config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns
+    )
     device, layout = open_device(config)
     phase("making the model")
     row_tokens = config.max_seq_len

@@ -92,6 +92,7 @@ def main(config: Config) -> None:
     require_pairs(parse_tasks(tasks))
     by_epoch = config.num_epochs is not None
     files = {"bad_records": config.bad_records, "val_share": config.val_share}
+    files |= {"columns": config.columns, "thoughts": config.thoughts}
     files["files"] = "labelled" if loss.is_unpaired else "pairs"
     train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
     held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)

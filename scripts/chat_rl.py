@@ -130,9 +130,9 @@ def main(config: Config) -> None:
     row_tokens = model.config.sequence_len
     tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
     rewards = rollout.load_rewards(rewards, device)
+    files: dict[str, Any] = {"bad_records": config.bad_records, "columns": config.columns, "thoughts": config.thoughts}
     train, held_out = (
-        open_mixture(tasks, split, config.hub, config.seed, "prompts", config.bad_records)
-        for split in ("train", "test")
+        open_mixture(tasks, split, config.hub, config.seed, "prompts", **files) for split in ("train", "test")
     )
     steps = config.num_iterations
     examples = config.examples_per_step

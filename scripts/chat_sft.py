@@ -59,6 +59,7 @@ def main(config: Config) -> None:
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
     by_epoch = config.num_epochs is not None
     files = {"bad_records": config.bad_records, "val_share": config.val_share}
+    files |= {"columns": config.columns, "thoughts": config.thoughts}
     train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
     held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
     print0(f"tasks: {tasks}")

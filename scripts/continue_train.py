@@ -75,7 +75,9 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ data, model
     phase("opening the data")
     assert config.num_iterations is not None
-    train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
+    train_corpus, val_corpus = open_corpus(
+        config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns
+    )
     start = begin(config)
     start.tag = tag_beside_source(config.model_tag, start)
     device = start.device

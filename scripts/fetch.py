@@ -14,6 +14,7 @@ class Config:
     data: str = "demo"  # the pretraining text, which decides the default tasks; it is not downloaded here
     tasks: str = ""  # tasks of mid-training and SFT; default: as in those stages
     eval_tasks: str = ""  # tasks of chat_eval; default: none
+    columns: str = ""  # columns of files in --tasks, as in the stage: question=COLUMN,answer=COLUMN
     hub: Literal["hf", "modelscope"] = "hf"  # where the tasks are downloaded from
 
 
@@ -24,8 +25,8 @@ def main(config: Config) -> None:
     learned = config.tasks or default_tasks(config.data, config.hub)
     rewarded = default_tasks(config.data, stage="rl")
     for spec in parse_tasks(f"{learned},{rewarded}"):
-        open_task(spec, "train", config.hub)
-        open_task(spec, "test", config.hub)
+        open_task(spec, "train", config.hub, columns=config.columns)
+        open_task(spec, "test", config.hub, columns=config.columns)
     if config.eval_tasks:
         for spec in parse_tasks(config.eval_tasks):
             open_task(spec, "test", config.hub)

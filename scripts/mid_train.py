@@ -7,12 +7,12 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.mid_train -- --tasks
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from nanochat import cli
 from nanochat.cli import Count, Fraction, Positive, Range, UserError
 from nanochat.flags import StageFlags
-from nanochat.log import counted, print0
+from nanochat.log import counted, print0, warn
 from nanochat.screen import phase, track
 
 
@@ -52,11 +52,14 @@ def main(config: Config) -> None:
     model = start.model
     tokenizer = start.tokenizer
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
+    files: dict[str, Any] = {"bad_records": config.bad_records, "columns": config.columns, "thoughts": config.thoughts}
     train_corpus, val_corpus = (
-        MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed, bad_records=config.bad_records), tokenizer)
+        MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed, **files), tokenizer)
         for split in ("train", "test")
     )
     print0(f"tasks: {tasks}")
+    if masked := sum(task.masked for task in train_corpus.mixture.tasks):
+        warn(f"--tasks {tasks}: {masked:,} replies are marked as not learned, but mid-training learns every token")
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len

@@ -36,6 +36,8 @@ class Config:
     tasks: str = ""  # as in the stage; default: the stage's default
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     bad_records: Literal["skip", "fail"] = "skip"  # records of a PATH or ORG/NAME that are not chats: skip or fail
+    columns: str = ""  # columns of the files, as in the stage: question=COLUMN,answer=COLUMN
+    thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies, as in the stage
     split: Literal["train", "test"] = "train"  # test: held-out examples
     seed: Seed = 0  # as in the stage
     examples: Count = 3  # examples to print
@@ -70,7 +72,10 @@ def main(config: Config) -> None:
         tasks = default_tasks(pretraining["data"], config.hub, "sft" if is_sft else "dpo")
     if not is_sft:
         require_pairs(parse_tasks(tasks))
-    mixture = open_mixture(tasks, config.split, config.hub, config.seed, files, config.bad_records)
+    mixture = open_mixture(
+        tasks, config.split, config.hub, config.seed, files, config.bad_records,
+        columns=config.columns, thoughts=config.thoughts,
+    )  # fmt: skip
     # SFT continues in the mixture where mid-training stopped.
     first = pretraining.get("conversations", 0) if config.split == "train" and is_sft else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")

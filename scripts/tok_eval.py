@@ -32,6 +32,7 @@ CHINESE = """\
 class Config:
     data: str | None = None  # also measure the held-out text of this file, folder or dataset
     val_data: str | None = None  # held-out text; default: the end of --data
+    columns: str = ""  # text=COLUMN, where the text in files has another name
     hub: Literal["hf", "modelscope"] = "hf"  # where a dataset is downloaded from
 
 
@@ -47,7 +48,7 @@ def main(config: Config) -> None:
     numbers = "\n".join(f"{first} + {second} = {first + second}" for first, second in pairs)
     texts = {"English": [ENGLISH], "Chinese": [CHINESE], "code": [code], "numbers": [numbers]}
     if config.data is not None:
-        _, held_out = open_corpus(config.data, val_data=config.val_data, hub=config.hub)
+        _, held_out = open_corpus(config.data, val_data=config.val_data, hub=config.hub, columns=config.columns)
         texts[f"held out of {Path(config.data).name}"] = list(read_texts(held_out, HELD_OUT_CHARS))
     print(f"bytes per token, of {tokenizer.vocab_size:,} tokens:")
     for kind, parts in texts.items():

@@ -28,6 +28,7 @@ REPORT_CHARS = 100_000_000
 class Config:
     data: str = "demo"  # a file, a folder, or the name of a dataset; or several with weights: a:0.7,b:0.3
     val_data: str | None = None  # held-out text; default: the end of --data
+    columns: str = ""  # text=COLUMN, where the text in files has another name
     hub: Literal["hf", "modelscope"] = "hf"  # where a dataset is downloaded from
     shards: Positive | None = None  # files of a dataset to read; default: its first few
     vocab_size: Size | None = None  # tokens, special ones included; default: one per 250 characters, 1024 to 32768
@@ -41,7 +42,9 @@ def main(config: Config) -> None:
     from nanochat.tokenizer import Tokenizer, bytes_per_token
 
     # ---------------------------------------------------------------------- may it be saved?
-    train, held_out = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
+    train, held_out = open_corpus(
+        config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns
+    )
     is_endless = train.block_count() is None
     max_chars = config.max_chars or (CHARS_OF_ENDLESS_DATA if is_endless else CHARS)
     folder = tokenizer_dir()

@@ -2,13 +2,15 @@
 
 .jsonl.gz   one JSON value a line; the file is unpacked into a temporary file when it is opened
 .json       a list, of which each item is a row; or one JSON value a line
-.csv        UTF-8 with a header; each row is an object of texts
+.csv        UTF-8, or UTF-16 as Excel writes it, with a header; each row is an object of texts
 """
 
+import codecs
 import csv
 import gzip
 import io
 import mmap
+import os
 import re
 import tempfile
 import zlib
@@ -30,6 +32,7 @@ from nanochat.text_files import (
 )
 
 MAX_CSV_ROW_BYTES = 16 << 20  # after a quote without an end, all the rest is one row, of four bytes a character
+INDEX_COLUMN = "Unnamed: 0"  # the column of row numbers that pandas writes without a name: the name it reads it by
 STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # JSON: a text up to its end or its first \, or a mark
 IN_TEXT = re.compile(rb'["\\]')
 
@@ -102,18 +105,26 @@ class JsonFile(JsonLinesFile):
 
 
 class CsvFile(SpanFile):
-    """The rows of a CSV file with a header, as objects of texts. A text in quotes may hold line ends."""
+    """The rows of a CSV file with a header, as objects of texts. A text in quotes may hold line ends.
+
+    A header without a comma may divide its columns by tabs or semicolons, as Excel does in some countries.
+    """
 
     def __init__(self, path: Path):
         self.path = path
         csv.field_size_limit(MAX_CSV_ROW_BYTES)  # the module's own limit, 128 KiB, is less than a long chat has
+        self.unpacked = _from_utf16(path)
+        with self._opened() as file:
+            first_line = os.pread(file.fileno(), COPY_BYTES, 0).partition(b"\n")[0]
+        self.delimiter = next((mark for mark in ",\t;" if mark.encode() in first_line), ",")
         self.header: list[str] = []
         self._index(self._rows())
 
     where = JsonLinesFile.where
 
     def _parse(self, row: int, data: bytes) -> dict[str, str]:
-        [values] = csv.reader(io.StringIO(data.decode("utf-8"), newline=""), strict=True)
+        text = io.StringIO(data.decode("utf-8"), newline="")
+        [values] = csv.reader(text, strict=True, delimiter=self.delimiter)
         if len(values) != len(self.header):
             problem = f"has {len(values)} values, and the header names {len(self.header)}"
             raise UserError(f"{self.where(row)} {problem}: quote texts with commas and line ends")
@@ -140,10 +151,13 @@ class CsvFile(SpanFile):
                 yield text.removeprefix("\ufeff") if begin == 0 else text
 
         begin = 0
-        with damage_in_one_line(self.path, ".csv", csv.Error), self.path.open("rb") as file:
-            for values in csv.reader(lines(file), strict=True):
+        with damage_in_one_line(self.path, ".csv", csv.Error), self._opened() as file:
+            file.seek(0)
+            for values in csv.reader(lines(file), strict=True, delimiter=self.delimiter):
                 if not self.header:
                     self.header = [name.strip() for name in values]
+                    if len(values) > 1 and not self.header[0]:
+                        self.header[0] = INDEX_COLUMN
                     if values and (not all(self.header) or len(set(self.header)) < len(self.header)):
                         raise UserError(
                             f"{self.path}: its first line names the columns, each once; it is {values!r:.80}"
@@ -151,6 +165,23 @@ class CsvFile(SpanFile):
                 elif values:
                     yield begin, end
                 begin = end
+
+
+def _from_utf16(path: Path) -> IO[bytes] | None:
+    """A UTF-16 text as UTF-8 in a temporary file, which vanishes with this process; None where it is not UTF-16."""
+    with path.open("rb") as file:
+        if file.read(2) not in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            return None
+        file.seek(0)
+        base_dir().mkdir(parents=True, exist_ok=True)
+        converted = tempfile.TemporaryFile(dir=base_dir())  # noqa: SIM115 (lives as long as its reader)
+        decoder = codecs.getincrementaldecoder("utf-16")()
+        with damage_in_one_line(path, "UTF-16 text", UnicodeDecodeError):
+            while chunk := file.read(COPY_BYTES):
+                converted.write(decoder.decode(chunk).encode("utf-8"))
+            converted.write(decoder.decode(b"", final=True).encode("utf-8"))
+    converted.seek(0)
+    return converted
 
 
 def _unpack(path: Path) -> IO[bytes]:

@@ -90,9 +90,21 @@ def open_part(
     count = len(records)
     # Exact: a float of 0.1 times 30 rows is above 3. Of two rows or more the training part has one.
     share = Fraction("0.1" if val_share is None else str(val_share))
-    cut = count - min(math.ceil(share * count), count - 1)
+    # A file that was cut off ends with a damaged row, which alone must not be the held-out part.
+    readable = count
+    while readable > 1 and not _is_readable(records, readable - 1):
+        readable -= 1
+    cut = readable - min(math.ceil(share * readable), readable - 1)
     part_rows = range(cut) if part == "train" else range(cut, count)
     return Records(records.files, first=part_rows.start, end=part_rows.stop)
+
+
+def _is_readable(records: Records, index: int) -> bool:
+    try:
+        records[index]
+    except UserError:
+        return False
+    return True
 
 
 def find_split(path: Path, names: Sequence[str], inside: str | Path = ".", only: bool = False) -> list[Path]:

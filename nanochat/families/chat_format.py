@@ -5,6 +5,7 @@ A model learns the text that it would write after a prompt, with the token that 
 
 import bisect
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
 from nanochat.families.reply_spans import learned_spans
 from nanochat.tokenizer import Tokenizer
 
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
 CALL_ID = "000000000"  # the id of a tool call, in the form that Mistral's templates check
 
 
@@ -43,7 +45,7 @@ class TemplateFormat(ChatFormat):
         return self._template
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
-        plain = _as_texts(messages)
+        plain = self._as_texts(messages)
         whole = self.template.render(plain, tools)
         spans = []
         count = 0
@@ -53,11 +55,11 @@ class TemplateFormat(ChatFormat):
         ]
         found = learned_spans(self.template, whole, plain, tools, self._end_names)
         for (message, text), span in zip(replies, found, strict=True):
-            if not (text["content"] or text.get("tool_calls")) or not message.get("train", True):
+            parts = [text.get(self.template.thought_field or ""), text["content"], text.get("tool_calls")]
+            if not any(parts) or not message.get("train", True):
                 continue
             count += 1
-            if span is None:
-                parts = [text.get("reasoning_content"), text["content"], text.get("tool_calls")]
+            if span is None or (not self.template.has_marks and self._lacks(whole.text[slice(*span)], text)):
                 written = "".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
                 lost += len(self.tokenizer.encode(written)) + 1  # and the end of the turn
             else:
@@ -79,7 +81,7 @@ class TemplateFormat(ChatFormat):
         if messages[-1]["role"] == "assistant":
             begun = self.tokenizer.encode_continuation(text_of(messages[-1]["content"]))
             messages = messages[:-1]
-        plain = _as_texts(messages)
+        plain = self._as_texts(messages)
         questions = [number for number, message in enumerate(messages) if number >= first and message["role"] == "user"]
 
         def prompt(oldest: int) -> list[int]:
@@ -113,14 +115,14 @@ class TemplateFormat(ChatFormat):
         # is once others follow. Qwen3's template drops the thoughts of replies before the last user's message, so one
         # trial has thoughts: its models can call tools, and cannot play a game in which the user speaks.
         template = self.template
-        plain = _as_texts(question)
+        plain = self._as_texts(question)
         prompt = template.render(plain, tools, add_generation_prompt=True).text
         has_thoughts = any("</think>" in source for source in template.sources.values())
         texts = ["<think>\nOK\n</think>\n\n", "OK"] if has_thoughts else ["OK"]
         after: list[int] = []
         for text in texts:
             reply: Message = {"role": "assistant", "content": text}
-            following = _as_texts(messages)
+            following = self._as_texts(messages)
             if messages[0]["role"] == "tool":  # templates want to see its call
                 function = {"name": messages[0].get("name", "tool"), "arguments": {}}
                 reply["tool_calls"] = [{"id": CALL_ID, "type": "function", "function": function}]
@@ -151,12 +153,26 @@ class TemplateFormat(ChatFormat):
         text = self.tokenizer.decode(tokens)
         return [{"type": "text", "text": text}] if text else []
 
+    def _lacks(self, written: str, message: dict[str, Any]) -> bool:
+        """Whether a template left out a call of a message, or its thought: it would be learned to reply without."""
+        needed = [call.get("function", {}).get("name", "") for call in message.get("tool_calls") or []]
+        found = THOUGHT.match(message["content"])
+        needed.append(found[1] if found else message.get(self.template.thought_field or "") or "")
+        return not all(text.strip() in written for text in needed)
 
-def _as_texts(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as templates read them: each content is one text."""
-    # The model has no marks for calculator calls. From "It is " + call + result + "5." it reads and learns "It is 5."
-    plain = []
-    for message in messages:
-        fields = {name: value for name, value in message.items() if name != "train" and value is not None}
-        plain.append({**fields, "content": text_of(message.get("content") or "")})
-    return plain
+    def _as_texts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages as templates read them: each content is one text, and a thought is in the template's field."""
+        # The model has no marks for calculator calls. From "It is " + call + result + "5." it reads and learns "It is
+        # 5."
+        plain = []
+        for message in messages:
+            fields = {name: value for name, value in message.items() if name != "train" and value is not None}
+            content = text_of(message.get("content") or "")
+            # Data have the thought in the content (tasks/messages.py). A template that has a field for it may not look
+            # there.
+            found = THOUGHT.match(content) if message["role"] == "assistant" and "</think>" in content else None
+            if found and found[1].strip() and self.template.thought_field is not None:
+                fields[self.template.thought_field] = found[1].strip("\n")
+                content = content[found.end() :]
+            plain.append({**fields, "content": content})
+        return plain

@@ -26,6 +26,7 @@ from typing import Any
 from nanochat.conversation import Settings, UnrenderableChat
 from nanochat.tokenizer import replace_surrogates
 
+THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # what templates call the thought of a reply
 REPLY_SECONDS = 60.0  # for the child of a machine that is very busy; its own limit is a second of computing
 # Unicode has set aside characters that no text contains, for uses like ours.
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
@@ -120,6 +121,19 @@ class ChatTemplate:
         except TemplateError:
             return ""
         return prompt.removeprefix(text) if prompt.startswith(text) else ""
+
+    @cached_property
+    def thought_field(self) -> str | None:
+        """The field of a reply that holds its thought; None where the template reads thoughts only in the content."""
+        for field in THOUGHT_FIELDS:
+            reply = {"role": "assistant", "content": "Hi.", field: "A greeting."}
+            try:
+                text = self.render([{"role": "user", "content": "Hello"}, reply]).text
+            except TemplateError:
+                continue
+            if "A greeting." in text:
+                return field
+        return None
 
     def _guarded(self, value: Any, guard: str) -> Any:
         """A copy of the messages in which no text contains a special token's name, or ends with the begin of one."""

@@ -3,27 +3,29 @@
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     [{"role": "user", "content": "..."}, ...]                         only the list
     {"conversations": [{"from": "human", "value": "..."}, ...]}       ShareGPT's: human, gpt, system
+    {"conversation": [{"human": "...", "assistant": "..."}, ...]}     old ms-swift's; xtuner's input and output, too
     {"instruction": "...", "input": "...", "output": "..."}           Alpaca's
+    {"input": "...", "target": "..."}                                 firefly's: "input" is the question if it is alone
+    {"input": "...", "output": "...", "answer": "..."}                blossom-math's: the reply ends with the answer
+    {"input": "...", "reasoning_content": "...", "content": "..."}    a thought before the reply
     {"prompt": ..., "completion": ...}                                texts, messages or lists of messages
 
-"conversation" means "conversations" too; "prompt", "question" and "query" mean "instruction"; "completion", "response"
-and "answer" mean "output"; "context" means "input". A text under "system" or "system_prompt" goes before all, and
-"history", a list of [question, answer], before the question. `"train": false` or `"weight": 0` in a message: not
-learned.
+columns.py has the other names of each column, and --columns chooses one; messages.py has the other names of roles, and
+what else a message may say: which replies are not learned, thoughts, calls of functions. A text under "system" or
+"system_prompt" goes before all, and "history", a list of [question, answer], before the question. Functions that the
+assistant may call are a list "tools"; only a model with a chat template learns from calls.
 
-Functions that the assistant calls are in OpenAI's form: a list "tools", `"tool_calls": [{"function": {"name": "...",
-"arguments": ...}}]` in an assistant's message, and their results as messages of the role "tool". Only a model with a
-chat template learns from such a row.
-
-data/records.py reads the rows. All are checked when they are opened. A row in a known form that is still not a
-conversation is skipped and counted, or is an error with `bad_records="fail"`. A row in an unknown form is always an
-error. A last question without an answer is dropped: it teaches nothing.
+data/records.py reads the rows. All are checked when they are opened. A row that is damaged, or in a known form and
+still not a conversation, is skipped and counted, or is an error with `bad_records="fail"`. A row in an unknown form is
+always an error. A last question without an answer is dropped: it teaches nothing. What is read and what is not, of
+columns and of messages, is printed once, when the training part is opened.
 
 If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
 """
 
-import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,26 +33,34 @@ import numpy as np
 from nanochat.cli import UserError
 from nanochat.conversation import Message, check_messages
 from nanochat.data.records import open_part
-from nanochat.log import warn
+from nanochat.log import print0, warn
 from nanochat.screen import track
 from nanochat.task import Example, Split
-from nanochat.task_flag import BadRecords
+from nanochat.task_flag import BadRecords, Thoughts
+from nanochat.tasks.columns import (
+    MEDIA,
+    NAMES,
+    ROLES,
+    first_name,
+    first_of,
+    has,
+    known_name,
+    origins,
+    parse_columns,
+    tidied,
+)
+from nanochat.tasks.messages import parsed, plain, plain_messages, thoughts_in, unread_keys, without_thoughts
 from nanochat.tasks.recorded import RecordTask
 
-LISTS = ("messages", "conversations", "conversation")
-QUESTIONS = ("instruction", "prompt", "question", "query")
-ANSWERS = ("output", "completion", "response", "answer")
-INPUTS = ("input", "context")
-SYSTEMS = ("system", "system_prompt")
-ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names for them
 KNOWN = (
     '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}, '
     '{"prompt", "completion"}'
 )
+ADVICE = "name yours: --columns question=COLUMN,answer=COLUMN"
 
 
 class UnknownForm(ValueError):
-    """A record in none of the forms above."""
+    """A record is in none of the forms above; its text says which are known."""
 
 
 class Conversations(RecordTask):
@@ -59,7 +69,9 @@ class Conversations(RecordTask):
     name = "conversations"
     kind = "dialogue"
     has_pairs = False
-    columns = {*LISTS, *QUESTIONS, *ANSWERS, *INPUTS, *SYSTEMS, "history", "tools"}  # that are read
+    rest = "not"  # what the other columns are, in the line that says what is read
+    # Of the columns that are read.
+    roles: tuple[str, ...] = ("messages", "question", "input", "thought", "answer", "system", "history", "tools")
 
     def __init__(
         self,
@@ -69,14 +81,24 @@ class Conversations(RecordTask):
         label: str | None = None,
         bad_records: BadRecords = "skip",
         val_share: float | None = None,
+        columns: str = "",
+        thoughts: Thoughts = "keep",
     ):
         """`path`: a file, a folder or ORG/NAME[/CONFIG], each with `@SPLIT` or without; `label`: another name;
-        `val_share`: see `open_part`."""
+        `val_share`: see `open_part`; `columns`: see `parse_columns`; `thoughts`: drop those of the replies."""
         if path is None:
             raise UserError(f"{self.name}: name a .jsonl file or a folder of them")
         self.name = label or self.name
+        self.columns = parse_columns(columns)
+        self.thoughts = thoughts
+        self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
         self.records = open_part(path, split, hub, self.columns_to_read, val_share)
-        self.numbers = self._checked(f"{path} ({split})", bad_records)  # numbers of the records that are used
+        self.seen = Seen()
+        # The numbers of the records that are used.
+        self.numbers = self._checked(f"{path} ({split})", bad_records)
+        self.masked = self.seen.masked
+        if split == "train":
+            self.seen.report(path, self)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -88,88 +110,238 @@ class Conversations(RecordTask):
         return self.records.where(int(self.numbers[index]))
 
     def read(self, record: Any) -> Example:
-        return Example(messages_of(record), tools=tools_of(record))
+        return Example(self.chosen_thoughts(messages_of(record)), tools=tools_of(record))
+
+    def read_with_fields(self, record: Any) -> Example:
+        return replace(self.read(self.tidy(record)), fields=record if isinstance(record, dict) else {})
 
     def check(self, record: Any) -> bool:
-        """Whether its last question is dropped. Raises ValueError: when the record is not a conversation."""
+        """Whether the last question of a tidied record is dropped. Raises ValueError: when it is not a conversation."""
         messages = conversation_of(record)
         tools_of(record)
+        self.seen.replies(messages)
         return len(answered(messages)) < len(messages)
+
+    def tidy(self, record: Any) -> Any:
+        """A record with the names of its columns as this room knows them."""
+        return tidied(record, self.columns)
+
+    def chosen_thoughts(self, messages: list[Message]) -> list[Message]:
+        """A conversation with or without its thoughts, as `thoughts` says."""
+        return without_thoughts(messages) if self.thoughts == "drop" else messages
 
     @staticmethod
     def is_known(names: Iterable[str]) -> bool:
-        """Whether records with these fields are in a known form."""
-        has_both = any(name in QUESTIONS for name in names) and any(name in ANSWERS for name in names)
-        return has_both or any(name in LISTS for name in names)
+        """Whether records with these names are in a known form."""
+        names = list(names)
+        return has(names, "messages") or has(names, "question", "answer") or ("input" in names and has(names, "answer"))
 
     def columns_to_read(self, names: list[str]) -> list[str] | None:
         """The columns of a .parquet to read; all of them if the form is unknown, so that the message can list them."""
-        return [name for name in names if name in self.columns] if self.is_known(names) else None
+        self.heads.update(names)
+        found = origins(names, self.columns)
+        if not self.is_known(found):
+            return None
+        return [head for name, head in found.items() if ROLES.get(name) in self.roles]
+
+    def roles_of(self, fields: Mapping[str, Any]) -> list[str]:
+        """The roles whose columns are read in a tidied record."""
+        unread: tuple[str, ...] = ()
+        if _listed(fields) is not None:
+            unread = ("question", "input", "thought", "answer", "history")
+        elif not isinstance(first_of(fields, "question"), str | None) or not isinstance(first_of(fields, "input"), str):
+            unread = ("messages", "input")
+        return [role for role in self.roles if role not in unread]
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
 
         Raises UserError: for a record in an unknown form; with `bad_records="fail"` for any record that is not a
-        conversation; and when no conversation is left.
+        conversation; when no conversation is left; and when no record has a column of --columns.
         """
         count = len(self.records)
         used = np.ones(count, dtype=bool)
-        first: tuple[int, ValueError] | None = None  # that is left out: its number and its problem
+        first: ValueError | None = None  # the problem of the first record that is left out
         questions = 0  # at the end of a conversation
         for index in track(range(count), f"checking {self.name}"):
-            record = self.records[index]
             try:
-                questions += self.check(record)
+                record = self.records[index]
+            except UserError as error:  # a line that is cut off; it says its place
+                used[index] = False
+                first = first or error
+                continue
+            fields = self.tidy(record)
+            try:
+                self.seen.columns(record, fields, self)
+                refuse_media(fields)
+                questions += self.check(fields)
             except UnknownForm as error:  # as a rule the form of all
-                raise self.records.error(index, f"cannot be used: {error}") from error
+                problem = f"unknown form ({contents(record)}){error}{self._absent(record)}"
+                raise self.records.error(index, f"cannot be used: {problem}") from error
             except ValueError as error:
                 used[index] = False
-                first = first or (index, error)
+                first = first or self.records.error(index, f"cannot be used: {error}")
         if first is not None:
-            index, problem = first
-            others = count - int(used.sum()) - 1
+            left_out = count - int(used.sum())
             if bad_records == "fail":
-                more = f"; {others:,} more of the {count:,} records cannot, either" if others else ""
-                raise self.records.error(index, f"cannot be used: {problem}{more}") from problem
-            left_out = f"{others + 1:,} of {count:,} records left out: first {self.records.where(index)}: {problem}"
+                more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
+                raise UserError(f"{first}{more}") from first
+            problem = f"{left_out:,} of {count:,} records left out: first {first}".replace(" cannot be used:", ":", 1)
             if not used.any():
-                raise UserError(f"--tasks {source}: {left_out}")
-            warn(f"--tasks {source}: {left_out} (--bad_records fail makes this an error)")
+                raise UserError(f"--tasks {source}: {problem}")
+            warn(f"--tasks {source}: {problem} (--bad_records fail makes this an error)")
+        absent = self.seen.absent(self.columns)
+        if absent:
+            heads = ", ".join(map(str, self.seen.heads))[:400]
+            raise UserError(f"--columns: no record of {source} has {', '.join(absent)}: its columns are {heads}")
         if questions:
             warn(f"--tasks {source}: the last message of {questions:,} of {count:,} is a question: it is dropped")
         return used.nonzero()[0]
+
+    def _absent(self, record: Any) -> str:
+        """A hint that names the columns of --columns that a record does not have."""
+        heads = origins(record, {}).values() if isinstance(record, dict) else ()
+        absent = [name for name in self.columns.values() if name not in heads]
+        return f"; it has no column {', '.join(absent)} of --columns" if absent else ""
 
 
 class Prompts(Conversations):
     """A question, for rewards that need no right answer. All fields of its record are read."""
 
     name = "prompts"
+    rest = "and, for rewards,"
 
     @staticmethod
     def is_known(names: Iterable[str]) -> bool:
-        return any(name in (*LISTS, *QUESTIONS) for name in names)
+        names = list(names)
+        return has(names, "messages") or has(names, "question") or "input" in names
 
     def columns_to_read(self, names: list[str]) -> list[str] | None:
         return None
 
+    def roles_of(self, fields: Mapping[str, Any]) -> list[str]:
+        return [role for role in super().roles_of(fields) if role != "answer" or _graded(fields) is not None]
+
     def check(self, record: Any) -> bool:
-        self.read(record)
+        self.seen.replies(self.read(record).messages)
         return False
 
     def read(self, record: Any) -> Example:
         fields = record if isinstance(record, dict) else {}
-        has_list = isinstance(record, list) or any(isinstance(fields.get(name), list) for name in LISTS)
-        if has_list or isinstance(first_of(fields, ANSWERS), str):
+        answer = _graded(fields)
+        if _listed(record) is not None or isinstance(answer, str):
             messages = conversation_of(record)
         elif self.is_known(fields):
-            messages = [plain(message) for message in with_system(fields, question_of(fields))]
+            messages = plain_messages(with_system(fields, question_of(fields)))
             check_messages(messages)
         else:
-            raise UnknownForm(f"unknown form ({contents(record)}): there is no {', '.join((*LISTS, *QUESTIONS))}")
+            names = ", ".join((*NAMES["messages"], *NAMES["question"], "input"))
+            raise UnknownForm(f": there is no {names}; {ADVICE}")
         # An empty text replaces a missing reference reply.
         if messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        return Example(messages, first_of(fields, ANSWERS), tools=tools_of(record), fields=fields)
+        return Example(self.chosen_thoughts(messages), answer, tools=tools_of(record))
+
+
+def _graded(fields: Mapping[str, Any]) -> Any:
+    """The reference reply of a prompt. A "solution" and the like are for rewards that know what to do with them."""
+    name = first_name(fields, "answer")
+    return fields[name] if name in ("output", "completion", "response", "answer") else None
+
+
+class Seen:
+    """What of some records is read and what is not, for a few lines when a run begins."""
+
+    def __init__(self):
+        self.heads: dict[Any, None] = {}  # of all records, in order
+        self.forms: dict[tuple[Any, ...], dict[str, str]] = {}  # what is read in records of a form: name -> role
+        self.read: dict[str, Counter[str]] = {}  # role -> the heads under which it is read
+        self.unread: Counter[str] = Counter()  # heads of columns with a value
+        self.keys: Counter[str] = Counter()  # of messages
+        self.reply_count = 0
+        self.thought_count = 0
+        self.masked = 0  # replies that are marked as not to be learned
+
+    def columns(self, record: Any, fields: Any, task: Conversations) -> None:
+        """Count the columns of a record, and the unread keys of its messages; `fields` is the record, tidied."""
+        if not isinstance(record, dict):
+            self.keys += unread_keys(record)
+            return
+        self.heads.update(dict.fromkeys(record))
+        heads = origins(record, task.columns)
+        # What is read follows from which columns a record has, and of which type they are: as a rule it is as before.
+        form = (*record, *map(type, fields.values()))
+        if form not in self.forms:
+            self.forms[form] = names_read(fields, task.roles_of(fields))
+        names = self.forms[form]
+        for name, role in names.items():
+            self.read.setdefault(role, Counter())[str(heads[name]).strip()] += 1
+            value = fields[name]
+            if role in ("messages", "question", "answer", "chosen", "rejected"):
+                self.keys += unread_keys([value] if isinstance(value, dict) else value)
+        read = {heads[name] for name in names}
+        for head, value in record.items():
+            is_empty = value is None or value == "" or value != value  # NaN is not equal to itself
+            if head not in read and not is_empty:
+                self.unread[str(head)] += 1
+
+    def replies(self, messages: list[Message]) -> None:
+        """Count the replies of a conversation."""
+        replies = [message for message in messages if message["role"] == "assistant"]
+        self.reply_count += len(replies)
+        self.thought_count += thoughts_in(replies)
+        self.masked += sum(message.get("train") is False for message in replies)
+
+    def absent(self, columns: Mapping[str, str]) -> list[str]:
+        """The columns of --columns that no record has."""
+        if not self.heads:
+            return []
+        found = origins(self.heads, columns)
+        return [column for role, column in columns.items() if NAMES[role][0] not in found]
+
+    def report(self, path: str, task: Conversations) -> None:
+        """Print what is read, and warn of what would be easy to miss."""
+        roles = []
+        for role, heads in self.read.items():
+            names = " and ".join(heads)
+            roles.append(role if names == role else f"{role} from {names}")
+        read = {head for heads in self.read.values() for head in heads}
+        unread = list(dict.fromkeys([*self.unread, *(head for head in sorted(task.heads) if head.strip() not in read)]))
+        rest = f"; {task.rest} {', '.join(unread)}" if unread else ""
+        if roles:
+            print0(f"{path} reads {', '.join(roles)}{rest}")
+        for head in unread:
+            role = ROLES.get(known_name(head), "")
+            if role in self.read and role not in task.columns:
+                chosen = " and ".join(self.read[role])
+                warn(f"--tasks {path}: the {role} is {chosen}, so {head} is not read: --columns {role}={head} reads it")
+            if head.lower() in MEDIA:
+                warn(f"--tasks {path}: the column {head} is not read, because models here read only text")
+        if self.keys:
+            keys = ", ".join(f"{key} (in {count:,})" for key, count in self.keys.most_common(20))
+            warn(f"--tasks {path}: nothing reads these keys of its messages: {keys}")
+        if self.thought_count:
+            kept = "kept (--thoughts drop leaves them out)" if task.thoughts == "keep" else "left out (--thoughts drop)"
+            print0(f"{path}: {self.thought_count:,} of {self.reply_count:,} replies have a thought, which is {kept}")
+        if task.masked:
+            print0(f"{path}: {task.masked:,} of {self.reply_count:,} replies are read and not learned, as marked there")
+
+
+def names_read(fields: Mapping[str, Any], roles: Iterable[str]) -> dict[str, str]:
+    """The names of a tidied record that are read, with the role of each."""
+    found = {name: role for role in roles if (name := first_name(fields, role)) is not None}
+    if found.get("input") == "input" and "question" not in found.values():
+        found["input"] = "question"
+    if "answer" in found.values() and _is_blossom(fields):
+        found["answer"] = "answer"
+    return found
+
+
+def refuse_media(fields: Any) -> None:
+    """Raises ValueError: for a record with an image, sound or video."""
+    for name in MEDIA:
+        if isinstance(fields, dict) and fields.get(name):
+            raise ValueError(f'it has "{name}": models here read only text')
 
 
 def messages_of(record: Any) -> list[Message]:
@@ -177,7 +349,7 @@ def messages_of(record: Any) -> list[Message]:
 
     Raises ValueError: with the problem.
     """
-    return answered(conversation_of(record))
+    return answered(conversation_of(tidied(record, {})))
 
 
 def answered(messages: list[Message]) -> list[Message]:
@@ -189,45 +361,69 @@ def answered(messages: list[Message]) -> list[Message]:
 
 
 def conversation_of(record: Any) -> list[Message]:
-    """All messages of a record in any of the forms above, checked. Raises ValueError: with the problem."""
+    """All messages of a tidied record in any of the forms above, checked. Raises ValueError: with the problem."""
     fields = record if isinstance(record, dict) else {}
-    lists = [fields[name] for name in LISTS if isinstance(fields.get(name), list)]
-    if lists:
-        messages = lists[0]
-    elif isinstance(record, list):
-        messages = record
-    elif Conversations.is_known(fields):
-        messages = question_of(fields) + as_messages(first_of(fields, ANSWERS), "assistant")
-    else:
-        raise UnknownForm(f"unknown form ({contents(record)}); known forms: {KNOWN}")
-    messages = [plain(message) for message in with_system(fields, messages)]
+    messages = _listed(record)
+    if messages is None:
+        if not Conversations.is_known(fields):
+            raise UnknownForm(f"; known forms: {KNOWN}; {ADVICE}")
+        messages = question_of(fields) + answer_of(fields)
+    messages = plain_messages(with_system(fields, messages))
     check_messages(messages)
     return messages
 
 
-def question_of(fields: dict[str, Any]) -> list[Any]:
-    """The messages before the reply, for a record with a separate field for the question."""
-    question = first_of(fields, QUESTIONS)
-    more = first_of(fields, INPUTS)
-    if isinstance(question, str) and isinstance(more, str) and more:
-        question = f"{question}\n\n{more}" if question else more
+def _listed(record: Any) -> list[Any] | None:
+    """The list of messages of a record, which may be JSON in a text; None where it has none."""
+    if isinstance(record, list):
+        return record
+    value = first_of(record, "messages") if isinstance(record, dict) else None
+    value = parsed(value, "the list of messages")
+    return value if isinstance(value, list) else None
+
+
+def question_of(fields: Mapping[str, Any]) -> list[Any]:
+    """The messages before the reply, for a record with a separate column for the question."""
+    question = first_of(fields, "question")
+    more = first_of(fields, "input")
+    if question is None:
+        question = fields.get("input")
+    elif isinstance(question, str) and isinstance(more, str) and more:
+        question = f"{question}\n{more}" if question else more  # one line end, as in ms-swift and LLaMA-Factory
     messages = []
-    for turn in fields.get("history") or []:
+    for turn in parsed(fields.get("history"), 'its "history"') or []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError('its "history" is not a list of [question, answer]')
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     return messages + as_messages(question, "user")
 
 
-def with_system(fields: dict[str, Any], messages: list[Any]) -> list[Any]:
-    """The messages, after the record's system message if it has one."""
-    system = first_of(fields, SYSTEMS)
-    return [{"role": "system", "content": system}, *messages] if system else messages
+def answer_of(fields: Mapping[str, Any]) -> list[Any]:
+    """The reply of a record with a separate column for it."""
+    answer = first_of(fields, "answer")
+    if _is_blossom(fields):
+        answer = f"{fields['output']}\n\nAnswer: {fields['answer']}"  # as ms-swift writes it
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer, "reasoning_content": first_of(fields, "thought")}]
+    return as_messages(answer, "assistant")
 
 
-def first_of(fields: dict[str, Any], names: Iterable[str]) -> Any:
-    """The value of the first of these fields that exists and is not null."""
-    return next((fields[name] for name in names if fields.get(name) is not None), None)
+def _is_blossom(fields: Mapping[str, Any]) -> bool:
+    """Whether a record has a worked solution as "output" and its result as "answer", as blossom-math has."""
+    return first_of(fields, "question") is None and all(fields.get(name) for name in ("input", "output", "answer"))
+
+
+def with_system(fields: Mapping[str, Any], messages: list[Any]) -> list[Any]:
+    """The messages, after the record's system message if it has one. Raises ValueError: when there are two."""
+    system = first_of(fields, "system")
+    if not system:
+        return messages
+    begins = plain(messages[0]) if messages else None
+    if isinstance(begins, dict) and begins.get("role") == "system":
+        if begins.get("content") != system:
+            raise ValueError("it has two system messages: in its messages, and in a column of its own")
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def as_messages(value: Any, role: str) -> list[Any]:
@@ -240,62 +436,22 @@ def as_messages(value: Any, role: str) -> list[Any]:
 def contents(record: Any) -> str:
     """The fields of a record, for messages."""
     if isinstance(record, dict):
-        return f"with {', '.join(record)[:400] or 'nothing'}"
+        return f"with {', '.join(map(str, record))[:400] or 'nothing'}"
     return f"but {type(record).__name__}"
-
-
-def plain(message: Any) -> Any:
-    """A message without other keys: a column of a .parquet has in each message every key that any of them has.
-
-    Raises ValueError: for a call of a function that cannot be read.
-    """
-    if not isinstance(message, dict):
-        return message
-    if message.get("function_call"):
-        raise ValueError("a message calls a function by function_call: only tool_calls are read")
-    if "from" in message and "role" not in message:
-        sender = message["from"]
-        role = ROLES.get(sender, sender) if isinstance(sender, str) else sender
-        message = {**message, "role": role, "content": message.get("value")}
-    if message.get("weight") == 0 and message.get("train") is None:
-        message = {**message, "train": False}
-    read = {key: message[key] for key in ("role", "content", "train") if message.get(key) is not None}
-    calls = parsed(message.get("tool_calls"), "tool_calls")
-    if calls:
-        if not isinstance(calls, list):
-            raise ValueError("tool_calls is not a list")
-        read = {"content": "", **read, "tool_calls": [call_of(call) for call in calls]}
-    if message.get("tool_call_id"):
-        read["tool_call_id"] = message["tool_call_id"]
-    return read
-
-
-def call_of(call: Any) -> dict[str, Any]:
-    """A call of a function as chat templates read it: with an object of arguments. Raises ValueError: without one."""
-    function = call.get("function") if isinstance(call, dict) else None
-    fields = function if isinstance(function, dict) else {}
-    arguments = parsed(fields.get("arguments") or {}, "the arguments of a function")
-    if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
-        raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
-    # In a .parquet each call has the names of all arguments.
-    arguments = {name: value for name, value in arguments.items() if value is not None}
-    identity = {"id": call["id"]} if call.get("id") else {}
-    return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
 
 
 def tools_of(record: Any) -> list[dict[str, Any]] | None:
     """The functions that a record offers. Raises ValueError: when it has something else under that name."""
     tools = parsed(record.get("tools"), "tools") if isinstance(record, dict) else None
-    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError('its "tools" are not a list of objects')
-    return tools or None
-
-
-def parsed(value: Any, name: str) -> Any:
-    """The value of a field, which may be JSON in a text. Raises ValueError: when the text is something else."""
-    if not isinstance(value, str) or not value:
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is a text that is not JSON") from error
+    if not tools:
+        return None
+    found = []
+    for tool in tools if isinstance(tools, list) else [tools]:
+        if isinstance(tool, str) and tool.startswith("{"):  # ms-swift's data may have each of them as a text
+            tool = parsed(tool, "tools")
+        if not isinstance(tools, list) or not isinstance(tool, dict):
+            raise ValueError('its "tools" are not a list of objects')
+        # LLaMA-Factory's data have only the function. Templates, and the servers of models, have it in OpenAI's form.
+        is_bare = isinstance(tool.get("name"), str) and "function" not in tool
+        found.append({"type": "function", "function": tool} if is_bare else tool)
+    return found

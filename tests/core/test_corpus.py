@@ -488,3 +488,22 @@ def test_importing_does_no_work():
     code = "import sys, nanochat.corpus; print([m for m in ('pyarrow', 'torch') if m in sys.modules])"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_the_text_may_have_another_name(tmp_path, name):
+    rows = [{"content": f"text {number}", "text": "no"} for number in range(20)]
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    train, val = open_corpus(str(path), columns="text = content")
+    assert documents(train) + documents(val) == [row["content"] for row in rows]
+    whole, _ = open_corpus(str(path), str(path), columns="text=content")
+    assert documents(whole) == [row["content"] for row in rows]
+    for columns in ("content", "question=content", "text="):
+        with pytest.raises(UserError, match=f"--columns {columns}: of --data only the text is read: text=COLUMN"):
+            open_corpus(str(path), columns=columns)
+    with pytest.raises(UserError, match="absent"):
+        open_corpus(str(path), columns="text=absent")

@@ -189,7 +189,7 @@ def test_a_damaged_csv_is_named(tmp_path, monkeypatch):
         (b'a,b\n1,"2"3\n', "is a damaged .csv"),
         (b"a,b\r1,2\r", "is a damaged .csv"),
         ("a,b\n1,你\n".encode("gb18030"), "is not UTF-8 (byte 6): convert it, for example iconv -f gb18030 -t utf-8"),
-        ("a,b\n1,2\n".encode("utf-16"), "is not UTF-8"),
+        ("a,b\n1,2\n".encode("utf-16")[:-1], "is a damaged UTF-16 text"),
         (b"a,b\n1,2\0\n", "") if sys.version_info >= (3, 11) else (b"a,b\n1,2\0\n", "is a damaged .csv"),
         (b"a,b\n", "it has no rows"),
     ):

@@ -511,7 +511,7 @@ def test_every_form_is_the_same_conversation(row):
 def test_what_a_form_keeps():
     system = {"role": "system", "content": "Be brief."}
     assert messages_of({"conversations": [{"from": "system", "value": "Be brief."}, *FORMS[4]]}) == [system, *HELLO]
-    requested = {"role": "user", "content": "Add.\n\n1 and 2"}
+    requested = {"role": "user", "content": "Add.\n1 and 2"}
     assert messages_of({"instruction": "Add.", "input": "1 and 2", "output": "3"})[0] == requested
     parts = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
     mrequested = [HELLO[0], {"role": "assistant", "content": parts, "train": False}]
@@ -569,7 +569,7 @@ BAD_ROWS = [
     ({"messages": []}, "cannot be used: a conversation is a non-empty list of messages"),
     ({"messages": [HELLO[1]]}, "cannot be used: message 0 is by assistant, where user is expected"),
     ({"messages": [HELLO[0], HELLO[0]]}, "cannot be used: message 1 is by user, where assistant is expected"),
-    ({"messages": [{"role": "bot", "content": "Hi"}]}, "cannot be used: message 0 has the role 'bot'"),
+    ({"messages": [{"role": "robot", "content": "Hi"}]}, "cannot be used: message 0 has the role 'robot'"),
     ({"messages": [HELLO[0], {"role": "assistant"}]}, "cannot be used: message 1 (assistant) has no content"),
     ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
     ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
@@ -642,7 +642,7 @@ def test_alpaca_as_csv(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('instruction,input,output\nAdd.,"1, 2\n",3\n"Say ""Hi""!",,Hi!\n')
     task = Conversations("train", str(path))
-    assert task.example(0).messages[0]["content"] == "Add.\n\n1, 2\n" and len(task) == 1
+    assert task.example(0).messages[0]["content"] == "Add.\n1, 2\n" and len(task) == 1
     assert Conversations("test", str(path)).example(0).messages[0]["content"] == 'Say "Hi"!'
 
 

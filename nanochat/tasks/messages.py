@@ -1,0 +1,255 @@
+"""Messages as other projects write them, one by one: their roles, what is learned of them, calls, thoughts.
+
+    role, from           user, assistant, system, tool; human, gpt, bot, observation and others below, in any case
+    content, value       a text, or a list of parts
+    train, loss, weight  false or 0: the message is read, but not learned (ours, ms-swift's, OpenAI's)
+    reasoning_content    the thought before a reply; "reasoning" and "thinking" mean the same
+    tool_calls           functions that the assistant calls, in OpenAI's form; a message of the role function_call or
+                         tool_call, whose content is {"name", "arguments"} or a list of them, is such a message too
+
+A thought becomes a part of the reply, in the marks that most families have: `<think>`, a line, `</think>`. A template
+with a field for thoughts gets it in that field (families/chat_format.py).
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from nanochat.conversation import Message, parts_of, text_of
+
+# What other projects call the roles.
+SENDERS = {
+    "human": "user", "prompter": "user", "用户": "user",
+    "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant", "助手": "assistant",
+    "developer": "system", "系统": "system",
+    "observation": "tool", "tool_response": "tool", "function_response": "tool", "function": "tool",
+}  # fmt: skip
+CALLERS = ("function_call", "tool_call")  # roles of messages that are a call, as text
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")
+MARKS = ("train", "loss", "weight", "loss_scale")  # what says whether a message is learned; the first one decides
+PLAIN = {"role", "content"}
+USUAL = {*PLAIN, "from", "value"}
+READ = {*USUAL, "tool_calls", "tool_call_id", *THOUGHTS, *MARKS}
+# A thought at the beginning of a reply, as Qwen's and DeepSeek's models write it.
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+# Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
+ASKED = ("human", "user", "input")
+REPLIED = ("assistant", "gpt", "bot", "output")
+
+
+def plain_messages(messages: Any) -> Any:
+    """A list of messages as this project has them, still unchecked.
+
+    A call that is a message of its own joins the reply or the call before it. Raises ValueError: with the problem.
+    """
+    if not isinstance(messages, list):
+        return messages
+    joined: list[Any] = []
+    for message in _turns(messages):
+        one = plain(message)
+        is_call = isinstance(one, dict) and "tool_calls" in one and _role(_with_plain_keys(message)) in CALLERS
+        before = joined[-1] if joined else None
+        if is_call and isinstance(before, dict) and before.get("role") == "assistant":
+            if before.get("train", True) != one.get("train", True):
+                raise ValueError("a call and the reply before it are one turn: mark both as learned, or none")
+            joined[-1] = {
+                **before,
+                "content": text_of(before["content"]) + one["content"],
+                "tool_calls": [*before.get("tool_calls", []), *one["tool_calls"]],
+            }
+        else:
+            joined.append(one)
+    return joined
+
+
+def plain(message: Any) -> Any:
+    """A message without other keys: a column of a .parquet has in each message every key that any of them has.
+
+    Raises ValueError: for a call of a function that cannot be read, and for a mark that is neither true nor false.
+    """
+    if not isinstance(message, dict):
+        return message
+    if message.keys() == PLAIN and message["role"] in ("user", "assistant", "system"):  # most are, and data are large
+        return message
+    message = _with_plain_keys(message)
+    if message.get("function_call"):
+        raise ValueError("a message calls a function by function_call: only tool_calls are read")
+    role = _role(message)
+    content = message.get("content")
+    if content is None:
+        content = message.get("value")
+    read = {"role": role, "content": content, "train": _train(message)}
+    calls = parsed(message.get("tool_calls"), "tool_calls")
+    if role in CALLERS:
+        thought, calls = _call_in_text(content)
+        read |= {"role": "assistant", "content": thought}
+    if calls:
+        if not isinstance(calls, list):
+            raise ValueError("tool_calls is not a list")
+        read["content"] = "" if read["content"] is None else read["content"]
+        read["tool_calls"] = [call_of(call) for call in calls]
+    if read["role"] == "assistant":
+        read["content"] = _with_thought(message, read["content"])
+    if message.get("tool_call_id"):
+        read["tool_call_id"] = message["tool_call_id"]
+    if role == "tool" and message.get("name"):
+        read["name"] = message["name"]
+    return {key: value for key, value in read.items() if value is not None}
+
+
+def unread_keys(messages: Any) -> Counter[str]:
+    """The keys in a list of messages that nothing reads, and in how many of its messages they are."""
+    counts: Counter[str] = Counter()
+    for message in _turns(messages) if isinstance(messages, list) else []:
+        if not isinstance(message, dict) or message.keys() <= USUAL:
+            continue
+        message = _with_plain_keys(message)
+        role = _role(message)
+        read = READ | {"name"} if role == "tool" else READ
+        counts.update(str(key) for key, value in message.items() if value is not None and key not in read)
+        mark = next((key for key in MARKS if message.get(key) is not None), None)
+        if mark is not None and message[mark] and role in ("user", "system", "tool"):
+            counts[f"{mark}={json.dumps(message[mark])} of the role {role}, which is never learned"] += 1
+    return counts
+
+
+def thoughts_in(messages: Iterable[Any]) -> int:
+    """How many replies in a conversation have a thought."""
+    return sum(message["role"] == "assistant" and bool(_split(message)[0]) for message in messages)
+
+
+def without_thoughts(messages: Sequence[Message]) -> list[Message]:
+    """A conversation without the thoughts of its replies."""
+    return [
+        {**message, "content": _split(message)[1]} if message["role"] == "assistant" else message
+        for message in messages
+    ]
+
+
+def call_of(call: Any) -> dict[str, Any]:
+    """A call of a function as chat templates read it: with an object of arguments. Raises ValueError: without one."""
+    function = call.get("function") if isinstance(call, dict) else None
+    fields = function if isinstance(function, dict) else {}
+    # Llama's calls have "parameters".
+    arguments = parsed(fields.get("arguments") or fields.get("parameters") or {}, "the arguments of a function")
+    if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
+        raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
+    # In a .parquet each call has the names of all arguments.
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    identity = {"id": call["id"]} if call.get("id") else {}
+    return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
+
+
+def parsed(value: Any, name: str) -> Any:
+    """The value of a field, which may be JSON in a text. Raises ValueError: when the text is something else."""
+    if not isinstance(value, str) or not value:
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} is a text that is not JSON") from error
+
+
+def _turns(messages: Sequence[Any]) -> Sequence[Any]:
+    """Messages, where a list may have turns of a question with its answer: old ms-swift's and xtuner's."""
+    if all(isinstance(message, dict) and ("role" in message or "from" in message) for message in messages):
+        return messages
+    found: list[Any] = []
+    for message in messages:
+        fields = _with_plain_keys(message) if isinstance(message, dict) else {}
+        asked = next((key for key in ASKED if key in fields), None)
+        replied = next((key for key in REPLIED if key in fields), None)
+        if "role" in fields or "from" in fields or asked is None or replied is None:
+            found.append(message)
+            continue
+        rest = {key: value for key, value in fields.items() if key not in (asked, replied, "system")}
+        if fields.get("system"):
+            found.append({"role": "system", "content": fields["system"]})
+        found.append({"role": "user", "content": fields[asked]})
+        found.append({"role": "assistant", "content": fields[replied], **rest})
+    return found
+
+
+def _with_plain_keys(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its keys in lower case, where it would have no role otherwise."""
+    if "role" in message or "from" in message:
+        return message
+    return {str(key).strip().lower(): value for key, value in message.items()}
+
+
+def _role(message: dict[str, Any]) -> Any:
+    """The role of a message with plain keys, by the name that it has here."""
+    role = message.get("role")
+    if role is None:
+        role = message.get("from")
+    return _known_role(role) if isinstance(role, str) else role
+
+
+@lru_cache(maxsize=256)
+def _known_role(role: str) -> str:
+    name = role.strip().lower()
+    name = SENDERS.get(name, name)
+    return name if name in ("user", "assistant", "system", "tool", *CALLERS) else role
+
+
+def _train(message: dict[str, Any]) -> bool | None:
+    """Whether a message is learned, as its marks say; None where they say nothing.
+
+    Raises ValueError: for another value, because the wrong reply would be learned.
+    """
+    mark = next((key for key in MARKS if message.get(key) is not None), None)
+    if mark is None or mark == "train":
+        return message.get("train")
+    value = message[mark]
+    if value not in (0, 1):  # false and true are equal to them
+        raise ValueError(f'a message has "{mark}": {json.dumps(value)}: only true, false, 1 and 0 are known')
+    return None if value else False
+
+
+def _with_thought(message: dict[str, Any], content: Any) -> Any:
+    """The content of a reply with its thought before it, if that is a field of its own."""
+    thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
+    if thought is None or not isinstance(content, str | list):
+        return content
+    if not isinstance(thought, str):
+        raise ValueError("the thought of a reply (reasoning_content) is not a text")
+    if not thought.strip():
+        return content
+    lead = f"<think>\n{thought.strip()}\n</think>\n\n"
+    if isinstance(content, list):
+        return [{"type": "text", "text": lead}, *content]
+    is_there = "</think>" in content  # some data sets have it in both places
+    return content if is_there else lead + content.lstrip("\n")
+
+
+def _split(message: Message) -> tuple[str, Any]:
+    """The thought of a reply, or an empty text, and its content without the thought."""
+    content = message["content"]
+    if isinstance(content, str) and "</think>" not in content:
+        return "", content
+    parts = parts_of(content)
+    first = parts[0] if parts and parts[0].get("type") == "text" else {"text": ""}
+    found = THOUGHT.match(first["text"])
+    if found is None:
+        return "", content
+    rest = first["text"][found.end() :]
+    return found[1].strip(), rest if isinstance(content, str) else [{**first, "text": rest}, *parts[1:]]
+
+
+def _call_in_text(content: Any) -> tuple[str, list[Any]]:
+    """The thought before a call that is written as text, and its functions. Raises ValueError: when it is not JSON."""
+    text = content if isinstance(content, str) else ""
+    thought, json_text = "", text
+    if found := THOUGHT.match(text):
+        thought, json_text = found[0], text[found.end() :]
+    calls = parsed(json_text, "a call of a function") if isinstance(content, str) else content
+    functions = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if isinstance(function, dict) and (unread := set(function) - {"name", "arguments", "parameters", "id", "type"}):
+            raise ValueError(f"a call of a function has {', '.join(sorted(unread))}, and not only name and arguments")
+        functions.append({"function": function})
+    return thought, functions

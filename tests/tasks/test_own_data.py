@@ -1,0 +1,483 @@
+"""Data as users of ms-swift, LLaMA-Factory and TRL have them, with their dirt: each is read as those tools read it.
+
+What is not read is named: nothing is lost in silence.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from tiny import complaint, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
+from tiny_families import THINKING, save_family
+
+from nanochat import paths
+from nanochat.conversation import Rendered, render
+from nanochat.mixture import open_mixture
+from nanochat.task import Pair
+from nanochat.tasks.columns import parse_columns
+from nanochat.tasks.conversations import Conversations, Prompts
+from nanochat.tasks.preferences import Labelled, Preferences
+from nanochat.tokenizer import Tokenizer
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def reply(text: str, **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **fields}
+
+
+def called(text: str, *cities: str) -> dict[str, Any]:
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": city}}} for city in cities]
+    return reply(text, tool_calls=calls)
+
+
+def lines(path: Path, rows: list[Any]) -> str:
+    """A .jsonl; a row that is a text is written as it is."""
+    texts = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def chats(path: str | Path, **settings: Any) -> list[list[dict[str, Any]]]:
+    task = Conversations("train", str(path), **settings)
+    return [task.example(number).messages for number in range(len(task))]
+
+
+SYSTEM = {"role": "system", "content": "Be kind."}
+SUM = [user("2+3?"), reply("5")]
+WEATHER = [user("Weather?"), called("", "Rome"), {"role": "tool", "content": "sun"}, reply("Sunny.")]
+CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
+THOUGHT = "<think>\nTwo and three.\n</think>\n\n5"
+
+# What a file holds, the flags, the messages, and what is said not to be read.
+FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
+    "blossom-math-v2": (
+        {"id": "1", "input": "2+3?", "output": "Add.", "answer": "5"}, "",
+        [user("2+3?"), reply("Add.\n\nAnswer: 5")], "not id",
+    ),
+    "blossom-math-v2, its solutions": (
+        {"id": "1", "input": "2+3?", "output": "5", "answer": "6"}, "question=input,answer=output", SUM,
+        "not id, answer",
+    ),
+    "firefly": ({"kind": "sum", "input": "2+3?", "target": "5"}, "", SUM, "not kind"),
+    "NuminaMath": ({"problem": "2+3?", "solution": "5", "source": "x"}, "", SUM, "not source"),
+    "DeepSeek-R1, 110k": (
+        {"input": "2+3?", "reasoning_content": "Two and three.", "content": "5", "score": 9}, "",
+        [user("2+3?"), reply(THOUGHT)], "not score",
+    ),
+    "medical-o1": (
+        {"Question": "2+3?", "Complex_CoT": "Two and three.", "Response": "5"}, "thought=Complex_CoT",
+        [user("2+3?"), reply(THOUGHT)], "",
+    ),
+    "heads with spaces": ({" Question ": "2+3?", "ANSWER": "5"}, "", SUM, ""),
+    "Chinese heads": ({"问题": "2+3?", "答案": "5", "编号": 7}, "", SUM, "not 编号"),
+    "Chinese Alpaca": ({"指令": "2+3?", "输入": "", "输出": "5"}, "", SUM, ""),
+    "own columns": (
+        {"ask": "2+3?", "say": "5", "tone": "Be kind.", "answer": "no"}, "question=ask, answer=say, system=Tone",
+        [SYSTEM, *SUM], "not answer",
+    ),
+    "own messages": ({"dialog": SUM, "prompt": "2+3?"}, "messages=dialog", SUM, "not prompt"),
+    "old ms-swift": (
+        {"conversation": [{"human": "Hi", "assistant": "Hello"}, {"human": "2+3?", "assistant": "5"}]}, "",
+        [user("Hi"), reply("Hello"), *SUM], "",
+    ),
+    "xtuner": ({"conversation": [{"system": "Be kind.", "input": "2+3?", "output": "5"}]}, "", [SYSTEM, *SUM], ""),
+    "roles in another case": (
+        {"messages": [user("2+3?") | {"role": "User"}, reply("5") | {"role": " Assistant"}]}, "", SUM, "",
+    ),
+    "bot": ({"conversations": [{"from": "human", "value": "2+3?"}, {"from": "bot", "value": "5"}]}, "", SUM, ""),
+    "keys in another case": (
+        {"messages": [{"Role": "user", "Content": "2+3?"}, {"Role": "gpt", "Content": "5"}]}, "", SUM, "",
+    ),
+    "LLaMA-Factory's tools": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Weather?"}, {"from": "function_call", "value": CALL},
+                {"from": "observation", "value": "sun"}, {"from": "gpt", "value": "Sunny."},
+            ]
+        }, "", WEATHER, "",
+    ),
+    "ms-swift's tools": (
+        {
+            "messages": [
+                user("Weather?"), reply("Let me see."), {"role": "tool_call", "content": CALL},
+                {"role": "tool_call", "content": CALL.replace("Rome", "Oslo")},
+                {"role": "tool_response", "content": "sun"}, {"role": "tool", "content": "rain"}, reply("Sun, rain."),
+            ]
+        }, "",
+        [
+            user("Weather?"), called("Let me see.", "Rome", "Oslo"), {"role": "tool", "content": "sun"},
+            {"role": "tool", "content": "rain"}, reply("Sun, rain."),
+        ], "",
+    ),
+    "ms-swift's query": (
+        {"system": "Be kind.", "query": "2+3?", "response": "5", "history": [["Hi", "Hello"]]}, "",
+        [SYSTEM, user("Hi"), reply("Hello"), *SUM], "",
+    ),
+    "nothing, as pandas writes it": (
+        {"instruction": "2+3?", "input": float("nan"), "output": "5", "system": None}, "", SUM, "",
+    ),
+    "one system message in two places": ({"system": "Be kind.", "messages": [SYSTEM, *SUM]}, "", [SYSTEM, *SUM], ""),
+    "messages as JSON, for a .csv": ({"messages": json.dumps(SUM), "lang": "en"}, "", SUM, "not lang"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_of_other_tools(tmp_path, capsys, name):
+    row, columns, messages, unread = FORMS[name]
+    path = lines(tmp_path / "mine.jsonl", [row] * 3)
+    assert chats(path, columns=columns) == [messages] * 2
+    (line, *_) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{path} reads ") and line.partition("; ")[2] == unread
+
+
+def test_what_a_parquet_holds_is_read_by_the_same_names(tmp_path, capsys):
+    path = tmp_path / "mine.parquet"
+    table = pyarrow.Table.from_pylist([{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 3)
+    pyarrow.parquet.write_table(table, path)
+    assert chats(path, columns="question=ask") == [SUM] * 2
+    shown = capsys.readouterr()
+    assert f"{path} reads question from Ask, answer from 答案; not image, note" in shown.out
+    assert "the column image is not read" in shown.err
+    assert "unknown form (with Ask, 答案, image, note)" in complaint(lambda: chats(path))
+
+
+def test_the_column_that_is_chosen_among_several_is_named(tmp_path, capsys):
+    path = lines(tmp_path / "mine.jsonl", [{"question": "2+3?", "response": "5", "answer": "five"}] * 3)
+    assert chats(path)[0] == SUM
+    warning = capsys.readouterr().err
+    assert "the answer is response, so answer is not read: --columns answer=answer reads it" in warning
+    some = lines(
+        tmp_path / "some.jsonl",
+        [{"question": "2+3?", "answer": "5"}, {"query": "2+3?", "response": "5", "answer": "x"}],
+    )
+    chats(some, val_share=0.0)
+    assert "so answer is not read" in capsys.readouterr().err
+    assert chats(path, columns="answer=answer")[0][1]["content"] == "five"
+    assert "is not read" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ("question", "--columns question: write ROLE=COLUMN; the roles are messages, question"),
+        ("qestion=ask", "did you mean question?"),
+        ("question=ask,question=q", "each role and each column is named once"),
+        ("question=ask,answer=ask", "each role and each column is named once"),
+        ("text=ask", "a text is for pretraining"),
+    ],
+)
+def test_mistakes_in_columns(columns, problem):
+    assert problem in complaint(lambda: parse_columns(columns))
+
+
+def test_a_column_that_no_record_has(tmp_path):
+    path = lines(tmp_path / "mine.jsonl", [{"ask": "2+3?", "say": "5"}] * 3)
+    problem = complaint(lambda: chats(path, columns="question=asked,answer=say"))
+    assert "unknown form (with ask, say)" in problem and "it has no column asked of --columns" in problem
+    line = complaint(lambda: chats(path, columns="question=ask,answer=say,system=tone"))
+    assert "has tone: its columns are ask, say" in line and line.startswith("--columns: no record of")
+    assert "--tasks arithmetic has no file" in complaint(
+        lambda: open_mixture("arithmetic", "train", columns="answer=x")
+    )
+
+
+# ---- What is learned -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mark", [{"loss": False}, {"loss": 0}, {"weight": 0}, {"weight": 0.0}, {"train": False}])
+def test_a_marked_reply_is_read_and_not_learned(tmp_path, capsys, mark):
+    chat = [user("a"), reply("MASKED", **mark), user("b"), reply("learned", loss=True)]
+    path = lines(tmp_path / "mine.jsonl", [{"messages": chat}] * 3)
+    tokenizer = tiny_tokenizer()
+    rendered = render(tokenizer, chats(path)[0])
+    learned = tokenizer.decode(
+        [token for token, is_target in zip(rendered.ids, rendered.mask, strict=True) if is_target]
+    )
+    assert "learned" in learned and "MASKED" not in learned and "MASKED" in tokenizer.decode(rendered.ids)
+    assert "2 of 4 replies are read and not learned" in capsys.readouterr().out
+
+
+def test_a_mark_that_is_neither_true_nor_false_is_not_guessed(tmp_path):
+    for name, value in (("loss", "false"), ("weight", 0.5)):
+        path = lines(tmp_path / f"{name}.jsonl", [{"messages": [user("a"), reply("b", **{name: value})]}] * 2)
+        problem = complaint(lambda path=path: chats(path))
+        assert f'a message has "{name}": {json.dumps(value)}: only true, false, 1 and 0 are known' in problem
+    parts = [user("Weather?"), reply("Hm.", loss=False), {"role": "tool_call", "content": CALL}]
+    path = lines(tmp_path / "mine.jsonl", [{"messages": parts}] * 2)
+    assert "mark both as learned, or none" in complaint(lambda: chats(path))
+
+
+def test_arguments_of_a_call_are_never_lost(tmp_path):
+    def call_by(text: str) -> list[list[dict[str, Any]]]:
+        turns = [user("Weather?"), {"role": "function_call", "content": text}, *WEATHER[2:]]
+        return chats(lines(tmp_path / "mine.jsonl", [{"messages": turns}] * 2))
+
+    wrapped = '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}}'
+    for text in (CALL, f"[{CALL}]", CALL.replace("arguments", "parameters"), wrapped):
+        assert call_by(text) == [WEATHER]
+    assert call_by(f"<think>\nI look.\n</think>\n\n{CALL}")[0][1]["content"] == "<think>\nI look.\n</think>\n\n"
+    assert "a call of a function has args, and not only name" in complaint(
+        lambda: call_by(CALL.replace("arguments", "args"))
+    )
+    assert "a call of a function is a text that is not JSON" in complaint(lambda: call_by("weather(Rome)"))
+
+
+def test_functions_are_offered_in_the_form_that_templates_have(tmp_path):
+    function = {"name": "weather", "description": "today's", "parameters": {"type": "object", "properties": {}}}
+    whole = {"type": "function", "function": function}
+    for tools in ([whole], [function], json.dumps([function]), [json.dumps(whole)]):
+        task = Conversations("train", lines(tmp_path / "mine.jsonl", [{"messages": SUM, "tools": tools}] * 2))
+        assert task.example(0).tools == [whole]
+
+
+def test_keys_that_nothing_reads_are_counted_once_by_name(tmp_path, capsys):
+    rows = [{"messages": [user("a") | {"loss": True}, reply("b", emotion="glad", name=None)]}] * 20
+    mixture = open_mixture(lines(tmp_path / "mine.jsonl", rows), "train")
+    open_mixture(str(tmp_path / "mine.jsonl"), "test")
+    assert len(mixture.tasks[0]) == 18
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nothing reads these keys of its messages" in line and "emotion (in 18)" in line and "name" not in line
+    assert "loss=true of the role user, which is never learned (in 18)" in line
+
+
+def test_pictures_are_not_answered_blindly(tmp_path, capsys):
+    rows = [
+        {"messages": [user("<image>What?"), reply("A cat.")], "images": ["cat.jpg"]},
+        {"messages": SUM, "images": []},
+    ]
+    assert chats(lines(tmp_path / "mine.jsonl", rows * 3)) == [SUM] * 2
+    assert 'it has "images": models here read only text' in capsys.readouterr().err
+
+
+# ---- Thoughts --------------------------------------------------------------------------------------------
+
+# As Qwen3's own template: it takes the thought from a field, or else from the content.
+FIELD = THINKING.replace(
+    "{%- if '</think>' in content %}",
+    "{%- if message.reasoning_content is string %}{%- set thought = message.reasoning_content %}\n"
+    "{%- elif '</think>' in content %}",
+)
+ONLY_FIELD = FIELD.replace("{%- elif '</think>' in content %}", "{%- elif false %}")
+THINKER = [user("2+3?"), reply("5", reasoning_content="Two and three.")]
+
+
+def learned_by(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
+    rendered: Rendered = render(tokenizer, messages)
+    targets = (token for token, is_target in zip(rendered.ids, rendered.mask, strict=True) if is_target)
+    return tokenizer.decode_bytes(targets).decode()
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("template", [FIELD, ONLY_FIELD, THINKING])
+def test_a_thought_is_learned_where_the_template_writes_it(tmp_path, template, key):
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=template))
+    path = lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("5", **{key: "Two and three."})]}] * 2)
+    wanted = "<think>\nTwo and three.\n</think>\n\n5<|im_end|>"
+    assert learned_by(tokenizer, chats(path)[0]) == wanted
+    inline = lines(tmp_path / "inline.jsonl", [{"messages": [user("2+3?"), reply(THOUGHT)]}] * 2)
+    assert learned_by(tokenizer, chats(inline)[0]) == wanted
+    for file in (path, inline):
+        assert learned_by(tokenizer, chats(file, thoughts="drop")[0]) == "<think>\n\n</think>\n\n5<|im_end|>"
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama3"])
+def test_without_a_field_the_thought_is_before_the_reply(tmp_path, family_tokenizers, family):
+    tokenizer = family_tokenizers[family]
+    path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 2)
+    assert learned_by(tokenizer, chats(path)[0]).startswith(THOUGHT)
+    assert "think" not in learned_by(tokenizer, chats(path, thoughts="drop")[0])
+    own = tiny_tokenizer()
+    assert learned_by(own, chats(path)[0]).startswith(THOUGHT)
+
+
+def test_a_thought_before_a_call_is_kept(tmp_path):
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=FIELD))
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    asked = {"role": "assistant", "content": None, "reasoning_content": "I look.", "tool_calls": [call]}
+    rows = [
+        {"messages": [user("Weather?"), asked, {"role": "tool", "content": "sun", "tool_call_id": "1"}, reply("Sun.")]}
+    ]
+    learned = learned_by(tokenizer, chats(lines(tmp_path / "mine.jsonl", rows * 2))[0])
+    assert learned.startswith("<think>\nI look.\n</think>\n\n") and '<tool_call>\n{"name": "weather"' in learned
+
+
+def test_a_reply_whose_call_or_thought_the_template_drops_is_not_learned(tmp_path, family_tokenizers):
+    """It would be learned to end the turn at once, or to reply without a thought."""
+    rendered = render(family_tokenizers["llama3"], WEATHER)
+    assert (rendered.replies, rendered.unlearned) == (2, 1)
+    assert learned_by(family_tokenizers["llama3"], WEATHER) == "Sunny.<|eot_id|>"
+    dropping = THINKING.replace("{%- set thought = content.split('</think>')[0]", "{%- set thought = ''")
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=dropping))
+    rendered = render(tokenizer, [user("2+3?"), reply(THOUGHT)])
+    assert (rendered.replies, rendered.unlearned, rendered.target_count) == (1, 1, 0)
+
+
+def test_a_lone_thought_is_still_a_reply(tmp_path):
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=FIELD))
+    rendered = render(tokenizer, [user("2+3?"), reply("<think>\nTwo and three.\n</think>\n\n")])
+    assert rendered.replies == 1 and rendered.target_count
+
+
+def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
+    row = {"messages": THINKER, "rejected_response": reply("6", reasoning_content="Two and four.")}
+    path = lines(tmp_path / "mine.jsonl", [row] * 2)
+    pair = Preferences("train", path).pair(0)
+    assert pair == Pair([user("2+3?")], reply(THOUGHT), reply("<think>\nTwo and four.\n</think>\n\n6"))
+    assert Preferences("train", path, thoughts="drop").pair(0) == Pair([user("2+3?")], reply("5"), reply("6"))
+    kto = lines(tmp_path / "kto.jsonl", [{"messages": THINKER, "label": True}] * 2)
+    assert Labelled("train", kto, thoughts="drop").judged(0)[0][0][1] == reply("5")
+
+
+# ---- Pairs -----------------------------------------------------------------------------------------------
+
+GOOD, BAD = reply("Hi!"), reply("Go away.")
+PAIRS: dict[str, tuple[dict[str, Any], str]] = {
+    "ms-swift": ({"messages": [user("Hello"), GOOD], "rejected_response": "Go away."}, ""),
+    "ms-swift, two lists": ({"messages": [user("Hello"), GOOD], "rejected_messages": [user("Hello"), BAD]}, ""),
+    "old ms-swift": ({"query": "Hello", "response": "Hi!", "rejected_response": "Go away."}, ""),
+    "own columns": ({"q": "Hello", "win": "Hi!", "lose": "Go away."}, "question=q,chosen=win,rejected=lose"),
+    "heads in another case": ({"Prompt": "Hello", "Chosen": "Hi!", "Rejected": "Go away."}, ""),
+    "input alone": ({"input": "Hello", "chosen": "Hi!", "rejected": "Go away."}, ""),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_of_other_tools(tmp_path, name):
+    row, columns = PAIRS[name]
+    task = Preferences("train", lines(tmp_path / "mine.jsonl", [row] * 3), columns=columns)
+    assert [task.pair(number) for number in range(len(task))] == [Pair([user("Hello")], GOOD, BAD)] * 2
+
+
+def test_a_system_column_is_before_whole_conversations_too(tmp_path):
+    row = {"system": "Be kind.", "chosen": [user("Hello"), GOOD], "rejected": [user("Hello"), BAD]}
+    task = Preferences("train", lines(tmp_path / "mine.jsonl", [row] * 2))
+    assert task.pair(0).question == [SYSTEM, user("Hello")]
+
+
+def test_labels_as_numbers_and_texts(tmp_path):
+    rows = [{"messages": SUM, "label": label} for label in (True, 1, "True", False, 0, "false", True)]
+    task = Labelled("train", lines(tmp_path / "mine.jsonl", rows))
+    assert [task.judged(number)[0][1] for number in range(6)] == [True] * 3 + [False] * 3
+    named = [{"messages": SUM, "good": True}] * 2
+    assert Labelled("train", lines(tmp_path / "named.jsonl", named), columns="label=good").judged(0)[0][1] is True
+
+
+def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
+    path = lines(tmp_path / "mine.jsonl", [{"题目": "2+3?", "key": "5", "level": 1}] * 2)
+    task = Prompts("train", path, columns="answer=key")
+    example = task.example(0)
+    assert (example.messages, example.answer) == (SUM, "5")
+    assert example.fields == {"题目": "2+3?", "key": "5", "level": 1}
+    assert "reads question from 题目, answer from key; and, for rewards, level" in capsys.readouterr().out
+    alone = Prompts("train", lines(tmp_path / "alone.jsonl", [{"input": "2+3?"}] * 2))
+    assert alone.example(0).messages[0] == user("2+3?")
+
+
+# ---- Dirt ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_a_line_that_is_cut_off_is_left_out_and_counted(tmp_path, capsys, count):
+    cut = '{"messages": [{"role": "user", "cont'
+    rows: list[Any] = [{"messages": SUM}] * count
+    path = lines(tmp_path / "end.jsonl", [*rows, cut])
+    # The last rows are held out: with few rows, the damaged one must not be the only one among them.
+    sizes = [len(task) for split in ("train", "test") for task in open_mixture(path, split).tasks]
+    assert sum(sizes) == count and min(sizes) >= 1
+    assert f"1 of {sizes[1] + 1} records left out: first {path} line {count + 1} is not JSON" in capsys.readouterr().err
+    path = lines(tmp_path / "middle.jsonl", [rows[0], cut, *rows])
+    assert len(Conversations("train", path)) == {3: 3, 30: 27}[count]
+    assert f"{path} line 2 is not JSON" in capsys.readouterr().err
+    assert f"{path} line 2 is not JSON" in complaint(lambda: chats(path, bad_records="fail"))
+
+
+CSVS = {
+    "pandas": b",instruction,output\n0,2+3?,5\n1,2+3?,5\n",
+    "Excel, UTF-16 and tabs": "instruction\toutput\r\n2+3?\t5\r\n2+3?\t5\r\n".encode("utf-16"),
+    "UTF-16, the other order": "\ufeffinstruction,output\n2+3?,5\n2+3?,5\n".encode("utf-16-be"),
+    "Excel in Germany": b"\xef\xbb\xbfinstruction;output\r\n2+3?;5\r\n2+3?;5\r\n",
+    "Chinese heads": "\ufeff 问题 , 答案\n2+3?,5\n2+3?,5\n".encode(),
+}
+
+
+@pytest.mark.parametrize("name", CSVS)
+def test_a_csv_of_pandas_and_of_excel(tmp_path, name):
+    path = tmp_path / "mine.csv"
+    path.write_bytes(CSVS[name])
+    assert chats(path) == [SUM]
+
+
+def test_a_row_of_a_csv_with_too_few_values_is_left_out(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("instruction,output\n2+3?,5\n2+3?\n2+3?,5\n2+3?,5\n")
+    assert chats(path) == [SUM] * 2
+    assert "1 of 3 records left out: first" in capsys.readouterr().err
+
+
+def test_utf16_lines_name_their_encoding(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_bytes((json.dumps({"messages": SUM}) + "\n").encode("utf-16"))
+    assert f"{path} is UTF-16: convert it, iconv -f utf-16 -t utf-8" in complaint(lambda: chats(path))
+
+
+# ---- The commands ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def models(base) -> None:  # noqa: F811
+    tokenizer = tiny_tokenizer()
+    model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size))
+    for stage in ("base", "mid", "sft"):
+        facts = {"stage": stage, "pretraining": {"data": "", "tokens": 4096, "batch_tokens": 256}}
+        save_checkpoint(paths.checkpoint_dir(stage, "d1"), 1, model, tokenizer, facts)
+
+
+REWARD = "def short(episodes):\n    return [1 / (1 + len(episode.reply)) for episode in episodes]\n"
+COMMANDS = {
+    "preview": ["--examples=1", "--count=2"],
+    "chat_sft": ["--dry_run"],
+    "chat_dpo": ["--dry_run"],
+    "chat_rl": ["--dry_run", "--max_tokens=4", "--reward=REWARD"],
+    "mid_train": ["--dry_run", "--num_iterations=1", "--device_batch_size=1"],
+    "fetch": [],
+}
+
+
+@pytest.mark.parametrize("script", COMMANDS)
+def test_commands_read_own_columns(models, tmp_path, capsys, script):
+    """Every command that reads files of one's own has --columns, and says what it reads."""
+    (tmp_path / "reward.py").write_text(REWARD)
+    is_dpo = script == "chat_dpo"
+    row = {"q": "2+3?", "win": "5", "lose": "6"} if is_dpo else {"q": "2+3?", "a": "5", "extra": "x"}
+    columns = "question=q,chosen=win,rejected=lose" if is_dpo else "question=q,answer=a"
+    path = lines(tmp_path / "mine.jsonl", [row] * 4)
+    flags = [flag.replace("REWARD", f"{tmp_path / 'reward.py'}:short") for flag in COMMANDS[script]]
+    call(script, f"--tasks={path}", f"--columns={columns}", *flags)
+    assert f"{path} reads question from q" in capsys.readouterr().out
+    without = [flag for flag in flags if flag != "--dry_run"]
+    code, err = mistake(capsys, script, f"--tasks={path}", *without)
+    assert code == 1 and "unknown form (with q, " in err
+
+
+def test_the_preview_says_what_becomes_of_thoughts(models, tmp_path, capsys):
+    path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 3)
+    call("preview", f"--tasks={path}", "--examples=1", "--count=2", "--max_seq_len=64")
+    out = capsys.readouterr().out
+    assert "2 of 2 replies have a thought, which is kept (--thoughts drop leaves them out)" in out
+    assert "[[<think>" in out
+    call("preview", f"--tasks={path}", "--examples=1", "--count=2", "--thoughts=drop")
+    out = capsys.readouterr().out
+    assert "which is left out (--thoughts drop)" in out and "<think>" not in out and "[[5" in out
+
+
+def test_mid_training_warns_that_it_learns_masked_replies(models, tmp_path, capsys):
+    path = lines(tmp_path / "mine.jsonl", [{"messages": [*SUM, user("b"), reply("c", loss=False)]}] * 4)
+    call("mid_train", f"--tasks={path}", *COMMANDS["mid_train"])
+    assert "3 replies are marked as not learned, but mid-training learns every token" in capsys.readouterr().err
