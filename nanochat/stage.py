@@ -152,7 +152,7 @@ def begin(
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
         reference=reference, reference_source=reference_source, ledger=ledger,
-        adapter=None if adapters is None else {**adapters.facts(), **rooms.find("adapters", "base")(source)},
+        adapter=None if adapters is None else {**adapters.facts(), **rooms.find("adapters", "base")(source, device)},
     )  # fmt: skip
 
 

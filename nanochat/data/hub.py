@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanochat.cli import UserError
+from nanochat.data import hashes
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.data.splits import choose_config, choose_files
 from nanochat.paths import data_dir, model_dir, open_lock
@@ -341,14 +342,17 @@ class _Copy:
                     raise UserError(f"{self.source.repo} has no {path} at {endpoint}: does this mirror have it?")
                 arrived = Path(self.client.download(self.source.repo, commit, path, self.folder / ".download"))
                 # A sha256 that is known here counts, whatever this mirror claims.
-                _check(arrived, path, wanted[path] or listed[path])
+                digest = _check(arrived, path, wanted[path] or listed[path])
                 arrived.replace(targets[path])
+                if path.endswith(".safetensors"):  # weights: a run over them asks for their hash
+                    hashes.keep(targets[path], digest)
             shutil.rmtree(self.folder / ".download", ignore_errors=True)
         return list(targets.values())
 
 
-def _check(path: Path, name: str, sha256: str | None) -> None:
-    """Leave a file safe on the disk. Raises UserError: when its bytes are wrong; it is then deleted."""
+def _check(path: Path, name: str, sha256: str | None) -> str:
+    """Leave a file safe on the disk and return its sha256. Raises UserError: when it is another one than `sha256`; the
+    file is then deleted."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -358,6 +362,7 @@ def _check(path: Path, name: str, sha256: str | None) -> None:
         path.unlink()
         problem = f"sha256 {digest.hexdigest()[:12]}… instead of {sha256[:12]}…"
         raise UserError(f"{name} arrived damaged ({problem}): run it again, or use another mirror")
+    return digest.hexdigest()
 
 
 def _reason(error: BaseException, endpoint: str, page: str) -> str:

@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat import storage
+from nanochat.data import hashes
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.log import warn
 from nanochat.rotary import RopeScaling
@@ -526,7 +527,7 @@ class FolderFormat:
 
     def weights_sha256(self, folder: Path) -> str:
         paths = sorted({tensor.path for tensor in index(folder).values()})
-        return hashlib.sha256("".join(storage.sha256(path) for path in paths).encode()).hexdigest()
+        return hashlib.sha256("".join(map(hashes.sha256, paths)).encode()).hexdigest()
 
 
 FORMAT = FolderFormat()
