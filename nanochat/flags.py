@@ -33,6 +33,7 @@ class TrainFlags:
     model_tag: str | None = None  # the checkpoints' folder name; default: d<depth> in pretraining, then the source's
     resume: bool = False  # continue from the newest whole checkpoint of this tag
     dry_run: bool = False  # print how much memory a step takes on each device, and end
+    dry_run_devices: Positive = 1  # with --dry_run: count for one of this many devices, which need not be here
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside

@@ -128,17 +128,20 @@ def main(config: Config) -> None:
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len
-    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
+    # Rewards give noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
+    rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
+    optimizer, peak_lr = open_optimizer(config, start, rates)
     rewards = rollout.load_rewards(rewards, device)
+    if start.ledger is not None:  # --dry_run, which needs no data
+        rl_checks.report_memory(config, start, optimizer, loss_fn, method)
+        return
+    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
     train, held_out = (
         open_mixture(tasks, split, config.hub, config.seed, "prompts", config.bad_records)
         for split in ("train", "test")
     )
     steps = config.num_iterations
     examples = config.examples_per_step
-    # Rewards give noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
-    rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
-    optimizer, peak_lr = open_optimizer(config, start, rates)
     print0(f"tasks: {tasks}")
     print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
 
@@ -146,9 +149,6 @@ def main(config: Config) -> None:
         return rollout.draw_questions(mixture, start.tokenizer, range(first, first + count), row_tokens)
 
     rl_checks.check_questions(config, tasks, draw(train, 0, FIRST_EXAMPLES), rewards, row_tokens)
-    if start.ledger is not None:
-        rl_checks.report_memory(config, start, optimizer, loss_fn, method)
-        return
 
     # ------------------------------------------------------------------ train
     fingerprints = {"what --tasks names": train.fingerprint(), **rollout.reward_fingerprints(rewards)}

@@ -56,6 +56,10 @@ def main(config: Config) -> None:
     device = start.device
     model = start.model
     row_tokens = model.config.sequence_len
+    if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
+        optimizer, _ = open_optimizer(config, start, scaling.rates(model.config, batch=1, tokens=1))
+        start.ledger.report(model, optimizer, masked_loss, config.device_batch_size, max_grad_norm=config.largest_norm)
+        return
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
     by_epoch = config.num_epochs is not None
     files = {"bad_records": config.bad_records, "val_share": config.val_share}
@@ -85,10 +89,6 @@ def main(config: Config) -> None:
         steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations")
-
-    if start.ledger is not None:  # --dry_run
-        start.ledger.report(model, optimizer, masked_loss, config.device_batch_size, max_grad_norm=config.largest_norm)
-        return
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)

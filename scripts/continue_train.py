@@ -75,7 +75,9 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ data, model
     phase("opening the data")
     assert config.num_iterations is not None
-    train_corpus, val_corpus = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
+    corpora = None
+    if not config.dry_run:  # which needs no data
+        corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards)
     start = begin(config)
     start.tag = tag_beside_source(config.model_tag, start)
     device = start.device
@@ -120,6 +122,8 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ train
+    assert corpora is not None
+    train_corpus, val_corpus = corpora
     token_flops = scaling.flops_per_token(model.config)
     pretraining = start.pretraining
     tokens_before = pretraining["tokens"]

@@ -182,8 +182,13 @@ def _any_dataset(name: str) -> Dataset:
 MODEL_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[^/]+\.(json|jinja|model|tiktoken)|merges\.txt|vocab\.txt")
 
 
-def fetch_model(source: str) -> Path:
-    """Download what is missing of `hf:ORG/NAME` or `modelscope:ORG/NAME` and return its folder.
+# The files that describe a model's shape, which is all that a dry run reads.
+SHAPE_FILES = ("config.json", "generation_config.json")
+
+
+def fetch_model(source: str, without_weights: bool = False) -> Path:
+    """Download what is missing of `hf:ORG/NAME` or `modelscope:ORG/NAME` and return its folder; `without_weights` only
+    the SHAPE_FILES.
 
     `@REVISION` after the name is a branch, a tag or a commit. Raises UserError: with what to do next.
     """
@@ -205,7 +210,7 @@ def fetch_model(source: str) -> Path:
                 f"{client.endpoint}/{repo} has no config.json with model.safetensors ({instead}): name a repository of "
                 "the original weights in safetensors"
             )
-        copy.fetch(wanted)
+        copy.fetch({path: digest for path, digest in wanted.items() if not without_weights or path in SHAPE_FILES})
     return folder
 
 

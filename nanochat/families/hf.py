@@ -506,10 +506,11 @@ class FolderFormat:
             raise ValueError("config.json is not an object")
         return settings
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path, without_weights: bool = False) -> None:
         """Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found."""
         to_config(self.settings(folder))
-        index(folder)
+        if not without_weights:
+            index(folder)
 
     def holds_adapters(self, folder: Path) -> bool:
         return False

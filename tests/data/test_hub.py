@@ -404,6 +404,13 @@ def test_a_model_is_fetched_once_without_what_it_does_not_need(fake, tmp_path, m
     assert fetch_model("hf:Org/Name-0.6B") == folder
 
 
+def test_a_dry_run_fetches_the_shape_of_a_model(fake):
+    fake.files = model_files()
+    folder = fetch_model("hf:Org/Name-0.6B", without_weights=True)
+    assert data_files(folder) == ["config.json"]
+    assert fetch_model("hf:Org/Name-0.6B") == folder and "model.safetensors" in data_files(folder)
+
+
 def test_the_hash_of_downloaded_weights_is_known(fake, monkeypatch):
     """A run with adapters asks for it: it was computed while the file arrived."""
     fake.files = model_files()
