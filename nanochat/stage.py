@@ -20,7 +20,7 @@ from nanochat import device as devices
 from nanochat.cli import UserError
 from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
-from nanochat.flags import ChatFlags, SourceFlags, TrainFlags
+from nanochat.flags import ChatFlags, SourceFlags, TrainFlags, TuningFlags
 from nanochat.gpt import GPT
 from nanochat.layout import Layout, lay_out
 from nanochat.log import print0, warn
@@ -110,7 +110,7 @@ def begin(
     without_weights = config.dry_run
     find_source = functools.partial(model_folder.find_source, device=device, without_weights=without_weights)
     source = find_source(config.source, source_tag, config.source_step)
-    if isinstance(config, ChatFlags) and config.lora_rank:
+    if isinstance(config, TuningFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("preparations", "lora")(config, config.seed)]
     screen.phase("making the model without its weights" if without_weights else "loading the model")
     model, tokenizer, meta = checkpoint_manager.load_model(

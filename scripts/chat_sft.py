@@ -19,8 +19,6 @@ from nanochat.screen import phase, track
 @dataclass(frozen=True)
 class Config(EpochFlags):
     source: str = "mid"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
-    # batch
-    device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.2  # multiplies all learning rates of pretraining
     # evaluation, device
@@ -54,6 +52,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ model, data
     start = begin(config)
     device = start.device
+    config = config.for_devices(device.world_size)
     model = start.model
     row_tokens = model.config.sequence_len
     if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
