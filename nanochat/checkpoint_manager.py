@@ -373,7 +373,7 @@ def load_model(
     has just read; it is not read again. With a `layout` that shards, each rank reads and holds only its rows
     (layout.py). `max_seq_len` changes the model's context; 0 leaves it. A longer one than the model has been
     trained with needs `rope_scaling`. `prepare` changes the model on its way, in order. `without_weights` leaves it on
-    the meta device.
+    the meta device, without a tokenizer: `meta` and the model's shape are all that a folder has to have.
 
     Raises UserError: when the checkpoint does not exist, or cannot be used.
     """
@@ -381,27 +381,25 @@ def load_model(
     folder = Path(source) if verified else model_folder.find_source(str(source), model_tag, step)
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
-    config, tokenizer, meta = load_config(folder, max_seq_len, rope_scaling)
+    config, tokenizer, meta = load_config(folder, max_seq_len, rope_scaling, without_weights)
     with model_folder.damage_of(folder):
-        # ---- where the weights are: in this folder, or in the base of its adapters, into which these are merged
         described = model_folder.format_of(folder).described_by(folder)
-        *adapters, base = model_folder.lineage(folder)
-        weights = model_folder.format_of(base).weights(base, config)
-        _require_agreement(described, weights, meta, config, tokenizer)
+        weights = None
+        if not without_weights:
+            weights = _open_weights(folder, config, tokenizer, meta, prepare)
+        elif config.n_layer > MAX_LAYERS:
+            raise ValueError(f"{config.n_layer} layers: from 1 to {MAX_LAYERS}")
         meta |= model_folder.facts_of_use(described, meta)
-        if adapters:
-            weights = rooms.find("adapters", "weights")(weights, adapters, config)
-        for one in prepare:
-            weights = one.reading(weights, config, folder)
 
         # ---- the model without memory, as its weights are, then as it will be used
         # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the
         # device of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         # A reward model's head is missing if it was created from another model and never trained.
-        stores_head = config.scalar_head and weights.holds(SCALAR_HEAD)
+        stores_head = config.scalar_head and weights is not None and weights.holds(SCALAR_HEAD)
         with torch.device("meta"):
             model = GPT(replace(config, scalar_head=stores_head), device.kernels)
-        weights.require_shapes(model)
+        if weights is not None:
+            weights.require_shapes(model)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         preparations = [NewScalarHead(), *prepare] if config.scalar_head else list(prepare)
         with torch.device("meta"):
@@ -411,7 +409,7 @@ def load_model(
             model.recompute_activations()
         if layout is not None:
             layout.shard(model, device)
-        if without_weights:
+        if weights is None:
             return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
         # ---- memory, and the numbers in it
@@ -421,6 +419,20 @@ def load_model(
         for one in preparations:
             one.fill(model)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
+
+
+def _open_weights(
+    folder: Path, config: GPTConfig, tokenizer: Tokenizer, meta: dict[str, Any], prepare: Sequence[Preparation]
+) -> Weights:
+    """The weights in a folder, or in the base of its adapters, into which these are merged as they are read."""
+    *adapters, base = model_folder.lineage(folder)
+    weights = model_folder.format_of(base).weights(base, config)
+    _require_agreement(model_folder.format_of(folder).described_by(folder), weights, meta, config, tokenizer)
+    if adapters:
+        weights = rooms.find("adapters", "weights")(weights, adapters, config)
+    for one in prepare:
+        weights = one.reading(weights, config, folder)
+    return weights
 
 
 @torch.no_grad()
@@ -440,17 +452,20 @@ def _read_weights(model: GPT, shapes: dict[str, torch.Size], weights: Weights) -
 
 
 def load_config(
-    folder: Path, max_seq_len: int = 0, rope_scaling: ContextMethod | None = None
-) -> tuple[GPTConfig, Tokenizer, dict[str, Any]]:
+    folder: Path, max_seq_len: int = 0, rope_scaling: ContextMethod | None = None, without_tokenizer: bool = False
+) -> tuple[GPTConfig, Any, dict[str, Any]]:
     """The config, tokenizer and meta data of a model, from the small files of a folder found by `find_source`.
 
     Raises UserError: when one of them cannot be used.
     """
     with model_folder.damage_of(folder):
         described = model_folder.format_of(folder).described_by(folder)
-        tokenizer = Tokenizer.load(described)  # the folder is enough, wherever it was copied to
+        tokenizer: Any = None
+        if not without_tokenizer:
+            tokenizer = Tokenizer.load(described)  # the folder is enough, wherever it was copied to
         config, meta = model_folder.format_of(described).describe(described)
-        meta.setdefault("tokenizer", tokenizer.fingerprint())
+        if tokenizer is not None:
+            meta.setdefault("tokenizer", tokenizer.fingerprint())
         # A stage may have trained with shorter rows than the model can read.
         pretraining = meta.get("pretraining", {})
         context = pretraining.get("context")

@@ -154,10 +154,11 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
         fail(f"standard output: {error.strerror}")  # --help could not be printed
     except SystemExit as leaving:
         if leaving.code:
+            moved = {**getattr(config_type, "flags_elsewhere", dict)(), **getattr(module, "MOVED", {})}
             for word in argv:
                 flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
-                if flag in getattr(module, "MOVED", {}):
-                    fail(f"{flag}: {module.MOVED[flag]}", code=2)
+                if flag in moved:
+                    fail(f"{flag}: {moved[flag]}", code=2)
             fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
         raise  # --help
     return config

@@ -4,10 +4,11 @@ An annotation states a flag's range, and `Frozen` that a resumed run must not ch
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, Size, UserError
 
+Examples = TypeVar("Examples", bound="EpochFlags")
 Epochs = Annotated[float, Range(1e-9, 10**6)]
 Share = Annotated[float, Range(0, 0.9)]
 Rate = Annotated[float, Range(0, 1e4)]
@@ -33,6 +34,7 @@ class TrainFlags:
     model_tag: str | None = None  # the checkpoints' folder name; default: d<depth> in pretraining, then the source's
     resume: bool = False  # continue from the newest whole checkpoint of this tag
     dry_run: bool = False  # print how much memory a step takes on each device, and end
+    dry_run_devices: Positive = 1  # with --dry_run: count for one of this many devices, which need not be here
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
@@ -53,6 +55,13 @@ class TrainFlags:
         from nanochat import rooms  # not at the top: rooms.py needs cli.py first
 
         return rooms.find("help", "training")(text)
+
+    @staticmethod
+    def flags_elsewhere() -> dict[str, str]:
+        """Flags of other trainers, and what does the same here."""
+        from nanochat import rooms
+
+        return rooms.find("help", "elsewhere")()
 
     @property
     def kept_as(self) -> "StateFormat":
@@ -122,29 +131,11 @@ class TextFlags(TrainFlags):
 
 
 @dataclass(frozen=True)
-class StageFlags(SourceFlags):
-    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
+class TuningFlags(SourceFlags):
+    """The flags of stages that can train at an absolute rate, and only adapters (nanochat/adapters/lora.py)."""
 
-    # data
-    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
-    bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
-    columns: str = ""  # of files with other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
-    thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
-    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
-    # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates of pretraining
-
-
-@dataclass(frozen=True)
-class ChatFlags(StageFlags):
-    """The flags of SFT, DPO and RL, which can train only adapters (nanochat/adapters/lora.py)."""
-
-    # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
-    chat_template: str | None = None
     # optimizer
     learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
-    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
-    max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
     # adapters
     lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train only adapters of this rank; 0: the model itself
     lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # adapters are multiplied by alpha / rank
@@ -154,15 +145,9 @@ class ChatFlags(StageFlags):
     lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
 
     def __post_init__(self):
-        scales = {name: getattr(type(self), name, None) for name in ("lr_scale", "table_lr_scale")}
-        for name, default in scales.items():
-            if self.learning_rate is not None and getattr(self, name, None) != default:
-                raise UserError(f"--learning_rate is absolute: leave --{name} out, or --learning_rate")
-        if self.weight_decay and self.adamw_rate is None:
-            raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
         if not self.lora_rank:
             for name in ("lora_alpha", "lora_rslora", "lora_dropout", "lora_targets", "lora_base"):
-                if getattr(self, name) != getattr(ChatFlags, name):
+                if getattr(self, name) != getattr(TuningFlags, name):
                     raise UserError(f"--{name} needs --lora_rank: without it the model itself is trained, not adapters")
 
     @property
@@ -178,6 +163,44 @@ class ChatFlags(StageFlags):
         if self.learning_rate is None and self.lora_rank:
             return self.adapter_rate
         return self.learning_rate
+
+
+@dataclass(frozen=True)
+class StageFlags(SourceFlags):
+    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
+
+    # data
+    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
+    bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
+    columns: str = ""  # of files with other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
+    thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
+    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
+    # optimizer
+    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates of pretraining
+
+
+@dataclass(frozen=True)
+class ChatFlags(StageFlags, TuningFlags):
+    """The flags of SFT, DPO and RL."""
+
+    # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
+    chat_template: str | None = None
+    # batch
+
+    # As in other trainers: instead of the number of examples per step, this many times --device_batch_size per device.
+    gradient_accumulation_steps: Positive | None = None
+    # optimizer
+    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
+    max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        scales = {name: getattr(type(self), name, None) for name in ("lr_scale", "table_lr_scale")}
+        for name, default in scales.items():
+            if self.learning_rate is not None and getattr(self, name, None) != default:
+                raise UserError(f"--learning_rate is absolute: leave --{name} out, or --learning_rate")
+        if self.weight_decay and self.adamw_rate is None:
+            raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
 
     @property
     def largest_norm(self) -> float | None:
@@ -196,6 +219,7 @@ class EpochFlags(ChatFlags):
     # horizon and batch
     num_iterations: Positive = 200  # steps
     num_epochs: Epochs | None = None  # instead of --num_iterations: every example of --tasks comes once an epoch
+    device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # Elsewhere: batch size x gradient accumulation x devices.
     target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as needed
     val_share: Frozen[Share | None] = None  # held out of a file without a test split; default: 0.1
@@ -206,5 +230,18 @@ class EpochFlags(ChatFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_epochs is not None and self.num_iterations != type(self).num_iterations:
-            raise UserError("--num_epochs and --num_iterations both set the horizon: leave one of them out")
+        forbid_both(self, "num_epochs", "num_iterations", "the horizon")
+        forbid_both(self, "gradient_accumulation_steps", "target_examples_per_step", "the examples of a step")
+
+    def for_devices(self: "Examples", count: int) -> "Examples":
+        """These flags with --gradient_accumulation_steps as a number of examples: a checkpoint records that number."""
+        if self.gradient_accumulation_steps is None:
+            return self
+        examples = self.device_batch_size * self.gradient_accumulation_steps * count
+        return replace(self, target_examples_per_step=examples, gradient_accumulation_steps=None)
+
+
+def forbid_both(flags: TrainFlags, optional: str, other: str, what: str) -> None:
+    """Raises UserError: when both flags are set; the first one is None by default."""
+    if getattr(flags, optional) is not None and getattr(flags, other) != getattr(type(flags), other):
+        raise UserError(f"--{optional} and --{other} both set {what}: leave one of them out")

@@ -90,7 +90,7 @@ class FolderFormat(Protocol):
 
     def is_folder(self, path: Path) -> bool: ...
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path, without_weights: bool = False) -> None:
         """Read the files that are quick to read. Raises UserError or ValueError: when the folder cannot be used."""
         ...
 
@@ -144,8 +144,8 @@ class OurFormat:
     def is_folder(self, path: Path) -> bool:
         return (path / "manifest.json").is_file()
 
-    def check(self, folder: Path) -> None:
-        verify(folder)
+    def check(self, folder: Path, without_weights: bool = False) -> None:
+        verify(folder, without_weights)
 
     def holds_adapters(self, folder: Path) -> bool:
         return read_json(folder / "meta.json").get("adapter") is not None
@@ -203,6 +203,7 @@ def find_source(
     step: int | None = None,
     device: Device | None = None,
     flag: str = "--source ",
+    without_weights: bool = False,
 ) -> Path:
     """The folder of a checkpoint, all of whose files were read and are whole.
 
@@ -211,16 +212,18 @@ def find_source(
     checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files, hf:ORG/NAME or
     modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
     without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
-    `flag` precedes the source in the messages.
+    `flag` precedes the source in the messages. `without_weights`: only the small files are downloaded and read.
 
     Raises UserError: when it does not exist.
     """
     # Rank 0 decides for all: ranks that each looked could find different steps while a run still saves, and
     # each would read every file.
     if device is not None:
-        found = decide_on_rank_zero(device, lambda: str(find_source(source, model_tag, step, flag=flag)))
-        return Path(str(found))
-    found = find_folder(source, model_tag, step, flag)
+        arguments = (source, model_tag, step, None, flag, without_weights)
+        return Path(str(decide_on_rank_zero(device, lambda: str(find_source(*arguments)))))
+    found = find_folder(source, model_tag, step, flag, without_weights)
+    if without_weights:
+        return found
     # Adapters are as whole as their base.
     with damage_of(found):
         for base in lineage(found)[1:]:
@@ -229,7 +232,9 @@ def find_source(
     return found
 
 
-def find_folder(source: str, model_tag: str | None, step: int | None, flag: str = "--source ") -> Path:
+def find_folder(
+    source: str, model_tag: str | None, step: int | None, flag: str = "--source ", without_weights: bool = False
+) -> Path:
     """`find_source` for one folder, without a look at the base of its adapters."""
     # A stage, its tag, its step: choose the parts that are not given.
     if source == "auto":
@@ -244,10 +249,10 @@ def find_folder(source: str, model_tag: str | None, step: int | None, flag: str 
         source, model_tag = short[1], short[2]
         step = int(short[3]) if short[3] else None
     if source in paths.SCRIPTS:
-        return _find_in_stage(source, model_tag, step, flag)
+        return _find_in_stage(source, model_tag, step, flag, without_weights)
     hub, _, name = source.partition(":")
     is_of_hub = bool(name) and hub in rooms.names("hubs")
-    chosen = rooms.find("hubs", hub)(source) if is_of_hub else Path(source).expanduser()
+    chosen = rooms.find("hubs", hub)(source, without_weights) if is_of_hub else Path(source).expanduser()
     its_format = format_of(chosen)
     if not its_format.is_folder(chosen):
         why = ", it has neither manifest.json nor config.json" if chosen.is_dir() else ""
@@ -261,11 +266,11 @@ def find_folder(source: str, model_tag: str | None, step: int | None, flag: str 
             f"{flag}{source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
         )
     with damage_of(chosen):
-        its_format.check(chosen)
+        its_format.check(chosen, without_weights)
     return chosen
 
 
-def _find_in_stage(stage: str, model_tag: str | None, step: int | None, flag: str) -> Path:
+def _find_in_stage(stage: str, model_tag: str | None, step: int | None, flag: str, without_weights: bool) -> Path:
     # The tag written last, by the time of its newest step: a folder's own time also changes when a step is deleted.
     folders = tags(stage)
     folder = paths.base_dir() / "checkpoints" / stage
@@ -277,9 +282,9 @@ def _find_in_stage(stage: str, model_tag: str | None, step: int | None, flag: st
         chosen = step_path(folder, step)
         if not chosen.is_dir():
             raise UserError(f"there is no step {step} in {folder}: it has {steps(folder)}; without one, the newest")
-        verify(chosen)
+        verify(chosen, without_weights)
         return chosen
-    found = newest(folder)
+    found = newest(folder, without_weights)
     if found is None:
         others = [f"{flag}{stage}/{path.name}" for path in folders if path != folder]
         hint = f", or name another tag: {' or '.join(others[:5])}" if others else ""
@@ -328,8 +333,8 @@ def tag_of(step_folder: Path) -> str:
 # ---------------------------------------------------------------------- verifying and reading
 
 
-def verify(step_folder: Path) -> dict[str, Any]:
-    """Check every file against the manifest and return the meta data.
+def verify(step_folder: Path, without_weights: bool = False) -> dict[str, Any]:
+    """Check every file against the manifest and return the meta data; `without_weights` only the small files.
 
     Raises DamagedCheckpoint: naming the file that is missing, cut short or changed.
     """
@@ -339,6 +344,8 @@ def verify(step_folder: Path) -> dict[str, Any]:
         expected = {Path(name).name: (file["bytes"], file["sha256"]) for name, file in manifest.items()}
     for name, (size, sha256) in expected.items():
         path = step_folder / name  # a manifest cannot name a file of another folder
+        if without_weights and path.suffix == ".safetensors":
+            continue
         if not path.exists():
             raise DamagedCheckpoint(f"{path} is damaged (there is no such file)")
         with damage_of(path):
@@ -372,14 +379,14 @@ def is_whole(step_folder: Path) -> bool:
     return True
 
 
-def newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
+def newest(folder: Path, without_weights: bool = False) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that is whole, with its meta data; damaged ones are passed over with a warning."""
     # Read only the steps that are tried: usually that is one step, whatever their number.
     left = steps(folder)
     while left:
         path = step_path(folder, left.pop())
         try:
-            return path, verify(path)
+            return path, verify(path, without_weights)
         except DamagedCheckpoint as error:
             warn(f"{error.what}; " + (f"falling back to step {left[-1]}" if left else "there is no step before it"))
     return None

@@ -284,6 +284,7 @@ def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 # How many elements of the means are copied at a time, where they are not kept in fp32 on the device. A bucket is as
 # many whole parameters as have about this many elements.
 BUCKET_ELEMENTS = 1 << 22
+UPDATE_ELEMENTS = 1 << 28  # the same where they are: more than the tables of a depth of 20 have
 
 
 @dataclass
@@ -321,9 +322,10 @@ class AdamW:
         for group in groups:
             self.state[f"adamw.{group.parameters[0][0]}.steps"] = self.steps
             for name, parameter in group.parameters:
-                # Means that are copied for the update are copied a bucket at a time.
+                # Means that are copied for the update are copied a bucket at a time. The others have larger buckets,
+                # for the temporary tensors of an update: 8 bytes an element, 60 GB for all of a 7B at once.
                 elements += local(parameter).numel()
-                bucket = 0 if kept_as == StateFormat() else elements // BUCKET_ELEMENTS
+                bucket = elements // (UPDATE_ELEMENTS if kept_as == StateFormat() else BUCKET_ELEMENTS)
                 alike = together.setdefault((group.betas, group.weight_decay, bucket), [])
                 alike.append((group, name, parameter))
         self.batches = [self._make_batch(alike) for alike in together.values()]

@@ -73,7 +73,8 @@ SEAMS = {
     # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
     # operators.py, or one of its subclasses.
     "kernels",
-    # Arranges the text of `--help`, by kind of script: text -> text.
+    # training: arranges the text of `--help`, text -> text. elsewhere: other trainers' flags, and what does the same
+    # here.
     "help",
     # Other products for the blocks of a model, by flag: (device, model) -> a description of them for the log.
     "products",

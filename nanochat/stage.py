@@ -6,6 +6,7 @@ run = Run("sft", config, start, optimizer, steps, fingerprints={...})     # loop
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from nanochat import device as devices
 from nanochat.cli import UserError
 from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
-from nanochat.flags import ChatFlags, SourceFlags, TrainFlags
+from nanochat.flags import ChatFlags, SourceFlags, TrainFlags, TuningFlags
 from nanochat.gpt import GPT
 from nanochat.layout import Layout, lay_out
 from nanochat.log import print0, warn
@@ -75,6 +76,13 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     if config.offload_optimizer and device.kind == "cpu":
         raise UserError("--offload_optimizer: on a CPU the state is in main memory already: leave the flag out")
     device.seed(config.seed)
+    if config.dry_run_devices > 1:
+        if not config.dry_run:
+            raise UserError(
+                f"--dry_run_devices {config.dry_run_devices} belongs to --dry_run: to train on that many devices, "
+                f"python -m nanochat.run.launch --nproc_per_node={config.dry_run_devices} -m scripts.NAME -- ..."
+            )
+        device = rooms.find("attendants", "pretend")(device, config.dry_run_devices)
     layout = lay_out(device, config.parallel, config.replicate)
     print0(f"device: {device}; {layout}")
     return device, layout
@@ -94,31 +102,35 @@ def begin(
     """
     began = time.time()
     device, layout = open_device(config)
-    screen.phase("loading the model")
+    screen.phase("looking for the source")
     source_tag = config.source_tag
     if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag
-    source = model_folder.find_source(config.source, source_tag, config.source_step, device)
-    if isinstance(config, ChatFlags) and config.lora_rank:
+    # A dry run reads the shapes of its models, and nothing else of their folders.
+    without_weights = config.dry_run
+    find_source = functools.partial(model_folder.find_source, device=device, without_weights=without_weights)
+    source = find_source(config.source, source_tag, config.source_step)
+    if isinstance(config, TuningFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("preparations", "lora")(config, config.seed)]
+    screen.phase("making the model without its weights" if without_weights else "loading the model")
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
         max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, prepare=prepare,
-        without_weights=config.dry_run,
+        without_weights=without_weights,
     )  # fmt: skip
     adapters = model.extension
     reference: Any = None
     reference_source = source
     if teacher is not None:
-        reference_source = model_folder.find_source(teacher, None, None, device, flag="--teacher ")
+        reference_source = find_source(teacher, flag="--teacher ")
     if with_reference and teacher is None and adapters is not None:
         reference = adapters.without(model)
     elif with_reference or teacher is not None:
         reference, its_tokenizer, _ = checkpoint_manager.load_model(
             reference_source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
-            rope_scaling=config.rope_scaling, without_weights=config.dry_run,
+            rope_scaling=config.rope_scaling, without_weights=without_weights,
         )  # fmt: skip
-        if its_tokenizer.fingerprint() != tokenizer.fingerprint():
+        if not without_weights and its_tokenizer.fingerprint() != tokenizer.fingerprint():
             raise UserError(
                 f"--teacher {teacher} has another tokenizer than {source}: have it write replies (chat_batch) "
                 "and train on them (chat_sft --tasks), as docs/rl.md shows"
@@ -128,16 +140,22 @@ def begin(
                 f"--teacher {teacher}: its context is {reference.config.sequence_len} tokens, the student's "
                 f"{model.config.sequence_len}: set --max_seq_len {reference.config.sequence_len}"
             )
-    if isinstance(config, ChatFlags):
-        tokenizer = chosen_template(tokenizer, config.chat_template)
     ledger = None
-    if not config.dry_run:
+    adapter = None if adapters is None else adapters.facts()
+    if without_weights:
+        screen.phase("counting the memory of a step")
+        begin_ledger = rooms.find("attendants", "dry_run")
+        ledger = begin_ledger(device, model, *([reference] if isinstance(reference, GPT) else []))
+    else:
+        if isinstance(config, ChatFlags):
+            tokenizer = chosen_template(tokenizer, config.chat_template)
+        screen.phase("checking the weights")
         require_finite(model, source, "--source", device)
         if reference_source != source:
             require_finite(reference, reference_source, "--teacher", device)
-    if config.dry_run:
-        begin_ledger = rooms.find("attendants", "dry_run")
-        ledger = begin_ledger(device, model, *([reference] if isinstance(reference, GPT) else []))
+        if adapter is not None:
+            adapter |= rooms.find("adapters", "base")(source, device)
+        screen.phase("opening the data")
     model.train()
     print0(f"source: {source}")
     if config.max_seq_len:
@@ -152,7 +170,7 @@ def begin(
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
         reference=reference, reference_source=reference_source, ledger=ledger,
-        adapter=None if adapters is None else {**adapters.facts(), **rooms.find("adapters", "base")(source)},
+        adapter=adapter,
     )  # fmt: skip
 
 

@@ -85,9 +85,19 @@ def main(config: Config) -> None:
     prepare = [NewScalarHead()] if loss.has_scalar_head else []
     start = begin(config, with_reference=loss.has_reference, prepare=prepare)
     device = start.device
+    config = config.for_devices(device.world_size)
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len
+    if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
+        optimizer, _ = open_optimizer(config, start, scaling.rates(model.config, batch=1, tokens=1))
+        reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
+        start.ledger.report(
+            model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
+            batch_of=lambda rows: preferences.with_reference(loss.full_batch(rows), reference),
+            max_grad_norm=config.largest_norm,
+        )  # fmt: skip
+        return
     tasks = config.tasks or default_tasks(start.pretraining["data"], stage="dpo")
     require_pairs(parse_tasks(tasks))
     by_epoch = config.num_epochs is not None
@@ -127,15 +137,6 @@ def main(config: Config) -> None:
         steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} {'examples' if loss.is_unpaired else 'pairs'}")
-
-    if start.ledger is not None:  # --dry_run
-        reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
-        start.ledger.report(
-            model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
-            batch_of=lambda rows: preferences.with_reference(loss.full_batch(rows), reference),
-            max_grad_norm=config.largest_norm,
-        )  # fmt: skip
-        return
 
     # ------------------------------------------------------------------ train
     assert start.source is not None

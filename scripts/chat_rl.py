@@ -8,13 +8,13 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_rl -- --device_
 import functools
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from nanochat import cli
-from nanochat.cli import Count, Fraction, Frozen, Positive, Range
-from nanochat.flags import ChatFlags
-from nanochat.log import print0
+from nanochat.cli import Count, Fraction, Frozen, Positive, Range, UserError
+from nanochat.flags import ChatFlags, Epochs, forbid_both
+from nanochat.log import counted, print0
 from nanochat.screen import phase, track
 
 
@@ -23,6 +23,7 @@ class Config(ChatFlags):
     source: str = "sft"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     # samples
     num_iterations: Positive = 60  # steps
+    num_epochs: Epochs | None = None  # instead of --num_iterations: every question of --tasks comes once an epoch
     examples_per_step: Frozen[Positive] = 16  # questions per step, over all devices
     num_samples: Frozen[Annotated[int, Range(2)]] = 16  # replies to each question, which are compared
     max_tokens: Frozen[Positive] = 256  # tokens of a reply
@@ -69,6 +70,28 @@ class Config(ChatFlags):
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
+
+    def __post_init__(self):
+        super().__post_init__()
+        forbid_both(self, "num_epochs", "num_iterations", "the horizon")
+        forbid_both(self, "gradient_accumulation_steps", "examples_per_step", "the questions of a step")
+
+    def for_devices(self, count: int) -> "Config":
+        """These flags with --gradient_accumulation_steps as a number of questions: a checkpoint records that number.
+
+        Raises UserError: when its replies are not whole questions.
+        """
+        if self.gradient_accumulation_steps is None:
+            return self
+        replies = self.device_batch_size * self.gradient_accumulation_steps * count
+        questions, rest = divmod(replies, self.num_samples)
+        if rest:
+            raise UserError(
+                f"--gradient_accumulation_steps {self.gradient_accumulation_steps} x --device_batch_size "
+                f"{self.device_batch_size} x {count} devices are {replies} replies a step, which --num_samples "
+                f"{self.num_samples} does not divide: change one, or set --examples_per_step, the questions of a step"
+            )
+        return replace(self, examples_per_step=questions, gradient_accumulation_steps=None)
 
     @property
     def adapter_rate(self) -> float:
@@ -125,30 +148,34 @@ def main(config: Config) -> None:
     prepare = [] if critic is None else [NewScalarHead()]
     start = begin(config, with_reference=config.kl > 0, teacher=config.teacher, prepare=prepare)
     device = start.device
+    config = config.for_devices(device.world_size)
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len
-    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
-    rewards = rollout.load_rewards(rewards, device)
-    files: dict[str, Any] = {"bad_records": config.bad_records, "columns": config.columns, "thoughts": config.thoughts}
-    train, held_out = (
-        open_mixture(tasks, split, config.hub, config.seed, "prompts", **files) for split in ("train", "test")
-    )
-    steps = config.num_iterations
-    examples = config.examples_per_step
     # Rewards give noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
     rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
+    rewards = rollout.load_rewards(rewards, device)
+    if start.ledger is not None:  # --dry_run, which needs no data
+        rl_checks.report_memory(config, start, optimizer, loss_fn, method)
+        return
+    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
+    by_epoch = config.num_epochs is not None
+    files: dict[str, Any] = {"bad_records": config.bad_records, "columns": config.columns, "thoughts": config.thoughts}
+    train = open_mixture(tasks, "train", config.hub, config.seed, "prompts", by_epoch=by_epoch, **files)
+    held_out = open_mixture(tasks, "test", config.hub, config.seed, "prompts", **files)
+    examples = config.examples_per_step
+    steps = config.num_iterations
+    if config.num_epochs is not None:
+        questions = sum(len(task) for task in train.tasks)
+        steps = math.ceil(round(config.num_epochs * questions / examples, 6))  # rounded: 1.1 x 10 is above 11 in floats
     print0(f"tasks: {tasks}")
-    print0(f"horizon: {steps:,} steps of {examples} questions, {config.num_samples} replies to each")
+    print0(f"horizon: {counted(steps, 'step')} of {examples} questions, {config.num_samples} replies to each")
 
     def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
         return rollout.draw_questions(mixture, start.tokenizer, range(first, first + count), row_tokens)
 
     rl_checks.check_questions(config, tasks, draw(train, 0, FIRST_EXAMPLES), rewards, row_tokens)
-    if start.ledger is not None:
-        rl_checks.report_memory(config, start, optimizer, loss_fn, method)
-        return
 
     # ------------------------------------------------------------------ train
     fingerprints = {"what --tasks names": train.fingerprint(), **rollout.reward_fingerprints(rewards)}

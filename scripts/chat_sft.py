@@ -19,8 +19,6 @@ from nanochat.screen import phase, track
 @dataclass(frozen=True)
 class Config(EpochFlags):
     source: str = "mid"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
-    # batch
-    device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.2  # multiplies all learning rates of pretraining
     # evaluation, device
@@ -54,8 +52,18 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ model, data
     start = begin(config)
     device = start.device
+    config = config.for_devices(device.world_size)
     model = start.model
     row_tokens = model.config.sequence_len
+    if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
+        optimizer, _ = open_optimizer(config, start, scaling.rates(model.config, batch=1, tokens=1))
+        # With no more conversations than rows on all devices, a step is a single micro-batch.
+        fits = config.target_examples_per_step <= config.device_batch_size * device.world_size
+        start.ledger.report(
+            model, optimizer, masked_loss, config.device_batch_size, micro_batches=1 if fits else 2,
+            max_grad_norm=config.largest_norm,
+        )  # fmt: skip
+        return
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
     by_epoch = config.num_epochs is not None
     files = {"bad_records": config.bad_records, "val_share": config.val_share}
@@ -86,10 +94,6 @@ def main(config: Config) -> None:
         steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
     )
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations")
-
-    if start.ledger is not None:  # --dry_run
-        start.ledger.report(model, optimizer, masked_loss, config.device_batch_size, max_grad_norm=config.largest_norm)
-        return
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)

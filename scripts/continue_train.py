@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from nanochat import cli
 from nanochat.cli import Positive, Range, UserError
-from nanochat.flags import SourceFlags, TextFlags
+from nanochat.flags import Epochs, TextFlags, TuningFlags, forbid_both
 from nanochat.log import counted, print0
 from nanochat.paths import checkpoint_dir
 from nanochat.screen import phase, track
@@ -28,27 +28,33 @@ ADAMW_NORM = 1.0
 
 
 @dataclass(frozen=True)
-class Config(TextFlags, SourceFlags):
+class Config(TextFlags, TuningFlags):
     # optimizer
-    learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, for AdamW; default: Muon, by --lr_scale
     lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all rates by rule; default: 0.5
     # horizon and batch
-    num_iterations: Positive | None = None  # steps; required
+    num_iterations: Positive | None = None  # steps; this or --num_epochs is required
+    num_epochs: Epochs | None = None  # instead of --num_iterations: passes over the text of --data, which is counted
     total_batch_size: Positive | None = None  # tokens per step, over all devices; default: the source's, or one pass
 
     def __post_init__(self):
-        if self.num_iterations is None:
+        super().__post_init__()
+        forbid_both(self, "num_epochs", "num_iterations", "the horizon")
+        if self.num_iterations is None and self.num_epochs is None:
             raise UserError(
-                "--num_iterations: say for how many steps --source is trained, of --total_batch_size tokens"
+                "--num_iterations: say for how many steps --source is trained, of --total_batch_size tokens; or "
+                "--num_epochs, for how many passes over --data"
             )
         if self.source in ("auto", "base") and self.source_tag is None:
             raise UserError(
                 f"--source {self.source}: name it by --source_tag too, as this run makes a base model of another tag"
             )
-        if self.learning_rate is not None:
+        if self.adamw_rate is not None:
+            chosen_by = "--learning_rate" if self.learning_rate is not None else "the rate of --lora_rank"
             for flag in ("lr_scale", "matrix_lr", "embedding_lr", "value_embedding_lr", "head_lr"):
                 if getattr(self, flag) is not None:
-                    raise UserError(f"--learning_rate is absolute, for all parameters: leave --{flag} out")
+                    raise UserError(f"{chosen_by} is absolute, for all parameters: leave --{flag} out")
+        if self.lora_rank and self.fp8:
+            raise UserError("--fp8 is for training the whole model: leave it out, or --lora_rank")
 
 
 # Flags for new models. This command does not create one.
@@ -66,7 +72,7 @@ def main(config: Config) -> None:
     from nanochat import rooms, scaling
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
-    from nanochat.data.token_cache import cached
+    from nanochat.data.token_cache import cached, count_tokens
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
     from nanochat.stage import begin, count_micro_batches
@@ -74,10 +80,11 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ data, model
     phase("opening the data")
-    assert config.num_iterations is not None
-    train_corpus, val_corpus = open_corpus(
-        config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns
-    )
+    corpora = None
+    if not config.dry_run:  # which needs no data
+        corpora = open_corpus(
+            config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns
+        )
     start = begin(config)
     start.tag = tag_beside_source(config.model_tag, start)
     device = start.device
@@ -97,17 +104,29 @@ def main(config: Config) -> None:
         micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
     )
     batch_tokens = micro_tokens * accumulation
-    steps = config.num_iterations
+    steps = config.num_iterations or 1
+    text = None
+    if corpora is not None:
+        text = cached(corpora[0], tokenizer, config.token_cache_gib, config.dataloader_num_workers)
+        if config.num_epochs is not None:
+            text_tokens = count_tokens(text, tokenizer, device, config.dataloader_num_workers)
+            # A row takes one token more than the model reads: the last one is only a target.
+            epoch_steps = text_tokens * row_tokens / (row_tokens + 1) / batch_tokens
+            steps = max(1, math.ceil(round(config.num_epochs * epoch_steps, 6)))
+            print0(f"data: {text_tokens:,} tokens, of which an epoch is {epoch_steps:,.1f} steps")
     largest_norm = None  # gradients are not clipped
-    if config.learning_rate is None:
+    if config.adamw_rate is None:
         rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens, config.optimizer)
         rates = config.override(rates.scaled(LR_SCALE if config.lr_scale is None else config.lr_scale))
         optimizer = make_optimizer(model, rates, device, config.optimizer, start.layout, config.kept_as)
         peak_lr = rates.matrix
     else:
-        decay = ADAMW_DECAY if config.weight_decay is None else config.weight_decay
-        optimizer = make_adamw(model, config.learning_rate, device, decay, start.layout, config.kept_as)
-        peak_lr = config.learning_rate
+        # Decay draws adapters to the weights of the source, which they begin from: there it is off by default.
+        decay = config.weight_decay
+        if decay is None:
+            decay = 0.0 if config.lora_rank else ADAMW_DECAY
+        optimizer = make_adamw(model, config.adamw_rate, device, decay, start.layout, config.kept_as)
+        peak_lr = config.adamw_rate
         largest_norm = ADAMW_NORM
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
@@ -122,7 +141,9 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ train
-    token_flops = scaling.flops_per_token(model.config)
+    assert corpora is not None and text is not None
+    train_corpus, val_corpus = corpora
+    token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)
     pretraining = start.pretraining
     tokens_before = pretraining["tokens"]
     # Record everything that the model has read: later stages choose their default tasks by it. A text that is read
@@ -135,8 +156,7 @@ def main(config: Config) -> None:
         fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
     loader = Loader(
-        cached(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers),
-        tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
+        text, tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
         world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,

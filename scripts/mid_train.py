@@ -46,20 +46,10 @@ def main(config: Config) -> None:
     from nanochat.stage import begin, count_micro_batches
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
-    # ------------------------------------------------------------------ model, data
+    # ------------------------------------------------------------------ model
     start = begin(config)
     device = start.device
     model = start.model
-    tokenizer = start.tokenizer
-    tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
-    files: dict[str, Any] = {"bad_records": config.bad_records, "columns": config.columns, "thoughts": config.thoughts}
-    train_corpus, val_corpus = (
-        MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed, **files), tokenizer)
-        for split in ("train", "test")
-    )
-    print0(f"tasks: {tasks}")
-    if masked := sum(task.masked for task in train_corpus.mixture.tasks):
-        warn(f"--tasks {tasks}: {masked:,} replies are marked as not learned, but mid-training learns every token")
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len
@@ -84,6 +74,18 @@ def main(config: Config) -> None:
             batch_of=lambda rows: (rows.inputs, rows.targets, rows.segments if document_mask else None),
         )  # fmt: skip
         return
+
+    # ------------------------------------------------------------------ data
+    tokenizer = start.tokenizer
+    tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
+    files: dict[str, Any] = {"bad_records": config.bad_records, "columns": config.columns, "thoughts": config.thoughts}
+    train_corpus, val_corpus = (
+        MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed, **files), tokenizer)
+        for split in ("train", "test")
+    )
+    print0(f"tasks: {tasks}")
+    if masked := sum(task.masked for task in train_corpus.mixture.tasks):
+        warn(f"--tasks {tasks}: {masked:,} replies are marked as not learned, but mid-training learns every token")
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config)

@@ -71,7 +71,7 @@ def test_both_languages_are_as_certain():
 
 @each_page
 def test_a_page_is_read_in_one_sitting(text):
-    assert len(text.splitlines()) <= 250
+    assert len(text.splitlines()) <= 280
 
 
 # ---------------------------------------------------------------------- commands, flags, files, values

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9428,
-    "mid_train": 10545,
-    "chat_sft": 10168,
-    "chat_dpo": 10268,
-    "chat_rl": 11970,
-    "chat_cli": 7422,
+    "base_train": 9507,
+    "mid_train": 10603,
+    "chat_sft": 10228,
+    "chat_dpo": 10325,
+    "chat_rl": 12071,
+    "chat_cli": 7446,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

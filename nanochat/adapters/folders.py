@@ -13,6 +13,8 @@ from nanochat.adapters import lora, peft
 from nanochat.adapters.lora import SCALAR_HEAD, Adapters
 from nanochat.checkpoint_manager import Preparation
 from nanochat.cli import UserError
+from nanochat.collectives import decide_on_rank_zero
+from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import warn
 from nanochat.model_folder import (
@@ -69,12 +71,13 @@ def find_base(step_folder: Path, entry: dict[str, Any]) -> Path:
     )
 
 
-def base_of(source: Path) -> dict[str, str]:
-    """What meta.json of adapters says about their base."""
+def base_of(source: Path, device: Device) -> dict[str, str]:
+    """What meta.json of adapters says about their base. All ranks call this together, and rank 0 reads the base."""
     folder = source.resolve()
     checkpoints = (paths.base_dir() / "checkpoints").resolve()
     where = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else folder
-    return {"base": where.as_posix(), "base_sha256": weights_sha256(source)}
+    sha256 = str(decide_on_rank_zero(device, lambda: weights_sha256(source)))
+    return {"base": where.as_posix(), "base_sha256": sha256}
 
 
 def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, dict[str, Any]]:

@@ -153,7 +153,7 @@ class FolderFormat:
     def is_folder(self, path: Path) -> bool:
         return is_folder(path)
 
-    def check(self, folder: Path) -> None:
+    def check(self, folder: Path, without_weights: bool = False) -> None:
         """Its adapters are read when they are loaded."""
 
     def holds_adapters(self, folder: Path) -> bool:

@@ -32,11 +32,10 @@ def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> No
         raise UserError("--kl_in reward: without --kl there is no penalty")
     if flags.staleness and method.refills:
         raise UserError("--staleness: samples that are drawn ahead are not replaced, add --refills 0")
-    if flags.minibatches > flags.examples_per_step:
-        raise UserError(
-            f"--minibatches {flags.minibatches}: each needs a question, and --examples_per_step is "
-            f"{flags.examples_per_step}: lower the one, or raise the other"
-        )
+    if flags.gradient_accumulation_steps is None:  # else the number of devices decides
+        _require_enough_questions(flags)
+    if flags.num_epochs is not None and method.refills:
+        raise UserError("--num_epochs: questions that are replaced count in no pass, add --refills 0")
     if flags.critic_settings and method.critic is None:
         raise UserError(f"--{next(iter(flags.critic_settings))}: --loss {flags.loss} has no value function, ppo has")
     # The default tasks, which depend on the model, all have right answers.
@@ -60,15 +59,27 @@ def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> No
         )
 
 
+def _require_enough_questions(flags: Any) -> None:
+    if flags.minibatches > flags.examples_per_step:
+        raise UserError(
+            f"--minibatches {flags.minibatches}: each needs a question, and --examples_per_step is "
+            f"{flags.examples_per_step}: lower the one, or raise the other"
+        )
+
+
 def check_questions(
     flags: Any, tasks: str, questions: Sequence[tuple[Task, Example]], rewards: Sequence[Reward], context: int
 ) -> None:
-    """Try the rewards on the first questions. Raises UserError: when no question fits, or a reward fails."""
+    """Try the rewards on the first questions.
+
+    Raises UserError: when no question fits, there are fewer of them than minibatches, or a reward fails.
+    """
     if not questions:
         raise UserError(
             f"--tasks {tasks}: the first questions are all longer than the context of {context} tokens: name other "
             "--tasks, or raise --max_seq_len"
         )
+    _require_enough_questions(flags)
     if flags.max_tokens > context:
         print0(f"--max_tokens {flags.max_tokens:,}: a reply ends at the context of {context:,} tokens all the same")
     for reward in rewards:

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanochat.cli import UserError
+from nanochat.data import hashes
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.data.splits import choose_config, choose_files
 from nanochat.paths import data_dir, model_dir, open_lock
@@ -181,8 +182,13 @@ def _any_dataset(name: str) -> Dataset:
 MODEL_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[^/]+\.(json|jinja|model|tiktoken)|merges\.txt|vocab\.txt")
 
 
-def fetch_model(source: str) -> Path:
-    """Download what is missing of `hf:ORG/NAME` or `modelscope:ORG/NAME` and return its folder.
+# The files that describe a model's shape, which is all that a dry run reads.
+SHAPE_FILES = ("config.json", "generation_config.json")
+
+
+def fetch_model(source: str, without_weights: bool = False) -> Path:
+    """Download what is missing of `hf:ORG/NAME` or `modelscope:ORG/NAME` and return its folder; `without_weights` only
+    the SHAPE_FILES.
 
     `@REVISION` after the name is a branch, a tag or a commit. Raises UserError: with what to do next.
     """
@@ -204,7 +210,7 @@ def fetch_model(source: str) -> Path:
                 f"{client.endpoint}/{repo} has no config.json with model.safetensors ({instead}): name a repository of "
                 "the original weights in safetensors"
             )
-        copy.fetch(wanted)
+        copy.fetch({path: digest for path, digest in wanted.items() if not without_weights or path in SHAPE_FILES})
     return folder
 
 
@@ -341,14 +347,17 @@ class _Copy:
                     raise UserError(f"{self.source.repo} has no {path} at {endpoint}: does this mirror have it?")
                 arrived = Path(self.client.download(self.source.repo, commit, path, self.folder / ".download"))
                 # A sha256 that is known here counts, whatever this mirror claims.
-                _check(arrived, path, wanted[path] or listed[path])
+                digest = _check(arrived, path, wanted[path] or listed[path])
                 arrived.replace(targets[path])
+                if path.endswith(".safetensors"):  # weights: a run over them asks for their hash
+                    hashes.keep(targets[path], digest)
             shutil.rmtree(self.folder / ".download", ignore_errors=True)
         return list(targets.values())
 
 
-def _check(path: Path, name: str, sha256: str | None) -> None:
-    """Leave a file safe on the disk. Raises UserError: when its bytes are wrong; it is then deleted."""
+def _check(path: Path, name: str, sha256: str | None) -> str:
+    """Leave a file safe on the disk and return its sha256. Raises UserError: when it is another one than `sha256`; the
+    file is then deleted."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -358,6 +367,7 @@ def _check(path: Path, name: str, sha256: str | None) -> None:
         path.unlink()
         problem = f"sha256 {digest.hexdigest()[:12]}… instead of {sha256[:12]}…"
         raise UserError(f"{name} arrived damaged ({problem}): run it again, or use another mirror")
+    return digest.hexdigest()
 
 
 def _reason(error: BaseException, endpoint: str, page: str) -> str:

@@ -29,10 +29,14 @@ from pathlib import Path
 
 import numpy as np
 
+from nanochat.cli import UserError
+from nanochat.collectives import gather_values
 from nanochat.corpus import Corpus, FileCorpus, WeightedCorpora, fingerprint
+from nanochat.device import Device
 from nanochat.loader import Document, tokenize
 from nanochat.log import warn
 from nanochat.paths import base_dir
+from nanochat.screen import track
 from nanochat.tokenizer import Tokenizer
 
 FORMAT = 1
@@ -57,6 +61,23 @@ def cached(
     if gib == 0 or not isinstance(corpus, FileCorpus):
         return corpus
     return CachedCorpus(corpus, tokenizer, base_dir() / "tokens", int(gib * 2**30), workers)
+
+
+def count_tokens(corpus: Corpus | WeightedCorpora, tokenizer: Tokenizer, device: Device, workers: int = 1) -> int:
+    """The tokens of a corpus, with a begin token for each document. Each rank counts some of the blocks, and a cached
+    corpus writes what it tokenizes for the run that follows.
+
+    Raises UserError: when the corpus has no end, or is a mixture by weight, of which a pass is not defined.
+    """
+    blocks = corpus.block_count()
+    if isinstance(corpus, WeightedCorpora) or blocks is None:
+        why = "is drawn by weight" if isinstance(corpus, WeightedCorpora) else "never ends"
+        raise UserError(f"--num_epochs: --data {corpus.name} {why}, so it has no passes: set --num_iterations")
+    total = 0
+    for index in track(range(device.rank, blocks, device.world_size), "counting tokens"):
+        block = corpus.read_block(index)
+        total += sum(map(len, tokenize(block[0 : len(block)], tokenizer, workers)))
+    return sum(gather_values(total, device))
 
 
 class CachedCorpus:

@@ -104,7 +104,7 @@ def _require_means(device: Device) -> None:
     """FSDP needs the mean of gradients; torch 2.7 silently returns their sum between processes on a CPU."""
     mean = torch.zeros(1)
     reduce_scatter(mean, torch.ones(device.world_size), op=dist.ReduceOp.AVG)
-    if mean.item() != 1:
+    if mean.item() != 1 and dist.get_backend() == "gloo":  # in a dry run nothing travels
         raise UserError(
             f"--parallel fsdp: torch {torch.__version__} returns a sum on a cpu where a mean is needed, so every "
             "gradient would be too large: use --parallel ddp, or a newer torch"

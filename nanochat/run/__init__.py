@@ -7,8 +7,12 @@ PLUGS = {
         "profile": "nanochat.run.profiling:Recorder",
         "compile": "nanochat.run.compiling:compile_model",
         "dry_run": "nanochat.run.memory:begin",
+        "pretend": "nanochat.run.memory:pretend",
         "check_track": "nanochat.run.trackers:check_trackers",
         "track": "nanochat.run.trackers:start_trackers",
     },
-    "help": {"training": "nanochat.run.help:in_groups"},
+    "help": {
+        "training": "nanochat.run.help:in_groups",
+        "elsewhere": "nanochat.run.elsewhere:flags",
+    },
 }

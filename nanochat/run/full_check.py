@@ -335,7 +335,13 @@ def operators(kind: str, sizes: Sizes, record: Path) -> None:
     listed = [
         Operator("cache write", lambda device: write_cache(device, rows, tokens), 0.0, 4 * rows * C * 2, 3),
         Operator(f"top 50 of {V:,}", lambda device: top_of(device, rows, V), 0.0, 4 * rows * V, times_copy=16),
-        Operator(f"cumulative sum of {V:,}", lambda device: cumulative_sum(device, rows, V), 1e-4, 8 * rows * V, times_copy=25),
+        Operator(
+            f"cumulative sum of {V:,}",
+            lambda device: cumulative_sum(device, rows, V),
+            1e-4,
+            8 * rows * V,
+            times_copy=25,
+        ),
         Operator(
             f"NF4 read-back of {outputs:,} x {inputs:,}",
             lambda device: read_back(device, outputs, inputs),

@@ -9,14 +9,19 @@ step is eager.
 
 The tests compare the count with the peak of the device's allocator: they agree within 2%
 (tests/simnpu/test_adapters.py).
+
+With `--dry_run_devices N` one process counts for N devices: it is rank 0 of N, whose part is the largest, in a process
+group in which nothing travels.
 """
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanochat import device as devices
 from nanochat.attention import Segments
+from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.log import print0
 from nanochat.optim import Optimizer
@@ -33,6 +39,22 @@ from nanochat.train import LossFunction, train_step
 
 BLOCK = 512  # bytes
 MIB = 1 << 20
+PRETENDED = "pretended"  # the process group of --dry_run_devices
+
+
+def pretend(device: Device, ranks: int) -> Device:
+    """Make this process rank 0 of `ranks` processes that do not exist. Collectives return at once."""
+    from torch.testing._internal.distributed import fake_pg
+
+    if device.world_size > 1:
+        raise UserError("--dry_run_devices counts for devices without their processes: run it in a single process")
+    if not hasattr(dist.Backend, PRETENDED.upper()):
+        kinds = sorted({device.kind, "cpu"})
+        dist.Backend.register_backend(PRETENDED, fake_pg._create_fake_pg, extended_api=True, devices=kinds)
+    if dist.is_initialized():  # from an earlier count of this process
+        dist.destroy_process_group()
+    dist.init_process_group(PRETENDED, store=fake_pg.FakeStore(), rank=0, world_size=ranks)
+    return dataclasses.replace(device, world_size=ranks)
 
 
 def begin(device: Device, *models: Any) -> "Ledger":

@@ -74,7 +74,7 @@ class Base:
         self.model, self.tokenizer, self.meta = checkpoints.load_model(
             source, device, verified=True, prepare=[lora.NewAdapters(lambda config: Lora(1))]
         )
-        self.about = base_of(source)  # for the checkpoints of adapters
+        self.about = base_of(source, device)  # for the checkpoints of adapters
 
     def adapted(self, trained: Trained) -> GPT:
         """A GPT to train, on the device: with new adapters over the base's weights, or with a copy of them in fp32."""

@@ -5,6 +5,7 @@ The stages run as in test_stages, from its small base model.
 """
 
 import contextlib
+import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -17,27 +18,32 @@ import test_stages as stages
 import torch
 import torch.nn.functional as F
 from runs import exactly_resumed, losses, metrics
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import SHAPES, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from tiny_families import save_family
 from torch import Tensor
 
+from nanochat import storage
 from nanochat.adapters import lora
 from nanochat.adapters.folders import MergeAdapters
 from nanochat.adapters.lora import Adapters, Lora, adapters_in
 from nanochat.adapters.nf4 import NF4Linear, dequantize
 from nanochat.checkpoint_manager import load_model
+from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
+from nanochat.families import hf
 from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import StackedLinear
 from nanochat.layout import lay_out
 from nanochat.serve.scheduler import Request, Scheduler
-from nanochat.sharding import fill, whole
+from nanochat.sharding import fill, whole, whole_weights
+from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_adamw, next_token_loss, train_step
 from scripts import chat_web
 
@@ -521,6 +527,42 @@ def test_a_mistake_costs_one_line(tuned, capsys):
     call("chat_sft", *flags, "--model_tag=plain", "--source_tag=d1")
     _, message = mistake(capsys, "chat_sft", *flags, "--model_tag=plain", "--source_tag=d1", "--resume", *FLAGS)
     assert "--lora_rank 0, not 4" in message
+
+
+# ---------------------------------------------------------------------- the base of another program
+
+
+@pytest.fixture
+def qwen(base, tmp_path) -> Path:  # noqa: F811
+    """A tiny Qwen3 in Hugging Face's layout."""
+    folder = save_family(tmp_path / "qwen", "qwen3")
+    vocab_size = Tokenizer.load(folder).vocab_size
+    model = lively_model(tiny_config(vocab_size=vocab_size, sequence_len=128, **SHAPES["qwen3"]))
+    hf.write_weights(folder, model.config, whole_weights(model), torch.float32)
+    (folder / "config.json").write_text(json.dumps(hf.from_config(model.config, "qwen3")))
+    return folder
+
+
+def test_a_base_is_hashed_once_and_never_again(qwen, monkeypatch):
+    """15 to 65 GB of the usual ones: neither another run nor a resume reads them only to hash them."""
+    hashed: list[Path] = []
+    original = storage.sha256
+    monkeypatch.setattr(storage, "sha256", lambda path: (hashed.append(path), original(path))[1])
+    weights = qwen / "model.safetensors"
+    flags = (*SFT, *FLAGS, f"--source={qwen}", "--num_iterations=2", "--save_every=1")
+    call("chat_sft", *flags, "--model_tag=first")
+    assert hashed.count(weights) == 1
+    for more in (("--model_tag=first", "--resume"), ("--model_tag=second", "--lora_rank=2")):
+        call("chat_sft", *flags, *more)
+    load_model("sft", "cpu")  # finds the base by its hash
+    assert hashed.count(weights) == 1
+
+    changed = load_file(weights)
+    next(iter(changed.values()))[0] += 1
+    save_file(changed, weights)
+    with pytest.raises(UserError, match="has other weights now"):
+        load_model("sft", "cpu")
+    assert hashed.count(weights) == 2
 
 
 # ---------------------------------------------------------------------- ranks

@@ -379,6 +379,22 @@ def test_buckets_of_the_state_change_no_bit(kernels: TorchKernels, monkeypatch: 
 
 
 @every_adamw
+def test_an_update_in_parts_changes_no_bit(kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its temporary tensors have as many elements as a part, and not as many as the model."""
+    results = []
+    elements = []
+    for most in (1 << 28, 100):
+        monkeypatch.setattr(optim, "UPDATE_ELEMENTS", most)
+        optimizer, parameters = make_optimizer(kernels=kernels)
+        run_steps(optimizer, parameters, range(6), [0])
+        results.append({**values(parameters), **copied(optimizer.state_dict())})
+        (adamw,) = [rule for rule in optimizer._rules if isinstance(rule, optim.AdamW)]
+        elements.append(max(batch.first_moment.kept.numel() for batch in adamw.batches))
+    assert_same_bytes(*results)
+    assert elements[1] < elements[0]
+
+
+@every_adamw
 def test_a_rounded_state_is_near_and_skips_steps_too(kernels: TorchKernels) -> None:
     exact, expected = make_optimizer(kernels=kernels)
     rounded, parameters = make_optimizer(kernels=kernels, kept_as=StateFormat(torch.bfloat16))

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from tiny import complaint
 
-from nanochat import rooms
-from nanochat.data import catalog, hub
+from nanochat import rooms, storage
+from nanochat.data import catalog, hashes, hub
 from nanochat.data.catalog import Dataset, Source
 from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url, leaves_folder
 from nanochat.data.splits import choose_config, choose_files
@@ -402,6 +402,21 @@ def test_a_model_is_fetched_once_without_what_it_does_not_need(fake, tmp_path, m
     assert fake.requests("GET", "/revision/v1.0")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert fetch_model("hf:Org/Name-0.6B") == folder
+
+
+def test_a_dry_run_fetches_the_shape_of_a_model(fake):
+    fake.files = model_files()
+    folder = fetch_model("hf:Org/Name-0.6B", without_weights=True)
+    assert data_files(folder) == ["config.json"]
+    assert fetch_model("hf:Org/Name-0.6B") == folder and "model.safetensors" in data_files(folder)
+
+
+def test_the_hash_of_downloaded_weights_is_known(fake, monkeypatch):
+    """A run with adapters asks for it: it was computed while the file arrived."""
+    fake.files = model_files()
+    folder = fetch_model("hf:Org/Name-0.6B")
+    monkeypatch.setattr(storage, "sha256", lambda path: pytest.fail(f"{path} is read again"))
+    assert hashes.sha256(folder / "model.safetensors") == sha256(BODY)
 
 
 @pytest.mark.parametrize("source", ["hf:", "hf:name", "hf:a/b/c", "hf:../x", "hf:a/..", "hf:a/b@../../c", "hf:a b/c"])

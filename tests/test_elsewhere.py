@@ -1,0 +1,171 @@
+"""What people bring from other trainers: epochs, accumulated batches and adapters, in every stage that trains a model
+from elsewhere. The base is test_stages' small one.
+"""
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from runs import exactly_resumed, forget_after, losses, metrics
+from safetensors.torch import load_file
+from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_stages import CPU, DPO, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
+
+from nanochat.checkpoint_manager import load_model
+from nanochat.mixture import EpochMixture
+from nanochat.tokenizer import Tokenizer
+
+# ---------------------------------------------------------------------- --gradient_accumulation_steps
+
+
+@pytest.mark.parametrize(("script", "stage", "flags"), [("chat_sft", "sft", SFT), ("chat_dpo", "dpo", DPO)])
+def test_accumulation_is_batch_size_times_steps_times_devices(start, capsys, script, stage, flags):  # noqa: F811
+    """2 x 4 x 1 examples a step, and the same numbers as with the flag that counts examples."""
+    flags = (*flags, "--source=base", "--num_iterations=3")
+    call(script, *flags)
+    counted = losses(start, stage)
+    others = [flag for flag in flags if "examples_per_step" not in flag]
+    capsys.readouterr()
+    call(script, *others, "--gradient_accumulation_steps=4")
+    assert "horizon: 3 steps of 8 " in capsys.readouterr().out and losses(start, stage) == counted
+    meta = json.loads((start / f"checkpoints/{stage}/d1/step_000003/meta.json").read_text())
+    # On another number of devices the same flags would be another batch: a resume compares the examples.
+    assert (meta["config"]["target_examples_per_step"], meta["config"]["gradient_accumulation_steps"]) == (8, None)
+    capsys.readouterr()
+    code, line = mistake(capsys, script, *others, "--gradient_accumulation_steps=3", "--resume")
+    assert code == 1 and "--target_examples_per_step 8, not 6" in line
+
+
+def test_accumulation_counts_replies_in_rl(start, capsys):  # noqa: F811
+    """2 x 6 x 1 replies a step are 3 questions with 4 replies each, as in other trainers of GRPO."""
+    flags = [flag for flag in (*RL, "--source=base", "--num_iterations=1") if "examples_per_step" not in flag]
+    call("chat_rl", *flags, "--gradient_accumulation_steps=6")
+    assert "1 step of 3 questions, 4 replies to each" in capsys.readouterr().out
+    code, line = mistake(capsys, "chat_rl", *flags, "--gradient_accumulation_steps=3")
+    assert code == 1 and "6 replies a step" in line and "--examples_per_step" in line
+    code, line = mistake(capsys, "chat_rl", *flags, "--gradient_accumulation_steps=2", "--minibatches=2")
+    assert code == 1 and "--minibatches 2: each needs a question, and --examples_per_step is 1" in line
+
+
+@pytest.mark.parametrize(
+    ("script", "other"),
+    [
+        ("chat_sft", "--target_examples_per_step=8"),
+        ("chat_dpo", "--target_examples_per_step=8"),
+        ("chat_rl", "--examples_per_step=8"),
+    ],
+)
+def test_one_flag_sets_the_examples_of_a_step(start, capsys, script, other):  # noqa: F811
+    code, line = mistake(capsys, script, "--gradient_accumulation_steps=2", other)
+    assert code == 2 and other.partition("=")[0] in line and "leave one of them out" in line
+
+
+# ---------------------------------------------------------------------- --num_epochs
+
+
+def test_rl_asks_every_question_once_an_epoch_and_resumes_exactly(start, tmp_path, monkeypatch):  # noqa: F811
+    """14 questions, 4 a step: two epochs are 7 steps."""
+    (tmp_path / "questions").mkdir()
+    rows = [{"question": f"What is {n}?", "answer": f"#### {n % 2}"} for n in range(14)]
+    for split in ("train", "test"):
+        (tmp_path / f"questions/{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    drawn: list[int] = []
+    draw = EpochMixture.draw
+
+    def recorded(mixture: EpochMixture, index: int) -> Any:
+        drawn.append(draw(mixture, index)[1])
+        return draw(mixture, index)
+
+    monkeypatch.setattr(EpochMixture, "draw", recorded)
+    flags = (*RL, "--source=base", f"--tasks=gsm8k={tmp_path / 'questions'}", "--examples_per_step=4")
+    flags = (*flags, "--num_epochs=2", "--save_every=1", "--eval_every=0", "--num_samples=2", "--max_tokens=4")
+    exactly_resumed(start, "chat_rl", "rl", flags, 7, (3,))
+    begun = 100  # the first questions are tried before training
+    first, second = drawn[begun : begun + 14], drawn[begun + 14 : begun + 28]
+    assert sorted(first) == sorted(second) == list(range(14)) and first != second
+
+
+@pytest.mark.parametrize("data", ["file", "cached"])
+def test_continued_pretraining_counts_its_epochs(start, tmp_path, capsys, data):  # noqa: F811
+    text = tmp_path / "mine.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"The boat number {n} has {n * n} sails. " * 3}) for n in range(60)))
+    (tmp_path / "val.jsonl").write_text(json.dumps({"text": "A boat has a sail."}))
+    tokenizer = Tokenizer.load(start / "tokenizer")
+    documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
+    tokens = sum(1 + len(tokenizer.encode(document)) for document in documents)
+    steps = math.ceil(2 * tokens / (4 * 129))
+    flags = (*CPU, "--source=base", "--source_tag=d1", f"--data={text}", f"--val_data={tmp_path / 'val.jsonl'}")
+    flags = (*flags, "--device_batch_size=4", "--total_batch_size=512", "--eval_every=0", "--compile=off")
+    call("continue_train", *flags, "--num_epochs=2", f"--token_cache_gib={int(data == 'cached')}")
+    assert f"data: {tokens:,} tokens" in capsys.readouterr().out
+    lines = metrics(start, "base", "d1-continued")
+    assert len(lines) == steps > 4
+    assert bool(list(start.glob("tokens/*/*.tokens"))) == (data == "cached")
+
+
+def test_what_has_no_epochs_is_one_line(start, capsys, tmp_path):  # noqa: F811
+    flags = ("--source=base", "--source_tag=d1", "--num_epochs=1", *CPU)
+    for data, why in (("demo", "never ends"), ("demo:0.5,pydoc:0.5", "is drawn by weight")):
+        code, line = mistake(capsys, "continue_train", *flags, f"--data={data}")
+        assert code == 1 and why in line and "--num_iterations" in line
+    code, line = mistake(capsys, "continue_train", *flags, "--num_iterations=3")
+    assert code == 2 and "leave one of them out" in line
+    code, line = mistake(capsys, "chat_rl", *RL, "--source=base", "--num_epochs=1", "--loss=dapo")
+    assert code == 1 and "--refills 0" in line
+    code, line = mistake(capsys, "chat_rl", *RL, "--source=base", "--num_epochs=1", "--num_iterations=3")
+    assert code == 2 and "leave one of them out" in line
+
+
+# ---------------------------------------------------------------------- adapters in continued pretraining
+
+
+@pytest.mark.parametrize("base_format", ["plain", "nf4"])
+def test_continued_pretraining_of_adapters_resumes_exactly(start, capsys, base_format):  # noqa: F811
+    flags = (*CPU, "--source=base", "--source_tag=d1", "--data=demo", "--device_batch_size=2", "--compile=off")
+    flags = (*flags, "--total_batch_size=256", "--num_iterations=6", "--save_every=3", "--eval_tokens=512")
+    flags = (*flags, "--lora_rank=4", "--lora_alpha=8", f"--lora_base={base_format}", "--model_tag=texts")
+    call("continue_train", *flags)
+    out = capsys.readouterr().out
+    assert "adapters of rank 4" in out and metrics(start, "base", "texts")[0]["lr"] <= 2e-4
+    folder = start / "checkpoints/base/texts/step_000006"
+    straight = (folder / "adapter.safetensors").read_bytes()
+    assert not (folder / "model.safetensors").exists()
+    assert all("lora_" in name for name in load_file(folder / "adapter.safetensors"))
+    forget_after(start, "base", 3, "texts")
+    call("continue_train", *flags, "--resume")
+    assert (folder / "adapter.safetensors").read_bytes() == straight
+
+    # What it becomes is a base model: adapters for a chat are trained over it, and both are merged.
+    before, _, _ = load_model("base", "cpu", model_tag="d1")
+    after, _, meta = load_model("base", "cpu", model_tag="texts")
+    weights = dict(before.named_parameters()), dict(after.named_parameters())
+    name = next(name for name in weights[0] if name.startswith("blocks.0.") and weights[0][name].ndim == 2)
+    assert not torch.equal(*(one[name] for one in weights)) and meta["pretraining"]["tokens"] > 6 * 256
+    sft = ("--source=base", "--source_tag=texts", "--model_tag=chat", "--num_iterations=1", "--lora_rank=2")
+    call("chat_sft", *SFT, *sft)
+    assert load_model("sft", "cpu", model_tag="chat")[2]["stage"] == "sft"
+
+
+def test_adapters_in_continued_pretraining_learn(start):  # noqa: F811
+    flags = (*CPU, "--source=base", "--source_tag=d1", "--data=pydoc", "--device_batch_size=4", "--compile=off")
+    flags = (*flags, "--total_batch_size=512", "--num_iterations=30", "--eval_every=0", "--eval_tokens=2048")
+    call("continue_train", *flags, "--lora_rank=8", "--learning_rate=0.01")
+    lines = metrics(start, "base", "d1-continued")
+    assert lines[-1]["val_bpb"] < lines[0]["val_bpb_before"] - 0.05
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ("--lora_rank=4 --matrix_lr=0.1", "leave --matrix_lr out"),
+        ("--lora_rank=4 --lr_scale=0.1", "the rate of --lora_rank is absolute"),
+        ("--lora_rank=4 --fp8", "--fp8 is for training the whole model"),
+        ("--lora_alpha=4", "--lora_alpha needs --lora_rank"),
+    ],
+)
+def test_a_mistake_with_adapters_costs_one_line(start, capsys, flags, says):  # noqa: F811
+    command = ("--source=base", "--source_tag=d1", "--num_iterations=1", *CPU, *flags.split())
+    code, line = mistake(capsys, "continue_train", *command)
+    assert code == 2 and says in line
