@@ -251,8 +251,7 @@ def fit_prompt(
     settings: Settings | None = None,
     tools: Sequence[Any] | None = None,
 ) -> Prompt:
-    """The prompt of a chat of any length. Half of the context stays free for the reply, or less where the reply has at
-    most `reply_tokens`.
+    """The prompt of a chat of any length. Half of the context, but at most `reply_tokens`, stays free for the reply.
 
     The system message and the last message always stay; if they are longer than that, the reply gets the rest.
     """

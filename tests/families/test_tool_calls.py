@@ -1,5 +1,6 @@
 """nanochat.families.tool_calls: the calls that a family's template writes are read back, whole or in pieces."""
 
+import importlib.util
 import json
 import random
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from tiny_families import FAMILIES, TOOL_FAMILIES, random_string, save_family
 
+from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.families.tool_calls import (
     LLAMA,
@@ -16,6 +18,7 @@ from nanochat.families.tool_calls import (
     CallForm,
     CallReader,
     FunctionCall,
+    find_form,
     opens_thought,
     template_id,
 )
@@ -95,6 +98,46 @@ def test_the_calls_of_a_template_are_read_back(folders: dict[str, Path], family:
             assert read(form, arriving) == (thought, calls)
 
 
+# The templates as their models' authors publish them; the package `trl` brings copies.
+PUBLISHED = {"qwen2_5": QWEN, "qwen3": QWEN, "qwen3_instruct_2507": QWEN, "llama3_1": LLAMA, "llama3_2": LLAMA}
+UNREAD = ("qwen3_5_think", "glm4moe", "gemma3", "llama3")  # other forms, or no tools
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *UNREAD])
+def test_published_templates(name: str):
+    """80 calls each, rendered by transformers' own code."""
+    package = importlib.util.find_spec("trl")
+    if package is None:
+        pytest.skip("pip install --no-deps trl==1.16.0")
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = Path((package.submodule_search_locations or [""])[0], "chat_templates", f"{name}.jinja").read_text()
+    ends = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>"]
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    template = ChatTemplate({"default": source}, names, [*ends, "<|begin_of_text|>", "<|python_tag|>"])
+    form = find_form(template, ends)
+    if name in UNREAD:
+        assert form is None
+        return
+    assert form is not None and form.mark == PUBLISHED[name].mark
+
+    def written(messages: list[Any], **settings: Any) -> str:
+        return rendering.render_jinja_template([messages], TOOLS, chat_template=source, **names, **settings)[0][0]
+
+    random_source = random.Random(7)
+    question = [{"role": "user", "content": "Is it?"}]
+    prompt = written(question, add_generation_prompt=True)
+    for _ in range(80):
+        count = 1 if form.is_single else random_source.randrange(1, 4)
+        calls = [FunctionCall(random_source.choice(NAMES), {"x": random_value(random_source)}) for _ in range(count)]
+        functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+        whole = written([*question, {"role": "assistant", "content": "", "tool_calls": functions}])
+        assert whole.startswith(prompt)
+        reply = whole.removeprefix(prompt).rstrip("\n")
+        reply = next(reply.removesuffix(end) for end in ends if reply.endswith(end))
+        text, found = read(form, list(reply))
+        assert found == calls and text in ("", "<think>\n\n</think>")
+
+
 def test_templates_without_calls_have_no_form(family_tokenizers: dict[str, Any]):
     forms = {family: family_tokenizers[family].chat_format.call_form for family in FAMILIES}
     assert [family for family, form in forms.items() if form is not None] == ["qwen3"]
@@ -103,7 +146,9 @@ def test_templates_without_calls_have_no_form(family_tokenizers: dict[str, Any])
 
 def test_a_template_that_writes_calls_otherwise_has_no_form(tmp_path: Path):
     source = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-    source += "<tool_call>\n<function={{ c.function.name }}>\n</function>\n</tool_call>{% endfor %}<|im_end|>{% endfor %}"
+    source += (
+        "<tool_call>\n<function={{ c.function.name }}>\n</function>\n</tool_call>{% endfor %}<|im_end|>{% endfor %}"
+    )
     assert load(save_family(tmp_path / "coder", "qwen3", chat_template=source)).chat_format.call_form is None
 
 
@@ -186,7 +231,9 @@ def test_ids_of_other_servers_fit_mistrals_templates():
 
 def test_a_long_argument_is_read_in_one_pass():
     """A file of 200,000 characters, by character: each character is looked at once, not once per later one."""
-    reply = f'<tool_call>{{"name": "read_file", "arguments": {{"text": {json.dumps("x = [1] " * 25_000)}}}}}</tool_call>'
+    reply = (
+        f'<tool_call>{{"name": "read_file", "arguments": {{"text": {json.dumps("x = [1] " * 25_000)}}}}}</tool_call>'
+    )
     reader = CallReader(QWEN, NAMES)
     found = []
     for at in range(0, len(reply), 50):
