@@ -31,6 +31,6 @@ class ServedWeights(Preparation):
             dtype = str(device.dtype if self.is_cast else torch.float32).removeprefix("torch.")
             raise UserError(
                 f"the weights of {self.folder.name} take {needed / 2**30:,.1f} GiB in {dtype}, and the device has "
-                f"{free / 2**30:,.1f} GiB free. This server uses one device: `python -m scripts.export --to hf` writes the "
-                "model for vLLM or vllm-ascend, which divide it among several (docs/deploy.md)"
+                f"{free / 2**30:,.1f} GiB free. This server uses one device: `python -m scripts.export --to hf` writes "
+                "the model for vLLM or vllm-ascend, which divide it among several (docs/deploy.md)"
             )
