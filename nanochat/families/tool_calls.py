@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.families.chat_template import ChatTemplate, TemplateError
+from nanochat.tokenizer import replace_surrogates
 
 # The names of special tokens that belong to a call. Elsewhere a reply's text is without special tokens.
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -41,6 +42,15 @@ class FunctionCall:
     name: str
     arguments: dict[str, Any]
     id: str = ""  # the model's own, in Mistral's form
+
+    def arguments_json(self) -> str:
+        """The arguments as OpenAI's API has them.
+
+        Raises ValueError, TypeError or RecursionError: when they are more than JSON has, such as NaN.
+        """
+        text = json.dumps(self.arguments, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair is JSON only as an escape.
+        return json.dumps(self.arguments) if replace_surrogates(text) != text else text
 
 
 @dataclass(frozen=True)
@@ -228,19 +238,20 @@ class CallReader:
     def _read_call(self, is_end: bool) -> list[str | FunctionCall]:
         """The call that begins here, once it is complete; its mark as text if it is none."""
         head = self.form.head.match(self._held)
-        body = self._held[head.end() :] if head is not None else ""
-        if body[:1] not in ("{", "["):
+        start = head.end() if head is not None else len(self._held)
+        if not self._held.startswith(("{", "["), start):
             name = self._held.partition(self.form.mark)[2] if self.form.mark else ""
             is_python = not self.form.mark and self._held.lstrip("; \n").startswith(PYTHON_TAG)
-            if not is_end and (not body and len(name) <= MAX_NAME or is_python):
+            is_begun = start == len(self._held) and len(name) <= MAX_NAME
+            if not is_end and (is_begun or is_python):
                 return []  # the rest has not arrived
-            call = self._python_call(body) if is_python else None
+            call = self._python_call(self._held[start:]) if is_python else None
             return self._found([call], len(self._held)) if call is not None else self._not_a_call()
         assert head is not None
-        end = self._json_end(head.end())
+        end = self._json_end(start)
         if end == 0 and not is_end:
             return []
-        calls = self._calls(head.groupdict(), self._held[head.end() : end]) if end > 0 else None
+        calls = self._calls(head.groupdict(), self._held[start:end]) if end > 0 else None
         if calls is None:
             return self._not_a_call()
         rest = self._held[end:]
@@ -304,7 +315,14 @@ class CallReader:
         if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
             return None
         own_id = content.get("id")
-        return FunctionCall(name, arguments, own_id if isinstance(own_id, str) and CALL_ID.fullmatch(own_id) else "")
+        if not isinstance(own_id, str) or not CALL_ID.fullmatch(own_id):
+            own_id = ""
+        call = FunctionCall(name, arguments, own_id)
+        try:
+            call.arguments_json()
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return call
 
     def _python_call(self, text: str) -> FunctionCall | None:
         """`weather.call(city="Paris")`, the form of the functions that Llama 3 knows without a description."""

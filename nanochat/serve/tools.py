@@ -132,7 +132,7 @@ class FamilyWriter:
         fragments = []
         for piece in self._reader.add(text, is_end=finish_reason is not None):
             if isinstance(piece, FunctionCall):
-                function = {"name": piece.name, "arguments": json.dumps(piece.arguments, ensure_ascii=False)}
+                function = {"name": piece.name, "arguments": piece.arguments_json()}
                 call_id = piece.id or new_id()
                 fragments.append({"index": self._count, "id": call_id, "type": "function", "function": function})
                 self._count += 1

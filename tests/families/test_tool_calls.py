@@ -169,6 +169,11 @@ REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     (QWEN, '<tool_call>\n{"name": "delete", "arguments": {}}\n</tool_call>', "ALL", []),
     (QWEN, "<tool_call>\n{'name': 'weather'}\n</tool_call>", "ALL", []),
     (QWEN, "<tool_call>\nweather(Paris)\n</tool_call> and <tool", "ALL", []),
+    (QWEN, '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>', "ALL", []),
+    (QWEN, '<tool_call>{"name": "weather", "arguments": {"city": 1e999}}</tool_call>', "ALL", []),
+    (QWEN, '<tool_call>{"name": "weather", "arguments": ' + '{"a":' * 9_999, "ALL", []),
+    (LLAMA, '<|python_tag|>weather.call(city={b"Paris"})', "ALL", []),
+    (LLAMA, "<|python_tag|>weather.call(" + "(" * 9_999, "ALL", []),
     # A mistake in one does not take the next one along.
     (QWEN, f'<tool_call>{{"name": "weather"</tool_call><tool_call>{WEATHER}</tool_call>', "FIRST", [PARIS]),
     (LLAMA, WEATHER.replace("arguments", "parameters"), "", [PARIS]),
@@ -200,6 +205,13 @@ def test_what_is_a_call_and_what_stays_text(
 ):
     expected = {"ALL": reply, "FIRST": reply.partition("<tool_call>" + WEATHER)[0]}.get(text, text)
     assert read(form, [reply[at : at + size] for at in range(0, len(reply), size)]) == (expected, calls)
+
+
+def test_half_of_a_surrogate_pair_stays_an_escape():
+    reply = '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800é"}}</tool_call>'
+    _, (call,) = read(QWEN, [reply])
+    assert json.loads(call.arguments_json()) == {"city": "\ud800é"} and call.arguments_json().encode()
+    assert PARIS.arguments_json() == '{"city": "Paris"}'
 
 
 def test_text_is_handed_out_as_it_arrives():
