@@ -249,16 +249,16 @@ def fit_prompt(
     context: int,
     reply_tokens: int | None = None,
     settings: Settings | None = None,
+    tools: Sequence[Any] | None = None,
 ) -> Prompt:
-    """The prompt of a chat of any length. Half of the context stays free for the reply, or less where the reply has at
-    most `reply_tokens`.
+    """The prompt of a chat of any length. Half of the context, but at most `reply_tokens`, stays free for the reply.
 
     The system message and the last message always stay; if they are longer than that, the reply gets the rest.
     """
     # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
     # (docs/archive.md). Losing old turns costs less than a reply that the model cannot finish.
     room = min(reply_tokens or context, context // 2)
-    return chat_format(tokenizer).shorten(messages, context - room, settings)
+    return chat_format(tokenizer).shorten(messages, context - room, settings, tools)
 
 
 def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:

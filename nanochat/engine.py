@@ -167,14 +167,14 @@ class Engine:
         if self.weights != "auto":
             assert model.extension is None and not is_sharded(model), "a model in training is not packed"
             return model.kernels.pack(model, self.weights).eval()
-        # In fp32 the snapshot would be equal to the model, so the engine shares its weights.
+        # Where the snapshot would be equal to the model, the engine shares its weights: in fp32, and in a server.
         packs = model.kernels.packs(self.device.dtype)
         # Adapters in training stay apart from their frozen base, which is in the device's dtype already. Merged in bf16
         # they would be lost where they change a weight by less than it resolves.
         adapted = model.extension
         if adapted is not None and not is_sharded(model):
             return model.eval()
-        if self.device.dtype == torch.float32 and not packs and not is_sharded(model):
+        if model.embedding.weight.dtype == self.device.dtype and not packs and not is_sharded(model):
             return model.eval()
         # Decoding a few rows is bound by reading the weights once per token, not by arithmetic: bf16 halves the bytes.
         # A model on "meta" has shapes and no memory: no fp32 copy is ever there as a whole.

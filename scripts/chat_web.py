@@ -236,6 +236,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         from nanochat.sampling import SamplingParams
         from nanochat.serve.scheduler import DeviceThread, Scheduler, fitting_context
         from nanochat.serve.updates import fingerprint_of, reader_of_updates
+        from nanochat.serve.weights import ServedWeights
 
         # All weights first: the caches share the memory that they leave.
         device = devices.init(config.device, config.dtype)
@@ -246,11 +247,14 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         metas = []
         parameters = []
         for source in sources:
-            model, tokenizer, meta = load_model(source.folder, device, verified=True, max_seq_len=config.max_seq_len)
+            weights = ServedWeights(source.folder, is_cast=config.decoding.weights == "auto")
+            model, tokenizer, meta = load_model(
+                source.folder, device, verified=True, max_seq_len=config.max_seq_len, prepare=[weights]
+            )
             parameters.append(sum(weight.numel() for weight in model.parameters()))
             engines.append(Engine(model, tokenizer, device, adapters=hooked, **asdict(config.decoding)))
             metas.append(meta)
-            del model  # the engine has its own snapshot
+            del model  # the engine may have its own snapshot
 
         contexts = [0] * len(engines)  # the models' own
         if not config.max_seq_len:

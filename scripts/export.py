@@ -169,7 +169,7 @@ def write_as_family(
     from nanochat.families import hf
     from nanochat.sharding import whole_weights
 
-    hf.write_weights(folder, model.config, whole_weights(model), dtype)
+    hf.write_weights(folder, model.config, whole_weights(model), dtype, family=family)
     settings = {**hf.from_config(model.config, family), "dtype": dtype_name(dtype), **text_ends(tokenizer)}
     context = meta.get("pretraining", {}).get("context")  # before a stage has trained with shorter rows
     if isinstance(context, int) and context > model.config.sequence_len:

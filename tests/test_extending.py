@@ -50,14 +50,18 @@ from test_losses import test_gradients_are_finite_differences
 test_gradients_are_finite_differences("sapo")
 from tiny_families import save_family
 from nanochat import device as devices
-folder = save_family(pathlib.Path("phi3"), "llama3")
+folder = save_family(pathlib.Path("hunyuan"), "llama3")
 sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-theirs = transformers.Phi3ForCausalLM(transformers.Phi3Config(
-    vocab_size=600, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None,
-    sliding_window=16, attn_implementation="eager", **sizes))
+theirs = transformers.HunYuanDenseV1ForCausalLM(transformers.HunYuanDenseV1Config(
+    vocab_size=600, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None, head_dim=16,
+    rope_parameters={"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 10_000.0},
+    attn_implementation="eager", **sizes))
+with torch.no_grad():
+    for name, weight in theirs.named_parameters():
+        weight.uniform_(0.5, 1.5) if "norm" in name else weight.normal_(0, 0.15)
 theirs.save_pretrained(folder)
 ours, _, _ = load_model(str(folder), devices.init("cpu", "float32"))
-assert ours.config.window(0) == 16
+assert ours.config.qk_norm == "after_rotary" and ours.config.rope_theta > 500_000
 ids = torch.randint(300, (2, 40))
 with torch.no_grad():
     assert torch.allclose(ours.logits(ours.hidden(ids))[..., :600], theirs(ids).logits, atol=1e-5)

@@ -90,6 +90,62 @@ BRACKETS = """{{ bos_token }}
 {%- endif %}
 {%- endfor %}"""
 
+# With tools. As Qwen3 calls, THINKING above; as Llama 3.1 and 3.2, which write one call as the whole reply:
+HEADERS_TOOLS = """{{ bos_token }}
+{%- if tools %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nEnvironment: ipython\\n' }}
+{%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n' }}{% endfor %}
+{{- '<|eot_id|>' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content | tojson + '<|eot_id|>' }}
+{%- elif message.tool_calls %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('single tool-calls only') }}{% endif %}
+{%- set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson + '}<|eot_id|>' }}
+{%- else %}
+{{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content | trim + '<|eot_id|>' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+# As Mistral: a list, with ids of nine characters.
+BRACKETS_TOOLS = """{{ bos_token }}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools and loop.last or tools and messages[loop.index0 + 1].role != 'user' %}
+{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}
+{%- endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}
+{%- if message.tool_call_id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}
+{{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
+{%- elif message.tool_calls %}
+CALLS
+{{- eos_token }}
+{%- else %}
+{{- ' ' + message.content + eos_token }}
+{%- endif %}
+{%- endfor %}"""
+LISTED_CALLS = """{{- '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception('ids have length 9') }}{% endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + ('' if loop.last else ', ') }}
+{%- endfor %}
+{{- ']' }}"""
+# As its models since 2025.
+NAMED_CALLS = """{%- for call in message.tool_calls %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}
+{%- endfor %}"""
+TOOL_FAMILIES = {
+    "qwen": ("qwen3", THINKING),
+    "llama": ("llama3", HEADERS_TOOLS),
+    "mistral": ("tekken", BRACKETS_TOOLS.replace("CALLS\n", LISTED_CALLS + "\n", 1)),
+    "mistral named": ("tekken", BRACKETS_TOOLS.replace("CALLS\n", NAMED_CALLS + "\n", 1)),
+}
+
 FAMILIES = {
     "qwen2": CHATML,
     "qwen3": THINKING,
@@ -106,7 +162,7 @@ def save_family(folder: Path, family: str, **config: Any) -> Path:
     library, facts, ends = _build(family)
     library.save(str(folder / "tokenizer.json"))
     facts |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 4096, **config}
-    template = facts.pop("chat_template", FAMILIES[family])
+    template = facts.pop("chat_template", FAMILIES.get(family))
     if family in ("qwen2", "mistral"):  # older models have it there
         facts["chat_template"] = template
     else:
@@ -133,6 +189,12 @@ def _build(family: str) -> tuple[Tokenizer, dict[str, Any], list[str]]:
         library.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
         ends = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
         return library, {"bos_token": special[0], "eos_token": "<|eot_id|>"}, ends
+    if family == "tekken":  # Mistral's since 2024
+        sections = ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS")
+        special = ["<unk>", "<s>", "</s>", *(f"[{mark}{name}]" for name in sections for mark in ("", "/"))]
+        special += ["[TOOL_CALLS]", "[ARGS]"]
+        library = _byte_level(special, r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}", ignore_merges=True)
+        return library, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, ["</s>"]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"]
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     library = _byte_level(special, pattern, ignore_merges=False)

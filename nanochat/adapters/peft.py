@@ -65,7 +65,8 @@ def require_same_modules(base: Path, flag: str) -> None:
     not fit the original, and peft would apply them to it without an error.
     """
     reader = format_of(base)
-    if isinstance(reader, hf.FolderFormat) and reader is not hf.FORMAT:
+    is_other = isinstance(reader, hf.FolderFormat) and reader is not hf.FORMAT
+    if is_other or (reader is hf.FORMAT and hf.model_type(base) == "phi3"):
         raise UserError(
             f"{flag}: {base} has other matrices in transformers than here, so adapters do not carry over: "
             "export the merged model with --to hf"

@@ -34,6 +34,7 @@ from nanochat.cli import UserError
 from nanochat.data import hashes
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.data.splits import choose_config, choose_files
+from nanochat.model_folder import format_of
 from nanochat.paths import data_dir, model_dir, open_lock
 
 CHUNK_BYTES = 1 << 20
@@ -210,6 +211,13 @@ def fetch_model(source: str, without_weights: bool = False) -> Path:
                 f"{client.endpoint}/{repo} has no config.json with model.safetensors ({instead}): name a repository of "
                 "the original weights in safetensors"
             )
+        # A model that is not computed here is refused before its gigabytes arrive. Ours have a manifest of all files.
+        if "manifest.json" not in wanted:
+            copy.fetch({"config.json": wanted["config.json"]})
+            try:
+                format_of(folder).describe(folder)
+            except ValueError as error:
+                raise UserError(str(error)) from error
         copy.fetch({path: digest for path, digest in wanted.items() if not without_weights or path in SHAPE_FILES})
     return folder
 

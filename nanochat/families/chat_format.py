@@ -7,12 +7,14 @@ import bisect
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 from nanochat.cli import UserError
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
 from nanochat.families.reply_spans import learned_spans
+from nanochat.families.tool_calls import CallForm, find_form
 from nanochat.tokenizer import Tokenizer
 
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
@@ -141,6 +143,17 @@ class TemplateFormat(ChatFormat):
             specials = [(start - end, stop - end, name) for start, stop, name in whole.specials if start >= end]
             after = self._encode_rendered(RenderedText(whole.text[end:], specials, []), [])[0]
         return after[1:] if is_complete else after
+
+    @cached_property
+    def call_form(self) -> CallForm | None:
+        """How the model writes function calls; None: in no form that is read here."""
+        return find_form(self.template, self._end_names)
+
+    def encode_begun(self, text: str) -> list[int]:
+        """The ids of the beginning of a reply, in which names of special tokens are these tokens."""
+        pattern = "|".join(map(re.escape, sorted(self.tokenizer.special_ids, key=len, reverse=True)))
+        specials = [(found.start(), found.end(), found[0]) for found in re.finditer(pattern, text)]
+        return self._encode_rendered(RenderedText(text, specials, []), [])[0]
 
     def parse(self, ids: Iterable[int]) -> list[Part]:
         special = set(self.tokenizer.special_ids.values())

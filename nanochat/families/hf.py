@@ -5,9 +5,9 @@
     model-00001-of-00002.safetensors  ...    model.safetensors.index.json names the file of each tensor
     tokenizer.json ...                       tokenizer.py reads these
 
-All families share one model: Qwen, Llama and Mistral are values of GPTConfig. Weights are read a piece at a time, each
-rank its own rows, from files that are mapped and never unpickled. The author of the folder may be hostile, so the sizes
-in config.json are compared with the headers of the weights before anything is built.
+All families share one model: Qwen, Llama, Mistral and Phi are values of GPTConfig. Weights are read a piece at a time,
+each rank its own rows, from files that are mapped and never unpickled. The author of the folder may be hostile, so the
+sizes in config.json are compared with the headers of the weights before anything is built.
 
 Source: the configuration and modeling files of transformers 5.23, which is the oracle of tests/families/test_hf.py.
 """
@@ -56,12 +56,15 @@ LAYER_NAMES = {
 # And its matrices and their biases: attention.qkv.bias -> self_attn.q_proj.bias, self_attn.k_proj.bias and so on, the
 # parts that GPTConfig.parts lists, in the order in which their rows are stacked in ours.
 MODULES = {"attention": "self_attn", "mlp": "mlp"}
+# Phi's files hold them stacked, in the same order.
+STACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.input": "mlp.gate_up_proj"}
 # Tables that older files hold although they follow from the config, and a tied head, which is the embedding.
 IGNORED = re.compile(r"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+")
 
 
-def theirs_of(name: str, config: GPTConfig, rows: int) -> list[tuple[str, int]]:
-    """The tensors that our parameter of `rows` rows is stacked from, and the rows of each.
+def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False) -> list[tuple[str, int]]:
+    """The tensors that our parameter of `rows` rows is stacked from, and the rows of each; with `is_stacked` a file's
+    matrices are stacked as ours are.
 
     Raises ValueError: for a parameter that no other family has.
     """
@@ -71,6 +74,8 @@ def theirs_of(name: str, config: GPTConfig, rows: int) -> list[tuple[str, int]]:
     if block is not None:
         layer = f"model.layers.{block[1]}"
         module, _, kind = block[2].rpartition(".")
+        if is_stacked and module in STACKED:
+            return [(f"{layer}.{STACKED[module]}.{kind}", rows)]
         parts = config.parts.get(module)
         if parts is not None:
             theirs = MODULES[module.partition(".")[0]]
@@ -91,6 +96,7 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)  # defaults for config.json, as in transformers
     qk_norm: bool = False
     qkv_bias: bool = False
+    is_stacked: bool = False  # see STACKED
 
 
 FAMILIES = {
@@ -98,6 +104,16 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}, qk_norm=True),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
+    "phi3": Family("Phi3ForCausalLM", {"rms_norm_eps": 1e-5}, is_stacked=True),  # Phi-4 too
+}
+
+# Families that people bring, and what they need that the model does not compute (docs/finetune.md).
+DELTA_NET = "layers with a recurrent state (GatedDeltaNet) and gates on its attention"
+GEMMA = "norms after attention and MLP, GELU in the MLP and a scaled embedding"
+NOT_COMPUTED = {
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), GEMMA),
+    "glm4": "norms after attention and MLP, and rotary positions in a part of the channels",
 }
 
 # Features that the model does not compute: the key of config.json, the harmless values, and the meaning of others.
@@ -130,9 +146,17 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
     """Our config of the same model. Raises ValueError: when our model cannot compute it."""
     if theirs.get("model_type") == "nanochat":
         raise ValueError("it is a model of ours without its manifest.json: export it again")
-    family = FAMILIES.get(str(theirs.get("model_type")))
+    name = str(theirs.get("model_type"))[:80]
+    family = FAMILIES.get(name)
     if family is None:
-        raise ValueError(f"model_type {str(theirs.get('model_type'))[:80]} is not known: one of {', '.join(FAMILIES)}")
+        reasons = [f"it needs {NOT_COMPUTED[name]}"] if name in NOT_COMPUTED else []
+        parts = [key.removesuffix("_config") for key in ("vision_config", "audio_config") if theirs.get(key)]
+        reasons += [f"it has a part for {part}" for part in parts]  # beside the text's model, under text_config
+        known = ", ".join(FAMILIES)
+        if not reasons:
+            raise ValueError(f"model_type {name} is not known: one of {known}")
+        why = ", and ".join(reasons)
+        raise ValueError(f"model_type {name} is not read: {why}. Dense text models are: {known} (docs/finetune.md)")
     for key, harmless, meaning in REFUSED:
         if theirs.get(key) not in harmless:
             raise ValueError(f"config.json has {key} {str(theirs[key])[:80]}: {meaning}, which this model has not")
@@ -232,7 +256,7 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
     """The window pattern and the tokens of a short window, 0 where no layer has one."""
     window = theirs.get("sliding_window")
     kinds = theirs.get("layer_types")
-    if theirs["model_type"] == "mistral":  # all layers alike
+    if theirs["model_type"] in ("mistral", "phi3"):  # all layers alike
         kinds = None
         first = 0
     else:  # Qwen: those from max_window_layers on, where it is switched on
@@ -254,6 +278,8 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
 
 def computes(family: str, config: GPTConfig) -> bool:
     """Whether a family's config.json can express everything in this config."""
+    if family == "phi3" and config.rope_scaling is not None:
+        return False  # it has only longrope
     return to_config(from_config(config, family)) == config
 
 
@@ -303,8 +329,10 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
         theirs["attention_bias"] = False
     if family == "llama":
         theirs["mlp_bias"] = False
-    if family == "mistral":
+    if family in ("mistral", "phi3"):
         theirs["sliding_window"] = windows[0] or None
+    if family == "phi3":
+        theirs["pad_token_id"] = None  # its default is a token of Phi-3, whose embedding would then not learn
     if family in ("qwen2", "qwen3"):
         theirs["use_sliding_window"] = any(windows)
         if any(windows):
@@ -434,6 +462,7 @@ class FamilyWeights:
         self.stored = index(folder)
         self.config = config
         self.files = sorted({tensor.path for tensor in self.stored.values()})
+        self.is_stacked = any(name.endswith(".qkv_proj.weight") for name in self.stored)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -443,7 +472,7 @@ class FamilyWeights:
 
     def theirs_of(self, name: str, rows: int) -> list[tuple[str, int]]:
         """The folder's tensors that are stacked in our parameter `name`, with their rows; a family may override it."""
-        return theirs_of(name, self.config, rows)
+        return theirs_of(name, self.config, rows, self.is_stacked)
 
     def layers(self) -> int:
         return len({name.split(".")[2] for name in self.stored if name.startswith("model.layers.")})
@@ -542,15 +571,18 @@ def write_weights(
     weights: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
+    family: str = "",
 ) -> dict[str, Any]:
-    """Write weights by our names under Hugging Face's, in several files where they are large.
+    """Write weights by our names under Hugging Face's, in several files where they are large; all families but Phi
+    have the same names.
 
     Returns the facts of each file for a manifest. Raises ValueError: for a model that no family computes.
     """
+    is_stacked = family in FAMILIES and FAMILIES[family].is_stacked
     shards: list[dict[str, Tensor]] = [{}]
     for name, weight in weights:
         start = 0
-        for theirs, rows in theirs_of(name, config, weight.shape[0]):
+        for theirs, rows in theirs_of(name, config, weight.shape[0], is_stacked):
             held = sum(tensor.numel() for tensor in shards[-1].values()) * dtype.itemsize
             part = weight[start : start + rows]
             if shards[-1] and held + part.numel() * dtype.itemsize > shard_bytes:

@@ -269,7 +269,9 @@ def create_app(
         elif isinstance(received, OllamaBody):
             serializer = OllamaSerializer(received)
         elif isinstance(body, ChatBody):
-            serializer = ChatSerializer(loaded, body.include_usage, encoded[0].first_message_read, body.calls)
+            serializer = ChatSerializer(
+                loaded, body.include_usage, encoded[0].first_message_read, body.calls, body.family_calls
+            )
         else:
             serializer = CompletionSerializer(loaded, body.include_usage, bool(body.return_token_ids))
         return Reply(

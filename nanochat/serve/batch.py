@@ -149,7 +149,7 @@ class Batch:
         )
         if isinstance(body, ChatBody):
             read = encoded[0].first_message_read
-            serializer = ChatSerializer(self.model, first_message_read=read, calls=body.calls)
+            serializer = ChatSerializer(self.model, first_message_read=read, calls=body.calls, family=body.family_calls)
         else:
             serializer = CompletionSerializer(self.model)
         return Running(serializer, streams, lengths, len(streams))

@@ -5,12 +5,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.cli import UserError
-from nanochat.conversation import Part, fit_prompt, parts_of, render_prompt
+from nanochat.conversation import Message, Part, fit_prompt, parts_of, render_prompt
 from nanochat.families.imported_tokenizer import ImportedTokenizer
+from nanochat.families.tool_calls import MARKS, CallForm, opens_thought
 from nanochat.serve.grammar import Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
+from nanochat.serve.tools import FamilyCalls
 
 # The most logprobs in one request, over all its replies and tokens, alternatives included. Logprobs make a reply large:
 # this many take 15 MB and half a second to write, spread over the reply's tokens.
@@ -43,6 +45,8 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
         return [EncodedPrompt(encode_text(model, prompt)) for prompt in body.prompts]
     check_chats(model)
     prompt = encode_chat(model, body)
+    if body.family_calls is not None:
+        return [prompt]
     if body.calls in ("calculator", "schema"):  # the reply is a call: the prompt includes its first token
         prompt = replace(prompt, ids=[*prompt.ids, model.tokenizer.encode_special("<|python_start|>")])
     return [prompt]
@@ -54,17 +58,16 @@ def check_chats(model: LoadedModel) -> None:
         raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
 
 
-def check_family(model: LoadedModel, body: ChatBody) -> None:
-    """Raises ApiError: 400 for tools, if the model writes calls in a form that this server does not read, and for
-    settings of a chat template, if the model has none."""
-    if not isinstance(model.tokenizer, ImportedTokenizer):
-        if body.chat_template_kwargs:
-            message = f"chat_template_kwargs: {model.name} has no chat template"
-            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
-        return
-    if body.candidates or any(message.role == "tool" or message.tool_calls for message in body.messages):
-        message = f"tools: this server does not read the calls that {model.name} writes; leave them out"
+def family_form(model: LoadedModel, tokenizer: ImportedTokenizer) -> CallForm:
+    """How a model of another family writes calls. Raises ApiError: 400 when this server does not read them."""
+    form = tokenizer.chat_format.call_form
+    if form is None:
+        message = (
+            f"tools: the chat template of {model.name} has no tools, or calls in a form that this server does not "
+        )
+        message += "read: it reads the forms of Qwen 2.5 and 3, Llama 3.1 and Mistral; leave them out"
         raise ApiError(400, message, param="tools", code="unsupported_parameter")
+    return form
 
 
 def make_grammar(
@@ -76,7 +79,9 @@ def make_grammar(
     """
     max_tokens = min(reply_tokens(model, body, prompt) for prompt in prompts)
     try:
-        return model.vocabulary.compile(schema, max_tokens, is_compact=body.calls == "schema")
+        # Other families have learned to write calls with a space after each comma and colon.
+        is_compact = body.calls == "schema" and body.family_calls is None
+        return model.vocabulary.compile(schema, max_tokens, is_compact=is_compact)
     except SchemaError as error:
         param = "tools" if body.calls == "schema" else "response_format"
         raise ApiError(400, str(error), param=param, code="invalid_value") from error
@@ -93,27 +98,66 @@ def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
 
 
 def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
-    check_family(model, body)
+    """The prompt of a chat. Raises ApiError: 400 when the model cannot read it."""
     try:
-        return _encode_chat(model, body)
+        if isinstance(model.tokenizer, ImportedTokenizer):
+            return _encode_family_chat(model, model.tokenizer, body)
+        if body.chat_template_kwargs:
+            message = f"chat_template_kwargs: {model.name} has no chat template"
+            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
+        messages = body.conversation()
+        prompt = _encode_messages(model, body, messages)
+        if prompt.first_message_read is None:
+            return prompt
+        turn = prompt.first_message_read - (1 if messages[0]["role"] == "system" else 0)
+        return replace(prompt, first_message_read=body.index_of_turn(turn))
     except UserError as error:  # an error of the chat template, such as "roles must alternate"
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
-    messages = body.conversation()
+def _encode_messages(
+    model: LoadedModel, body: ChatBody, messages: list[Message], tools: list[dict[str, Any]] | None = None
+) -> EncodedPrompt:
+    """The prompt; if old turns may be dropped, `first_message_read` is the place of the first one among `messages`."""
+    settings = body.chat_template_kwargs
     if body.truncation != "auto":
         check_length(model, [message["content"] for message in messages])
-        return EncodedPrompt(render_prompt(model.tokenizer, messages, settings=body.chat_template_kwargs))
+        return EncodedPrompt(render_prompt(model.tokenizer, messages, settings=settings, tools=tools))
 
     # The oldest turns are dropped. The system message and the last question stay.
     question = [message for message in messages[:1] if message["role"] == "system"]
-    question += messages[-2:] if messages[-1]["role"] == "assistant" else messages[-1:]
+    question += messages[max(place for place, one in enumerate(messages) if one["role"] == "user") :]
     check_length(model, [message["content"] for message in question])
-    settings = body.chat_template_kwargs
-    prompt = fit_prompt(model.tokenizer, messages, model.context, body.requested_tokens, settings)
-    turn = prompt.oldest - (1 if messages[0]["role"] == "system" else 0)
-    return EncodedPrompt(prompt.ids, body.index_of_turn(turn))
+    prompt = fit_prompt(model.tokenizer, messages, model.context, body.requested_tokens, settings, tools)
+    return EncodedPrompt(prompt.ids, prompt.oldest)
+
+
+def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: ChatBody) -> EncodedPrompt:
+    """The prompt in another family's format; with tools, the body learns how the model writes calls."""
+    messages, starts = body.family_conversation()
+    tools = None
+    form = None
+    if body.candidates or any(message["role"] == "tool" for message in messages):
+        form = family_form(model, tokenizer)
+    if body.candidates:
+        tools = [{"type": "function", "function": one.described()} for one in body.listed_functions]
+    prompt = _encode_messages(model, body, messages, tools)
+    if prompt.first_message_read is not None:
+        first = 1 if messages[0]["role"] == "system" else 0
+        read = 0 if prompt.first_message_read == first else starts[prompt.first_message_read]
+        prompt = replace(prompt, first_message_read=read)
+    if form is None or not tools:
+        return prompt
+    text = tokenizer.decode(prompt.ids[-64:])
+    names = tuple(one.name for one in body.candidates)
+    calls = FamilyCalls(form, names, opens_thought(text), body.parallel_tool_calls is False)
+    body.family_calls = calls
+    if body.calls == "schema":
+        # The reply begins as a call does. The prompt may have the first part of that, such as an empty thought.
+        sizes = range(len(calls.opening), -1, -1)
+        common = next(size for size in sizes if text.endswith(calls.opening[:size]))
+        prompt = replace(prompt, ids=[*prompt.ids, *tokenizer.chat_format.encode_begun(calls.opening[common:])])
+    return prompt
 
 
 def exact_ids(model: LoadedModel, prompt: str | list[int]) -> list[int]:
@@ -235,6 +279,12 @@ def _strips_space(model: LoadedModel, body: ChatBody | CompletionBody) -> bool:
     return isinstance(body, ChatBody) and model.tokenizer.strips_space and body.messages[-1].role != "assistant"
 
 
+def _spelled_marks(model: LoadedModel) -> dict[int, bytes]:
+    """The special tokens that belong to calls, with their names: without them the calls would not be found."""
+    special = model.tokenizer.special_ids
+    return {special[name]: name.encode() for name in MARKS if name in special}
+
+
 def submit(
     model: LoadedModel,
     body: ChatBody | CompletionBody,
@@ -268,6 +318,7 @@ def submit(
                 logprobs=body.num_logprobs,
                 echo=echo,
                 strips_space=_strips_space(model, body),
+                spelled=_spelled_marks(model) if body.calls == "family" else {},
                 logit_bias=logit_bias,
                 stop_ids=stop_ids,
                 calls=body.calls,

@@ -31,7 +31,7 @@ from nanochat.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import ApiError
 from nanochat.serve.state import LoadedModel
-from nanochat.serve.tools import Calls, CallWriter
+from nanochat.serve.tools import Calls, FamilyCalls, make_writer
 
 CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
@@ -261,11 +261,13 @@ class ChatSerializer(_ChoicesSerializer):
         include_usage: bool = False,
         first_message_read: int | None = None,
         calls: Calls = "own",
+        family: FamilyCalls | None = None,
     ):
         super().__init__(model, include_usage)
         self.first_message_read = first_message_read
         self.calls: Calls = calls
-        self._writers = defaultdict(partial(CallWriter, calls))  # by choice
+        self._make_writer = partial(make_writer, calls, family)
+        self._writers = defaultdict(self._make_writer)  # by choice
 
     def begin(self, streams: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -276,9 +278,11 @@ class ChatSerializer(_ChoicesSerializer):
         delta: dict[str, Any] = {}
         writer = self._writers[number]
         if chunk.kind == writer.kind:
-            fragment = writer.add(chunk.text, chunk.finish_reason)
-            if fragment is not None:
-                delta["tool_calls"] = [fragment]
+            text, fragments = writer.add(chunk.text, chunk.finish_reason)
+            if text:
+                delta["content"] = text
+            if fragments:
+                delta["tool_calls"] = fragments
             if writer.has_begun and chunk.finish_reason == "stop":
                 chunk = replace(chunk, finish_reason="tool_calls")
         elif chunk.text and chunk.kind == "text":
@@ -293,14 +297,15 @@ class ChatSerializer(_ChoicesSerializer):
     def content(
         self, parts: Sequence[tuple[str, str]], facts: dict[str, Any], finish_reason: str | None
     ) -> dict[str, Any]:
-        writer = CallWriter(self.calls)
-        fragment = writer.add("".join(text for kind, text in parts if kind == writer.kind), finish_reason)
+        writer = self._make_writer()
+        own, fragments = writer.add("".join(text for kind, text in parts if kind == writer.kind), finish_reason)
         written = [{"type": kind, "text": text} for kind, text in parts if text and kind != writer.kind]
-        message: dict[str, Any] = {"role": "assistant", "content": text_of(written), "refusal": None}
-        if fragment is not None:
-            del fragment["index"]
+        message: dict[str, Any] = {"role": "assistant", "content": text_of(written) + own, "refusal": None}
+        if fragments:
+            for fragment in fragments:
+                del fragment["index"]
             message["content"] = message["content"] or None
-            message["tool_calls"] = [fragment]
+            message["tool_calls"] = fragments
             finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
         if any(part["type"] != "text" for part in written):
             facts = {"parts": written, **facts}
@@ -309,7 +314,8 @@ class ChatSerializer(_ChoicesSerializer):
         return {"message": message, "finish_reason": finish_reason}
 
     def listed(self, chunk: Chunk) -> Sequence[TokenLogprob]:
-        # `logprobs.content` has the tokens of the message's content, without calls.
+        # `logprobs.content` has the tokens of the message's content, without calls. Calls of other families are among
+        # the tokens of the content, as in vLLM: which tokens are a call is only known at its end.
         return chunk.logprobs if chunk.kind == "text" and self.calls != "schema" else ()
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:

@@ -27,7 +27,7 @@ from nanochat.serve.schema import (
     first_mistake,
 )
 from nanochat.serve.state import LoadedModel
-from nanochat.serve.tools import CallWriter
+from nanochat.serve.tools import make_writer
 
 # ---------------------------------------------------------------------- the body
 
@@ -186,7 +186,7 @@ class ResponsesSerializer(EventsSerializer):
         self.output: list[dict[str, Any]] = []
         self.incomplete = False
         self._texts: list[str] = []  # the parts of the last item
-        self._call = CallWriter(chat.calls)
+        self._calls = make_writer(chat.calls, chat.family_calls)
         self._sequence = itertools.count()
         settings = chat.sampling(model.sampling)
         form = body.text.format if body.text else None
@@ -229,8 +229,8 @@ class ResponsesSerializer(EventsSerializer):
 
     def event(self, number: int, chunk: Chunk) -> bytes:
         events = b""
-        if chunk.kind == self._call.kind:
-            events += self._add_call(chunk)
+        if chunk.kind == self._calls.kind:
+            events += self._add_calls(chunk)
         elif chunk.kind == "text" and chunk.text:
             events += self._add_text(chunk.text)
         if chunk.finish_reason is not None:
@@ -287,17 +287,17 @@ class ResponsesSerializer(EventsSerializer):
             "response.output_text.delta", **self._place, content_index=0, delta=text, logprobs=[]
         )
 
-    def _add_call(self, chunk: Chunk) -> bytes:
-        fragment = self._call.add(chunk.text, chunk.finish_reason)
-        if fragment is None:
-            return b""
-        events = b""
-        if "id" in fragment:
-            item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": self._call.id}
-            events += self._open({**item, "name": self._call.name, "arguments": ""})
-        delta = fragment["function"]["arguments"]
-        self._texts.append(delta)
-        return events + self._event("response.function_call_arguments.delta", **self._place, delta=delta)
+    def _add_calls(self, chunk: Chunk) -> bytes:
+        text, fragments = self._calls.add(chunk.text, chunk.finish_reason)
+        events = self._add_text(text) if text else b""
+        for fragment in fragments:
+            function = fragment["function"]
+            if "id" in fragment:
+                item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "call_id": fragment["id"]}
+                events += self._open({**item, "name": function["name"], "arguments": ""})
+            self._texts.append(function["arguments"])
+            events += self._event("response.function_call_arguments.delta", **self._place, delta=function["arguments"])
+        return events
 
     def _close(self) -> bytes:
         """End the last item, if one is open."""

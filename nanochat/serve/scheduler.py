@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Literal, cast
 
 from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
@@ -54,6 +55,7 @@ class Request:
     logprobs: int = -1  # -1: none; n: for the token and n alternatives
     echo: int = 0  # this many of the prompt's last tokens precede the reply, with `logprobs` as well
     strips_space: bool = False  # its text begins without the space before its first word
+    spelled: Mapping[int, bytes] = field(default_factory=dict)  # special tokens that are text here, with their names
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
     limit: Literal["max_tokens", "context"] = "max_tokens"  # the origin of `max_tokens`
@@ -131,8 +133,15 @@ class Stream:
 class TextOut:
     """Turns token ids into visible text: whole characters, without special tokens and stop strings."""
 
-    def __init__(self, tokens: list[bytes], stop: tuple[str, ...], strips_space: bool = False):
+    def __init__(
+        self,
+        tokens: list[bytes],
+        stop: tuple[str, ...],
+        strips_space: bool = False,
+        spelled: Mapping[int, bytes] = MappingProxyType({}),
+    ):
         self.tokens = tokens
+        self.spelled = spelled
         self.stop = stop
         self.strips_space = strips_space  # leave out a space before the first word
         self.longest = max((len(one) for one in stop), default=0)
@@ -147,6 +156,7 @@ class TextOut:
     def plain(self, token: int) -> str:
         """The same without stop strings."""
         data = self.tokens[token] if token < len(self.tokens) else b""  # the output layer may be wider
+        data = data or self.spelled.get(token, b"")
         if self.strips_space and data:
             data = data.removeprefix(b" ")
             self.strips_space = False
@@ -207,7 +217,7 @@ class _RequestRow(Row):
         self.held: list[tuple[TokenLogprob, str]] = []  # tokens that are not shown yet, with their text
         self.shown = 0  # number of shown characters of the first of these tokens
         self.open_call: list[Chunk] = []  # a call that is held back until it is complete; see `_hand_out`
-        self.out = TextOut(tokens, request.stop, request.strips_space)
+        self.out = TextOut(tokens, request.stop, request.strips_space, request.spelled)
         self.submitted = time.monotonic()
         self.last_time = self.submitted  # when it got its last token
 

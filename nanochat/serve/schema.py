@@ -6,6 +6,7 @@ field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignor
 `repetition_penalty`, `truncation`, and `nanochat` in a message.
 """
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     create_model,
     model_validator,
@@ -25,8 +27,9 @@ from starlette.exceptions import HTTPException
 
 from nanochat.cli import Range
 from nanochat.conversation import Message, Part, check_messages, text_of
+from nanochat.families.tool_calls import template_id
 from nanochat.sampling import SamplingParams
-from nanochat.serve.tools import Calls, call_schema, call_text, is_calculator
+from nanochat.serve.tools import Calls, FamilyCalls, call_schema, call_text, is_calculator
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 5_000
@@ -158,9 +161,13 @@ class ChatMessage(Strict):
 
 class Function(Strict):
     name: FunctionName
-    description: str | None = None  # ignored, as the model does not read it
+    description: str | None = None  # models of other families read it
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # arguments always follow the schema
+    strict: bool | None = None  # arguments of a required call always follow the schema
+
+    def described(self) -> dict[str, Any]:
+        """The function as chat templates describe it to the model."""
+        return self.model_dump(include={"name", "description", "parameters"} & self.model_fields_set)
 
 
 class Tool(Strict):
@@ -248,6 +255,17 @@ class RequestBody(SamplingFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
+    # Set when the prompt is encoded: calls in the form of another model family; None: as our models write them.
+    _family_calls: FamilyCalls | None = PrivateAttr(None)
+
+    @property
+    def family_calls(self) -> FamilyCalls | None:
+        return self._family_calls
+
+    @family_calls.setter
+    def family_calls(self, family_calls: FamilyCalls) -> None:
+        self._family_calls = family_calls
+
     @model_validator(mode="after")
     def _check_stream_options(self) -> "RequestBody":
         if self.stream_options is not None and not self.stream:
@@ -309,7 +327,7 @@ class ChatBody(RequestBody):
     chat_template_kwargs: Annotated[TemplateSettings, Field(max_length=16)] | None = None
     # Ignored.
     function_call: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None  # a reply has one call at most
+    parallel_tool_calls: bool | None = None  # false: one call at most, as our models write anyway
     reasoning_effort: str | None = None
 
     @model_validator(mode="after")
@@ -334,15 +352,20 @@ class ChatBody(RequestBody):
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property
+    def listed_functions(self) -> list[Function]:
+        return [tool.function for tool in self.tools or ()]
+
+    @property
     def candidates(self) -> list[Function]:
         """The tools that a reply may call."""
-        functions = [tool.function for tool in self.tools or ()]
         if isinstance(self.tool_choice, NamedTool):
-            return [one for one in functions if one.name == self.tool_choice.function.name]
-        return [] if self.tool_choice == "none" else functions
+            return [one for one in self.listed_functions if one.name == self.tool_choice.function.name]
+        return [] if self.tool_choice == "none" else self.listed_functions
 
     @property
     def calls(self) -> Calls:
+        if self.family_calls is not None:
+            return "schema" if self.must_call else "family"
         natives = [is_calculator(one.name, one.parameters) for one in self.candidates]
         if self.must_call:
             return "calculator" if natives == [True] else "schema"
@@ -351,7 +374,8 @@ class ChatBody(RequestBody):
     @property
     def reply_schema(self) -> dict[str, Any] | None:
         if self.calls == "schema":
-            return call_schema([(one.name, one.parameters) for one in self.candidates])
+            tools = [(one.name, one.parameters) for one in self.candidates]
+            return call_schema(tools) if self.family_calls is None else self.family_calls.schema(tools)
         return None if self.calls == "calculator" else super().reply_schema
 
     @property
@@ -404,16 +428,66 @@ class ChatBody(RequestBody):
         last = messages[-1]
         if last["role"] == "assistant" and last["content"] and last["content"][-1]["type"] == "python":
             raise ApiError(400, "the last message ends with a call that has no result", param="messages")
-        continues = self.messages[-1].role == "assistant"  # after a tool's result the reply resumes as well
+        self._check_continuation(last["role"])  # after a tool's result the reply resumes as well
+        return messages
+
+    def _check_continuation(self, last_role: str) -> None:
+        """Raises ApiError: when the settings contradict the role of the last message."""
+        continues = self.messages[-1].role == "assistant"
         if continues and super().reply_schema is not None:
             raise ApiError(400, "a reply that is begun cannot follow a schema", param="response_format")
         if self.continue_final_message not in (None, continues):
-            why = f"continue_final_message is {continues} where the last message is by {last['role']}"
+            why = f"continue_final_message is {continues} where the last message is by {last_role}"
             raise ApiError(400, why.lower(), param="continue_final_message")
         if self.add_generation_prompt not in (None, not continues):
-            why = f"add_generation_prompt is {not continues} where the last message is by {last['role']}"
+            why = f"add_generation_prompt is {not continues} where the last message is by {last_role}"
             raise ApiError(400, why.lower(), param="add_generation_prompt")
-        return messages
+
+    def family_conversation(self) -> tuple[list[Message], list[int]]:
+        """The messages as chat templates read them, with calls and results as messages of their own; and the index in
+        the request at which each begins.
+
+        Raises ApiError: when there is nothing to reply to.
+        """
+        system = [message.text for message in self.messages if message.role in ("system", "developer")]
+        messages: list[Message] = [{"role": "system", "content": "\n".join(system)}] if system else []
+        starts = [0] * len(messages)
+        unanswered: dict[str, str] = {}  # the names of called functions by the ids of the calls
+        for index, message in enumerate(self.messages):
+            if message.role == "tool":
+                name = unanswered.pop(message.tool_call_id or "", None)
+                if name is None:
+                    why = f"no call before it has the tool_call_id {_shortened(str(message.tool_call_id))}"
+                    raise ApiError(400, why, param="messages")
+                call_id = template_id(message.tool_call_id or "")
+                messages.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": message.text})
+                starts.append(index)
+                continue
+            if message.role in ("system", "developer"):
+                continue
+            last: Message = messages[-1] if messages else {}
+            # A reply and its calls may be several messages (the items of /v1/responses).
+            joins = last.get("role") == message.role
+            if unanswered and not (joins and message.tool_calls):
+                _check_answered(unanswered)
+            if not joins:
+                last = {"role": message.role, "content": message.text}
+                messages.append(last)
+                starts.append(index)
+            elif message.text:
+                last["content"] = f"{last['content']}\n{message.text}" if last["content"] else message.text
+            for call in message.tool_calls or ():
+                unanswered[call.id] = call.function.name
+                function = {"name": call.function.name, "arguments": _arguments_of(call)}
+                calls = last.setdefault("tool_calls", [])
+                calls.append({"id": template_id(call.id), "type": "function", "function": function})
+        _check_answered(unanswered)
+        try:
+            check_messages(messages)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="messages") from error
+        self._check_continuation(messages[-1]["role"])
+        return messages, starts
 
     def index_of_turn(self, number: int) -> int:
         """The index in the request at which turn `number` of `conversation` begins; 0 for the first: all is read."""
@@ -424,6 +498,17 @@ class ChatBody(RequestBody):
                 role = message.role
                 starts.append(index)
         return starts[number] if number else 0
+
+
+def _arguments_of(call: ToolCall) -> dict[str, Any]:
+    """The arguments of an earlier call. Templates write an object as JSON; a text would be quoted again."""
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"the arguments of the call {_shortened(call.id)} are not a JSON object", param="messages")
+    return arguments
 
 
 def _check_answered(unanswered: Mapping[str, Any]) -> None:

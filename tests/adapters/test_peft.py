@@ -66,6 +66,10 @@ def test_adapters_of_a_family_with_other_matrices_stay_here(monkeypatch, tmp_pat
     monkeypatch.setattr(peft_folders, "format_of", lambda folder: Scaled())
     said = complaint(lambda: peft_folders.require_same_modules(tmp_path, "--to peft"))
     assert said.startswith(f"--to peft: {tmp_path} ") and "--to hf" in said
+    # Phi's are stacked.
+    monkeypatch.setattr(peft_folders, "format_of", lambda folder: hf.FORMAT)
+    (tmp_path / "config.json").write_text('{"model_type": "phi3"}')
+    assert complaint(lambda: peft_folders.require_same_modules(tmp_path, "--to peft")) == said
 
 
 def clone_of(model: GPT) -> GPT:

@@ -388,6 +388,9 @@ def test_the_files_of_a_split_by_their_names(paths, split, chosen):
 def model_files() -> dict[str, bytes]:
     weights = {"model.safetensors": BODY, "consolidated.safetensors": BODY, "pytorch_model.bin": BODY}
     settings = {name: b"{}" for name in ("config.json", "tokenizer.json", "listing.json", "onnx/config.json")}
+    shape = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 8}
+    shape |= {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 1}
+    settings["config.json"] = json.dumps(shape).encode()
     return weights | settings | {"merges.txt": b"a b", "chat_template.jinja": b"x", "README.md": b"hello"}
 
 
@@ -430,6 +433,11 @@ def test_a_model_that_cannot_be_used_is_one_line(fake, monkeypatch):
     assert ".bin" in complaint(lambda: fetch_model("hf:org/pickled"))
     fake.files = {"model-q4.gguf": BODY, "README.md": b""}
     assert ".gguf" in complaint(lambda: fetch_model("hf:org/gguf"))
+    fake.files = model_files()
+    fake.files["config.json"] = b'{"model_type": "qwen3_5", "vision_config": {"depth": 2}}'
+    line = complaint(lambda: fetch_model("hf:org/hybrid"))
+    assert line.startswith("hf:org/hybrid: model_type qwen3_5 is not read: ") and "GatedDeltaNet" in line
+    assert not fake.requests("GET", "safetensors")  # its weights were not downloaded
     fake.status = 401
     line = complaint(lambda: fetch_model("hf:org/gated"))
     assert "HF_TOKEN" in line and f"{fake.url}/org/gated" in line

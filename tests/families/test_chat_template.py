@@ -399,9 +399,11 @@ def test_the_server_chats_with_an_imported_tokenizer(engine):
         length = len(render_prompt(tokenizer, HELLO[:1], settings=settings))
         assert chat(max_tokens=1, chat_template_kwargs=settings).json()["usage"]["prompt_tokens"] == length
         assert chat(chat_template_kwargs={"enable_thinking": "no" * 99}).status_code == 400
-        refused = chat(tools=[WEATHER])
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools"
-        assert chat(messages=[*HELLO[:1], *CALLED[2:4]]).status_code == 400
+        # Of the two only qwen3's template writes calls (tests/serve/test_family_tools.py).
+        answer = chat(tools=[WEATHER], max_tokens=4)
+        assert answer.status_code == (200 if tokenizer.chat_format.call_form else 400)
+        assert answer.status_code == 200 or answer.json()["error"]["param"] == "tools"
+        assert chat(messages=[*HELLO[:1], *CALLED[2:4]]).status_code == 400  # a call without its id
 
 
 def test_a_strangers_template_and_tokenizer_stay_off_the_event_loop(engine, monkeypatch):

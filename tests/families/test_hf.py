@@ -52,8 +52,17 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"model_type": "mistral", "sliding_window": 24},
     "mistral without a window": {"model_type": "mistral", "sliding_window": None, "num_key_value_heads": 4},
+    "phi3": {"model_type": "phi3", "pad_token_id": None, "rope_theta": 250_000.0},
+    "phi3 window": {"model_type": "phi3", "pad_token_id": None, "sliding_window": 24, "num_key_value_heads": 8},
 }  # fmt: skip
-GREEDY = ("qwen2", "qwen2 window", "qwen3", "llama3", "mistral")  # one of a kind; decoding costs the suite's time
+GREEDY = (
+    "qwen2",
+    "qwen2 window",
+    "qwen3",
+    "llama3",
+    "mistral",
+    "phi3",
+)  # one of a kind; decoding costs the suite's time
 
 
 def make_oracle(case: str) -> Any:
@@ -113,7 +122,7 @@ def test_logits_are_transformers_in_both_directions(folders, tmp_path, case):
         out = tmp_path / str(shard_bytes)
         out.mkdir()
         (out / "config.json").write_text(json.dumps(theirs))
-        files = hf.write_weights(out, model.config, whole_weights(model), torch.float32, shard_bytes)
+        files = hf.write_weights(out, model.config, whole_weights(model), torch.float32, shard_bytes, family)
         assert (len(files) > 3) == (shard_bytes == 40_000)
         original = load_file(folder / "model.safetensors")
         written: dict[str, torch.Tensor] = {}
@@ -290,6 +299,22 @@ def test_sampling_is_the_folders(folders, tmp_path):
     [
         ({"model_type": "gpt_neox"}, "model_type gpt_neox is not known: one of qwen2"),
         ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is not known"),
+        # Families that people bring, by name; Qwen3.5's folders have both.
+        (
+            {"model_type": "qwen3_5_text"},
+            "qwen3_5_text is not read: it needs layers with a recurrent state (GatedDelta",
+        ),
+        (
+            {"model_type": "qwen3_5", "vision_config": {"depth": 2}},
+            "its attention, and it has a part for vision. Dense",
+        ),
+        (
+            {"model_type": "qwen2_5_vl", "vision_config": {"depth": 2}},
+            "qwen2_5_vl is not read: it has a part for vision.",
+        ),
+        ({"model_type": "gemma3_text"}, "GELU in the MLP"),
+        ({"model_type": "glm4"}, "norms after attention and MLP, and rotary positions in a part"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type longrope is not known"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"mlp_bias": True}, "mlp_bias True"),
@@ -409,6 +434,29 @@ def test_names_that_older_folders_have(folders, tmp_path):
     new, _, _ = load_model(str(folders["llama3"]), "cpu")
     assert old.config == new.config
     assert torch.equal(logits_of(old, TOKENS), logits_of(new, TOKENS))
+
+
+def test_phi_after_a_longer_context_is_written_as_llama(folders):
+    """Its config.json can only say longrope."""
+    model, _, _ = load_model(str(folders["phi3"]), "cpu", max_seq_len=768, rope_scaling="yarn")
+    assert model.config.rope_scaling is not None
+    assert not hf.computes("phi3", model.config) and hf.family_of(model.config) == "llama"
+    plain, _, _ = load_model(str(folders["phi3"]), "cpu")
+    assert hf.computes("phi3", plain.config)
+
+
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_the_command_writes_a_folder_of_its_own_family(folders, tmp_path, monkeypatch, family):
+    source = tmp_path / "tiny"
+    shutil.copytree(folders[family], source)
+    out = tmp_path / "out"
+    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", str(source), "--out", str(out)])
+    cli.run(export.main, export.Config)
+    written = load_file(out / "model.safetensors")
+    original = load_file(source / "model.safetensors")
+    assert set(written) == set(original) and all(torch.equal(written[name], original[name]) for name in original)
+    assert ("model.layers.0.self_attn.qkv_proj.weight" in written) == (family == "phi3")
+    assert torch.equal(logits_of(oracle_of(out), TOKENS), logits_of(oracle_of(source), TOKENS))
 
 
 def test_our_own_models_have_a_family_or_none():

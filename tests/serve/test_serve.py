@@ -51,6 +51,7 @@ from nanochat.serve.replies import ChatSerializer, CompletionSerializer
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TokenLogprob, fitting_context
 from nanochat.serve.schema import MAX_CONTAINERS
 from nanochat.serve.state import LoadedModel
+from nanochat.serve.weights import ServedWeights
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import bench, chat_web
 
@@ -1537,6 +1538,37 @@ def test_the_default_cache_fits_the_device(capsys: pytest.CaptureFixture[str]):
     assert fitting_context(engine, 8) == 40960 and not capsys.readouterr().out
     device.free_memory = lambda: None  # the system does not say
     assert fitting_context(engine, 16) == 40960
+
+
+def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = checkpoint(tmp_path)
+    model, _, _ = load_model(folder, tiny.cpu_device())
+    needed = 4 * sum(weight.numel() for weight in model.parameters())
+    errors: list[BaseException] = []
+    config = chat_web.Config(source=str(folder), device="cpu", dtype="float32")
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(Device, "free_memory", lambda self, free=free: free)
+        with client_of(chat_web.make_app(replace(config, max_seq_len=32), errors.append)) as ask:
+            assert ask("GET", "/ready").status_code == (200 if fits else 503)
+    (error,) = errors
+    assert isinstance(error, cli.UserError) and "\n" not in str(error)
+    assert folder.name in str(error) and "GiB in float32" in str(error) and "--to hf" in str(error)
+
+
+def test_a_served_model_is_in_memory_once_and_is_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On an accelerator, in bf16: no copy in fp32 is made, and the weights are the same as in a copy of it."""
+    folder = checkpoint(tmp_path)
+    device = tiny.cpu_device(dtype=torch.bfloat16)
+    monkeypatch.setattr(type(device.kernels), "packs", lambda self, dtype: False)  # as on an accelerator
+    before, tokenizer, _ = load_model(folder, device)
+    copied = Engine(before, tokenizer, device).model
+    assert before.embedding.weight.dtype == torch.float32 and copied is not before
+    model, _, _ = load_model(folder, device, prepare=[ServedWeights(folder)])
+    assert Engine(model, tokenizer, device).model is model
+    expected = copied.state_dict() | dict(copied.named_buffers())
+    assert {weight.dtype for weight in model.state_dict().values()} == {torch.bfloat16}
+    for name, weight in (model.state_dict() | dict(model.named_buffers())).items():
+        assert torch.equal(weight, expected[name]), name
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,345 @@
+"""Function calls in the replies of other model families: the three forms in which they write them.
+
+    Qwen, Hermes   I look it up.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>
+    Llama 3        {"name": "weather", "parameters": {"city": "Paris"}}
+    Mistral        [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": "a1B2c3D4e"}]
+
+Llama 3 also writes `<|python_tag|>` before a call, or the call as `<|python_tag|>weather.call(city="Paris")`. Newer
+models of Mistral write `[TOOL_CALLS]weather[ARGS]{"city": "Paris"}`.
+
+Which form a model has is not looked up by its name: its chat template writes known calls, and the form that reads
+exactly these calls back is the model's (`find_form`).
+"""
+
+import ast
+import hashlib
+import json
+import os
+import re
+import uuid
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+from nanochat.families.chat_template import ChatTemplate, TemplateError
+from nanochat.tokenizer import replace_surrogates
+
+# The names of special tokens that belong to a call. Elsewhere a reply's text is without special tokens.
+MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # Mistral's templates accept no other ids; those of the others print none
+PYTHON_TAG = "<|python_tag|>"
+MAX_NAME = 100  # characters between [TOOL_CALLS] and [ARGS]
+MAX_PYTHON = 10_000  # characters of a call in Python's form
+# What decides where a JSON text ends: inside of a string, and outside. There a "<" is a mistake: a mark follows.
+IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
+OUTSIDE = re.compile(r'["{}\[\]<]')
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call that a model has written."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""  # the model's own, in Mistral's form
+
+    def arguments_json(self) -> str:
+        """The arguments as OpenAI's API has them.
+
+        Raises ValueError, TypeError or RecursionError: when they are more than JSON has, such as NaN.
+        """
+        text = json.dumps(self.arguments, ensure_ascii=False, allow_nan=False)
+        # Half of a surrogate pair is JSON only as an escape.
+        return json.dumps(self.arguments) if replace_surrogates(text) != text else text
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """One family's form of a call."""
+
+    mark: str  # a call begins with it; empty: a reply is a call if it begins with "{" or <|python_tag|>
+    # From the white space before a call to its JSON. In some forms the name and the id of the call come here.
+    head: re.Pattern[str]
+    end: str  # what follows the JSON
+    key: str = "arguments"  # the name of the arguments in the JSON
+    # These follow from the template.
+    opening: str = ""  # from the end of the prompt to the JSON of a call
+    is_single: bool = False  # a reply has one call at most
+
+    def opening_of(self, name: str) -> str:
+        """The beginning of a reply that calls a function."""
+        return self.opening.replace(PROBE_NAME, name)
+
+    @property
+    def names_first(self) -> bool:
+        """Whether the name comes before the JSON, which has only the arguments."""
+        return PROBE_NAME in self.opening
+
+
+QWEN = CallForm("<tool_call>", re.compile(r"\s*<tool_call>\s*"), "</tool_call>")
+LLAMA = CallForm("", re.compile(r"[\s;]*(?:<\|python_tag\|>)?\s*"), "", "parameters")
+MISTRAL_HEAD = r"\s*\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w*))?\[ARGS\]\s*|(?=[\[{]))"
+MISTRAL = CallForm("[TOOL_CALLS]", re.compile(MISTRAL_HEAD), "")
+
+
+def new_id() -> str:
+    """The id of a call."""
+    return uuid.uuid4().hex[:9]
+
+
+def template_id(call_id: str) -> str:
+    """A client's id of a call in the form that every template accepts: ids of other servers are longer."""
+    return call_id if CALL_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
+
+
+# ---------------------------------------------------------------------- which form
+
+PROBE_NAME = "look_up_weather"
+PROBE_CALLS = [FunctionCall(PROBE_NAME, {"city": city, "days": [1, 2]}) for city in ("Paris", 'a "{" </tool_call>')]
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": PROBE_NAME,
+        "description": "The weather of a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    },
+}
+
+
+def find_form(template: ChatTemplate, ends: Collection[str]) -> CallForm | None:
+    """The form of the calls that a template writes; `ends` are the special tokens that end a reply.
+
+    None: it does not describe tools to the model, or writes calls in none of the forms.
+    """
+    question = [{"role": "user", "content": "How is it there?"}]
+    try:
+        prompt = template.render(question, [PROBE_TOOL], add_generation_prompt=True).text
+    except TemplateError:
+        return None
+    if PROBE_NAME not in prompt:
+        return None
+    for is_single in (False, True):  # Llama's templates refuse several calls in one reply
+        expected = PROBE_CALLS[1:] if is_single else PROBE_CALLS
+        calls = [{"id": new_id(), "type": "function", "function": _function(call)} for call in expected]
+        reply = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            whole = template.render([*question, reply], [PROBE_TOOL])
+        except TemplateError:
+            continue
+        start = len(os.path.commonprefix([prompt, whole.text]))
+        end = next((first for first, _, name in whole.specials if first >= start and name in ends), len(whole.text))
+        text = whole.text[start:end]
+        for form in (QWEN, LLAMA, MISTRAL):
+            pieces = CallReader(form, [PROBE_NAME], opens_thought(prompt)).add(text, is_end=True)
+            found = [replace(piece, id="") for piece in pieces if isinstance(piece, FunctionCall)]
+            if found == expected:
+                # Up to the JSON of the first call: `<tool_call>\n`, `[TOOL_CALLS] [`, `[TOOL_CALLS]weather[ARGS]`.
+                return replace(form, opening=text[: text.index("{")], is_single=is_single)
+    return None
+
+
+def _function(call: FunctionCall) -> dict[str, Any]:
+    return {"name": call.name, "arguments": call.arguments}
+
+
+def opens_thought(prompt: str) -> bool:
+    """Whether a prompt ends within the thought of a reply, as the prompts of Qwen3's thinking models do."""
+    return prompt.rstrip().endswith("<think>")
+
+
+# ---------------------------------------------------------------------- reading
+
+
+class CallReader:
+    """Divides a reply into its text and its calls, as it arrives.
+
+    What is not a whole call of one of the functions `names` stays text: a call that is cut off, that is not JSON, or
+    that calls another function. So do calls within <think> and </think>, where a model weighs what it might call.
+    White space before a call is left out. With `is_single`, so are all calls after the first.
+    """
+
+    def __init__(self, form: CallForm, names: Collection[str], in_thought: bool = False, is_single: bool = False):
+        self.form = form
+        self.names = names
+        self.is_single = is_single or form.is_single
+        self.count = 0  # calls so far
+        self._held = ""  # text that is not handed out yet
+        self._in_thought = in_thought
+        self._is_call = False  # what is held begins a call
+        self._may_begin = True  # nothing but thoughts and calls came before what is held
+        # The scan for the end of a call's JSON.
+        self._scanned = 0  # characters of what is held
+        self._end = 0  # 0: not found yet
+        self._depth = 0
+        self._in_string = False
+
+    def add(self, text: str, is_end: bool = False) -> list[str | FunctionCall]:
+        """What is complete with a further piece of the reply, in order; at its end, everything."""
+        self._held += text
+        pieces: list[str | FunctionCall] = []
+        while self._held:
+            before = (self._held, self._is_call, self._in_thought)
+            pieces += self._read_call(is_end) if self._is_call else self._read_text(is_end)
+            if before == (self._held, self._is_call, self._in_thought):
+                break
+        return [piece for piece in pieces if piece]
+
+    def _take(self, length: int) -> str:
+        taken, self._held = self._held[:length], self._held[length:]
+        return taken
+
+    # ---- text
+
+    def _read_text(self, is_end: bool) -> list[str | FunctionCall]:
+        """The text before the next call or the end of a thought, as far as it has arrived."""
+        if self._in_thought:
+            return [self._until("</think>", is_end)]
+        start = self._held.lstrip()
+        if not start:  # it may come before a call
+            return [self._take(len(self._held))] if is_end and not self.count else []
+        if self._may_begin:
+            openings = ["<think>"] if self.form.mark else ["<think>", PYTHON_TAG]
+            if not is_end and any(opening.startswith(start) for opening in openings):
+                return []
+            if start.startswith("<think>"):
+                self._in_thought = True
+                return [self._take(len(self._held) - len(start) + len("<think>"))]
+        if self.form.mark:
+            place = self._held.find(self.form.mark)
+            is_call = place >= 0
+            overlap = 0 if is_end else _overlap(self._held, self.form.mark)
+            end = place if is_call else len(self._held) - overlap
+        else:
+            start = start.lstrip("; \n") if self.count else start
+            is_call = self._may_begin and start.startswith(("{", PYTHON_TAG))
+            end = 0 if is_call or not start else len(self._held)
+        # White space before a call, or before what may become one, waits with it.
+        text = self._held[:end]
+        text = text.rstrip() if is_call or not is_end else text
+        if text.strip():
+            self._may_begin = False
+        self._is_call = is_call
+        self._scanned = self._end = self._depth = 0
+        self._in_string = False
+        return [self._take(len(text))]
+
+    def _until(self, tag: str, is_end: bool) -> str:
+        """The thought up to and with the tag that ends it."""
+        place = self._held.find(tag)
+        if place >= 0:
+            self._in_thought = False
+            self._may_begin = True
+            return self._take(place + len(tag))
+        keep = 0 if is_end else _overlap(self._held, tag)
+        return self._take(len(self._held) - keep)
+
+    # ---- calls
+
+    def _read_call(self, is_end: bool) -> list[str | FunctionCall]:
+        """The call that begins here, once it is complete; its mark as text if it is none."""
+        head = self.form.head.match(self._held)
+        start = head.end() if head is not None else len(self._held)
+        if not self._held.startswith(("{", "["), start):
+            name = self._held.partition(self.form.mark)[2] if self.form.mark else ""
+            is_python = not self.form.mark and self._held.lstrip("; \n").startswith(PYTHON_TAG)
+            is_begun = start == len(self._held) and len(name) <= MAX_NAME
+            if not is_end and (is_begun or is_python):
+                return []  # the rest has not arrived
+            call = self._python_call(self._held[start:]) if is_python else None
+            return self._found([call], len(self._held)) if call is not None else self._not_a_call()
+        assert head is not None
+        end = self._json_end(start)
+        if end == 0 and not is_end:
+            return []
+        calls = self._calls(head.groupdict(), self._held[start:end]) if end > 0 else None
+        if calls is None:
+            return self._not_a_call()
+        rest = self._held[end:]
+        after = rest.lstrip()
+        if self.form.end and not is_end and len(after) < len(self.form.end) and self.form.end.startswith(after):
+            return []
+        if self.form.end and after.startswith(self.form.end):
+            end += len(rest) - len(after) + len(self.form.end)
+        return self._found(calls, end)
+
+    def _found(self, calls: list[FunctionCall], end: int) -> list[str | FunctionCall]:
+        self._take(end)
+        self._is_call = False
+        if self.is_single:
+            calls = calls[: 1 - min(self.count, 1)]
+        self.count += len(calls)
+        return [*calls]
+
+    def _not_a_call(self) -> list[str | FunctionCall]:
+        self._is_call = False
+        self._may_begin = False
+        if not self.form.mark:
+            return [self._take(len(self._held))]
+        return [self._take(self._held.index(self.form.mark) + len(self.form.mark))]
+
+    def _json_end(self, start: int) -> int:
+        """Where the JSON ends that begins at `start`; 0: it has not ended yet, -1: it is not JSON."""
+        place = max(self._scanned, start)
+        while not self._end:
+            found = (IN_STRING if self._in_string else OUTSIDE).search(self._held, place)
+            if found is None or found[0] == "\\":  # half an escape
+                self._scanned = len(self._held) if found is None else found.start()
+                return 0
+            place = found.end()
+            if found[0] == '"':
+                self._in_string = not self._in_string
+            elif found[0] == "<":
+                self._end = -1
+            elif not self._in_string:
+                self._depth += 1 if found[0] in "{[" else -1
+                self._end = place if self._depth == 0 else 0
+        return self._end
+
+    def _calls(self, head: dict[str, str | None], text: str) -> list[FunctionCall] | None:
+        """The calls in a JSON text; None where it is something else. `head` is the name and id before it, if any."""
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if head.get("name"):
+            content = {**head, self.form.key: content}
+        calls = [self._call(one) for one in (content if isinstance(content, list) else [content])]
+        known = [call for call in calls if call is not None]
+        return known if known and len(known) == len(calls) else None
+
+    def _call(self, content: Any) -> FunctionCall | None:
+        if not isinstance(content, dict):
+            return None
+        name = content.get("name")
+        arguments = content.get(self.form.key, content.get("arguments", {}))
+        if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
+            return None
+        own_id = content.get("id")
+        if not isinstance(own_id, str) or not CALL_ID.fullmatch(own_id):
+            own_id = ""
+        call = FunctionCall(name, arguments, own_id)
+        try:
+            call.arguments_json()
+        except (ValueError, TypeError, RecursionError):
+            return None
+        return call
+
+    def _python_call(self, text: str) -> FunctionCall | None:
+        """`weather.call(city="Paris")`, the form of the functions that Llama 3 knows without a description."""
+        try:
+            tree = ast.parse(text[:MAX_PYTHON].strip(), mode="eval").body
+            if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Attribute) or tree.args:
+                return None
+            arguments = {word.arg or "": ast.literal_eval(word.value) for word in tree.keywords}
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return None
+        function = tree.func
+        if function.attr != "call" or not isinstance(function.value, ast.Name) or "" in arguments:
+            return None
+        return self._call({"name": function.value.id, "arguments": arguments})
+
+
+def _overlap(text: str, mark: str) -> int:
+    """How many characters at the end of a text may begin a mark."""
+    sizes = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((size for size in sizes if mark.startswith(text[-size:])), 0)

@@ -1,0 +1,36 @@
+"""A model's weights as a server needs them: once, in the dtype of its products, on one device."""
+
+from pathlib import Path
+
+import torch
+
+from nanochat.checkpoint_manager import Preparation
+from nanochat.cli import UserError
+from nanochat.device import Device
+from nanochat.gpt import GPT
+
+
+class ServedWeights(Preparation):
+    """Reads the weights directly in the device's dtype, and refuses a model that does not fit before anything is read.
+
+    A model that is loaded to train is in fp32, and its engine makes a copy in bf16: 6 bytes for each parameter while
+    both are there, instead of 2. A model of 7 billion parameters would need 42 GB to start where 14 are enough.
+    """
+
+    def __init__(self, folder: Path, is_cast: bool = True):
+        """`folder` is the model's, for messages. Without `is_cast` the weights stay in fp32, to be packed."""
+        self.folder = folder
+        self.is_cast = is_cast
+
+    def reshape(self, model: GPT, device: Device) -> None:
+        if self.is_cast:
+            model.to(device.dtype)
+        needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        free = device.free_memory()
+        if free is not None and needed > free:
+            dtype = str(device.dtype if self.is_cast else torch.float32).removeprefix("torch.")
+            raise UserError(
+                f"the weights of {self.folder.name} take {needed / 2**30:,.1f} GiB in {dtype}, and the device has "
+                f"{free / 2**30:,.1f} GiB free. This server uses one device: `python -m scripts.export --to hf` writes "
+                "the model for vLLM or vllm-ascend, which divide it among several (docs/deploy.md)"
+            )

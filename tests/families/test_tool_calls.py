@@ -1,0 +1,254 @@
+"""nanochat.families.tool_calls: the calls that a family's template writes are read back, whole or in pieces."""
+
+import importlib.util
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_families import FAMILIES, TOOL_FAMILIES, random_string, save_family
+
+from nanochat.families.chat_template import ChatTemplate
+from nanochat.families.imported_tokenizer import ImportedTokenizer
+from nanochat.families.tool_calls import (
+    LLAMA,
+    MISTRAL,
+    QWEN,
+    CallForm,
+    CallReader,
+    FunctionCall,
+    find_form,
+    opens_thought,
+    template_id,
+)
+from nanochat.tokenizer import Tokenizer
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": name, "description": f"of <{name}>", "parameters": {"type": "object"}}}
+    for name in ("weather", "read_file", "a-1")
+]
+NAMES = [tool["function"]["name"] for tool in TOOLS]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tools")
+    return {
+        name: save_family(root / name.replace(" ", "_"), family, chat_template=template)
+        for name, (family, template) in TOOL_FAMILIES.items()
+    }
+
+
+def load(folder: Path) -> ImportedTokenizer:
+    tokenizer = Tokenizer.load(folder)
+    assert isinstance(tokenizer, ImportedTokenizer)
+    return tokenizer
+
+
+def read(form: CallForm, pieces: list[str], **options: Any) -> tuple[str, list[FunctionCall]]:
+    """The text and the calls of a reply that arrives in pieces."""
+    reader = CallReader(form, NAMES, **options)
+    found = [one for piece in pieces for one in reader.add(piece)] + reader.add("", is_end=True)
+    text = "".join(one for one in found if isinstance(one, str))
+    return text, [one for one in found if isinstance(one, FunctionCall)]
+
+
+def random_value(source: random.Random, depth: int = 0) -> Any:
+    kind = source.randrange(8 if depth < 2 else 5)
+    if kind < 5:
+        marks = source.choice(["", "</tool_call>", '{"', "[TOOL_CALLS]", "\\", "<think>", "}]"])
+        return [random_string(source) + marks, source.randrange(-9, 9), source.random(), None, True][kind]
+    if kind == 5:
+        return [random_value(source, depth + 1) for _ in range(source.randrange(3))]
+    return {random_string(source)[:9] or "k": random_value(source, depth + 1) for _ in range(source.randrange(3))}
+
+
+@pytest.mark.parametrize("family", TOOL_FAMILIES)
+def test_the_calls_of_a_template_are_read_back(folders: dict[str, Path], family: str):
+    """150 replies as transformers' apply_chat_template writes them: each whole, by character, and in random pieces."""
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folders[family])
+    tokenizer = load(folders[family])
+    form = tokenizer.chat_format.call_form
+    assert form is not None and form.is_single == (family == "llama")
+    source = random.Random(5)
+    question = [{"role": "user", "content": "Is it?"}]
+    prompt = oracle.apply_chat_template(question, tools=TOOLS, add_generation_prompt=True, tokenize=False)
+    end = tokenizer.decode([tokenizer.reply_ends[0]])
+    for _ in range(150):
+        calls = []
+        for _ in range(1 if form.is_single else source.randrange(1, 4)):
+            arguments = {f"{name} é": random_value(source) for name in source.sample("xyz", source.randrange(3))}
+            own_id = f"{source.randrange(10**9):09}" if family == "mistral" else ""
+            calls.append(FunctionCall(source.choice(NAMES), arguments, own_id))
+        content = source.choice(["", "I look.", "So:\n\n1 < 2"]) if family == "qwen" else ""
+        written = [
+            {"id": call.id or "012345678", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in calls
+        ]
+        reply = {"role": "assistant", "content": content, "tool_calls": written}
+        whole = oracle.apply_chat_template([*question, reply], tools=TOOLS, tokenize=False)
+        assert whole.startswith(prompt)
+        text = whole.removeprefix(prompt).rstrip("\n").removesuffix(end)
+        cuts = sorted(source.randrange(len(text) + 1) for _ in range(9))
+        pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        thought = "<think>\n\n</think>" + ("\n\n" + content if content else "") if family == "qwen" else ""
+        for arriving in ([text], list(text), pieces):
+            assert read(form, arriving) == (thought, calls)
+
+
+# The templates as their models' authors publish them; the package `trl` brings copies.
+PUBLISHED = {"qwen2_5": QWEN, "qwen3": QWEN, "qwen3_instruct_2507": QWEN, "llama3_1": LLAMA, "llama3_2": LLAMA}
+UNREAD = ("qwen3_5_think", "glm4moe", "gemma3", "llama3")  # other forms, or no tools
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, *UNREAD])
+def test_published_templates(name: str):
+    """80 calls each, rendered by transformers' own code."""
+    package = importlib.util.find_spec("trl")
+    if package is None:
+        pytest.skip("pip install --no-deps trl==1.16.0")
+    rendering = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = Path((package.submodule_search_locations or [""])[0], "chat_templates", f"{name}.jinja").read_text()
+    ends = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>"]
+    names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
+    template = ChatTemplate({"default": source}, names, [*ends, "<|begin_of_text|>", "<|python_tag|>"])
+    form = find_form(template, ends)
+    if name in UNREAD:
+        assert form is None
+        return
+    assert form is not None and form.mark == PUBLISHED[name].mark
+
+    def written(messages: list[Any], **settings: Any) -> str:
+        return rendering.render_jinja_template([messages], TOOLS, chat_template=source, **names, **settings)[0][0]
+
+    random_source = random.Random(7)
+    question = [{"role": "user", "content": "Is it?"}]
+    prompt = written(question, add_generation_prompt=True)
+    for _ in range(80):
+        count = 1 if form.is_single else random_source.randrange(1, 4)
+        calls = [FunctionCall(random_source.choice(NAMES), {"x": random_value(random_source)}) for _ in range(count)]
+        functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+        whole = written([*question, {"role": "assistant", "content": "", "tool_calls": functions}])
+        assert whole.startswith(prompt)
+        reply = whole.removeprefix(prompt).rstrip("\n")
+        reply = next(reply.removesuffix(end) for end in ends if reply.endswith(end))
+        text, found = read(form, list(reply))
+        assert found == calls and text in ("", "<think>\n\n</think>")
+
+
+def test_templates_without_calls_have_no_form(family_tokenizers: dict[str, Any]):
+    forms = {family: family_tokenizers[family].chat_format.call_form for family in FAMILIES}
+    assert [family for family, form in forms.items() if form is not None] == ["qwen3"]
+    assert forms["qwen3"].mark == "<tool_call>" and forms["qwen3"].opening == "<think>\n\n</think>\n\n\n<tool_call>\n"
+
+
+def test_a_template_that_writes_calls_otherwise_has_no_form(tmp_path: Path):
+    source = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    source += (
+        "<tool_call>\n<function={{ c.function.name }}>\n</function>\n</tool_call>{% endfor %}<|im_end|>{% endfor %}"
+    )
+    assert load(save_family(tmp_path / "coder", "qwen3", chat_template=source)).chat_format.call_form is None
+
+
+WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
+PARIS = FunctionCall("weather", {"city": "Paris"})
+REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
+    (QWEN, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [PARIS]),
+    (QWEN, f"Let me see.\n\n<tool_call>{WEATHER}</tool_call>\n", "Let me see.", [PARIS]),
+    (QWEN, f"<tool_call>\n{WEATHER}", "", [PARIS]),  # it ends its turn instead
+    (QWEN, f"<tool_call>{WEATHER}</tool_call>\n<tool_call>\n{WEATHER}\n</tool_call> Ok", " Ok", [PARIS, PARIS]),
+    (QWEN, '<tool_call>\n{"name": "weather"}\n</tool_call>', "", [FunctionCall("weather", {})]),
+    # Thoughts are weighed, not called.
+    (QWEN, f"<think>\n<tool_call>{WEATHER}</tool_call>\n</think>\n\nNo.", "ALL", []),
+    (QWEN, f"<think>\nhm\n</think>\n\n<tool_call>\n{WEATHER}\n</tool_call>", "<think>\nhm\n</think>", [PARIS]),
+    # What is no whole call of one of the functions stays text.
+    (QWEN, '<tool_call>\n{"name": "weather", "arguments": {"city": "Par', "ALL", []),
+    (QWEN, '<tool_call>\n{"name": "weather", "arguments": "Paris"}\n</tool_call>', "ALL", []),
+    (QWEN, '<tool_call>\n{"name": "delete", "arguments": {}}\n</tool_call>', "ALL", []),
+    (QWEN, "<tool_call>\n{'name': 'weather'}\n</tool_call>", "ALL", []),
+    (QWEN, "<tool_call>\nweather(Paris)\n</tool_call> and <tool", "ALL", []),
+    (QWEN, '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>', "ALL", []),
+    (QWEN, '<tool_call>{"name": "weather", "arguments": {"city": 1e999}}</tool_call>', "ALL", []),
+    (QWEN, '<tool_call>{"name": "weather", "arguments": ' + '{"a":' * 9_999, "ALL", []),
+    (LLAMA, '<|python_tag|>weather.call(city={b"Paris"})', "ALL", []),
+    (LLAMA, "<|python_tag|>weather.call(" + "(" * 9_999, "ALL", []),
+    # A mistake in one does not take the next one along.
+    (QWEN, f'<tool_call>{{"name": "weather"</tool_call><tool_call>{WEATHER}</tool_call>', "FIRST", [PARIS]),
+    (LLAMA, WEATHER.replace("arguments", "parameters"), "", [PARIS]),
+    (LLAMA, f"<|python_tag|>{WEATHER}", "", [PARIS]),
+    (LLAMA, f"{WEATHER}; {WEATHER}", "", [PARIS, PARIS]),
+    (LLAMA, '<|python_tag|>weather.call(city="Paris")', "", [PARIS]),
+    (LLAMA, "<|python_tag|>import os", "ALL", []),
+    (LLAMA, '{"city": "Paris"}', "ALL", []),
+    (LLAMA, f"It is {WEATHER}", "ALL", []),
+    (LLAMA, '{"name": "weather", "parameters": {', "ALL", []),
+    (MISTRAL, f"[TOOL_CALLS] [{WEATHER}, {WEATHER}]", "", [PARIS, PARIS]),
+    (MISTRAL, '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}', "", [PARIS]),
+    (MISTRAL, '[TOOL_CALLS]weather[CALL_ID]a1B2c3D4e[ARGS]{"city": "Paris"}', "", [
+        FunctionCall("weather", {"city": "Paris"}, "a1B2c3D4e")
+    ]),
+    (MISTRAL, f'Hm.[TOOL_CALLS][{WEATHER[:-1]}, "id": "a1B2c3D4e"}}]', "Hm.", [
+        FunctionCall("weather", {"city": "Paris"}, "a1B2c3D4e")
+    ]),
+    (MISTRAL, "[TOOL_CALLS] [1]", "ALL", []),
+    (MISTRAL, "[TOOL_CALLS] nothing of the kind", "ALL", []),
+    (MISTRAL, "[TOOL_CALLS]", "ALL", []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "reply", "text", "calls"), REPLIES)
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_what_is_a_call_and_what_stays_text(
+    form: CallForm, reply: str, text: str, calls: list[FunctionCall], size: int
+):
+    expected = {"ALL": reply, "FIRST": reply.partition("<tool_call>" + WEATHER)[0]}.get(text, text)
+    assert read(form, [reply[at : at + size] for at in range(0, len(reply), size)]) == (expected, calls)
+
+
+def test_half_of_a_surrogate_pair_stays_an_escape():
+    reply = '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800é"}}</tool_call>'
+    _, (call,) = read(QWEN, [reply])
+    assert json.loads(call.arguments_json()) == {"city": "\ud800é"} and call.arguments_json().encode()
+    assert PARIS.arguments_json() == '{"city": "Paris"}'
+
+
+def test_text_is_handed_out_as_it_arrives():
+    reader = CallReader(QWEN, NAMES)
+    assert reader.add("I look") == ["I look"]
+    assert reader.add(" at it. <tool") == [" at it."]  # the rest may begin a call
+    assert reader.add("s> are") == [" <tools> are"]
+    assert reader.add(f"\n<tool_call>\n{WEATHER}\n</tool_") == []
+    assert reader.add("call>") == [PARIS]
+
+
+def test_a_thought_that_the_prompt_has_begun():
+    assert opens_thought("<|im_start|>assistant\n<think>\n") and not opens_thought("<think>\n\n</think>\n\n")
+    reply = f"<tool_call>{WEATHER}</tool_call>\n</think>\n\n<tool_call>{WEATHER}</tool_call>"
+    text, calls = read(QWEN, list(reply), in_thought=True)
+    assert text == f"<tool_call>{WEATHER}</tool_call>\n</think>" and calls == [PARIS]
+
+
+def test_one_call_where_the_client_or_the_template_takes_one():
+    reply = f"<tool_call>{WEATHER}</tool_call>" * 3
+    assert read(QWEN, [reply], is_single=True) == ("", [PARIS])
+
+
+def test_ids_of_other_servers_fit_mistrals_templates():
+    assert template_id("a1B2c3D4e") == "a1B2c3D4e"
+    ids = {template_id(f"call_{number}") for number in range(100)}
+    assert len(ids) == 100 and all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+def test_a_long_argument_is_read_in_one_pass():
+    """A file of 200,000 characters, by character: each character is looked at once, not once per later one."""
+    reply = (
+        f'<tool_call>{{"name": "read_file", "arguments": {{"text": {json.dumps("x = [1] " * 25_000)}}}}}</tool_call>'
+    )
+    reader = CallReader(QWEN, NAMES)
+    found = []
+    for at in range(0, len(reply), 50):
+        found += reader.add(reply[at : at + 50])
+    (call,) = found
+    assert isinstance(call, FunctionCall) and len(call.arguments["text"]) == 200_000
