@@ -238,7 +238,12 @@ class HttpSampler:
             weights = {name: tensor.to(dtype) for name, tensor in gathered.items()}
             files = checkpoint_manager.write_model(unfinished, weights, self.tokenizer, about)
         else:
-            files = hf.write_weights(unfinished, model.config, gathered.items(), dtype)
+            weights = dict(gathered)
+            if self.kind == "vllm" and model.config.tied_head:
+                # On a CPU vLLM computes a head from a packed copy of its weights, and packs them again only where the
+                # folder has them: without this the head of a tied model stays that of the start, and nothing says so.
+                weights["head.weight"] = weights["embedding.weight"]
+            files = hf.write_weights(unfinished, model.config, weights.items(), dtype)
             settings = {**hf.from_config(model.config, self.family), "dtype": str(dtype).removeprefix("torch.")}
             files["config.json"] = storage.write_json(unfinished / "config.json", settings)
         first = next(facts for name, facts in files.items() if name.endswith(".safetensors"))
@@ -490,7 +495,7 @@ class HttpSampler:
 
 # The requests that make each kind of server load the weights of a folder: routes with their bodies, in order. SGLang
 # and our server have one route for it. vLLM's route is one for development (VLLM_SERVER_DEV_MODE=1); a second request
-# drops the cached prompts. The requests to vLLM were not tried with a real vLLM.
+# drops the cached prompts. Tried with vLLM 0.32 on a CPU.
 HAND_OVER: dict[str, Callable[[str, str], list[tuple[str, dict[str, Any]]]]] = {
     "nanochat": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
     "sglang": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],

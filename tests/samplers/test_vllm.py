@@ -1,0 +1,141 @@
+"""RL with samples from vLLM: every weight arrives there.
+
+fake_vllm.py answers as the real one does.
+"""
+
+import copy
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_vllm import FakeVllm, transformers
+from runs import metrics, sha256
+from test_samplers import served
+from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from tiny import cpu_device
+from tiny_families import save_family
+
+from nanochat.rollout import Reply
+from nanochat.samplers import http as http_sampler
+from nanochat.samplers.agreement import measure
+from nanochat.samplers.http import HttpSampler
+from nanochat.samples import Sample
+from nanochat.sampling import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
+CLOSE = 1e-5  # nats a token in fp32; stale weights are 0.1 away after one step
+VARY = "def vary(episodes):\n    return [float(len(set(episode.reply)) % 7) for episode in episodes]\n"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Random Qwen3 models, with a tied head and with a head of its own, and a reward that varies."""
+    folder = tmp_path_factory.mktemp("vllm")
+    for name, tied in (("tied", True), ("untied", False)):
+        torch.manual_seed(0)
+        config = transformers.Qwen3Config(
+            vocab_size=640, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, max_position_embeddings=128, tie_word_embeddings=tied,
+        )  # fmt: skip
+        transformers.Qwen3ForCausalLM(config).float().save_pretrained(save_family(folder / name, "qwen3"))
+    prompts = [{"prompt": f"What is {n} and {n * 7}?"} for n in range(32)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    (folder / "vary.py").write_text(VARY)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch) -> Iterator[list[float]]:
+    """The gap of each sampling to the weights that were handed over last, whatever the trainer has learned since."""
+    gaps: list[float] = []
+    handed_over: list[Any] = []
+    hand_over, sample = HttpSampler.hand_over, HttpSampler.__call__
+    busy = threading.Lock()  # the weights of a step are copied while none samples
+
+    def copying(self: HttpSampler, model: Any) -> None:
+        with busy:
+            handed_over[:] = [copy.deepcopy(model)]
+        hand_over(self, model)
+
+    def comparing(self: HttpSampler, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], most: int):
+        replies: list[Reply] = sample(self, prompts, settings, most)
+        samples = []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            no = [0] * len(prompt)
+            samples.append(
+                Sample(0, 0, [*prompt, *reply.tokens], no + reply.mask, [0.0] * len(prompt) + reply.logprobs)
+            )
+        gap, _, count = measure(handed_over[0], samples, cpu_device(), settings[0].temperature)
+        gaps.append(gap / max(1, count))
+        return replies
+
+    monkeypatch.setattr(HttpSampler, "hand_over", copying)
+    monkeypatch.setattr(HttpSampler, "__call__", comparing)
+    monkeypatch.setattr(http_sampler, "RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(http_sampler, "LONGEST_PAUSE", 0.05)
+    yield gaps
+
+
+def train(folders: Path, name: str, address: str, tag: str, *more: str) -> None:
+    flags = (
+        *("--device=cpu", "--dtype=float32", f"--source={folders / name}", f"--tasks={folders / 'prompts.jsonl'}"),
+        *(f"--reward={folders / 'vary.py'}:vary", f"--sampler={address}", f"--model_tag={tag}", "--num_iterations=4"),
+        *("--examples_per_step=3", "--num_samples=3", "--max_tokens=12", "--eval_examples=4", "--eval_every=2"),
+        *("--device_batch_size=4", "--learning_rate=1e-2"),
+    )
+    call("chat_rl", *flags, *more)
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("tied", ()),
+        ("untied", ("--temperature=0.7", "--updates_per_step=2")),
+        pytest.param("tied", ("--staleness=1",), marks=pytest.mark.slow),
+        pytest.param("tied", ("--lora_rank=4",), marks=pytest.mark.slow),
+    ],
+    ids=["tied", "untied", "staleness", "lora"],
+)
+def test_every_weight_reaches_vllm(folders, base, seen, name, more):  # noqa: F811
+    server = FakeVllm(folders / name)
+    before = server.packed_head.clone()
+    with served(server) as address:
+        train(folders, name, address, "run", *more)
+    assert len(seen) >= 8 and max(seen) < CLOSE, seen
+    if "--lora_rank=4" not in more:  # adapters leave the head as it is
+        assert (server.packed_head - before).abs().max() > 1e-2
+    gaps = [line["sampler_gap"] for line in metrics(base, "rl", "run")]
+    assert len(gaps) == 4 and (max(gaps) < CLOSE) == ("--staleness=1" not in more)
+
+
+@pytest.mark.slow
+def test_a_vllm_that_dies_and_comes_back_gets_the_weights_again(folders, base, seen, capsys):  # noqa: F811
+    """It restarts with the weights of its folder. The run has the bits of one without an accident."""
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    died: list[int] = []
+
+    def dying(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        count = sum(route == "/v1/completions" for route, _ in server.requests)
+        if count == 20 and not died:
+            died.append(count)
+            server.kill()
+        return answer(route, body)
+
+    with served(server) as address:
+        train(folders, "tied", address, "straight")
+        server.start()
+        server.requests.clear()
+        server.answer = dying
+        train(folders, "tied", address, "killed")
+    assert died and max(seen) < CLOSE
+    assert sha256(base, "rl", 4, "killed") == sha256(base, "rl", 4, "straight")
+    assert "is lost" in capsys.readouterr().err
