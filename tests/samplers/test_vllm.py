@@ -1,12 +1,13 @@
-"""RL with samples from vLLM: every weight arrives there.
+"""RL with samples from vLLM: every weight arrives there, and a server that cannot take weights ends the run in time.
 
-fake_vllm.py answers as the real one does.
+fake_vllm.py answers as the real one does. `pytest -m soak tests/samplers/test_vllm.py -s` installs the real one.
 """
 
 import copy
 import json
+import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,15 @@ def train(folders: Path, name: str, address: str, tag: str, *more: str) -> None:
     call("chat_rl", *flags, *more)
 
 
+def failure(capsys, action: Callable[[], Any]) -> str:
+    """The last line of a command that ends with status 1."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leaving:
+        action()
+    assert leaving.value.code == 1
+    return capsys.readouterr().err.splitlines()[-1]
+
+
 # ---------------------------------------------------------------------- weights
 
 
@@ -139,3 +149,87 @@ def test_a_vllm_that_dies_and_comes_back_gets_the_weights_again(folders, base, s
     assert died and max(seen) < CLOSE
     assert sha256(base, "rl", 4, "killed") == sha256(base, "rl", 4, "straight")
     assert "is lost" in capsys.readouterr().err
+
+
+def test_prompts_that_are_still_cached_are_dropped_before_sampling(folders, base, seen):  # noqa: F811
+    """Of the evaluation before the first step, which the last one repeats. vLLM answers 200, and `success` false."""
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    resets: list[str] = []
+
+    def busy(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        resets.extend([route] if route == "/reset_prefix_cache" else [])
+        server.is_busy = len(resets) in (2, 3)
+        return answer(route, body)
+
+    server.answer = busy
+    with served(server) as address:
+        train(folders, "tied", address, "run", "--num_iterations=1")
+    assert len(resets) == 4 and max(seen) < CLOSE
+
+
+# ---------------------------------------------------------------------- servers that cannot
+
+
+def old(server: FakeVllm) -> None:
+    server.takes_path = False
+
+
+def closed(server: FakeVllm) -> None:
+    server.dev_mode = False
+
+
+def ascend(server: FakeVllm) -> None:
+    server.methods = ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (old, ("unexpected keyword argument 'weights_path'", "from version 0.16 on")),
+        (closed, ("status 404", "VLLM_SERVER_DEV_MODE=1")),
+        (ascend, ("no attribute 'reload_weights'", "vllm-ascend 0.23 with the extension in docs/rl.md")),
+    ],
+)
+def test_a_vllm_that_cannot_take_weights_is_one_line_at_once(folders, base, capsys, fault, words):  # noqa: F811
+    """Not after --sampler_patience, which is 300 s."""
+    server = FakeVllm(folders / "tied")
+    fault(server)
+    with served(server) as address:
+        line = failure(capsys, lambda: train(folders, "tied", address, "run"))
+    assert all(word in line for word in words), line
+    assert sum(route == "/collective_rpc" for route, _ in server.requests) == 1
+    assert not list(base.glob("checkpoints/rl/run/step_*"))
+
+
+def test_a_folder_that_ends_vllms_engine_is_one_line(folders, base, capsys, monkeypatch):  # noqa: F811
+    """It cannot read the folder: the engine dies, and the answer says why."""
+    write = HttpSampler._write
+
+    def elsewhere(self: HttpSampler, *arguments: Any) -> Path:
+        written = write(self, *arguments)
+        shutil.rmtree(written)
+        return written
+
+    monkeypatch.setattr(HttpSampler, "_write", elsewhere)
+    with served(FakeVllm(folders / "tied")) as address:
+        line = failure(capsys, lambda: train(folders, "tied", address, "run"))
+    assert "Cannot find any model weights" in line and "able to read this folder" in line
+
+
+def test_a_later_failure_of_a_vllm_that_has_loaded_weights_is_waited_for(folders, base, seen):  # noqa: F811
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    failed: list[str] = []
+
+    def failing(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        loads = sum(route == "/collective_rpc" for route, _ in server.requests)
+        if route == "/collective_rpc" and loads == 2 and not failed:
+            failed.append(route)
+            return 500, {"error": {"message": "EngineCore encountered an issue.\nSee the log."}}
+        return answer(route, body)
+
+    server.answer = failing
+    with served(server) as address:
+        train(folders, "tied", address, "run")
+    assert failed and max(seen) < CLOSE
