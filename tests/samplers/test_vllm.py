@@ -20,9 +20,11 @@ from test_scripts import base, call  # noqa: F401 (base is a fixture)
 from tiny import cpu_device
 from tiny_families import save_family
 
-from nanochat.rollout import Reply
+from nanochat.rollout import RankSamples, Reply
+from nanochat.samplers import agreement
 from nanochat.samplers import http as http_sampler
-from nanochat.samplers.agreement import measure
+from nanochat.samplers.agreement import Checked, largest_gap, measure
+from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
 from nanochat.samples import Sample
 from nanochat.sampling import SamplingParams
@@ -233,3 +235,125 @@ def test_a_later_failure_of_a_vllm_that_has_loaded_weights_is_waited_for(folders
     with served(server) as address:
         train(folders, "tied", address, "run")
     assert failed and max(seen) < CLOSE
+
+
+# ---------------------------------------------------------------------- a server that keeps its old weights
+
+
+def refusing(server: FakeVllm, first: int, last: int) -> None:
+    """From its hand-over `first` to `last` it answers 200 and keeps the weights that it has."""
+    answer = server.answer
+    loads: list[int] = []
+
+    def reply(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if route == "/collective_rpc":
+            loads.append(len(loads) + 1)
+            server.loads = not first <= loads[-1] <= last
+        return answer(route, body)
+
+    server.answer = reply
+
+
+FAST = ("--learning_rate=0.3", "--eval_every=100")  # one step moves the policy by nats
+
+
+def test_a_run_ends_without_having_learned_from_other_weights(folders, base, capsys, monkeypatch):  # noqa: F811
+    """Three samplings of a step disagree: the run ends with the weights of the last good step, and continues from
+    there with a server that loads weights. Its result is that of a run without trouble."""
+    with served(FakeVllm(folders / "tied")) as address:
+        train(folders, "tied", address, "straight", *FAST)
+    server = FakeVllm(folders / "tied")
+    refusing(server, 3, 10**6)
+    with served(server) as address:
+        line = failure(capsys, lambda: train(folders, "tied", address, "run", *FAST))
+    assert "nats a token from the trainer's" in line and "did not change in 3 attempts" in line
+    assert "step_000002" in line and "--resume" in line
+    assert [path.name for path in base.glob("checkpoints/rl/run/step_*")] == ["step_000002"]
+    logged = metrics(base, "rl", "run")
+    assert [line["step"] for line in logged] == [0, 1] and max(line["sampler_gap"] for line in logged) < CLOSE
+    assert sum(route == "/collective_rpc" for route, _ in server.requests) == 5
+    with served(FakeVllm(folders / "tied")) as address:
+        train(folders, "tied", address, "run", *FAST, "--resume")
+    assert sha256(base, "rl", 4, "run") == sha256(base, "rl", 4, "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_that_disagrees_once_costs_no_step(folders, base, capsys, staleness):  # noqa: F811
+    """As one that restarts behind a proxy: the next hand-over reaches it."""
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    loads: list[str] = []
+
+    def drifting(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if route == "/collective_rpc":
+            loads.append(route)
+            server.offset = -9.0 if len(loads) == 2 else 0.0
+        return answer(route, body)
+
+    server.answer = drifting
+    with served(server) as address:
+        train(folders, "tied", address, "run", "--eval_every=100", f"--staleness={staleness}")
+    lines = metrics(base, "rl", "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3] and max(line["sampler_gap"] for line in lines) < 1
+    assert capsys.readouterr().err.count("it gets the weights again, and samples step") == 1
+
+
+def test_how_far_probabilities_may_differ():
+    assert 0.09 < largest_gap(1.0) < 2.0 and largest_gap(1.0, staleness=1) > 0.4
+    assert 0.015 < largest_gap(0.1) < 0.09  # of a model that is nearly sure
+
+
+class Schedule:
+    """Samples whose log probabilities are `gaps` away from the trainer's, one after the other."""
+
+    def __init__(self, gaps: Sequence[float], share: RankSamples | None = None):
+        self.gaps = list(gaps)
+        self.share = share
+        self.forgotten = 0
+
+    def take(self, step: int) -> RankSamples:
+        return self.share or RankSamples(1, 2, [{"gap": self.gaps.pop(0)}])
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize(
+    ("gaps", "forgotten", "fails"),
+    [((0.0,), 0, False), ((9.0, 0.0), 1, False), ((9.0, float("nan"), 9.0), 2, True)],
+)
+def test_a_step_is_sampled_again_where_it_disagrees(monkeypatch, capsys, gaps, forgotten, fails):
+    def measured(model: Any, samples: list[Any], device: Any, temperature: float) -> tuple[float, float, int]:
+        return sum(sample.gap for sample in samples) * 10, 10.0, 10
+
+    monkeypatch.setattr(agreement, "Sample", lambda gap: type("", (), {"gap": gap}))
+    monkeypatch.setattr(agreement, "measure", measured)
+    model: Any = None
+    schedule = Schedule(gaps)
+    checked = Checked(schedule, model, cpu_device(), count=4, temperature=1.0, staleness=0)
+    assert bool(checked.take(5).failed) == fails
+    assert schedule.forgotten == forgotten == capsys.readouterr().err.count("samples step 5 again")
+    interrupted = Schedule((), RankSamples(1, 2, interrupted=True))
+    assert Checked(interrupted, model, cpu_device(), count=4, temperature=1.0, staleness=0).take(0).interrupted
+    assert interrupted.forgotten == 0
+
+
+def test_samples_drawn_ahead_are_forgotten_with_the_weights():
+    drawn: list[tuple[int, int]] = []
+    sampler: Any = type("", (), {"hand_over": lambda self, model: drawn.append((-1, model.step))})()
+    model: Any = type("", (), {"step": 0})()
+
+    def draw(step: int) -> RankSamples:
+        drawn.append((step, model.step))
+        return RankSamples(step, 1)
+
+    ahead = Ahead(sampler, model, draw, 2, last=5)
+    ahead.take(0)
+    ahead.begin(0)
+    ahead._wait()
+    model.step = 1
+    ahead.take(1)
+    ahead.forget()
+    drawn.clear()
+    assert ahead.take(1).questions == 1 and drawn == [(-1, 1), (1, 1)]
