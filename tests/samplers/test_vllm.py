@@ -415,7 +415,8 @@ class RealVllm:
     def wait(self) -> str:
         """Its address, when it answers."""
         address = f"http://127.0.0.1:{self.port}"
-        for _ in range(600):
+        deadline = time.monotonic() + 1200
+        while time.monotonic() < deadline:
             assert self.process.poll() is None, self.log.read_text()[-3000:]
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{address}/v1/models").status_code == 200:
