@@ -216,6 +216,7 @@ class HttpSampler:
             self.weights = Path(weights)
             for server, needs_weights in zip(self.servers, need, strict=True):
                 server.needs_weights = needs_weights
+                server.has_loaded |= not needs_weights  # only rank 0 has seen it
             if not self.is_checked:
                 check_agreement(self, model, self.tokenizer, self.device, self.sampling)
         except (UserError, Failed) as error:
