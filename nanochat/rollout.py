@@ -21,19 +21,12 @@ from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.environment import Environment, opening_of, take_step
 from nanochat.gpt import GPT
-from nanochat.log import warn
 from nanochat.mixture import Mixture
 from nanochat.samples import Sample, Samples
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import bar
 from nanochat.task import Example, Task
 from nanochat.tokenizer import Tokenizer
-
-# Mean difference in nats between a sampler's and the trainer's log probabilities of a reply. In fp32 it is 1e-6, in
-# bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1. What is much depends on how sure
-# the model is: another temperature moves log probabilities by a share of their mean, the entropy.
-ROUNDING_GAP = 0.02
-LARGEST_GAP = 0.1  # share of the entropy, in addition to rounding
 
 
 def never() -> bool:
@@ -108,25 +101,6 @@ def sampler_kind(flag: str) -> Any:
     sampler = rooms.find("samplers", kind)
     sampler.check_flag(flag)
     return sampler
-
-
-def largest_gap(entropy: float) -> float:
-    """The largest difference in nats a token between the log probabilities of two programs with the same policy."""
-    return ROUNDING_GAP + LARGEST_GAP * max(0.0, entropy)
-
-
-def check_gap(gap: float, entropy: float, staleness: int) -> None:
-    """Warn when the sampler's log probabilities of a step differ from the trainer's.
-
-    `gap` is the mean difference in nats a token; older weights have a larger one. `entropy` is the mean of -log p.
-    """
-    # How far a step moves the policy depends on its rate: this factor is a guess that leaves room, not a measurement.
-    largest = largest_gap(entropy) * (1 + 4 * staleness)
-    if not gap <= largest:
-        warn(
-            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:.2g}: "
-            "it has other weights, or log probabilities of another temperature; what is learned from them is wrong"
-        )
 
 
 # ---------------------------------------------------------------------- rewards
@@ -414,3 +388,7 @@ class OnPolicy:
         """This rank's share of the samples of a step. All ranks call it, and exchange it before anything else."""
         self.hand_over(step)
         return self.draw(step)
+
+    def forget(self) -> None:
+        """The sampler may have other weights: hand them over and draw the samples again. All ranks call it together."""
+        self.handed_over = -1

@@ -226,6 +226,11 @@ def main(config: Config) -> None:
     schedule: Any = rollout.OnPolicy(sampler, model, share_of_step)
     if config.staleness:
         schedule = rooms.find("sample schedules", "ahead")(sampler, model, share_of_step, config.staleness, steps)
+    if sampler_kind is not None:  # a sampler outside this process may have other weights
+        schedule = rooms.find("sample schedules", "checked")(
+            schedule, model, device, count=config.device_batch_size, temperature=config.temperature,
+            staleness=config.staleness,
+        )  # fmt: skip
 
     with run:
         for step in run.steps():
@@ -303,7 +308,6 @@ def main(config: Config) -> None:
             # ---- log
             if run.due.log:
                 means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
-                rollout.check_gap(means["sampler_gap"], means["entropy"], config.staleness)
                 last_kl = means["kl"]
                 if frozen is None:
                     del means["kl"]

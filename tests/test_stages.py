@@ -39,7 +39,6 @@ from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, pol
 from nanochat.mixture import FAR_DRAW, EpochMixture, Mixture
 from nanochat.operators import TorchKernels
 from nanochat.packing import pack_pairs
-from nanochat.rollout import check_gap
 from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
 from nanochat.stop import Stop
 from nanochat.task import Example, Task
@@ -928,16 +927,6 @@ def test_rl_hints_at_flags_that_do_little_good(monkeypatch, capsys, flags, says)
         call("chat_rl", *flags.split())
     *hints, loss = capsys.readouterr().out.splitlines()
     assert loss.startswith("loss: ") and len(hints) == bool(says) and says in "".join(hints)
-
-
-def test_a_sampler_that_drifts_from_the_trainer_is_reported(capsys):
-    cases = ((0.09, 0, False), (2.0, 0, True), (math.nan, 0, True), (0.4, 1, False))
-    for gap, staleness, is_reported in cases:
-        check_gap(gap, 1.0, staleness)
-        assert bool(capsys.readouterr().err) == is_reported
-    for gap, is_reported in ((0.015, False), (0.09, True)):  # of a model that is nearly sure
-        check_gap(gap, 0.1, 0)
-        assert bool(capsys.readouterr().err) == is_reported
 
 
 def test_resume_keeps_to_its_flags(start, capsys):

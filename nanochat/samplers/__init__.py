@@ -9,5 +9,6 @@ PLUGS = {
     },
     "sample schedules": {
         "ahead": "nanochat.samplers.ahead:Ahead",
+        "checked": "nanochat.samplers.agreement:Checked",
     },
 }

@@ -1,21 +1,65 @@
-"""Check that a sampler outside this process computes the same probabilities as the trainer."""
+"""Check that a sampler outside this process computes the same probabilities as the trainer.
 
+Other weights, another tokenization or another temperature damage the policy without an error: the samples look right,
+and what is learned from them is wrong. Two checks compare the log probabilities that came with the samples with the
+trainer's own, before anything is learned from them:
+
+    check_agreement    a short reply, before the run's first step
+    Checked            some samples of every step
+
+A server may take weights and never use them: on a CPU vLLM 0.32 loaded a tied model's weights and kept its head, and
+answered every request with 200.
+"""
+
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from nanochat.cli import Failed
 from nanochat.collectives import gather_values
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.log import print0
+from nanochat.log import print0, warn
 from nanochat.packing import pack_sequences
-from nanochat.rollout import Reply, Sampler, largest_gap
-from nanochat.samples import logp_of
+from nanochat.rollout import RankSamples, Reply, Sampler
+from nanochat.samples import Sample, logp_of
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
 
 PROBE = "The first question is what"
 PROBE_TOKENS = 32
+ATTEMPTS = 3  # samplings of one step, each after a new hand-over of the weights
+# Mean difference in nats between a sampler's and the trainer's log probabilities of a token. In fp32 it is 1e-6, in
+# bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1. What is much depends on how sure
+# the model is: another temperature moves log probabilities by a share of their mean, the entropy.
+ROUNDING_GAP = 0.02
+LARGEST_GAP = 0.1  # share of the entropy, in addition to rounding
+# How far a step moves the policy depends on its rate: this factor is a guess that leaves room, not a measurement.
+OLDER_GAP = 4  # how much more a step of --staleness allows, as a share
+
+
+def largest_gap(entropy: float, staleness: int = 0) -> float:
+    """The largest difference in nats a token between the log probabilities of two programs with the same policy."""
+    return (ROUNDING_GAP + LARGEST_GAP * max(0.0, entropy)) * (1 + OLDER_GAP * staleness)
+
+
+def measure(model: GPT, samples: Iterable[Sample], device: Device, temperature: float) -> tuple[float, float, int]:
+    """Sums over the sampled tokens of |log p_trainer - log p_sampler| and of -log p_trainer in nats, and their number.
+
+    All ranks call it together, each with samples of its own, or with none: the model's weights may be spread over them.
+    """
+    samples = list(samples)
+    rows = pack_sequences(
+        [sample.tokens for sample in samples], [sample.mask for sample in samples], model.config.sequence_len,
+        values=[sample.logprobs for sample in samples],
+    )  # fmt: skip
+    rows = next(rows.micro_batches(len(rows), device))
+    is_target = rows.targets != IGNORE
+    own = logp_of(model, rows, temperature)[is_target]
+    assert rows.values is not None
+    theirs = rows.values[is_target]
+    return (own - theirs).abs().sum().item(), -own.sum().item(), len(own)
 
 
 def check_agreement(
@@ -23,10 +67,7 @@ def check_agreement(
 ) -> None:
     """Sample a short reply as the run does, and compare the sampler's log probabilities with the trainer's.
 
-    Another model, another tokenization or another temperature would make the policy wrong without any error.
-
-    Another model, another tokenization or log probabilities at another temperature would damage the policy without an
-    error. All ranks call it together, right after weights were handed over.
+    All ranks call it together, right after weights were handed over.
     Raises Failed: on all ranks, when the log probabilities differ.
     """
     prompt = [tokenizer.get_bos_token_id(), *tokenizer.encode(PROBE)]
@@ -36,21 +77,75 @@ def check_agreement(
         reply = sampler([prompt], [replace(sampling, seed=device.rank)], PROBE_TOKENS)[0]
     except Failed as error:  # this rank must still take part in the exchange below
         failed = str(error)
-    rows = pack_sequences([[*prompt, *reply.tokens]], [[0] * len(prompt) + reply.mask], model.config.sequence_len)
-    rows = next(rows.micro_batches(1, device))
-    own = logp_of(model, rows, sampling.temperature)[rows.targets != IGNORE].tolist()
-    theirs = [logp for logp, chosen in zip(reply.logprobs, reply.mask, strict=True) if chosen]
-    count = max(1, len(own))
-    difference = sum(abs(one - other) for one, other in zip(own, theirs, strict=True)) / count
-    reports = gather_values((failed, difference, -sum(own) / count), device)
+    asked = [0] * len(prompt)
+    sample = Sample(0, 0, [*prompt, *reply.tokens], asked + reply.mask, [0.0] * len(prompt) + reply.logprobs)
+    gap, surprise, count = measure(model, [sample], device, sampling.temperature)
+    reports = gather_values((failed, gap / max(1, count), surprise / max(1, count)), device)
     for failed, *_ in reports:
         if failed:
             raise Failed(failed)
-    largest = max(difference for _, difference, _ in reports)
-    if not all(difference <= largest_gap(entropy) for _, difference, entropy in reports):
+    largest = max(gap for _, gap, _ in reports)
+    if not all(gap <= largest_gap(entropy) for _, gap, entropy in reports):
         raise Failed(
             f"--sampler: its log probabilities of a reply are {largest:.2g} nats a token from the trainer's: it has "
             f"other weights, another tokenization, or log probabilities that are not at --temperature "
-            f"{sampling.temperature:g} before --top_k (vLLM: --logprobs-mode processed_logprobs, without --top_k)"
+            f"{sampling.temperature:g} before --top_k (vLLM: --logprobs-mode processed_logprobs, without --top_k; "
+            "vllm-ascend 0.23: --temperature 1)"
         )
     print0(f"sampler: its log probabilities are within {largest:.1g} nats a token of the trainer's")
+
+
+class Checked:
+    """A schedule of samples (rollout.OnPolicy, ahead.Ahead) whose steps are sampled again where they disagree.
+
+    Compares up to `count` samples of each rank. A step with other log probabilities than the trainer's is not learned
+    from: the sampler gets the weights again and samples the step again, up to `ATTEMPTS` times in all. Then the run
+    ends, and its checkpoint has learned from good samples only.
+    """
+
+    def __init__(self, schedule: Any, model: GPT, device: Device, *, count: int, temperature: float, staleness: int):
+        self.schedule = schedule
+        self.model = model
+        self.device = device
+        self.count = count
+        self.temperature = temperature
+        self.staleness = staleness
+
+    def hand_over(self, step: int) -> None:
+        self.schedule.hand_over(step)
+
+    def begin(self, step: int) -> None:
+        self.schedule.begin(step)
+
+    def take(self, step: int) -> RankSamples:
+        """This rank's share of the samples of a step, as `OnPolicy.take`."""
+        for attempt in range(1, ATTEMPTS + 1):
+            share = self.schedule.take(step)
+            why = self._disagreement(share)
+            if not why:
+                break
+            if attempt == ATTEMPTS:
+                return replace(share, failed=f"{why}; this did not change in {ATTEMPTS} attempts")
+            warn(f"{why}: it gets the weights again, and samples step {step} again")
+            self.schedule.forget()
+        return share
+
+    def _disagreement(self, share: RankSamples) -> str:
+        """How the sampler's log probabilities differ from the trainer's; empty where they agree, or where a rank has no
+        samples because it was interrupted or has failed, which `exchange` then raises."""
+        samples = [Sample(**sample) for sample in share.samples]
+        # Neighbours are samples of one question: take them from all questions.
+        samples = samples[:: max(1, len(samples) // self.count)][: self.count]
+        is_whole = not (share.failed or share.interrupted)
+        reports = gather_values((is_whole, *measure(self.model, samples, self.device, self.temperature)), self.device)
+        if not all(is_whole for is_whole, *_ in reports):
+            return ""
+        tokens = max(1, sum(count for *_, count in reports))
+        gap = sum(gap for _, gap, *_ in reports) / tokens
+        largest = largest_gap(sum(surprise for _, _, surprise, _ in reports) / tokens, self.staleness)
+        if gap <= largest:  # a NaN is larger
+            return ""
+        return (
+            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:.2g}: "
+            "it has other weights, or log probabilities of another temperature"
+        )

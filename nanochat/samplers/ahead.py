@@ -47,6 +47,11 @@ class Ahead(OnPolicy):
             return super().take(step)
         return self._shares.pop(step)
 
+    def forget(self) -> None:
+        self._wait()
+        self._shares.clear()
+        super().forget()
+
     def begin(self, step: int) -> None:
         """Draw the samples of the steps up to `step` + staleness with the weights of `step`. All ranks call it
         together, after the exchange of `take`'s samples: then no rank samples with older weights."""

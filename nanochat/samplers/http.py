@@ -65,6 +65,7 @@ class Server:
     model: str  # its name for the model
     at_once: int  # requests that it gets at the same time
     needs_weights: bool = True  # it has not received them, or may have lost them
+    has_loaded: bool = False  # it has taken weights at least once, so it can
     is_lost: bool = False  # it does not answer, and gets no requests
 
 
@@ -215,6 +216,7 @@ class HttpSampler:
             self.weights = Path(weights)
             for server, needs_weights in zip(self.servers, need, strict=True):
                 server.needs_weights = needs_weights
+                server.has_loaded |= not needs_weights  # only rank 0 has seen it
             if not self.is_checked:
                 check_agreement(self, model, self.tokenizer, self.device, self.sampling)
         except (UserError, Failed) as error:
@@ -238,7 +240,12 @@ class HttpSampler:
             weights = {name: tensor.to(dtype) for name, tensor in gathered.items()}
             files = checkpoint_manager.write_model(unfinished, weights, self.tokenizer, about)
         else:
-            files = hf.write_weights(unfinished, model.config, gathered.items(), dtype)
+            weights = dict(gathered)
+            if self.kind == "vllm" and model.config.tied_head:
+                # On a CPU vLLM computes a head from a packed copy of its weights, and packs them again only where the
+                # folder has them: without this the head of a tied model stays that of the start, and nothing says so.
+                weights["head.weight"] = weights["embedding.weight"]
+            files = hf.write_weights(unfinished, model.config, weights.items(), dtype)
             settings = {**hf.from_config(model.config, self.family), "dtype": str(dtype).removeprefix("torch.")}
             files["config.json"] = storage.write_json(unfinished / "config.json", settings)
         first = next(facts for name, facts in files.items() if name.endswith(".safetensors"))
@@ -282,8 +289,14 @@ class HttpSampler:
         """Make a server load the weights."""
         for route, body in HAND_OVER[server.kind](str(self.weights), self.weights.name):
             response = await self._fetch(client, server.address + route, body, self.patience)
-            _require(server, response, f"does not take the weights in {self.weights}")
+            what = f"does not take the weights in {self.weights}"
+            # A server that has never loaded weights cannot: asking it again would only delay the message.
+            hint = "" if server.has_loaded else HINTS.get((server.kind, response.status), "")
+            _require(server, response, what, hint, is_final=response.status == 500 and not server.has_loaded)
+            if _is_refusal(response):
+                raise TryAgain(f"{route} has no success: requests are still running")
         server.needs_weights = False
+        server.has_loaded = True
 
     # ------------------------------------------------------------------ servers that are lost
 
@@ -451,9 +464,7 @@ class HttpSampler:
 
     def _read(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
         """The reply, and the weights that sampled it if the server names them. Raises Failed: when it is wrong."""
-        what = (
-            "a reply without token_ids or logprobs; it needs the field return_token_ids, as vLLM has it from 0.10.2 on"
-        )
+        what = "a reply without token_ids or logprobs; it needs the field return_token_ids, as vLLM 0.16 has it"
         return _understood(server.address, what, lambda: self._checked(server, response, prompt, max_tokens))
 
     def _checked(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
@@ -490,7 +501,7 @@ class HttpSampler:
 
 # The requests that make each kind of server load the weights of a folder: routes with their bodies, in order. SGLang
 # and our server have one route for it. vLLM's route is one for development (VLLM_SERVER_DEV_MODE=1); a second request
-# drops the cached prompts. The requests to vLLM were not tried with a real vLLM.
+# drops the keys and values of cached prompts, which are of the old weights. Tried with vLLM 0.32 on a CPU.
 HAND_OVER: dict[str, Callable[[str, str], list[tuple[str, dict[str, Any]]]]] = {
     "nanochat": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
     "sglang": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
@@ -498,6 +509,16 @@ HAND_OVER: dict[str, Callable[[str, str], list[tuple[str, dict[str, Any]]]]] = {
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}),
         ("/reset_prefix_cache", {}),
     ],
+}
+
+
+# What a server's first answer to them may mean, by its kind and its status.
+HINTS = {
+    ("vllm", 404): "vLLM has this route only with VLLM_SERVER_DEV_MODE=1",
+    ("vllm", 500): (
+        "vLLM loads a folder from version 0.16 on, vllm-ascend 0.23 with the extension in docs/rl.md, and both must be "
+        "able to read this folder"
+    ),
 }
 
 
@@ -515,20 +536,30 @@ def _is_logprob(value: float) -> bool:
     return math.isfinite(value) and value <= 1e-3
 
 
-def _require(server: Server, response: Response, what: str) -> None:
-    """Raises TryAgain: when the server is busy or restarts. Raises Failed: when it refuses."""
+def _require(server: Server, response: Response, what: str, hint: str = "", *, is_final: bool = False) -> None:
+    """Raises TryAgain: when the server is busy or restarts. Raises Failed: when it refuses, or this `is_final`."""
     status = response.status
     if 200 <= status < 300:
         return
-    if status in (408, 429) or status >= 500:
-        pause = 0.0
-        with contextlib.suppress(ValueError):
-            pause = max(0.0, float(response.retry_after))  # NaN is no pause
-        raise TryAgain(f"status {status}", min(pause, LONGEST_PAUSE))
     message = response.content.decode(errors="replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         message = str(json.loads(message)["error"]["message"])
-    raise Failed(f"--sampler {server.address} {what} (status {status}): {message[:300]}")
+    message = " ".join(message.split())  # vLLM's may have several lines
+    if (status in (408, 429) or status >= 500) and not is_final:
+        pause = 0.0
+        with contextlib.suppress(ValueError):
+            pause = max(0.0, float(response.retry_after))  # NaN is no pause
+        raise TryAgain(f"status {status} {message[:200]}".rstrip(), min(pause, LONGEST_PAUSE))
+    after = f"; {hint}" if hint else ""
+    raise Failed(f"--sampler {server.address} {what} (status {status}): {message[:300]}{after}")
+
+
+def _is_refusal(response: Response) -> bool:
+    """Whether vLLM says that it has not dropped its cached prompts, with status 200: a running request holds them."""
+    with contextlib.suppress(ValueError, RecursionError):
+        answer = json.loads(response.content)
+        return isinstance(answer, dict) and answer.get("success") is False
+    return False
 
 
 def _pause(attempt: int) -> float:

@@ -33,6 +33,12 @@ Rate = Annotated[float, Field(ge=0)]
 MAX_METADATA = 4096  # bytes of JSON: the server keeps it as long as the session or model
 
 
+def _without_stability(value: Any) -> Any:
+    if value:  # the first that a recipe with this loss asks for
+        raise ValueError("it is for loss_fn=stable_reinforce, which is not here: choose loss_fn=importance_sampling")
+    return value
+
+
 def _small(metadata: dict[str, Any] | None) -> dict[str, Any] | None:
     if metadata is not None and len(json.dumps(metadata)) > MAX_METADATA:
         raise ValueError(f"at most {MAX_METADATA:,} bytes of JSON")
@@ -191,7 +197,7 @@ class SampleBody(Strict):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     target_prompt_logprobs: Unsupported = None
     prompt_alt_tokens_k: Unsupported = 0
-    record_stability_info: Unsupported = None
+    record_stability_info: Annotated[Any, AfterValidator(_without_stability)] = None
     type: str = ""
 
     def job(self, tokenizer: Tokenizer, vocab_size: int, context: int) -> SampleJob:

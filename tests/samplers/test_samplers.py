@@ -216,7 +216,7 @@ class FakeServer:
 
 
 @contextmanager
-def served(fake: FakeServer, port: int = 0) -> Iterator[str]:
+def served(fake: Any, port: int = 0) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.do_POST()

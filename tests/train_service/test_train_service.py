@@ -725,6 +725,10 @@ def test_a_refused_request_does_not_hold_up_the_next(client):
         client.create_lora_training_client(base_model=NAME, optimizer=tinker.DimuonOptimizerConfig()).result()
     with pytest.raises(tinker.BadRequestError, match=NAME):
         client.create_lora_training_client(base_model="Qwen/Qwen3-8B").result()
+    # The RL recipes of tinker-cookbook 0.6.1 ask for this by default.
+    recording = client.create_sampling_client(base_model=NAME, record_stability_info=True)
+    with pytest.raises(tinker.BadRequestError, match="choose loss_fn=importance_sampling"):
+        recording.sample(tinker.ModelInput.from_ints(IDS[0]), 1, tinker.SamplingParams(max_tokens=2)).result()
     train(training, 1)
 
 

@@ -1,0 +1,469 @@
+"""RL with samples from vLLM: every weight arrives there, and a server that cannot take weights ends the run in time.
+
+fake_vllm.py answers as the real one does. `pytest -m soak tests/samplers/test_vllm.py -s` installs the real one.
+"""
+
+import contextlib
+import copy
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from fake_vllm import FakeVllm, transformers
+from runs import metrics, sha256
+from test_samplers import served
+from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from tiny import cpu_device
+from tiny_families import save_family
+
+from nanochat.rollout import RankSamples, Reply
+from nanochat.samplers import agreement
+from nanochat.samplers import http as http_sampler
+from nanochat.samplers.agreement import Checked, largest_gap, measure
+from nanochat.samplers.ahead import Ahead
+from nanochat.samplers.http import HttpSampler
+from nanochat.samples import Sample
+from nanochat.sampling import SamplingParams
+
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+
+CLOSE = 1e-5  # nats a token in fp32; stale weights are 0.1 away after one step
+VARY = "def vary(episodes):\n    return [float(len(set(episode.reply)) % 7) for episode in episodes]\n"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> Path:
+    """Random Qwen3 models, with a tied head and with a head of its own, and a reward that varies."""
+    folder = tmp_path_factory.mktemp("vllm")
+    for name, tied in (("tied", True), ("untied", False)):
+        torch.manual_seed(0)
+        config = transformers.Qwen3Config(
+            vocab_size=640, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, max_position_embeddings=128, tie_word_embeddings=tied,
+        )  # fmt: skip
+        transformers.Qwen3ForCausalLM(config).float().save_pretrained(save_family(folder / name, "qwen3"))
+    prompts = [{"prompt": f"What is {n} and {n * 7}?"} for n in range(32)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    (folder / "vary.py").write_text(VARY)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def seen(monkeypatch) -> Iterator[list[float]]:
+    """The gap of each sampling to the weights that were handed over last, whatever the trainer has learned since."""
+    gaps: list[float] = []
+    handed_over: list[Any] = []
+    hand_over, sample = HttpSampler.hand_over, HttpSampler.__call__
+    busy = threading.Lock()  # the weights of a step are copied while none samples
+
+    def copying(self: HttpSampler, model: Any) -> None:
+        with busy:
+            handed_over[:] = [copy.deepcopy(model)]
+        hand_over(self, model)
+
+    def comparing(self: HttpSampler, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], most: int):
+        replies: list[Reply] = sample(self, prompts, settings, most)
+        samples = []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            no = [0] * len(prompt)
+            samples.append(
+                Sample(0, 0, [*prompt, *reply.tokens], no + reply.mask, [0.0] * len(prompt) + reply.logprobs)
+            )
+        gap, _, count = measure(handed_over[0], samples, cpu_device(), settings[0].temperature)
+        gaps.append(gap / max(1, count))
+        return replies
+
+    monkeypatch.setattr(HttpSampler, "hand_over", copying)
+    monkeypatch.setattr(HttpSampler, "__call__", comparing)
+    monkeypatch.setattr(http_sampler, "RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(http_sampler, "LONGEST_PAUSE", 0.05)
+    yield gaps
+
+
+def train(folders: Path, name: str, address: str, tag: str, *more: str) -> None:
+    flags = (
+        *("--device=cpu", "--dtype=float32", f"--source={folders / name}", f"--tasks={folders / 'prompts.jsonl'}"),
+        *(f"--reward={folders / 'vary.py'}:vary", f"--sampler={address}", f"--model_tag={tag}", "--num_iterations=4"),
+        *("--examples_per_step=3", "--num_samples=3", "--max_tokens=12", "--eval_examples=4", "--eval_every=2"),
+        *("--device_batch_size=4", "--learning_rate=1e-2"),
+    )
+    call("chat_rl", *flags, *more)
+
+
+def failure(capsys, action: Callable[[], Any]) -> str:
+    """The last line of a command that ends with status 1."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leaving:
+        action()
+    assert leaving.value.code == 1
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+# ---------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("tied", ()),
+        ("untied", ("--temperature=0.7", "--updates_per_step=2")),
+        pytest.param("tied", ("--staleness=1",), marks=pytest.mark.slow),
+        pytest.param("tied", ("--lora_rank=4",), marks=pytest.mark.slow),
+    ],
+    ids=["tied", "untied", "staleness", "lora"],
+)
+def test_every_weight_reaches_vllm(folders, base, seen, name, more):  # noqa: F811
+    server = FakeVllm(folders / name)
+    before = server.packed_head.clone()
+    with served(server) as address:
+        train(folders, name, address, "run", *more)
+    assert len(seen) >= 8 and max(seen) < CLOSE, seen
+    if "--lora_rank=4" not in more:  # adapters leave the head as it is
+        assert (server.packed_head - before).abs().max() > 1e-2
+    gaps = [line["sampler_gap"] for line in metrics(base, "rl", "run")]
+    assert len(gaps) == 4 and (max(gaps) < CLOSE) == ("--staleness=1" not in more)
+
+
+@pytest.mark.slow
+def test_a_vllm_that_dies_and_comes_back_gets_the_weights_again(folders, base, seen, capsys):  # noqa: F811
+    """It restarts with the weights of its folder. The run has the bits of one without an accident."""
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    died: list[int] = []
+
+    def dying(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        count = sum(route == "/v1/completions" for route, _ in server.requests)
+        if count == 20 and not died:
+            died.append(count)
+            server.kill()
+        return answer(route, body)
+
+    with served(server) as address:
+        train(folders, "tied", address, "straight")
+        server.start()
+        server.requests.clear()
+        server.answer = dying
+        train(folders, "tied", address, "killed")
+    assert died and max(seen) < CLOSE
+    assert sha256(base, "rl", 4, "killed") == sha256(base, "rl", 4, "straight")
+    assert "is lost" in capsys.readouterr().err
+
+
+def test_prompts_that_are_still_cached_are_dropped_before_sampling(folders, base, seen):  # noqa: F811
+    """Of the evaluation before the first step, which the last one repeats. vLLM answers 200, and `success` false."""
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    resets: list[str] = []
+
+    def busy(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        resets.extend([route] if route == "/reset_prefix_cache" else [])
+        server.is_busy = len(resets) in (2, 3)
+        return answer(route, body)
+
+    server.answer = busy
+    with served(server) as address:
+        train(folders, "tied", address, "run", "--num_iterations=1")
+    assert len(resets) == 4 and max(seen) < CLOSE
+
+
+# ---------------------------------------------------------------------- servers that cannot
+
+
+def old(server: FakeVllm) -> None:
+    server.takes_path = False
+
+
+def closed(server: FakeVllm) -> None:
+    server.dev_mode = False
+
+
+def ascend(server: FakeVllm) -> None:
+    server.methods = ()
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (old, ("unexpected keyword argument 'weights_path'", "from version 0.16 on")),
+        (closed, ("status 404", "VLLM_SERVER_DEV_MODE=1")),
+        (ascend, ("no attribute 'reload_weights'", "vllm-ascend 0.23 with the extension in docs/rl.md")),
+    ],
+)
+def test_a_vllm_that_cannot_take_weights_is_one_line_at_once(folders, base, capsys, fault, words):  # noqa: F811
+    """Not after --sampler_patience, which is 300 s."""
+    server = FakeVllm(folders / "tied")
+    fault(server)
+    with served(server) as address:
+        line = failure(capsys, lambda: train(folders, "tied", address, "run"))
+    assert all(word in line for word in words), line
+    assert sum(route == "/collective_rpc" for route, _ in server.requests) == 1
+    assert not list(base.glob("checkpoints/rl/run/step_*"))
+
+
+def test_a_folder_that_ends_vllms_engine_is_one_line(folders, base, capsys, monkeypatch):  # noqa: F811
+    """It cannot read the folder: the engine dies, and the answer says why."""
+    write = HttpSampler._write
+
+    def elsewhere(self: HttpSampler, *arguments: Any) -> Path:
+        written = write(self, *arguments)
+        shutil.rmtree(written)
+        return written
+
+    monkeypatch.setattr(HttpSampler, "_write", elsewhere)
+    with served(FakeVllm(folders / "tied")) as address:
+        line = failure(capsys, lambda: train(folders, "tied", address, "run"))
+    assert "Cannot find any model weights" in line and "able to read this folder" in line
+
+
+def test_a_later_failure_of_a_vllm_that_has_loaded_weights_is_waited_for(folders, base, seen):  # noqa: F811
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    failed: list[str] = []
+
+    def failing(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        loads = sum(route == "/collective_rpc" for route, _ in server.requests)
+        if route == "/collective_rpc" and loads == 2 and not failed:
+            failed.append(route)
+            return 500, {"error": {"message": "EngineCore encountered an issue.\nSee the log."}}
+        return answer(route, body)
+
+    server.answer = failing
+    with served(server) as address:
+        train(folders, "tied", address, "run")
+    assert failed and max(seen) < CLOSE
+
+
+# ---------------------------------------------------------------------- a server that keeps its old weights
+
+
+def refusing(server: FakeVllm, first: int, last: int) -> None:
+    """From its hand-over `first` to `last` it answers 200 and keeps the weights that it has."""
+    answer = server.answer
+    loads: list[int] = []
+
+    def reply(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if route == "/collective_rpc":
+            loads.append(len(loads) + 1)
+            server.loads = not first <= loads[-1] <= last
+        return answer(route, body)
+
+    server.answer = reply
+
+
+FAST = ("--learning_rate=0.3", "--eval_every=100")  # one step moves the policy by nats
+
+
+def test_a_run_ends_without_having_learned_from_other_weights(folders, base, capsys, monkeypatch):  # noqa: F811
+    """Three samplings of a step disagree: the run ends with the weights of the last good step, and continues from
+    there with a server that loads weights. Its result is that of a run without trouble."""
+    with served(FakeVllm(folders / "tied")) as address:
+        train(folders, "tied", address, "straight", *FAST)
+    server = FakeVllm(folders / "tied")
+    refusing(server, 3, 10**6)
+    with served(server) as address:
+        line = failure(capsys, lambda: train(folders, "tied", address, "run", *FAST))
+    assert "nats a token from the trainer's" in line and "did not change in 3 attempts" in line
+    assert "step_000002" in line and "--resume" in line
+    assert [path.name for path in base.glob("checkpoints/rl/run/step_*")] == ["step_000002"]
+    logged = metrics(base, "rl", "run")
+    assert [line["step"] for line in logged] == [0, 1] and max(line["sampler_gap"] for line in logged) < CLOSE
+    assert sum(route == "/collective_rpc" for route, _ in server.requests) == 5
+    with served(FakeVllm(folders / "tied")) as address:
+        train(folders, "tied", address, "run", *FAST, "--resume")
+    assert sha256(base, "rl", 4, "run") == sha256(base, "rl", 4, "straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_server_that_disagrees_once_costs_no_step(folders, base, capsys, staleness):  # noqa: F811
+    """As one that restarts behind a proxy: the next hand-over reaches it."""
+    server = FakeVllm(folders / "tied")
+    answer = server.answer
+    loads: list[str] = []
+
+    def drifting(route: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if route == "/collective_rpc":
+            loads.append(route)
+            server.offset = -9.0 if len(loads) == 2 else 0.0
+        return answer(route, body)
+
+    server.answer = drifting
+    with served(server) as address:
+        train(folders, "tied", address, "run", "--eval_every=100", f"--staleness={staleness}")
+    lines = metrics(base, "rl", "run")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3] and max(line["sampler_gap"] for line in lines) < 1
+    assert capsys.readouterr().err.count("it gets the weights again, and samples step") == 1
+
+
+def test_how_far_probabilities_may_differ():
+    assert 0.09 < largest_gap(1.0) < 2.0 and largest_gap(1.0, staleness=1) > 0.4
+    assert 0.015 < largest_gap(0.1) < 0.09  # of a model that is nearly sure
+
+
+class Schedule:
+    """Samples whose log probabilities are `gaps` away from the trainer's, one after the other."""
+
+    def __init__(self, gaps: Sequence[float], share: RankSamples | None = None):
+        self.gaps = list(gaps)
+        self.share = share
+        self.forgotten = 0
+
+    def take(self, step: int) -> RankSamples:
+        return self.share or RankSamples(1, 2, [{"gap": self.gaps.pop(0)}])
+
+    def forget(self) -> None:
+        self.forgotten += 1
+
+
+@pytest.mark.parametrize(
+    ("gaps", "forgotten", "fails"),
+    [((0.0,), 0, False), ((9.0, 0.0), 1, False), ((9.0, float("nan"), 9.0), 2, True)],
+)
+def test_a_step_is_sampled_again_where_it_disagrees(monkeypatch, capsys, gaps, forgotten, fails):
+    def measured(model: Any, samples: list[Any], device: Any, temperature: float) -> tuple[float, float, int]:
+        return sum(sample.gap for sample in samples) * 10, 10.0, 10
+
+    monkeypatch.setattr(agreement, "Sample", lambda gap: type("", (), {"gap": gap}))
+    monkeypatch.setattr(agreement, "measure", measured)
+    model: Any = None
+    schedule = Schedule(gaps)
+    checked = Checked(schedule, model, cpu_device(), count=4, temperature=1.0, staleness=0)
+    assert bool(checked.take(5).failed) == fails
+    assert schedule.forgotten == forgotten == capsys.readouterr().err.count("samples step 5 again")
+    interrupted = Schedule((), RankSamples(1, 2, interrupted=True))
+    assert Checked(interrupted, model, cpu_device(), count=4, temperature=1.0, staleness=0).take(0).interrupted
+    assert interrupted.forgotten == 0
+
+
+def test_samples_drawn_ahead_are_forgotten_with_the_weights():
+    drawn: list[tuple[int, int]] = []
+    sampler: Any = type("", (), {"hand_over": lambda self, model: drawn.append((-1, model.step))})()
+    model: Any = type("", (), {"step": 0})()
+
+    def draw(step: int) -> RankSamples:
+        drawn.append((step, model.step))
+        return RankSamples(step, 1)
+
+    ahead = Ahead(sampler, model, draw, 2, last=5)
+    ahead.take(0)
+    ahead.begin(0)
+    ahead._wait()
+    model.step = 1
+    ahead.take(1)
+    ahead.forget()
+    drawn.clear()
+    assert ahead.take(1).questions == 1 and drawn == [(-1, 1), (1, 1)]
+
+
+# ---------------------------------------------------------------------- the real one
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory) -> Path:
+    """vLLM for a CPU, by the commands of docs/rl.md (3.4 GB); NANOCHAT_VLLM names an environment that is there."""
+    if "NANOCHAT_VLLM" in os.environ:
+        return Path(os.environ["NANOCHAT_VLLM"])
+    text = (Path(__file__).parents[2] / "docs" / "rl.md").read_text(encoding="utf-8")
+    commands = re.search(r"```bash\n(python -m venv vllm-cpu\n.+?)```", text, re.DOTALL)
+    assert commands is not None
+    folder = tmp_path_factory.mktemp("environment")
+    subprocess.run(["bash", "-ec", commands[1]], cwd=folder, check=True)
+    return folder / "vllm-cpu"
+
+
+class RealVllm:
+    """A process of `vllm serve`, of low priority and with one thread."""
+
+    def __init__(self, environment: Path, folder: Path, log: Path):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.command = [
+            *(
+                "nice",
+                str(environment / "bin" / "vllm"),
+                "serve",
+                str(folder),
+                "--host=127.0.0.1",
+                f"--port={self.port}",
+            ),
+            *("--max-model-len=128", "--dtype=float32", "--enforce-eager", "--logprobs-mode=processed_logprobs"),
+        ]
+        self.log = log
+
+    def start(self) -> None:
+        settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        settings |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command, env={**kept, **settings}, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def wait(self) -> str:
+        """Its address, when it answers."""
+        address = f"http://127.0.0.1:{self.port}"
+        deadline = time.monotonic() + 1200
+        while time.monotonic() < deadline:
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{address}/v1/models").status_code == 200:
+                    return address
+            time.sleep(0.5)
+        raise AssertionError(self.log.read_text()[-3000:])
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["tied", "untied"])
+def test_every_weight_reaches_a_real_vllm(environment, folders, base, seen, tmp_path, name, monkeypatch):  # noqa: F811
+    server = RealVllm(environment, folders / name, tmp_path / "vllm.log")
+    server.start()
+    try:
+        address = server.wait()
+        for tag, *more in (
+            ("plain",),
+            ("warm", "--temperature=0.7", "--updates_per_step=2"),
+            ("ahead", "--staleness=1"),
+            ("lora", "--lora_rank=4"),
+        ):
+            seen.clear()
+            train(folders, name, address, tag, *more)
+            print(f"{name}, {tag}: {max(seen):.1e} nats a token at most in {len(seen)} samplings")
+            assert len(seen) >= 8 and max(seen) < CLOSE, seen
+            assert len(metrics(base, "rl", tag)) == 4
+
+        # A kill in the middle of a step's replies: the run waits for the restarted server, which has its old weights.
+        read = HttpSampler._read
+        replies: list[int] = []
+
+        def killing(self: HttpSampler, *arguments: Any) -> Any:
+            replies.append(len(replies))
+            if len(replies) == 20:
+                server.kill()
+                server.start()
+            return read(self, *arguments)
+
+        monkeypatch.setattr(HttpSampler, "_read", killing)
+        seen.clear()
+        train(folders, name, address, "killed")
+        print(f"{name}, killed: {max(seen):.1e} nats a token at most in {len(seen)} samplings")
+        assert len(metrics(base, "rl", "killed")) == 4 and max(seen) < CLOSE, seen
+    finally:
+        server.kill()
