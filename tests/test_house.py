@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9507,
-    "mid_train": 10603,
-    "chat_sft": 10228,
-    "chat_dpo": 10325,
+    "base_train": 9519,
+    "mid_train": 10625,
+    "chat_sft": 10241,
+    "chat_dpo": 10338,
     "chat_rl": 12071,
     "chat_cli": 7446,
 }
