@@ -295,6 +295,14 @@ def in_a_word(stage: Stage, key: str, how: str, share: float = SMOOTH) -> str:
     return short({"last": values[-1], "peak": max(values), "median": median(values)}[how])
 
 
+def word_of(plot: "Plot", stage: Stage) -> str:
+    """What the title of a plot says of a stage. Its ends are those of the held-out dots, if there are any: the first
+    line of training is one batch of questions, easy or hard."""
+    if plot.dots and plot.word == "ends" and len(stage.curve(plot.dots)) > 1:
+        return in_a_word(stage, plot.dots, "ends", 0)
+    return in_a_word(stage, plot.metric, plot.word, plot.smooth)
+
+
 def smooth(points: Points, share: float = SMOOTH) -> Points:
     """Means over a share of the curve to either side."""
     reach = int(len(points) * share)
@@ -421,7 +429,7 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
         if plot.dots and stage.curve(plot.dots):
             style |= {"color": COLOURS["text"], "marker": "o", "linewidth": 0}
             axes.plot(*zip(*stage.curve(plot.dots), strict=True), **style, gid=f"{plot.dots}-{stage.name}")
-        axes.set_title(in_a_word(stage, plot.metric, plot.word, plot.smooth))
+        axes.set_title(word_of(plot, stage))
         axes.set_xlabel(stage.name, color=COLOURS[stage.name])
         room = max(1, round(width * share / sum(shares) / 0.6))  # a tick each 0.6 inches
         axes.xaxis.set_major_locator(MaxNLocator(room, steps=[1, 2, 5, 10], integer=True))
@@ -438,7 +446,7 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    words = [f"{stage.name} {in_a_word(stage, plot.metric, plot.word, plot.smooth)}" for stage in stages]
+    words = [f"{stage.name} {word_of(plot, stage)}" for stage in stages]
     return _svg(figure, plot.metric + "-".join(stage.name for stage in stages), f"{plot.title}: {', '.join(words)}")
 
 

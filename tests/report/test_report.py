@@ -495,6 +495,12 @@ def test_a_reward_model_and_the_metrics_of_rl_are_drawn(base):
     assert "Reward: short" in html and "--rm: light-dark(" in html
 
 
+def test_the_reward_above_its_plot_is_that_of_held_out_questions(base):
+    rewards = {"reward": lambda step: 0.9 - step / 10, "eval_reward": lambda step: 0.25 + step / 8}
+    write(base, "rl", "metrics.jsonl", metrics(5, 5.0, **rewards))
+    assert "Reward: rl 0.25 → 0.75" in report_page.to_html(report.collect(TAG))
+
+
 def test_the_dots_are_at_the_accuracies(whole):
     """Each stage's dots: x from 0 to 280 for an accuracy of 0 to 1, and a row for each task, 30 below the other."""
     for stage, accuracies in {"mid": [0.2, 0.1], "sft": [0.5, 0.25], "rl": [0.9, 0.45]}.items():
