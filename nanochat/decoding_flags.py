@@ -19,10 +19,9 @@ MOVED = {"--speculate": "guessing tokens is gone, it made the demo 2 to 6% faste
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """The settings of `SamplingParams` as flags."""
+    """The settings of `SamplingParams`, repeated because tyro reads a flag's help from the comment at its field. A test
+    compares the two."""
 
-    # tyro reads a flag's help from the comment at its field, so that the fields of SamplingParams are repeated here.
-    # A test compares the two.
     # below 1 likely tokens become likelier; 0: greedy
     temperature: Setting[Annotated[float, Range(0, 100)]] = None
     # keep the k likeliest tokens; 0: all

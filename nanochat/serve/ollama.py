@@ -39,7 +39,7 @@ class Options(SamplingFields):
     model_config = ConfigDict(extra="ignore")
 
     repeat_penalty: float | None = sampling_field("repetition_penalty")[1]
-    num_predict: int | None = Field(default=None, le=2**31)  # tokens of the reply; 0 or negative: as many as fit
+    num_predict: int | None = None  # tokens of the reply; 0 or negative: as many as fit
     stop: StopText | StopTexts | None = None
 
 

@@ -109,7 +109,7 @@ class ResponsesBody(SamplingFields):
     input: str | Annotated[Items[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     model: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_output_tokens: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: EventOptions | None = None
     text: TextOptions | None = None

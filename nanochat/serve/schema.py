@@ -239,7 +239,7 @@ class RequestBody(SamplingFields):
 
     model: str | None = None  # None: the loaded model
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_tokens: int | None = Field(None, ge=1)
     stop: StopText | StopTexts | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -309,7 +309,7 @@ class ChatBody(RequestBody):
     """POST /v1/chat/completions."""
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1, le=2**31)
+    max_completion_tokens: int | None = Field(None, ge=1)
     truncation: Literal["auto", "disabled"] | None = None  # auto: drop the oldest turns of a conversation too long
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -533,7 +533,7 @@ class CompletionBody(RequestBody):
     """POST /v1/completions."""
 
     prompt: str | Prompts[str] | TokenIds | Prompts[Items[int]]
-    max_tokens: int | None = Field(None, ge=0, le=2**31)  # 0: with `echo` and `logprobs`, the prompt is measured
+    max_tokens: int | None = Field(None, ge=0)  # 0: with `echo` and `logprobs`, the prompt is measured
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None  # the prompt comes before the reply, with its logprobs
     # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read unchanged, and RL's own engine gives the

@@ -7,6 +7,7 @@ from test_chat_cli import BASE, SUM, SUM_ANSWERED, add_checkpoint, table_model
 from tiny import complaint, make_engine
 
 from nanochat.chat import Chat
+from nanochat.cli import UserError
 from nanochat.conversation import parse_reply, render_prompt
 from nanochat.engine import Engine
 
@@ -34,6 +35,14 @@ def test_the_next_prompt_reads_the_conversation(monkeypatch: pytest.MonkeyPatch)
     assert prompts[0] == render_prompt(tokenizer, turns)
     turns += [{"role": "assistant", "content": first}, {"role": "user", "content": "b"}]
     assert prompts[1] == render_prompt(tokenizer, turns) and chat.messages[:4] == turns
+
+
+def test_a_message_is_a_text() -> None:
+    chat = Chat(make_engine(), max_tokens=8)
+    for wrong in (None, 5, b"hello", ["hello"]):
+        with pytest.raises(UserError, match=r"say\(\) takes a text, not (NoneType|int|bytes|list)"):
+            chat.say(wrong)  # pyright: ignore[reportArgumentType]
+    assert chat.messages == []
 
 
 def replies(engine: Engine, count: int, **settings: float) -> list[str]:

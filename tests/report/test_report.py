@@ -422,10 +422,10 @@ def test_markdown_has_whole_tables_samples_and_commands(whole):
     assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
     assert "> Once upon a time." in text
     assert "| task | question | mid | sft | dpo | rl |\n" in text
-    call = "[python] 6 \\* 7 [python\\_output] 42"
+    call = "[6 \\* 7 -> 42]"
     replies = [f"✗ wrong: {call} {answer}" for answer in ("7", "forty-one", "no")]
     assert f"| arithmetic | What is 6 \\* 7? | {' | '.join(replies)} | ✓ right: {call} forty-two |\n" in text
-    assert "> **user** Hello, rl!\n>\n> **assistant** [python] 47+38 [python\\_output] 85 It is 85.\n" in text
+    assert "> **user** Hello, rl!\n>\n> **assistant** [47+38 -> 85] It is 85.\n" in text
     assert "- Device: 8 × Abacus 9000 (beads, bfloat16)\n" in text and "- Parameters: 5,049,216\n" in text
     assert "- Date: 2026-01-02 03:04:05 UTC\n" in text and "- Commit: 0123abc\n" in text
     assert "\n    python -m scripts.base_train --seed 7  # 3m20s\n" in text
