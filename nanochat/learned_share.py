@@ -1,17 +1,21 @@
 """How much of the replies in a data set SFT learns, for its log and for the preview."""
 
+import re
 from collections.abc import Sequence
 
 from nanochat.conversation import Rendered
 from nanochat.log import counted, print0, warn
+from nanochat.tokenizer import Tokenizer
 
+EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 LEARNED_SHARE = 0.9  # the least share of replies and of their tokens that is learned without a warning
 
 
-def report_learned(rendered: Sequence[Rendered]) -> None:
+def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
     """Print which share of the replies in some conversations is learned, and of their tokens; warn under 90%.
 
-    The rest is cut off at the context, or a chat template writes it as the model would not.
+    The rest is cut off at the context, or a chat template writes it as the model would not. Another line says how many
+    replies have only the empty thought that a template such as Qwen3's writes where data have none.
     """
     replies = sum(one.replies for one in rendered)
     tokens = sum(one.reply_tokens for one in rendered)
@@ -21,6 +25,14 @@ def report_learned(rendered: Sequence[Rendered]) -> None:
     token_share = sum(one.target_count for one in rendered) / tokens
     conversations = counted(len(rendered), "conversation")
     line = f"learned: {reply_share:.1%} of the replies and {token_share:.1%} of their tokens, in {conversations}"
+    learned = (
+        tokenizer.decode([token for token, is_target in zip(one.ids, one.mask, strict=True) if is_target])
+        for one in rendered
+    )
+    if empty := sum(len(EMPTY_THOUGHT.findall(text)) for text in learned):
+        print0(
+            f"{empty:,} of {replies:,} replies have no thought: the chat template writes an empty one, which is learned"
+        )
     if min(reply_share, token_share) >= LEARNED_SHARE:
         print0(line)
         return

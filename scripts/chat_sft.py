@@ -102,7 +102,7 @@ def main(config: Config) -> None:
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     opening, opened = draw(train, horizon.draws(0))
-    report_learned(opened)
+    report_learned(opened, start.tokenizer)
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.world_size)).inputs.shape
     compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)

@@ -110,7 +110,7 @@ def main(config: Config) -> None:
             )
     if is_sft:
         rendered = [text for texts in examples.values() for [text] in texts]
-        report_learned(rendered)
+        report_learned(rendered, tokenizer)
         learned = [text for text in rendered if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)
         targets = int((packed.targets != IGNORE).sum())

@@ -23,7 +23,7 @@ SPARE_LINES = 200
 CLOSURES = {
     "base_train": 9519,
     "mid_train": 10625,
-    "chat_sft": 10241,
+    "chat_sft": 10253,
     "chat_dpo": 10338,
     "chat_rl": 12071,
     "chat_cli": 7446,

@@ -592,7 +592,7 @@ def test_micro_batches_add_up_to_the_batch(base, tokenizer):
 def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch, capsys):
     requested = set()
 
-    def open_task(spec, split, hub):
+    def open_task(spec, split, hub, columns=""):
         requested.add((spec.name, split, hub))
 
     monkeypatch.setattr("nanochat.task_flag.open_task", open_task)

@@ -73,7 +73,9 @@ def plain(message: Any) -> Any:
     if not isinstance(message, dict):
         return message
     if message.keys() == PLAIN and message["role"] in ("user", "assistant", "system"):  # most are, and data are large
-        return message
+        content = message["content"]
+        if not (message["role"] == "assistant" and isinstance(content, str) and "think>" in content):
+            return message
     message = _with_plain_keys(message)
     if message.get("function_call"):
         raise ValueError("a message calls a function by function_call: only tool_calls are read")
@@ -212,6 +214,8 @@ def _train(message: dict[str, Any]) -> bool | None:
 def _with_thought(message: dict[str, Any], content: Any) -> Any:
     """The content of a reply with its thought before it, if that is a field of its own."""
     thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
+    if isinstance(content, str) and ("<think>" in content or "</think>" in content):
+        content = _in_marks(content)
     if thought is None or not isinstance(content, str | list):
         return content
     if not isinstance(thought, str):
@@ -221,8 +225,31 @@ def _with_thought(message: dict[str, Any], content: Any) -> Any:
     lead = f"<think>\n{thought.strip()}\n</think>\n\n"
     if isinstance(content, list):
         return [{"type": "text", "text": lead}, *content]
-    is_there = "</think>" in content  # some data sets have it in both places
-    return content if is_there else lead + content.lstrip("\n")
+    found = THOUGHT.match(content)  # some data sets have it in both places
+    if found is None:
+        return lead + content.lstrip("\n")
+    if found[1].strip() not in ("", thought.strip()):
+        raise ValueError("a reply has two thoughts, one in a field of its own and another in its text")
+    return lead + content[found.end() :]
+
+
+def _in_marks(content: str) -> str:
+    """A reply whose text has a thought, with both of its marks. Models whose prompt ends with <think> write only the
+    second, and so do their data.
+
+    Raises ValueError: where the thought does not begin the reply, or does not end: a template would drop the text
+    before it, or the model would learn a thought without an end.
+    """
+    before, mark, rest = content.partition("<think>")
+    if not mark or "</think>" in before:
+        before, _, rest = content.partition("</think>")
+        content = f"<think>\n{before.strip()}\n</think>\n\n{rest.strip()}"
+        before = ""
+    elif "</think>" not in rest:
+        raise ValueError("a thought (<think>) of a reply does not end")
+    if before.strip() or "<think>" in rest.partition("</think>")[2]:
+        raise ValueError("a thought (<think>) stands within a reply, and not at its beginning")
+    return content
 
 
 def _split(message: Message) -> tuple[str, Any]:

@@ -16,10 +16,12 @@ from tiny_families import THINKING, save_family
 
 from nanochat import paths
 from nanochat.conversation import Rendered, render
+from nanochat.learned_share import report_learned
 from nanochat.mixture import open_mixture
 from nanochat.task import Pair
 from nanochat.tasks.columns import parse_columns
 from nanochat.tasks.conversations import Conversations, Prompts
+from nanochat.tasks.messages import plain
 from nanochat.tasks.preferences import Labelled, Preferences
 from nanochat.tokenizer import Tokenizer
 
@@ -297,6 +299,36 @@ def test_without_a_field_the_thought_is_before_the_reply(tmp_path, family_tokeni
     assert learned_by(own, chats(path)[0]).startswith(THOUGHT)
 
 
+def test_a_thought_without_its_first_mark_is_one(tmp_path):
+    """Where the prompt ends with <think>, as DeepSeek-R1's and QwQ's do, the model writes only the second mark."""
+    path = lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("Two and three.\n</think>\n\n5")]}] * 2)
+    assert chats(path)[0][1]["content"] == THOUGHT
+    assert chats(path, thoughts="drop")[0][1]["content"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (reply("Sure. <think>Two and three.</think>5"), "stands within a reply"),
+        (reply("<think>One.</think>4<think>Two.</think>5"), "stands within a reply"),
+        (reply("<think>\nTwo and three, which makes"), "does not end"),
+        (reply("<think>One.</think>5", reasoning_content="Two and three."), "two thoughts"),
+    ],
+)
+def test_a_thought_that_would_be_lost_or_never_ends_is_a_bad_record(message, reason):
+    with pytest.raises(ValueError, match=reason):
+        plain(message)
+    assert plain(reply("<think>One.</think>5", reasoning_content="One."))["content"] == "<think>\nOne.\n</think>\n\n5"
+
+
+def test_replies_with_an_empty_thought_are_counted(tmp_path, capsys):
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=THINKING))
+    path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}, {"messages": SUM}, {"messages": SUM}])
+    report_learned([render(tokenizer, chat) for chat in chats(path)], tokenizer)
+    expected = "1 of 2 replies have no thought: the chat template writes an empty one, which is learned"
+    assert expected in capsys.readouterr().out
+
+
 def test_a_thought_before_a_call_is_kept(tmp_path):
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=FIELD))
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
@@ -442,10 +474,13 @@ def models(base) -> None:  # noqa: F811
 REWARD = "def short(episodes):\n    return [1 / (1 + len(episode.reply)) for episode in episodes]\n"
 COMMANDS = {
     "preview": ["--examples=1", "--count=2"],
-    "chat_sft": ["--dry_run"],
-    "chat_dpo": ["--dry_run"],
-    "chat_rl": ["--dry_run", "--max_tokens=4", "--reward=REWARD"],
-    "mid_train": ["--dry_run", "--num_iterations=1", "--device_batch_size=1"],
+    "chat_sft": ["--num_iterations=1", "--device_batch_size=1", "--target_examples_per_step=1"],
+    "chat_dpo": ["--num_iterations=1", "--device_batch_size=2", "--target_examples_per_step=1"],
+    "chat_rl": [
+        *("--num_iterations=1", "--device_batch_size=2", "--examples_per_step=1", "--num_samples=2"),
+        *("--max_tokens=4", "--reward=REWARD"),
+    ],
+    "mid_train": ["--num_iterations=1", "--device_batch_size=1", "--gradient_accumulation_steps=1", "--eval_tokens=64"],
     "fetch": [],
 }
 
@@ -461,8 +496,7 @@ def test_commands_read_own_columns(models, tmp_path, capsys, script):
     flags = [flag.replace("REWARD", f"{tmp_path / 'reward.py'}:short") for flag in COMMANDS[script]]
     call(script, f"--tasks={path}", f"--columns={columns}", *flags)
     assert f"{path} reads question from q" in capsys.readouterr().out
-    without = [flag for flag in flags if flag != "--dry_run"]
-    code, err = mistake(capsys, script, f"--tasks={path}", *without)
+    code, err = mistake(capsys, script, f"--tasks={path}", *flags)
     assert code == 1 and "unknown form (with q, " in err
 
 
