@@ -29,7 +29,7 @@ SENDERS = {
 }  # fmt: skip
 CALLERS = ("function_call", "tool_call")  # roles of messages that are a call, as text
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
-MARKS = ("train", "loss", "weight", "loss_scale")  # what says whether a message is learned; the first one decides
+MARKS = ("train", "loss", "weight", "loss_scale")  # what says whether a message is learned
 PLAIN = {"role", "content"}
 USUAL = {*PLAIN, "from", "value"}
 READ = {*USUAL, "tool_calls", "tool_call_id", *THOUGHTS, *MARKS}
@@ -198,17 +198,17 @@ def _known_role(role: str) -> str:
 
 
 def _train(message: dict[str, Any]) -> bool | None:
-    """Whether a message is learned, as its marks say; None where they say nothing.
+    """Whether a message is learned, as its marks say; None where they say nothing, or that it is.
 
-    Raises ValueError: for another value, because the wrong reply would be learned.
+    Raises ValueError: for another value, and for marks that contradict each other: the wrong reply would be learned.
     """
-    mark = next((key for key in MARKS if message.get(key) is not None), None)
-    if mark is None or mark == "train":
-        return message.get("train")
-    value = message[mark]
-    if value not in (0, 1):  # false and true are equal to them
-        raise ValueError(f'a message has "{mark}": {json.dumps(value)}: only true, false, 1 and 0 are known')
-    return None if value else False
+    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
+    for mark, value in marks.items():
+        if value not in (0, 1):  # false and true are equal to them
+            raise ValueError(f'a message has "{mark}": {json.dumps(value)}: only true, false, 1 and 0 are known')
+    if len({bool(value) for value in marks.values()}) > 1:
+        raise ValueError(f"the marks {' and '.join(marks)} of a message contradict each other")
+    return False if marks and not any(marks.values()) else None
 
 
 def _with_thought(message: dict[str, Any], content: Any) -> Any:

@@ -321,6 +321,12 @@ def test_a_thought_that_would_be_lost_or_never_ends_is_a_bad_record(message, rea
     assert plain(reply("<think>One.</think>5", reasoning_content="One."))["content"] == "<think>\nOne.\n</think>\n\n5"
 
 
+def test_marks_agree_and_each_is_true_or_false():
+    assert plain(reply("5", train=0))["train"] is False and "train" not in plain(reply("5", train=1, loss=True))
+    with pytest.raises(ValueError, match="the marks loss and weight of a message contradict each other"):
+        plain(reply("5", loss=True, weight=0))
+
+
 def test_replies_with_an_empty_thought_are_counted(tmp_path, capsys):
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=THINKING))
     path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}, {"messages": SUM}, {"messages": SUM}])
