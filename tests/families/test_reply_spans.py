@@ -154,7 +154,7 @@ def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, name, capsy
     thought = "<think>\n\n</think>\n\n" if name == "empty thought" else ""
     assert tokenizer.decode(learned) == f"{thought}then<|im_end|>"
     assert (rendered.replies, rendered.unlearned) == (2, 1)
-    report_learned([rendered])
+    report_learned([rendered], tokenizer)
     err = capsys.readouterr().err
     share = rendered.target_count / rendered.reply_tokens
     assert share < 0.9
@@ -165,13 +165,15 @@ def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, name, capsy
 
 
 def test_the_share_that_is_learned_is_printed(capsys):
-    report_learned([Rendered([1] * 20, [0] * 10 + [1] * 10, replies=1, reply_tokens=10)] * 3)
+    report_learned([Rendered([1] * 20, [0] * 10 + [1] * 10, replies=1, reply_tokens=10)] * 3, tiny.tiny_tokenizer())
     out = capsys.readouterr()
     assert out.out == "learned: 100.0% of the replies and 100.0% of their tokens, in 3 conversations\n" and not out.err
-    report_learned([Rendered([1] * 20, [0] * 15 + [1] * 5, cut=True, replies=1, reply_tokens=10)])
+    report_learned(
+        [Rendered([1] * 20, [0] * 15 + [1] * 5, cut=True, replies=1, reply_tokens=10)], tiny.tiny_tokenizer()
+    )
     err = capsys.readouterr().err
     assert "100.0% of the replies and 50.0% of their tokens" in err and "--max_seq_len" in err and "template" not in err
-    report_learned([Rendered([1], [0])])
+    report_learned([Rendered([1], [0])], tiny.tiny_tokenizer())
     assert capsys.readouterr() == ("", "")
 
 
