@@ -8,10 +8,10 @@ held-out part of any other dataset. Any order of records is cheap to read.
 import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from nanochat.cli import UserError
 from nanochat.data import hub as hubs
@@ -59,12 +59,14 @@ def open_split(
 
 
 def open_part(
-    source: str, part: Literal["train", "test"], hub: str, columns: Columns = None, val_share: float | None = None
-) -> Records:
+    source: str, part: Literal["train", "test"], hub: str, columns: Columns = None, val_share: float | None = None,
+    parse: Callable[[Any], Any] = lambda record: record,
+) -> Records:  # fmt: skip
     """The records to learn from, or those that are held out, of a local file or folder or of a hub's ORG/NAME[/CONFIG].
 
     `@SPLIT` after it names a split. The files that splits.py finds are held out, or else the last rows, a tenth or
-    `val_share` of them. Raises UserError: with the next step.
+    `val_share` of them. `parse` raises ValueError for a record that cannot be used: such records are not all that is
+    held out. Raises UserError: with the next step.
     """
     name, at, requested = source.rpartition("@")
     if not at or Path(source).expanduser().exists():
@@ -90,18 +92,18 @@ def open_part(
     count = len(records)
     # Exact: a float of 0.1 times 30 rows is above 3. Of two rows or more the training part has one.
     share = Fraction("0.1" if val_share is None else str(val_share))
-    # A file that was cut off ends with a damaged row, which alone must not be the held-out part.
-    readable = count
-    while readable > 1 and not _is_readable(records, readable - 1):
-        readable -= 1
-    cut = readable - min(math.ceil(share * readable), readable - 1)
+    cut = count
+    if share:
+        # Bad rows at the end, such as the last line of a file that was cut off, must not be all that is held out.
+        usable = next((end for end in range(count, 0, -1) if _is_usable(records, end - 1, parse)), count)
+        cut = usable - min(math.ceil(share * usable), usable - 1)
     part_rows = range(cut) if part == "train" else range(cut, count)
     return Records(records.files, first=part_rows.start, end=part_rows.stop)
 
 
-def _is_readable(records: Records, index: int) -> bool:
+def _is_usable(records: Records, index: int, parse: Callable[[Any], Any]) -> bool:
     try:
-        records[index]
+        records.parse(index, parse)
     except UserError:
         return False
     return True

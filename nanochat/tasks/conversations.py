@@ -92,7 +92,7 @@ class Conversations(RecordTask):
         self.columns = parse_columns(columns)
         self.thoughts = thoughts
         self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
-        self.records = open_part(path, split, hub, self.columns_to_read, val_share)
+        self.records = open_part(path, split, hub, self.columns_to_read, val_share, self.read_with_fields)
         self.seen = Seen()
         # The numbers of the records that are used.
         self.numbers = self._checked(f"{path} ({split})", bad_records)

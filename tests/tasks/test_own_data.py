@@ -436,6 +436,21 @@ def test_a_line_that_is_cut_off_is_left_out_and_counted(tmp_path, capsys, count)
     assert f"{path} line 2 is not JSON" in complaint(lambda: chats(path, bad_records="fail"))
 
 
+def test_a_share_of_zero_trains_on_all_rows_before_a_line_that_is_cut_off(tmp_path, capsys):
+    rows: list[Any] = [{"messages": SUM}] * 11
+    path = lines(tmp_path / "end.jsonl", [*rows, '{"messages": [{"role": "user", "cont'])
+    sizes = [sum(map(len, open_mixture(path, split, val_share=0.0).tasks)) for split in ("train", "test")]
+    assert sizes == [11, 0]
+    assert f"(train): 1 of 12 records left out: first {path} line 12 is not JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("last", [{"messages": SUM[1:]}, {"messages": [user("2+3?"), reply("5", weight="x")]}])
+def test_a_last_row_that_is_no_conversation_is_not_all_that_is_held_out(tmp_path, capsys, last):
+    path = lines(tmp_path / "end.jsonl", [*[{"messages": SUM}] * 4, last])
+    assert [len(Conversations(split, path)) for split in ("train", "test")] == [3, 1]
+    assert f"(test): 1 of 2 records left out: first {path} line 5: " in capsys.readouterr().err
+
+
 CSVS = {
     "pandas": b",instruction,output\n0,2+3?,5\n1,2+3?,5\n",
     "Excel, UTF-16 and tabs": "instruction\toutput\r\n2+3?\t5\r\n2+3?\t5\r\n".encode("utf-16"),
