@@ -15,14 +15,15 @@ what else a message may say: which replies are not learned, thoughts, calls of f
 "system_prompt" goes before all, and "history", a list of [question, answer], before the question. Functions that the
 assistant may call are a list "tools"; only a model with a chat template learns from calls.
 
-data/records.py reads the rows. All are checked when they are opened. A row that is damaged, or in a known form and
-still not a conversation, is skipped and counted, or is an error with `bad_records="fail"`. A row in an unknown form is
-always an error. A last question without an answer is dropped: it teaches nothing. What is read and what is not, of
+data/records.py reads the rows. All are checked when they are opened. A row that is damaged, not a conversation or in an
+unknown form is skipped and counted, or is an error with `bad_records="fail"`. A file without any row in a known form
+is always an error. A last question without an answer is dropped: it teaches nothing. What is read and what is not, of
 columns and of messages, is printed once, when the training part is opened.
 
 If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -51,6 +52,7 @@ from nanochat.tasks.columns import (
 )
 from nanochat.tasks.messages import parsed, plain, plain_messages, thoughts_in, unread_keys, without_thoughts
 from nanochat.tasks.recorded import RecordTask
+from nanochat.text_files import DataFile
 
 KNOWN = (
     '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}, '
@@ -156,37 +158,58 @@ class Conversations(RecordTask):
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
 
-        Raises UserError: for a record in an unknown form; with `bad_records="fail"` for any record that is not a
-        conversation; when no conversation is left; and when no record has a column of --columns.
+        Raises UserError: for a file without a record in a known form; with `bad_records="fail"` for any record that is
+        not a conversation; when no conversation is left; and when no record has a column of --columns.
         """
         count = len(self.records)
         used = np.ones(count, dtype=bool)
-        first: ValueError | None = None  # the problem of the first record that is left out
+        causes: Counter[str] = Counter()  # why records are left out: how often ...
+        firsts: dict[str, ValueError] = {}  # ... and the problem of the first such record
+        known: set[DataFile] = set()  # files that have a record in a known form
+        unknown: dict[DataFile, ValueError] = {}  # the problem of a file's first record in an unknown form
         questions = 0  # at the end of a conversation
         for index in track(range(count), f"checking {self.name}"):
+            file, _ = self.records.place(index)
             try:
                 record = self.records[index]
             except UserError as error:  # a line that is cut off; it says its place
                 used[index] = False
-                first = first or error
+                causes["damaged"] += 1
+                firsts.setdefault("damaged", error)
                 continue
             fields = self.tidy(record)
             try:
                 self.seen.columns(record, fields, self)
                 refuse_media(fields)
                 questions += self.check(fields)
-            except UnknownForm as error:  # as a rule the form of all
-                problem = f"unknown form ({contents(record)}){error}{self._absent(record)}"
-                raise self.records.error(index, f"cannot be used: {problem}") from error
+                known.add(file)
             except ValueError as error:
                 used[index] = False
-                first = first or self.records.error(index, f"cannot be used: {error}")
-        if first is not None:
+                problem = f"cannot be used: {error}"
+                cause = re.sub(r"\d+", "", problem)[:80]  # without the numbers of messages
+                if isinstance(error, UnknownForm):
+                    cause = "unknown form"
+                    problem = f"cannot be used: {cause} ({contents(record)}){error}{self._absent(record)}"
+                    if file not in unknown:
+                        unknown[file] = self.records.error(index, problem)
+                else:
+                    known.add(file)
+                causes[cause] += 1
+                if cause not in firsts:  # to say the place of each would read the file each time
+                    firsts[cause] = self.records.error(index, problem)
+        for file, error in unknown.items():
+            if file not in known:  # as a rule all of its records have this form
+                raise error
+        if causes:
             left_out = count - int(used.sum())
+            first, *others = (f"{error}" for error in firsts.values())
             if bad_records == "fail":
                 more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
-                raise UserError(f"{first}{more}") from first
-            problem = f"{left_out:,} of {count:,} records left out: first {first}".replace(" cannot be used:", ":", 1)
+                raise UserError(f"{first}{more}")
+            if others:
+                named = [f"{error} ({causes[cause]:,} such)" for cause, error in [*firsts.items()][:3]]
+                first = "; ".join(named + ["and other causes"] * (len(others) > 2))
+            problem = f"{left_out:,} of {count:,} records left out: first {first}".replace(" cannot be used:", ":")
             if not used.any():
                 raise UserError(f"--tasks {source}: {problem}")
             warn(f"--tasks {source}: {problem} (--bad_records fail makes this an error)")

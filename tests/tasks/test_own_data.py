@@ -451,6 +451,47 @@ def test_a_last_row_that_is_no_conversation_is_not_all_that_is_held_out(tmp_path
     assert f"(test): 1 of 2 records left out: first {path} line 5: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("place", [0, 5])
+@pytest.mark.parametrize("row", [{"ask": "2+3?"}, {"id": 0}, {}, "null", "7"])
+@pytest.mark.parametrize("kind", [Conversations, Prompts, Preferences, Labelled])
+def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind, row, place):
+    columns = "question=ask,answer=reply" if kind in (Conversations, Prompts) else "question=ask,chosen=a,rejected=b"
+    rows: list[Any] = [{"ask": "2+3?", "reply": "5", "a": "5", "b": "6"}] * 11
+    rows.insert(place, {"reply": "5"} if kind is Prompts and row == {"ask": "2+3?"} else row)
+    path = lines(tmp_path / "mine.jsonl", rows)
+    assert [len(kind(split, path, columns=columns)) for split in ("train", "test")] == [9, 2]
+    problem = f"{path} line {place + 1}: unknown form ("
+    assert f"(train): 1 of 10 records left out: first {problem}" in capsys.readouterr().err
+    refused = complaint(lambda: kind("train", path, columns=columns, bad_records="fail"))
+    assert refused.startswith(f"{path} line {place + 1} cannot be used: unknown form (")
+
+
+def test_a_file_without_a_row_in_a_known_form_is_an_error(tmp_path):
+    lines(tmp_path / "a.jsonl", [{"messages": SUM}] * 9)
+    path = lines(tmp_path / "b.jsonl", ["{", *[{"text": "x"}] * 3])
+    lines(tmp_path / "c.jsonl", [{"messages": SUM}] * 9)
+    for place in (path, str(tmp_path)):
+        problem = complaint(lambda place=place: Conversations("train", place))
+        assert problem.startswith(f"{path} line 2 cannot be used: unknown form (with text)")
+
+
+def test_up_to_three_causes_of_left_out_rows_are_named(tmp_path, capsys):
+    robot = {"messages": [{"role": "robot", "content": "x"}]}
+    late = {"messages": [*SUM, {"role": "robot", "content": "x"}]}
+    bad: list[Any] = [robot, "{", late, {"id": 1}, "[", robot]
+    path = lines(tmp_path / "mine.jsonl", [*bad, *[{"messages": SUM}] * 14])
+    chats(path)
+    [warning] = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    assert f"6 of 18 records left out: first {path} line 1: message 0 has the role 'robot'" in warning
+    named = warning.split("; ")
+    assert [part.rpartition(" (")[2] for part in named if part.endswith(" such)")] == ["3 such)", "2 such)"]
+    assert f"; {path} line 2 is not JSON" in warning and f"; {path} line 4: unknown form (with id)" in warning
+    assert "(1 such)" in warning and "other causes" not in warning
+    path = lines(tmp_path / "more.jsonl", [*bad, {"messages": []}, *[{"messages": SUM}] * 13])
+    chats(path)
+    assert "; and other causes (--bad_records fail" in capsys.readouterr().err
+
+
 CSVS = {
     "pandas": b",instruction,output\n0,2+3?,5\n1,2+3?,5\n",
     "Excel, UTF-16 and tabs": "instruction\toutput\r\n2+3?\t5\r\n2+3?\t5\r\n".encode("utf-16"),

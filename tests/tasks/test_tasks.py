@@ -754,7 +754,7 @@ def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):
     assert len(test) == 2 and test.example(0).messages == [{"role": "user", "content": "18"}, BETTER | {"content": "a"}]
 
 
-def test_labelled_replies_and_pairs_in_one_file(tmp_path):
+def test_labelled_replies_and_pairs_in_one_file(tmp_path, capsys):
     said = {"role": "assistant", "content": "Yes."}
     rows = [
         {"prompt": "Hello", "completion": "Yes.", "label": True},
@@ -773,6 +773,10 @@ def test_labelled_replies_and_pairs_in_one_file(tmp_path):
         write(path, [{**rows[0], "label": label}])
         assert hint in complaint(lambda: Labelled("train", str(tmp_path)))
     write(path, rows)
+    assert len(Preferences("train", str(tmp_path))) == 1
+    warning = capsys.readouterr().err
+    assert "2 of 3 records left out: first" in warning and "line 1: unknown form" in warning
+    write(path, rows[:2])
     line = complaint(lambda: Preferences("train", str(tmp_path)))
     assert "line 1 cannot be used: unknown form" in line and "--loss kto" in line
 
