@@ -12,10 +12,11 @@ A terminal shows the tokens to learn in green. Elsewhere they are between [[ and
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from nanochat import cli
-from nanochat.cli import Count, Positive, Seed
+from nanochat.cli import Count, Positive, Seed, UserError
+from nanochat.flags import Share
 
 if TYPE_CHECKING:
     from nanochat.conversation import Rendered
@@ -38,6 +39,7 @@ class Config:
     bad_records: Literal["skip", "fail"] = "skip"  # records of a PATH or ORG/NAME that are not chats: skip or fail
     columns: str = ""  # columns of the files, as in the stage: question=COLUMN,answer=COLUMN
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies, as in the stage
+    val_share: Share | None = None  # rows of a file that are held out, as in the stage
     split: Literal["train", "test"] = "train"  # test: held-out examples
     seed: Seed = 0  # as in the stage
     examples: Count = 3  # examples to print
@@ -55,6 +57,7 @@ def main(config: Config) -> None:
     from nanochat.packing import pack_sequences
     from nanochat.screen import track
     from nanochat.stage import chosen_template
+    from nanochat.task import Task
     from nanochat.task_flag import FileForm, parse_tasks, require_pairs
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
@@ -72,13 +75,20 @@ def main(config: Config) -> None:
         tasks = default_tasks(pretraining["data"], config.hub, "sft" if is_sft else "dpo")
     if not is_sft:
         require_pairs(parse_tasks(tasks))
-    mixture = open_mixture(
-        tasks, config.split, config.hub, config.seed, files, config.bad_records,
-        columns=config.columns, thoughts=config.thoughts,
-    )  # fmt: skip
+    reading: dict[str, Any] = {"bad_records": config.bad_records, "val_share": config.val_share}
+    reading |= {"columns": config.columns, "thoughts": config.thoughts, "files": files}
+    mixture = open_mixture(tasks, config.split, config.hub, config.seed, **reading)
+    if config.split == "train":  # the stage opens the other part, too, and counts what is left out there
+        held_out = open_mixture(tasks, "test", config.hub, config.seed, **reading)
+    elif not mixture.tasks:
+        raise UserError("--val_share 0 holds nothing out: --split test has no examples")
+    else:
+        held_out = mixture
     # SFT continues in the mixture where mid-training stopped.
     first = pretraining.get("conversations", 0) if config.split == "train" and is_sft else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")
+    sizes = ", ".join(f"{task.name} {len(task):,}" for task in held_out.tasks)
+    print0(f"examples held out: {sizes or 'none'}")
 
     def texts_of(number: int) -> dict[str, "Rendered"]:
         """The texts of an example by name: a conversation, the two replies of a pair, or one labelled reply."""
@@ -88,8 +98,15 @@ def main(config: Config) -> None:
         return {"chosen: " if reply.is_good else "rejected: ": reply.rendered for reply in replies}
 
     # ------------------------------------------------------------------ examples
-    for number in range(first, first + config.examples):
-        task, _ = mixture.draw(number)
+    shown: set[tuple[Task, int]] = set()
+    all_examples = sum(map(len, mixture.tasks))
+    for number in itertools.count(first):
+        if len(shown) == min(config.examples, all_examples):
+            break
+        task, place = mixture.draw(number)
+        if (task, place) in shown:  # a small file comes again, as in training
+            continue
+        shown.add((task, place))
         print0(f"\n--- example {number + 1:,}, of {task.name}")
         for name, text in texts_of(number).items():
             cut = f", cut at {len(text.ids):,}" if text.cut else ""

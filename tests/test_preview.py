@@ -70,6 +70,31 @@ def test_what_dpo_compares_is_marked(model, tmp_path, capsys):
     assert "preferences has 10 pairs: the 11 of the table repeat them" in out
 
 
+def test_each_row_is_shown_once(model, tmp_path, capsys):
+    path = write(tmp_path / "mine.jsonl", [chat(f"reply {n}") for n in range(11)])
+    call("preview", f"--tasks={path}", "--examples=20", "--count=1", "--val_share=0")
+    out = capsys.readouterr().out
+    assert [out.count(f"[[reply {n}<|") for n in range(11)] == [1] * 11 and out.count("--- example ") == 11
+    assert "examples held out: none\n" in out
+    other = write(tmp_path / "other.jsonl", [chat("other")] * 2)
+    call("preview", f"--tasks=mine={path}:9,yours={other}", "--examples=10", "--count=1", "--val_share=0.5")
+    out = capsys.readouterr().out
+    assert out.count("[[other<|") == 1 and out.count("--- example ") == 6  # of 5 rows and one
+    assert "examples held out: mine 6, yours 1\n" in out
+    code, err = mistake(capsys, "preview", f"--tasks={path}", "--split=test", "--val_share=0")
+    assert code == 1 and "--val_share 0 holds nothing out" in err
+
+
+@pytest.mark.parametrize("flags", [[], ["--val_share=0"]])
+def test_a_last_line_that_is_cut_off_is_counted(model, tmp_path, capsys, flags):
+    path = tmp_path / "mine.jsonl"
+    write(path, [chat("Yes.")] * 11)
+    path.write_text(path.read_text() + '{"messages": [')
+    call("preview", f"--tasks={path}", "--examples=1", "--count=1", *flags)
+    part = "(train): 1 of 12" if flags else "(test): 1 of 3"
+    assert f"{part} records left out: first {path} line 12 is not JSON" in capsys.readouterr().err
+
+
 def test_mistakes(model, tmp_path, capsys):
     path = write(tmp_path / "text.jsonl", [{"text": "Once"}] * 3)
     code, err = mistake(capsys, "preview", f"--tasks={path}")
