@@ -116,6 +116,10 @@ class CsvFile(SpanFile):
         self.unpacked = _from_utf16(path)
         with self._opened() as file:
             first_line = os.pread(file.fileno(), COPY_BYTES, 0).partition(b"\n")[0]
+        if b"\0" in first_line:  # every , and line end in UTF-16 has a zero
+            order = "le" if first_line[1::2].count(0) >= first_line[::2].count(0) else "be"
+            advice = f"convert it, iconv -f utf-16{order} -t utf-8"
+            raise UserError(f"{path} is not UTF-8, but probably UTF-16 without a byte order mark: {advice}")
         self.delimiter = next((mark for mark in ",\t;" if mark.encode() in first_line), ",")
         self.header: list[str] = []
         self._index(self._rows())
