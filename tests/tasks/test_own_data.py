@@ -515,6 +515,19 @@ def test_a_row_of_a_csv_with_too_few_values_is_left_out(tmp_path, capsys):
     assert "1 of 3 records left out: first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("mine.json", json.dumps([{"messages": SUM}] * 4)[:-9]),
+        ("mine.csv", 'instruction,output\n2+3?,5\n2+3?,"5\n2+3?,5\n'),
+    ],
+)
+def test_a_file_whose_rows_have_no_certain_end_is_refused(tmp_path, name, text):
+    path = tmp_path / name
+    path.write_text(text)
+    assert f"{path} is a damaged .{name.rpartition('.')[2]}" in complaint(lambda: chats(path))
+
+
 def test_utf16_lines_name_their_encoding(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_bytes((json.dumps({"messages": SUM}) + "\n").encode("utf-16"))
