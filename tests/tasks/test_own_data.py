@@ -94,6 +94,14 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         {"messages": [user("2+3?") | {"role": "User"}, reply("5") | {"role": " Assistant"}]}, "", SUM, "",
     ),
     "bot": ({"conversations": [{"from": "human", "value": "2+3?"}, {"from": "bot", "value": "5"}]}, "", SUM, ""),
+    "LLaMA-Factory's observations, and turns in two messages": (
+        {
+            "messages": [
+                user("Weather?"), user("In Rome."), {"role": "function_call", "content": CALL},
+                {"role": "observations", "content": "sun"}, reply("Sunny."), reply("Enjoy."),
+            ]
+        }, "", [user("Weather?\n\nIn Rome."), *WEATHER[1:3], reply("Sunny.\n\nEnjoy.")], "",
+    ),
     "keys in another case": (
         {"messages": [{"Role": "user", "Content": "2+3?"}, {"Role": "gpt", "Content": "5"}]}, "", SUM, "",
     ),
@@ -211,6 +219,9 @@ def test_a_mark_that_is_neither_true_nor_false_is_not_guessed(tmp_path):
         path = lines(tmp_path / f"{name}.jsonl", [{"messages": [user("a"), reply("b", **{name: value})]}] * 2)
         problem = complaint(lambda path=path: chats(path))
         assert f'a message has "{name}": {json.dumps(value)}: only true, false, 1 and 0 are known' in problem
+    halves = [user("a"), reply("b", loss=False), reply("c")]
+    path = lines(tmp_path / "halves.jsonl", [{"messages": halves}] * 2)
+    assert "message 2 is by assistant, where user is expected" in complaint(lambda: chats(path))
     parts = [user("Weather?"), reply("Hm.", loss=False), {"role": "tool_call", "content": CALL}]
     path = lines(tmp_path / "mine.jsonl", [{"messages": parts}] * 2)
     assert "mark both as learned, or none" in complaint(lambda: chats(path))
