@@ -18,7 +18,7 @@ NAMES = {
     "question": ("instruction", "prompt", "question", "query", "problem"),
     "input": ("input", "context"),
     "answer": ("output", "completion", "response", "answer", "target", "targets", "solution", "content"),
-    "thought": ("reasoning_content",),
+    "thought": ("reasoning_content", "reasoning", "thinking"),
     "chosen": ("chosen",),
     "rejected": ("rejected", "rejected_response", "rejected_messages"),
     "system": ("system", "system_prompt"),

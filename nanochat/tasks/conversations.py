@@ -151,6 +151,8 @@ class Conversations(RecordTask):
             unread = ("question", "input", "thought", "answer", "history")
         elif not isinstance(first_of(fields, "question"), str | None) or not isinstance(first_of(fields, "input"), str):
             unread = ("messages", "input")
+        if not isinstance(first_of(fields, "thought"), str):  # "thinking" may say only whether there is one
+            unread += ("thought",)
         return [role for role in self.roles if role not in unread]
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
@@ -404,7 +406,9 @@ def answer_of(fields: Mapping[str, Any]) -> list[Any]:
     if _is_blossom(fields):
         answer = f"{fields['output']}\n\nAnswer: {fields['answer']}"  # as ms-swift writes it
     if isinstance(answer, str):
-        return [{"role": "assistant", "content": answer, "reasoning_content": first_of(fields, "thought")}]
+        thought = first_of(fields, "thought")
+        thought = thought if isinstance(thought, str) else None
+        return [{"role": "assistant", "content": answer, "reasoning_content": thought}]
     return as_messages(answer, "assistant")
 
 

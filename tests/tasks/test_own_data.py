@@ -73,6 +73,15 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         {"input": "2+3?", "reasoning_content": "Two and three.", "content": "5", "score": 9}, "",
         [user("2+3?"), reply(THOUGHT)], "not score",
     ),
+    "a column reasoning": (
+        {"question": "2+3?", "reasoning": "Two and three.", "answer": "5"}, "", [user("2+3?"), reply(THOUGHT)], "",
+    ),
+    "a column thinking": (
+        {"prompt": "2+3?", "thinking": "Two and three.", "response": "5"}, "", [user("2+3?"), reply(THOUGHT)], "",
+    ),
+    "a column that says whether to think": (
+        {"prompt": "2+3?", "thinking": True, "response": "5"}, "", SUM, "not thinking",
+    ),
     "medical-o1": (
         {"Question": "2+3?", "Complex_CoT": "Two and three.", "Response": "5"}, "thought=Complex_CoT",
         [user("2+3?"), reply(THOUGHT)], "",
