@@ -12,12 +12,12 @@ from typing import Any
 
 from nanochat.cli import UserError
 
-# role -> the names of its column; the first that a record has is read.
+# role -> the names of its column; the first that a record has is read. ms-swift, too, prefers query and response.
 NAMES = {
     "messages": ("messages", "conversations", "conversation"),
-    "question": ("instruction", "prompt", "question", "query", "problem"),
+    "question": ("query", "instruction", "prompt", "question", "problem"),
     "input": ("input", "context"),
-    "answer": ("output", "completion", "response", "answer", "target", "targets", "solution", "content"),
+    "answer": ("response", "output", "completion", "answer", "target", "targets", "solution", "content"),
     "thought": ("reasoning_content", "reasoning", "thinking"),
     "chosen": ("chosen",),
     "rejected": ("rejected", "rejected_response", "rejected_messages"),
@@ -26,6 +26,9 @@ NAMES = {
     "tools": ("tools",),
     "label": ("label", "kto_tag"),
 }
+# An input belongs to its instruction: beside both, these come first.
+INSTRUCTED = ("instruction", "input")
+ALPACA = {"question": "instruction", "answer": "output"}
 ROLES = {name: role for role, names in NAMES.items() for name in names}
 CHINESE = {
     "问题": "question", "提问": "question", "题目": "question", "指令": "instruction", "提示": "prompt",
@@ -96,6 +99,13 @@ def tidied(record: Any, columns: Mapping[str, str]) -> Any:
 
 def first_name(fields: Mapping[str, Any], role: str) -> str | None:
     """The name of the column that is read for a role; None where a tidied record has none."""
+    alpaca = ALPACA.get(role)
+    if (
+        alpaca is not None
+        and fields.get(alpaca) is not None
+        and all(fields.get(name) is not None for name in INSTRUCTED)
+    ):
+        return alpaca
     return next((name for name in NAMES[role] if fields.get(name) is not None), None)
 
 

@@ -414,7 +414,8 @@ def answer_of(fields: Mapping[str, Any]) -> list[Any]:
 
 def _is_blossom(fields: Mapping[str, Any]) -> bool:
     """Whether a record has a worked solution as "output" and its result as "answer", as blossom-math has."""
-    return first_of(fields, "question") is None and all(fields.get(name) for name in ("input", "output", "answer"))
+    is_alone = first_of(fields, "question") is None and fields.get("response") is None
+    return is_alone and all(fields.get(name) for name in ("input", "output", "answer"))
 
 
 def with_system(fields: Mapping[str, Any], messages: list[Any]) -> list[Any]:

@@ -139,6 +139,14 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         {"system": "Be kind.", "query": "2+3?", "response": "5", "history": [["Hi", "Hello"]]}, "",
         [SYSTEM, user("Hi"), reply("Hello"), *SUM], "",
     ),
+    "ms-swift's names beside others": (
+        {"prompt": "no", "query": "2+3?", "question": "no", "output": "no", "response": "5"}, "", SUM,
+        "not prompt, question, output",
+    ),
+    "Alpaca's names beside others": (
+        {"query": "no", "instruction": "2+3?", "input": "", "output": "5", "response": "no"}, "", SUM,
+        "not query, response",
+    ),
     "nothing, as pandas writes it": (
         {"instruction": "2+3?", "input": float("nan"), "output": "5", "system": None}, "", SUM, "",
     ),
