@@ -25,7 +25,8 @@ SENDERS = {
     "human": "user", "prompter": "user", "用户": "user",
     "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant", "助手": "assistant",
     "developer": "system", "系统": "system",
-    "observation": "tool", "observations": "tool", "tool_response": "tool", "function_response": "tool", "function": "tool",
+    "observation": "tool", "observations": "tool", "tool_response": "tool",
+    "function_response": "tool", "function": "tool",
 }  # fmt: skip
 CALLERS = ("function_call", "tool_call")  # roles of messages that are a call, as text
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
