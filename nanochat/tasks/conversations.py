@@ -259,6 +259,8 @@ class Seen:
         self.forms: dict[tuple[Any, ...], dict[str, str]] = {}  # what is read in records of a form: name -> role
         self.read: dict[str, Counter[str]] = {}  # role -> the heads under which it is read
         self.unread: Counter[str] = Counter()  # heads of columns with a value
+        # head -> the heads that are read in its place, each with its records
+        self.passed_over: dict[str, Counter[str]] = {}
         self.keys: Counter[str] = Counter()  # of messages
         self.reply_count = 0
         self.thought_count = 0
@@ -286,6 +288,10 @@ class Seen:
             is_empty = value is None or value == "" or value != value  # NaN is not equal to itself
             if head not in read and not is_empty:
                 self.unread[str(head)] += 1
+                role = ROLES.get(known_name(head))
+                chosen = [str(heads[name]).strip() for name, its_role in names.items() if its_role == role]
+                if chosen:
+                    self.passed_over.setdefault(str(head), Counter())[" and ".join(chosen)] += 1
 
     def replies(self, messages: list[Message]) -> None:
         """Count the replies of a conversation."""
@@ -309,14 +315,21 @@ class Seen:
             roles.append(role if names == role else f"{role} from {names}")
         read = {head for heads in self.read.values() for head in heads}
         unread = list(dict.fromkeys([*self.unread, *(head for head in sorted(task.heads) if head.strip() not in read)]))
-        rest = f"; {task.rest} {', '.join(unread)}" if unread else ""
+        # A column that is read in some rows may still be none of the columns of others.
+        counted = [f"{head} (in {self.unread[head]:,})" if head.strip() in read else head for head in unread]
+        rest = f"; {task.rest} {', '.join(counted)}" if unread else ""
         if roles:
             print0(f"{path} reads {', '.join(roles)}{rest}")
         for head in unread:
             role = ROLES.get(known_name(head), "")
-            if role in self.read and role not in task.columns:
-                chosen = " and ".join(self.read[role])
-                warn(f"--tasks {path}: the {role} is {chosen}, so {head} is not read: --columns {role}={head} reads it")
+            instead: Iterable[str] = self.passed_over.get(head, ())
+            if not instead and head not in self.heads:  # of a .parquet only one of the columns with one name is read
+                instead = self.read.get(role, ())
+            if instead and role not in task.columns:
+                count = self.passed_over[head].total() if head.strip() in read else 0
+                where = f"in {count:,} row{'' if count == 1 else 's'} " if count else ""
+                problem = f"{where}the {role} is {' or '.join(instead)}, so {head} is not read"
+                warn(f"--tasks {path}: {problem}: --columns {role}={head} reads it")
             if head.lower() in MEDIA:
                 warn(f"--tasks {path}: the column {head} is not read, because models here read only text")
         if self.keys:

@@ -76,7 +76,7 @@ def _is_one_turn(before: Any, one: Any) -> bool:
     return (
         all(isinstance(text, str) for text in texts)
         and before.keys() <= {*PLAIN, "train"}
-        and before["role"] in ("user", "assistant")
+        and before.get("role") in ("user", "assistant")
         and {**before, "content": ""} == {**one, "content": ""}
         and not one["content"].lstrip().startswith("<think>")
     )

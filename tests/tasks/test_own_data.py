@@ -190,6 +190,27 @@ def test_the_column_that_is_chosen_among_several_is_named(tmp_path, capsys):
     assert "is not read" not in capsys.readouterr().err
 
 
+def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
+    """Of a pair with whole conversations the prompt is not read, and nothing is read in its place."""
+    rows = [
+        {"prompt": "a", "response": "b", "answer": "no"}, {"prompt": "a", "output": "b", "answer": "no"},
+        {"question": "a", "answer": "b"}, {"prompt": "no", "messages": SUM}, {"messages": user("no")},
+    ]  # fmt: skip
+    path = lines(tmp_path / "mine.jsonl", rows)
+    chats(path, val_share=0.0)
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0].endswith("; not answer (in 2), prompt (in 1), messages (in 1)")
+    bad, warning = shown.err.splitlines()
+    assert "1 of 5 records left out" in bad
+    assert "in 2 rows the answer is response or output, so answer is not read: --columns answer=answer" in warning
+    pair = {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
+    whole = {"prompt": "Hello", "chosen": [user("Hello"), GOOD], "rejected": [user("Hello"), BAD]}
+    Preferences("train", lines(tmp_path / "pairs.jsonl", [pair, whole] * 2), val_share=0.0)
+    shown = capsys.readouterr()
+    assert "question from prompt, chosen, rejected; not prompt (in 2)" in shown.out
+    assert not shown.err
+
+
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [

@@ -575,6 +575,7 @@ BAD_ROWS = [
     ({"messages": [HELLO[0], HELLO[0]]}, "cannot be used: the assistant has no message"),
     ({"messages": [{"role": "robot", "content": "Hi"}]}, "cannot be used: message 0 has the role 'robot'"),
     ({"messages": [HELLO[0], {"role": "assistant"}]}, "cannot be used: message 1 (assistant) has no content"),
+    ({"messages": [{"content": "Hello"}] * 2}, "cannot be used: message 0 has the role None"),
     ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
     ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
     ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 is by tool, where user"),
