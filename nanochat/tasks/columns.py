@@ -36,6 +36,7 @@ CHINESE = {
     "回复": "response", "输出": "output", "系统": "system", "系统提示": "system", "系统提示词": "system",
     "对话": "conversations", "历史": "history", "工具": "tools", "标签": "label",
 }  # fmt: skip
+LABELS = {"true": True, "1": True, "false": False, "0": False}
 # Columns of data with more than text. A model that reads only text must not learn to answer what it cannot see.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
@@ -113,6 +114,11 @@ def first_of(fields: Mapping[str, Any], role: str) -> Any:
     """The value of the column that is read for a role."""
     name = first_name(fields, role)
     return None if name is None else fields[name]
+
+
+def label_of(fields: Mapping[str, Any]) -> bool | None:
+    """Whether the label of a tidied record says that its reply is good; None where it is neither true nor false."""
+    return LABELS.get(str(first_of(fields, "label")).strip().lower())
 
 
 def has(names: Iterable[str], *roles: str) -> bool:

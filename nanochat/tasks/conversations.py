@@ -45,6 +45,7 @@ from nanochat.tasks.columns import (
     first_of,
     has,
     known_name,
+    label_of,
     origins,
     parse_columns,
     tidied,
@@ -56,6 +57,8 @@ KNOWN = (
     '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}, '
     '{"prompt", "completion"}'
 )
+# The roles of the columns that a conversation is made from.
+TURNS = ("messages", "question", "input", "thought", "answer", "system", "history", "tools")
 ADVICE = "name yours: --columns question=COLUMN,answer=COLUMN"
 
 
@@ -70,8 +73,9 @@ class Conversations(RecordTask):
     kind = "dialogue"
     has_pairs = False
     rest = "not"  # what the other columns are, in the line that says what is read
+    learns_bad = False  # whether a reply with a label that says it is bad is read as the others are
     # Of the columns that are read.
-    roles: tuple[str, ...] = ("messages", "question", "input", "thought", "answer", "system", "history", "tools")
+    roles: tuple[str, ...] = (*TURNS, "label")
 
     def __init__(
         self,
@@ -153,7 +157,18 @@ class Conversations(RecordTask):
             unread = ("messages", "input")
         if not isinstance(first_of(fields, "thought"), str):  # "thinking" may say only whether there is one
             unread += ("thought",)
+        if not self.learns_bad and self.judgement(fields) is None:
+            unread += ("label",)
         return [role for role in self.roles if role not in unread]
+
+    def judgement(self, fields: Any) -> bool | None:
+        """What the label of a tidied record says of its reply; None where it has none, or where that is not asked."""
+        name = first_name(fields, "label") if isinstance(fields, dict) and not self.learns_bad else None
+        if name is None:
+            return None
+        # A number under "label" may as well be the class of a text.
+        is_clear = name != "label" or "label" in self.columns or str(fields[name]).strip().lower() in ("true", "false")
+        return label_of(fields) if is_clear else None
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
@@ -165,6 +180,8 @@ class Conversations(RecordTask):
         used = np.ones(count, dtype=bool)
         first: ValueError | None = None  # the problem of the first record that is left out
         questions = 0  # at the end of a conversation
+        bad = 0  # replies with a label that says so
+        unclear = 0  # replies with a label that may say so
         for index in track(range(count), f"checking {self.name}"):
             try:
                 record = self.records[index]
@@ -176,6 +193,11 @@ class Conversations(RecordTask):
             try:
                 self.seen.columns(record, fields, self)
                 refuse_media(fields)
+                if self.judgement(fields) is False:
+                    used[index] = False
+                    bad += 1
+                    continue
+                unclear += not self.learns_bad and isinstance(fields, dict) and label_of(fields) is False
                 questions += self.check(fields)
             except UnknownForm as error:  # as a rule the form of all
                 problem = f"unknown form ({contents(record)}){error}{self._absent(record)}"
@@ -184,7 +206,7 @@ class Conversations(RecordTask):
                 used[index] = False
                 first = first or self.records.error(index, f"cannot be used: {error}")
         if first is not None:
-            left_out = count - int(used.sum())
+            left_out = count - int(used.sum()) - bad
             if bad_records == "fail":
                 more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
                 raise UserError(f"{first}{more}") from first
@@ -192,6 +214,14 @@ class Conversations(RecordTask):
             if not used.any():
                 raise UserError(f"--tasks {source}: {problem}")
             warn(f"--tasks {source}: {problem} (--bad_records fail makes this an error)")
+        if bad:
+            problem = f"{bad:,} of {count:,} replies have a label that is false: they are not learned"
+            if not used.any():
+                raise UserError(f"--tasks {source}: {problem}, and no other is left")
+            warn(f"--tasks {source}: {problem} (chat_dpo --loss kto learns from them, too)")
+        if unclear:
+            problem = f"{unclear:,} of {count:,} replies have the label 0 and are learned"
+            warn(f"--tasks {source}: {problem}: if it means a bad reply, --columns label=label leaves them out")
         absent = self.seen.absent(self.columns)
         if absent:
             heads = ", ".join(map(str, self.seen.heads))[:400]
@@ -212,6 +242,8 @@ class Prompts(Conversations):
 
     name = "prompts"
     rest = "and, for rewards,"
+    learns_bad = True  # only the question is learned from
+    roles = TURNS
 
     @staticmethod
     def is_known(names: Iterable[str]) -> bool:

@@ -448,6 +448,28 @@ def test_a_system_column_is_before_whole_conversations_too(tmp_path):
     assert task.pair(0).question == [SYSTEM, user("Hello")]
 
 
+def test_a_bad_reply_is_not_learned_as_a_dialogue(tmp_path, capsys):
+    """A file for KTO in chat_sft: its replies with a label that is false are left out, and counted."""
+    good, bad = [user("a"), GOOD], [user("b"), BAD]
+    for name, labels in (("label", (True, False)), ("kto_tag", (1, 0)), ("Label", ("True", "false"))):
+        rows = [{"messages": chat, name: label} for chat, label in zip((good, bad), labels, strict=True)] * 2
+        path = lines(tmp_path / f"{name}.jsonl", rows)
+        assert chats(path, val_share=0.0, bad_records="fail") == [good] * 2
+        shown = capsys.readouterr()
+        assert "reads messages, label" in shown.out
+        assert "2 of 4 replies have a label that is false: they are not learned (chat_dpo --loss kto" in shown.err
+        assert len(Labelled("train", path, val_share=0.0)) == len(Prompts("train", path, val_share=0.0)) == 4
+        assert "not learned" not in capsys.readouterr().err
+    # A number may be a class.
+    path = lines(tmp_path / "class.jsonl", [{"messages": good, "label": number} for number in range(4)])
+    assert len(chats(path, val_share=0.0)) == 4
+    shown = capsys.readouterr()
+    assert "; not label" in shown.out and "1 of 4 replies have the label 0 and are learned: if it" in shown.err
+    assert len(chats(path, val_share=0.0, columns="label=label")) == 3
+    only = lines(tmp_path / "only.jsonl", [{"messages": bad, "label": False}] * 2)
+    assert "have a label that is false: they are not learned, and no other is left" in complaint(lambda: chats(only))
+
+
 def test_labels_as_numbers_and_texts(tmp_path):
     rows = [{"messages": SUM, "label": label} for label in (True, 1, "True", False, 0, "false", True)]
     task = Labelled("train", lines(tmp_path / "mine.jsonl", rows))
