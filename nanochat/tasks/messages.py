@@ -62,19 +62,19 @@ def plain_messages(messages: Any) -> Any:
                 "content": text_of(before["content"]) + one["content"],
                 "tool_calls": [*before.get("tool_calls", []), *one["tool_calls"]],
             }
-        elif _is_one_turn(before, one):
+        elif isinstance(before, dict) and isinstance(one, dict) and _is_one_turn(before, one):
             joined[-1] = {**before, "content": f"{before['content']}\n\n{one['content']}"}
         else:
             joined.append(one)
     return joined
 
 
-def _is_one_turn(before: Any, one: Any) -> bool:
+def _is_one_turn(before: dict[str, Any], one: dict[str, Any]) -> bool:
     """Whether two messages in a row are one of the user's or the assistant's turns, in two texts."""
-    texts = [message.get("content") if isinstance(message, dict) else None for message in (before, one)]
     # A mark counts for the whole turn, and a thought stands at its beginning.
     return (
-        all(isinstance(text, str) for text in texts)
+        isinstance(before.get("content"), str)
+        and isinstance(one.get("content"), str)
         and before.keys() <= {*PLAIN, "train"}
         and before.get("role") in ("user", "assistant")
         and {**before, "content": ""} == {**one, "content": ""}
