@@ -17,8 +17,9 @@ assistant may call are a list "tools"; only a model with a chat template learns 
 
 data/records.py reads the rows. All are checked when they are opened. A row that is damaged, or in a known form and
 still not a conversation, is skipped and counted, or is an error with `bad_records="fail"`. A row in an unknown form is
-always an error. A last question without an answer is dropped: it teaches nothing. What is read and what is not, of
-columns and of messages, is printed once, when the training part is opened.
+always an error. A last question without an answer is dropped: it teaches nothing. A reply with a label that is false,
+as files for KTO have (preferences.py), is left out and counted. What is read and what is not, of columns and of
+messages, is printed once, when the training part is opened.
 
 If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
 """
