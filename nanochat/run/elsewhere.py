@@ -23,7 +23,7 @@ TABLE = (
     ("max_steps", "--num_iterations"),
     ("per_device_train_batch_size", "--device_batch_size: rows, each with as many conversations as fit"),
     ("per_device_eval_batch_size", "--device_batch_size, of training and evaluation alike"),
-    ("dataloader_num_workers", "the same in base_train, continue_train and mid_train; elsewhere no such thing"),
+    ("dataloader_num_workers", "only base_train, continue_train and mid_train have it"),
     ("packing", "rows are always packed, and their documents do not attend to each other"),
     ("lr_scheduler_type", "--lr_schedule linear, cosine or constant"),
     ("optim", "--learning_rate selects AdamW; without it Muon trains the matrices"),

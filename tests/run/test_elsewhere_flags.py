@@ -32,7 +32,7 @@ OURS = {
         ("chat_sft", ["--system", "Be kind."], "no such flag in training: a row has its own"),
         ("chat_dpo", ["--streaming", "true"], "there is no such thing here"),
         ("chat_sft", ["--save_strategy=epoch"], "--save_every N, in steps"),
-        ("chat_sft", ["--dataloader_num_workers=4"], "the same in base_train"),
+        ("chat_sft", ["--dataloader_num_workers=4"], "only base_train, continue_train and mid_train have it"),
         ("chat_rl", ["--neftune_noise_alpha=5"], "there is no such thing here"),
         ("chat_sft", ["--enable_thinking=false"], "--thoughts keep or drop"),
         ("chat_sft", ["--agent_template=hermes"], "--chat_template FILE"),
