@@ -218,7 +218,9 @@ class Conversations(RecordTask):
         if bad:
             problem = f"{bad:,} of {count:,} replies have a label that is false: they are not learned"
             if not used.any():
-                raise UserError(f"--tasks {source}: {problem}, and no other is left")
+                # Files for KTO may have the good replies first, and the last rows are held out.
+                hint = ": shuffle the rows, or --val_share 0 holds none out" if source.endswith("(test)") else ""
+                raise UserError(f"--tasks {source}: {problem}, and no other is left{hint}")
             warn(f"--tasks {source}: {problem} (chat_dpo --loss kto learns from them, too)")
         if unclear:
             problem = f"{unclear:,} of {count:,} replies have the label 0 and are learned"

@@ -468,6 +468,9 @@ def test_a_bad_reply_is_not_learned_as_a_dialogue(tmp_path, capsys):
     assert len(chats(path, val_share=0.0, columns="label=label")) == 3
     only = lines(tmp_path / "only.jsonl", [{"messages": bad, "label": False}] * 2)
     assert "have a label that is false: they are not learned, and no other is left" in complaint(lambda: chats(only))
+    ordered = lines(tmp_path / "ordered.jsonl", [{"messages": good, "label": number < 15} for number in range(20)])
+    assert len(chats(ordered)) == 15
+    assert "shuffle the rows, or --val_share 0" in complaint(lambda: Conversations("test", ordered))
 
 
 def test_labels_as_numbers_and_texts(tmp_path):
