@@ -103,4 +103,4 @@ def test_mistakes(model, tmp_path, capsys):
     assert code == 1 and "a dialogue has one reply" in err
     path = write(tmp_path / "bad.jsonl", [chat("x"), {"messages": [QUESTION, QUESTION]}, chat("y")])
     code, err = mistake(capsys, "preview", f"--tasks={path}", "--bad_records=fail")
-    assert code == 1 and "line 2 cannot be used: message 1 is by user, where assistant is expected" in err
+    assert code == 1 and "line 2 cannot be used: the assistant has no message" in err

@@ -110,9 +110,12 @@ FAMILIES = {
 # Families that people bring, and what they need that the model does not compute (docs/finetune.md).
 DELTA_NET = "layers with a recurrent state (GatedDeltaNet) and gates on its attention"
 GEMMA = "norms after attention and MLP, GELU in the MLP and a scaled embedding"
+EXPERTS = "a router and several MLPs in each layer (a mixture of experts)"
 NOT_COMPUTED = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), GEMMA),
+    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "mixtral"), EXPERTS),
+    "phi": "attention beside the MLP, LayerNorm, biases, and rotary positions in a part of the channels",  # 1 to 2
     "glm4": "norms after attention and MLP, and rotary positions in a part of the channels",
 }
 

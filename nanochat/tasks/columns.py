@@ -12,13 +12,13 @@ from typing import Any
 
 from nanochat.cli import UserError
 
-# role -> the names of its column; the first that a record has is read.
+# role -> the names of its column; the first that a record has is read. ms-swift, too, prefers query and response.
 NAMES = {
     "messages": ("messages", "conversations", "conversation"),
-    "question": ("instruction", "prompt", "question", "query", "problem"),
+    "question": ("query", "instruction", "prompt", "question", "problem"),
     "input": ("input", "context"),
-    "answer": ("output", "completion", "response", "answer", "target", "targets", "solution", "content"),
-    "thought": ("reasoning_content",),
+    "answer": ("response", "output", "completion", "answer", "target", "targets", "solution", "content"),
+    "thought": ("reasoning_content", "reasoning", "thinking"),
     "chosen": ("chosen",),
     "rejected": ("rejected", "rejected_response", "rejected_messages"),
     "system": ("system", "system_prompt"),
@@ -26,6 +26,9 @@ NAMES = {
     "tools": ("tools",),
     "label": ("label", "kto_tag"),
 }
+# An input belongs to its instruction: beside both, these come first.
+INSTRUCTED = ("instruction", "input")
+ALPACA = {"question": "instruction", "answer": "output"}
 ROLES = {name: role for role, names in NAMES.items() for name in names}
 CHINESE = {
     "问题": "question", "提问": "question", "题目": "question", "指令": "instruction", "提示": "prompt",
@@ -33,6 +36,7 @@ CHINESE = {
     "回复": "response", "输出": "output", "系统": "system", "系统提示": "system", "系统提示词": "system",
     "对话": "conversations", "历史": "history", "工具": "tools", "标签": "label",
 }  # fmt: skip
+LABELS = {"true": True, "1": True, "false": False, "0": False}
 # Columns of data with more than text. A model that reads only text must not learn to answer what it cannot see.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
@@ -96,6 +100,13 @@ def tidied(record: Any, columns: Mapping[str, str]) -> Any:
 
 def first_name(fields: Mapping[str, Any], role: str) -> str | None:
     """The name of the column that is read for a role; None where a tidied record has none."""
+    alpaca = ALPACA.get(role)
+    if (
+        alpaca is not None
+        and fields.get(alpaca) is not None
+        and all(fields.get(name) is not None for name in INSTRUCTED)
+    ):
+        return alpaca
     return next((name for name in NAMES[role] if fields.get(name) is not None), None)
 
 
@@ -103,6 +114,11 @@ def first_of(fields: Mapping[str, Any], role: str) -> Any:
     """The value of the column that is read for a role."""
     name = first_name(fields, role)
     return None if name is None else fields[name]
+
+
+def label_of(fields: Mapping[str, Any]) -> bool | None:
+    """Whether the label of a tidied record says that its reply is good; None where it is neither true nor false."""
+    return LABELS.get(str(first_of(fields, "label")).strip().lower())
 
 
 def has(names: Iterable[str], *roles: str) -> bool:

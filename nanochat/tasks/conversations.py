@@ -17,8 +17,9 @@ assistant may call are a list "tools"; only a model with a chat template learns 
 
 data/records.py reads the rows. All are checked when they are opened. A row that is damaged, not a conversation or in an
 unknown form is skipped and counted, or is an error with `bad_records="fail"`. A file without any row in a known form
-is always an error. A last question without an answer is dropped: it teaches nothing. What is read and what is not, of
-columns and of messages, is printed once, when the training part is opened.
+is always an error. A last question without an answer is dropped: it teaches nothing. A reply with a label that is
+false, as files for KTO have (preferences.py), is left out and counted. What is read and what is not, of columns and of
+messages, is printed once, when the training part is opened.
 
 If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
 """
@@ -46,6 +47,7 @@ from nanochat.tasks.columns import (
     first_of,
     has,
     known_name,
+    label_of,
     origins,
     parse_columns,
     tidied,
@@ -58,6 +60,8 @@ KNOWN = (
     '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}, '
     '{"prompt", "completion"}'
 )
+# The roles of the columns that a conversation is made from.
+TURNS = ("messages", "question", "input", "thought", "answer", "system", "history", "tools")
 ADVICE = "name yours: --columns question=COLUMN,answer=COLUMN"
 
 
@@ -72,8 +76,9 @@ class Conversations(RecordTask):
     kind = "dialogue"
     has_pairs = False
     rest = "not"  # what the other columns are, in the line that says what is read
+    learns_bad = False  # whether a reply with a label that says it is bad is read as the others are
     # Of the columns that are read.
-    roles: tuple[str, ...] = ("messages", "question", "input", "thought", "answer", "system", "history", "tools")
+    roles: tuple[str, ...] = (*TURNS, "label")
 
     def __init__(
         self,
@@ -153,7 +158,20 @@ class Conversations(RecordTask):
             unread = ("question", "input", "thought", "answer", "history")
         elif not isinstance(first_of(fields, "question"), str | None) or not isinstance(first_of(fields, "input"), str):
             unread = ("messages", "input")
+        if not isinstance(first_of(fields, "thought"), str):  # "thinking" may say only whether there is one
+            unread += ("thought",)
+        if not self.learns_bad and self.judgement(fields) is None:
+            unread += ("label",)
         return [role for role in self.roles if role not in unread]
+
+    def judgement(self, fields: Any) -> bool | None:
+        """What the label of a tidied record says of its reply; None where it has none, or where that is not asked."""
+        name = first_name(fields, "label") if isinstance(fields, dict) and not self.learns_bad else None
+        if name is None:
+            return None
+        # A number under "label" may as well be the class of a text.
+        is_clear = name != "label" or "label" in self.columns or str(fields[name]).strip().lower() in ("true", "false")
+        return label_of(fields) if is_clear else None
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
@@ -168,6 +186,8 @@ class Conversations(RecordTask):
         known: set[DataFile] = set()  # files that have a record in a known form
         unknown: dict[DataFile, ValueError] = {}  # the problem of a file's first record in an unknown form
         questions = 0  # at the end of a conversation
+        bad = 0  # replies with a label that says so
+        unclear = 0  # replies with a label that may say so
         for index in track(range(count), f"checking {self.name}"):
             file, _ = self.records.place(index)
             try:
@@ -181,6 +201,12 @@ class Conversations(RecordTask):
             try:
                 self.seen.columns(record, fields, self)
                 refuse_media(fields)
+                if self.judgement(fields) is False:
+                    used[index] = False
+                    known.add(file)
+                    bad += 1
+                    continue
+                unclear += not self.learns_bad and isinstance(fields, dict) and label_of(fields) is False
                 questions += self.check(fields)
                 known.add(file)
             except ValueError as error:
@@ -201,7 +227,7 @@ class Conversations(RecordTask):
             if file not in known:  # as a rule all of its records have this form
                 raise error
         if causes:
-            left_out = count - int(used.sum())
+            left_out = count - int(used.sum()) - bad
             first, *others = (f"{error}" for error in firsts.values())
             if bad_records == "fail":
                 more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
@@ -213,6 +239,16 @@ class Conversations(RecordTask):
             if not used.any():
                 raise UserError(f"--tasks {source}: {problem}")
             warn(f"--tasks {source}: {problem} (--bad_records fail makes this an error)")
+        if bad:
+            problem = f"{bad:,} of {count:,} replies have a label that is false: they are not learned"
+            if not used.any():
+                # Files for KTO may have the good replies first, and the last rows are held out.
+                hint = ": shuffle the rows, or --val_share 0 holds none out" if source.endswith("(test)") else ""
+                raise UserError(f"--tasks {source}: {problem}, and no other is left{hint}")
+            warn(f"--tasks {source}: {problem} (chat_dpo --loss kto learns from them, too)")
+        if unclear:
+            problem = f"{unclear:,} of {count:,} replies have the label 0 and are learned"
+            warn(f"--tasks {source}: {problem}: if it means a bad reply, --columns label=label leaves them out")
         absent = self.seen.absent(self.columns)
         if absent:
             heads = ", ".join(map(str, self.seen.heads))[:400]
@@ -233,6 +269,8 @@ class Prompts(Conversations):
 
     name = "prompts"
     rest = "and, for rewards,"
+    learns_bad = True  # only the question is learned from
+    roles = TURNS
 
     @staticmethod
     def is_known(names: Iterable[str]) -> bool:
@@ -280,6 +318,8 @@ class Seen:
         self.forms: dict[tuple[Any, ...], dict[str, str]] = {}  # what is read in records of a form: name -> role
         self.read: dict[str, Counter[str]] = {}  # role -> the heads under which it is read
         self.unread: Counter[str] = Counter()  # heads of columns with a value
+        # head -> the heads that are read in its place, each with its records
+        self.passed_over: dict[str, Counter[str]] = {}
         self.keys: Counter[str] = Counter()  # of messages
         self.reply_count = 0
         self.thought_count = 0
@@ -307,6 +347,10 @@ class Seen:
             is_empty = value is None or value == "" or value != value  # NaN is not equal to itself
             if head not in read and not is_empty:
                 self.unread[str(head)] += 1
+                role = ROLES.get(known_name(head))
+                chosen = [str(heads[name]).strip() for name, its_role in names.items() if its_role == role]
+                if chosen:
+                    self.passed_over.setdefault(str(head), Counter())[" and ".join(chosen)] += 1
 
     def replies(self, messages: list[Message]) -> None:
         """Count the replies of a conversation."""
@@ -330,14 +374,21 @@ class Seen:
             roles.append(role if names == role else f"{role} from {names}")
         read = {head for heads in self.read.values() for head in heads}
         unread = list(dict.fromkeys([*self.unread, *(head for head in sorted(task.heads) if head.strip() not in read)]))
-        rest = f"; {task.rest} {', '.join(unread)}" if unread else ""
+        # A column that is read in some rows may still be none of the columns of others.
+        counted = [f"{head} (in {self.unread[head]:,})" if head.strip() in read else head for head in unread]
+        rest = f"; {task.rest} {', '.join(counted)}" if unread else ""
         if roles:
             print0(f"{path} reads {', '.join(roles)}{rest}")
         for head in unread:
             role = ROLES.get(known_name(head), "")
-            if role in self.read and role not in task.columns:
-                chosen = " and ".join(self.read[role])
-                warn(f"--tasks {path}: the {role} is {chosen}, so {head} is not read: --columns {role}={head} reads it")
+            instead: Iterable[str] = self.passed_over.get(head, ())
+            if not instead and head not in self.heads:  # of a .parquet only one of the columns with one name is read
+                instead = self.read.get(role, ())
+            if instead and role not in task.columns:
+                count = self.passed_over[head].total() if head.strip() in read else 0
+                where = f"in {count:,} row{'' if count == 1 else 's'} " if count else ""
+                problem = f"{where}the {role} is {' or '.join(instead)}, so {head} is not read"
+                warn(f"--tasks {path}: {problem}: --columns {role}={head} reads it")
             if head.lower() in MEDIA:
                 warn(f"--tasks {path}: the column {head} is not read, because models here read only text")
         if self.keys:
@@ -427,13 +478,16 @@ def answer_of(fields: Mapping[str, Any]) -> list[Any]:
     if _is_blossom(fields):
         answer = f"{fields['output']}\n\nAnswer: {fields['answer']}"  # as ms-swift writes it
     if isinstance(answer, str):
-        return [{"role": "assistant", "content": answer, "reasoning_content": first_of(fields, "thought")}]
+        thought = first_of(fields, "thought")
+        thought = thought if isinstance(thought, str) else None
+        return [{"role": "assistant", "content": answer, "reasoning_content": thought}]
     return as_messages(answer, "assistant")
 
 
 def _is_blossom(fields: Mapping[str, Any]) -> bool:
     """Whether a record has a worked solution as "output" and its result as "answer", as blossom-math has."""
-    return first_of(fields, "question") is None and all(fields.get(name) for name in ("input", "output", "answer"))
+    is_alone = first_of(fields, "question") is None and fields.get("response") is None
+    return is_alone and all(fields.get(name) for name in ("input", "output", "answer"))
 
 
 def with_system(fields: Mapping[str, Any], messages: list[Any]) -> list[Any]:

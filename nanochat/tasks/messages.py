@@ -25,7 +25,8 @@ SENDERS = {
     "human": "user", "prompter": "user", "用户": "user",
     "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant", "助手": "assistant",
     "developer": "system", "系统": "system",
-    "observation": "tool", "tool_response": "tool", "function_response": "tool", "function": "tool",
+    "observation": "tool", "observations": "tool", "tool_response": "tool",
+    "function_response": "tool", "function": "tool",
 }  # fmt: skip
 CALLERS = ("function_call", "tool_call")  # roles of messages that are a call, as text
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")
@@ -43,7 +44,8 @@ REPLIED = ("assistant", "gpt", "bot", "output")
 def plain_messages(messages: Any) -> Any:
     """A list of messages as this project has them, still unchecked.
 
-    A call that is a message of its own joins the reply or the call before it. Raises ValueError: with the problem.
+    A call that is a message of its own joins the reply or the call before it, and so does a second text of the user or
+    of the assistant, after a blank line. Raises ValueError: with the problem.
     """
     if not isinstance(messages, list):
         return messages
@@ -60,9 +62,24 @@ def plain_messages(messages: Any) -> Any:
                 "content": text_of(before["content"]) + one["content"],
                 "tool_calls": [*before.get("tool_calls", []), *one["tool_calls"]],
             }
+        elif isinstance(before, dict) and isinstance(one, dict) and _is_one_turn(before, one):
+            joined[-1] = {**before, "content": f"{before['content']}\n\n{one['content']}"}
         else:
             joined.append(one)
     return joined
+
+
+def _is_one_turn(before: dict[str, Any], one: dict[str, Any]) -> bool:
+    """Whether two messages in a row are one of the user's or the assistant's turns, in two texts."""
+    # A mark counts for the whole turn, and a thought stands at its beginning.
+    return (
+        isinstance(before.get("content"), str)
+        and isinstance(one.get("content"), str)
+        and before.keys() <= {*PLAIN, "train"}
+        and before.get("role") in ("user", "assistant")
+        and {**before, "content": ""} == {**one, "content": ""}
+        and not one["content"].lstrip().startswith("<think>")
+    )
 
 
 def plain(message: Any) -> Any:

@@ -27,8 +27,9 @@ import numpy as np
 from nanochat.conversation import Message, check_messages
 from nanochat.task import Example, Pair, reply_alone
 from nanochat.task_flag import BadRecords
-from nanochat.tasks.columns import first_of, has, tidied
+from nanochat.tasks.columns import first_of, has, label_of, tidied
 from nanochat.tasks.conversations import (
+    TURNS,
     Conversations,
     UnknownForm,
     answered,
@@ -52,7 +53,8 @@ class Preferences(Conversations):
 
     name = "preferences"
     has_pairs = True
-    roles = (*Conversations.roles, "chosen", "rejected")
+    learns_bad = True  # a loss of pairs decides what becomes of it
+    roles = (*TURNS, "chosen", "rejected")
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
         self.labels = bytearray()
@@ -130,10 +132,9 @@ def judged_of(record: Any) -> list[tuple[list[Message], bool]]:
     if Preferences.is_known(record):
         chosen, rejected = pair_of(record).conversations
         return [(chosen, True), (rejected, False)]
-    label = first_of(record, "label")
-    is_good = {"true": True, "1": True, "false": False, "0": False}.get(str(label).strip().lower())
+    is_good = label_of(record)
     if is_good is None:
-        raise ValueError(f"its label is {label!r}, not true or false")
+        raise ValueError(f"its label is {first_of(record, 'label')!r}, not true or false")
     return [(reply_alone(answered(conversation_of(record))), is_good)]
 
 

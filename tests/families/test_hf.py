@@ -298,7 +298,6 @@ def test_sampling_is_the_folders(folders, tmp_path):
     ("change", "words"),
     [
         ({"model_type": "gpt_neox"}, "model_type gpt_neox is not known: one of qwen2"),
-        ({"model_type": "qwen3_moe"}, "model_type qwen3_moe is not known"),
         # Families that people bring, by name; Qwen3.5's folders have both.
         (
             {"model_type": "qwen3_5_text"},
@@ -313,6 +312,8 @@ def test_sampling_is_the_folders(folders, tmp_path):
             "qwen2_5_vl is not read: it has a part for vision.",
         ),
         ({"model_type": "gemma3_text"}, "GELU in the MLP"),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe is not read: it needs a router and several MLPs"),
+        ({"model_type": "phi"}, "phi is not read: it needs attention beside the MLP, LayerNorm, biases"),
         ({"model_type": "glm4"}, "norms after attention and MLP, and rotary positions in a part"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type longrope is not known"),
         ({"hidden_act": "gelu"}, "hidden_act gelu"),

@@ -73,6 +73,15 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         {"input": "2+3?", "reasoning_content": "Two and three.", "content": "5", "score": 9}, "",
         [user("2+3?"), reply(THOUGHT)], "not score",
     ),
+    "a column reasoning": (
+        {"question": "2+3?", "reasoning": "Two and three.", "answer": "5"}, "", [user("2+3?"), reply(THOUGHT)], "",
+    ),
+    "a column thinking": (
+        {"prompt": "2+3?", "thinking": "Two and three.", "response": "5"}, "", [user("2+3?"), reply(THOUGHT)], "",
+    ),
+    "a column that says whether to think": (
+        {"prompt": "2+3?", "thinking": True, "response": "5"}, "", SUM, "not thinking",
+    ),
     "medical-o1": (
         {"Question": "2+3?", "Complex_CoT": "Two and three.", "Response": "5"}, "thought=Complex_CoT",
         [user("2+3?"), reply(THOUGHT)], "",
@@ -94,6 +103,14 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         {"messages": [user("2+3?") | {"role": "User"}, reply("5") | {"role": " Assistant"}]}, "", SUM, "",
     ),
     "bot": ({"conversations": [{"from": "human", "value": "2+3?"}, {"from": "bot", "value": "5"}]}, "", SUM, ""),
+    "LLaMA-Factory's observations, and turns in two messages": (
+        {
+            "messages": [
+                user("Weather?"), user("In Rome."), {"role": "function_call", "content": CALL},
+                {"role": "observations", "content": "sun"}, reply("Sunny."), reply("Enjoy."),
+            ]
+        }, "", [user("Weather?\n\nIn Rome."), *WEATHER[1:3], reply("Sunny.\n\nEnjoy.")], "",
+    ),
     "keys in another case": (
         {"messages": [{"Role": "user", "Content": "2+3?"}, {"Role": "gpt", "Content": "5"}]}, "", SUM, "",
     ),
@@ -121,6 +138,14 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     "ms-swift's query": (
         {"system": "Be kind.", "query": "2+3?", "response": "5", "history": [["Hi", "Hello"]]}, "",
         [SYSTEM, user("Hi"), reply("Hello"), *SUM], "",
+    ),
+    "ms-swift's names beside others": (
+        {"prompt": "no", "query": "2+3?", "question": "no", "output": "no", "response": "5"}, "", SUM,
+        "not prompt, question, output",
+    ),
+    "Alpaca's names beside others": (
+        {"query": "no", "instruction": "2+3?", "input": "", "output": "5", "response": "no"}, "", SUM,
+        "not query, response",
     ),
     "nothing, as pandas writes it": (
         {"instruction": "2+3?", "input": float("nan"), "output": "5", "system": None}, "", SUM, "",
@@ -163,6 +188,27 @@ def test_the_column_that_is_chosen_among_several_is_named(tmp_path, capsys):
     assert "so answer is not read" in capsys.readouterr().err
     assert chats(path, columns="answer=answer")[0][1]["content"] == "five"
     assert "is not read" not in capsys.readouterr().err
+
+
+def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
+    """Of a pair with whole conversations the prompt is not read, and nothing is read in its place."""
+    rows = [
+        {"prompt": "a", "response": "b", "answer": "no"}, {"prompt": "a", "output": "b", "answer": "no"},
+        {"question": "a", "answer": "b"}, {"prompt": "no", "messages": SUM}, {"messages": user("no")},
+    ]  # fmt: skip
+    path = lines(tmp_path / "mine.jsonl", rows)
+    chats(path, val_share=0.0)
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[0].endswith("; not answer (in 2), prompt (in 1), messages (in 1)")
+    bad, warning = shown.err.splitlines()
+    assert "1 of 5 records left out" in bad
+    assert "in 2 rows the answer is response or output, so answer is not read: --columns answer=answer" in warning
+    pair = {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
+    whole = {"prompt": "Hello", "chosen": [user("Hello"), GOOD], "rejected": [user("Hello"), BAD]}
+    Preferences("train", lines(tmp_path / "pairs.jsonl", [pair, whole] * 2), val_share=0.0)
+    shown = capsys.readouterr()
+    assert "question from prompt, chosen, rejected; not prompt (in 2)" in shown.out
+    assert not shown.err
 
 
 @pytest.mark.parametrize(
@@ -211,6 +257,9 @@ def test_a_mark_that_is_neither_true_nor_false_is_not_guessed(tmp_path):
         path = lines(tmp_path / f"{name}.jsonl", [{"messages": [user("a"), reply("b", **{name: value})]}] * 2)
         problem = complaint(lambda path=path: chats(path))
         assert f'a message has "{name}": {json.dumps(value)}: only true, false, 1 and 0 are known' in problem
+    halves = [user("a"), reply("b", loss=False), reply("c")]
+    path = lines(tmp_path / "halves.jsonl", [{"messages": halves}] * 2)
+    assert "message 2 is by assistant, where user is expected" in complaint(lambda: chats(path))
     parts = [user("Weather?"), reply("Hm.", loss=False), {"role": "tool_call", "content": CALL}]
     path = lines(tmp_path / "mine.jsonl", [{"messages": parts}] * 2)
     assert "mark both as learned, or none" in complaint(lambda: chats(path))
@@ -397,6 +446,31 @@ def test_a_system_column_is_before_whole_conversations_too(tmp_path):
     row = {"system": "Be kind.", "chosen": [user("Hello"), GOOD], "rejected": [user("Hello"), BAD]}
     task = Preferences("train", lines(tmp_path / "mine.jsonl", [row] * 2))
     assert task.pair(0).question == [SYSTEM, user("Hello")]
+
+
+def test_a_bad_reply_is_not_learned_as_a_dialogue(tmp_path, capsys):
+    """A file for KTO in chat_sft: its replies with a label that is false are left out, and counted."""
+    good, bad = [user("a"), GOOD], [user("b"), BAD]
+    for name, labels in (("label", (True, False)), ("kto_tag", (1, 0)), ("Label", ("True", "false"))):
+        rows = [{"messages": chat, name: label} for chat, label in zip((good, bad), labels, strict=True)] * 2
+        path = lines(tmp_path / f"{name}.jsonl", rows)
+        assert chats(path, val_share=0.0, bad_records="fail") == [good] * 2
+        shown = capsys.readouterr()
+        assert "reads messages, label" in shown.out
+        assert "2 of 4 replies have a label that is false: they are not learned (chat_dpo --loss kto" in shown.err
+        assert len(Labelled("train", path, val_share=0.0)) == len(Prompts("train", path, val_share=0.0)) == 4
+        assert "not learned" not in capsys.readouterr().err
+    # A number may be a class.
+    path = lines(tmp_path / "class.jsonl", [{"messages": good, "label": number} for number in range(4)])
+    assert len(chats(path, val_share=0.0)) == 4
+    shown = capsys.readouterr()
+    assert "; not label" in shown.out and "1 of 4 replies have the label 0 and are learned: if it" in shown.err
+    assert len(chats(path, val_share=0.0, columns="label=label")) == 3
+    only = lines(tmp_path / "only.jsonl", [{"messages": bad, "label": False}] * 2)
+    assert "have a label that is false: they are not learned, and no other is left" in complaint(lambda: chats(only))
+    ordered = lines(tmp_path / "ordered.jsonl", [{"messages": good, "label": number < 15} for number in range(20)])
+    assert len(chats(ordered)) == 15
+    assert "shuffle the rows, or --val_share 0" in complaint(lambda: Conversations("test", ordered))
 
 
 def test_labels_as_numbers_and_texts(tmp_path):

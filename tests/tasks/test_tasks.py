@@ -568,9 +568,14 @@ CALLED = [HELLO[0], {"role": "assistant", "tool_calls": [{"function": {"name": "
 BAD_ROWS = [
     ({"messages": []}, "cannot be used: a conversation is a non-empty list of messages"),
     ({"messages": [HELLO[1]]}, "cannot be used: message 0 is by assistant, where user is expected"),
-    ({"messages": [HELLO[0], HELLO[0]]}, "cannot be used: message 1 is by user, where assistant is expected"),
+    (
+        {"messages": [HELLO[0], {"role": "tool", "content": "3"}]},
+        "cannot be used: message 1 is by tool, where assistant is expected",
+    ),
+    ({"messages": [HELLO[0], HELLO[0]]}, "cannot be used: the assistant has no message"),
     ({"messages": [{"role": "robot", "content": "Hi"}]}, "cannot be used: message 0 has the role 'robot'"),
     ({"messages": [HELLO[0], {"role": "assistant"}]}, "cannot be used: message 1 (assistant) has no content"),
+    ({"messages": [{"content": "Hello"}] * 2}, "cannot be used: message 0 has the role None"),
     ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
     ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
     ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 is by tool, where user"),
