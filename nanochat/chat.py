@@ -60,7 +60,7 @@ class Chat:
 
         A base model continues this text alone, and `messages` stays empty.
         `sampling` changes fields of SamplingParams for this reply. Each reply draws by the seed after the last one's.
-        Raises UserError: when the message is no text or does not fit into the context, or a setting is out of range.
+        Raises UserError: when the message is not a text or does not fit into the context, or a setting is out of range.
         """
         if not isinstance(text, str):
             raise UserError(f"say() takes a text, not {type(text).__name__}")

@@ -186,7 +186,6 @@ class ChatFlags(StageFlags, TuningFlags):
     # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
     chat_template: str | None = None
     # batch
-
     # As in other trainers: instead of the number of examples per step, this many times --device_batch_size per device.
     gradient_accumulation_steps: Positive | None = None
     # optimizer

@@ -25,11 +25,11 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
     token_share = sum(one.target_count for one in rendered) / tokens
     conversations = counted(len(rendered), "conversation")
     line = f"learned: {reply_share:.1%} of the replies and {token_share:.1%} of their tokens, in {conversations}"
-    learned = (
-        tokenizer.decode([token for token, is_target in zip(one.ids, one.mask, strict=True) if is_target])
-        for one in rendered
-    )
-    if empty := sum(len(EMPTY_THOUGHT.findall(text)) for text in learned):
+    empty = 0
+    for one in rendered:
+        learned = [token for token, is_target in zip(one.ids, one.mask, strict=True) if is_target]
+        empty += len(EMPTY_THOUGHT.findall(tokenizer.decode(learned)))
+    if empty:
         print0(
             f"{empty:,} of {replies:,} replies have no thought: the chat template writes an empty one, which is learned"
         )

@@ -49,7 +49,7 @@ def open_mixture(
 
     `bad_records`: skip a record that is something else, with a warning, or fail. `val_share`: see `open_task`; with 0,
     the test mixture leaves out tasks without a test split. `by_epoch`: all examples of all tasks come once before any
-    comes again. `columns`: the columns of the files; `thoughts`: keep or drop those of their replies.
+    comes again. `columns`: which columns of the files to read; `thoughts`: whether replies keep theirs.
 
     Raises UserError: when a name is unknown, data are missing or damaged, or weights would have no effect.
     """

@@ -5,8 +5,8 @@ folder has an entry for each file, `<sha256 of its path>.json`: its hash, and fa
 which are size, modification time, and the number of its inode with its time of change. (`touch -d` and `cp -p` restore
 the modification time, but not the other one.) If a fact has changed, the file is read again.
 
-Only weights in other programs' folders are kept here: those folders have no hashes of their own. Our checkpoints have
-a manifest, and are compared with it whenever they are loaded, because damage on a disk changes none of these facts.
+Only weights in other programs' folders are kept here: such folders hold no hashes. Our checkpoints have a
+manifest, and are compared with it whenever they are loaded, because damage on a disk changes none of these facts.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from nanochat.paths import base_dir
 def sha256(path: Path) -> str:
     """The hash of a file: the one that is kept, or the one of its bytes, which is then kept."""
     before = _facts(path)
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # there is no entry, or it is damaged
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no entry, or a damaged one
         entry = json.loads(_entry_of(path).read_text(encoding="utf-8"))
         if {name: entry[name] for name in before} == before:
             return str(entry["sha256"])

@@ -26,7 +26,7 @@ from nanochat.tokenizer import replace_surrogates
 
 # The names of special tokens that belong to a call. Elsewhere a reply's text is without special tokens.
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
-CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # Mistral's templates accept no other ids; those of the others print none
+CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # Mistral's templates accept no other ids; other templates print none
 PYTHON_TAG = "<|python_tag|>"
 MAX_NAME = 100  # characters between [TOOL_CALLS] and [ARGS]
 MAX_PYTHON = 10_000  # characters of a call in Python's form

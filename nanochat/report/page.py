@@ -296,8 +296,8 @@ def in_a_word(stage: Stage, key: str, how: str, share: float = SMOOTH) -> str:
 
 
 def word_of(plot: "Plot", stage: Stage) -> str:
-    """What the title of a plot says of a stage. Its ends are those of the held-out dots, if there are any: the first
-    line of training is one batch of questions, easy or hard."""
+    """What the title of a plot says about a stage. Where held-out questions are drawn as dots, the first and the last
+    value are of these: the first value in training is of a single batch, which may be easy or hard."""
     if plot.dots and plot.word == "ends" and len(stage.curve(plot.dots)) > 1:
         return in_a_word(stage, plot.dots, "ends", 0)
     return in_a_word(stage, plot.metric, plot.word, plot.smooth)

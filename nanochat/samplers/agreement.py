@@ -47,7 +47,7 @@ def largest_gap(entropy: float, staleness: int = 0) -> float:
 def measure(model: GPT, samples: Iterable[Sample], device: Device, temperature: float) -> tuple[float, float, int]:
     """Sums over the sampled tokens of |log p_trainer - log p_sampler| and of -log p_trainer in nats, and their number.
 
-    All ranks call it together, each with samples of its own, or with none: the model's weights may be spread over them.
+    All ranks call it together, each with its own samples or none: the model's weights may be spread over them.
     """
     samples = list(samples)
     rows = pack_sequences(

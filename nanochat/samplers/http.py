@@ -243,7 +243,7 @@ class HttpSampler:
             weights = dict(gathered)
             if self.kind == "vllm" and model.config.tied_head:
                 # On a CPU vLLM computes a head from a packed copy of its weights, and packs them again only where the
-                # folder has them: without this the head of a tied model stays that of the start, and nothing says so.
+                # folder has them: without this a tied model keeps the head of the start, and no message says so.
                 weights["head.weight"] = weights["embedding.weight"]
             files = hf.write_weights(unfinished, model.config, weights.items(), dtype)
             settings = {**hf.from_config(model.config, self.family), "dtype": str(dtype).removeprefix("torch.")}
@@ -464,7 +464,7 @@ class HttpSampler:
 
     def _read(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
         """The reply, and the weights that sampled it if the server names them. Raises Failed: when it is wrong."""
-        what = "a reply without token_ids or logprobs; it needs the field return_token_ids, as vLLM 0.16 has it"
+        what = "a reply without token_ids or logprobs; it needs the field return_token_ids of vLLM 0.16"
         return _understood(server.address, what, lambda: self._checked(server, response, prompt, max_tokens))
 
     def _checked(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:

@@ -64,8 +64,8 @@ def family_form(model: LoadedModel, tokenizer: ImportedTokenizer) -> CallForm:
     if form is None:
         message = (
             f"tools: the chat template of {model.name} has no tools, or calls in a form that this server does not "
+            "read: it reads the forms of Qwen 2.5 and 3, Llama 3.1 and Mistral; leave them out"
         )
-        message += "read: it reads the forms of Qwen 2.5 and 3, Llama 3.1 and Mistral; leave them out"
         raise ApiError(400, message, param="tools", code="unsupported_parameter")
     return form
 

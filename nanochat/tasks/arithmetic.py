@@ -355,7 +355,8 @@ def spelled_sum(rng: random.Random, operator: str, a: int, b: int, in_chinese: b
     if in_chinese and rng.random() < 0.7:
         return f"{a}{SPOKEN_CHINESE[operator]}{b}"
     if not in_chinese and rng.random() < 0.3:
-        first, second = ((in_words := rng.random() < 0.5), in_words if rng.random() < 0.7 else not in_words)
+        first = rng.random() < 0.5
+        second = first if rng.random() < 0.7 else not first
         text = f"{spelled(a, first)} {rng.choice(SPOKEN[operator])} {spelled(b, second)}"
         return text.replace("y-", "y ") if rng.random() < 0.3 else text  # forty two
     spacing = rng.choice(("", " "))

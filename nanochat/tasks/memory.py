@@ -38,8 +38,8 @@ ASK_NAME = (
     "Do you know who I am?",
 )
 ABOUT_ME = ("Tell me a story about me.", "Tell me a story about somebody with my name.", "I want to be in the story!")
-# What somebody says, what of it is known then, and how they ask for it later. Slots are those of smalltalk.txt;
-# {name}, {number}, {count}, {kind}, {things}, {month}, {job}, {shade} and {word} are drawn.
+# What somebody says, what is known after it, and how they ask for it later. smalltalk.txt has the words of the slots;
+# those of {name}, {number}, {count}, {kind}, {things}, {month}, {job}, {shade} and {word} are drawn.
 FACTS = (
     (("I like {animal}.", "I love {animal}!", "I really like {animal}."), "You like {animal}", ("What do I like?",)),
     (
@@ -129,7 +129,7 @@ FACTS = (
         ),
     ),
 )
-# What other chat models say to that: a chat that somebody brings has their replies, and ours is not learned from them.
+# What other chat models reply to that. Chats that people bring have such replies: they are read, and not learned.
 REPLIES = (
     "Thanks for telling me.", "Good to know!", "That is nice.", "Okay.", "Nice!", "Great!", "How lovely!", "I see.",
     "That sounds like fun!", "Got it.", "Okay, I will remember it.", "What a lovely name!", "Thank you!",
@@ -224,9 +224,9 @@ def fact_and_question(rng: random.Random) -> tuple[list[Message], str, str]:
     }
     said = rng.choice(ways).format_map(drawn)
     fact = known.format_map(drawn)
-    messages = turn(
-        as_typed(rng, said) if rng.random() < 0.3 and "{name}" not in known else said, f"{fact}: good to know!"
-    )
+    if rng.random() < 0.3 and "{name}" not in known:
+        said = as_typed(rng, said)
+    messages = turn(said, f"{fact}: good to know!")
     if rng.random() < 0.5:
         messages[-1] = {"role": "assistant", "content": rng.choice(REPLIES), "train": False}
     question = rng.choice(REMEMBER).format(question=rng.choice(asked).format_map(drawn))
@@ -246,8 +246,10 @@ def sums_in_turn(rng: random.Random, split: Split) -> Example:
             if is_held_out(call) == (split == "test"):
                 break
         if rng.random() < 0.5:  # a reply by another model, without a calculator
-            said = text_of(parts_of(messages[-1]["content"])).rstrip(".").replace(" = ", rng.choice((" = ", " is ")))
-            said = rng.choice((said, f"{said}.", said.split()[-1], f"The answer is {said.split()[-1]}."))
+            said = text_of(parts_of(messages[-1]["content"])).rstrip(".")
+            said = said.replace(" = ", rng.choice((" = ", " is ")))
+            last = said.split()[-1]
+            said = rng.choice((said, f"{said}.", last, f"The answer is {last}."))
             messages[-1] = {"role": "assistant", "content": said, "train": False}
         example = sum_example(way.format_map(numbers), call)
         messages += example.messages

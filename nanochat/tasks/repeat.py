@@ -45,7 +45,8 @@ class Repeat(GeneratedTask):
         elif form < 0.45:
             often, count = rng.choice(TIMES)
             word = self._word(rng)
-            return Example(turn(f"Say {word} {often}.", repeated := ", ".join([word] * count)), repeated)
+            repeated = ", ".join([word] * count)
+            return Example(turn(f"Say {word} {often}.", repeated), repeated)
         return Example(turn(rng.choice(WAYS).format(said=said), said), said)
 
     def _word(self, rng: random.Random) -> str:

@@ -380,8 +380,7 @@ def test_replies_with_an_empty_thought_are_counted(tmp_path, capsys):
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=THINKING))
     path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}, {"messages": SUM}, {"messages": SUM}])
     report_learned([render(tokenizer, chat) for chat in chats(path)], tokenizer)
-    expected = "1 of 2 replies have no thought: the chat template writes an empty one, which is learned"
-    assert expected in capsys.readouterr().out
+    assert "1 of 2 replies have no thought" in capsys.readouterr().out
 
 
 def test_a_thought_before_a_call_is_kept(tmp_path):
