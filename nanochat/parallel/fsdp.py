@@ -69,6 +69,8 @@ def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
     block_dtype = None if device.dtype == torch.float32 else device.dtype
     policy = MixedPrecisionPolicy(param_dtype=block_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
+        if model.config.experts:  # in fp32, see experts/router.py
+            fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=True)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then miss
     # the optimizer's updates of the shards.
