@@ -78,6 +78,8 @@ SEAMS = {
     "help",
     # Other modules in the place of a block's MLP: (config, kernels) -> nn.Module.
     "blocks",
+    # Other sizes of a new model, by flags: (config, flags) -> config.
+    "sizes",
     # Other products for the blocks of a model, by flag: (device, model) -> a description of them for the log.
     "products",
 }

@@ -123,6 +123,7 @@ class Meter:
         self.progress = progress
         self.device = device
         self.token_flops = token_flops
+        self.more: Callable[[], dict[str, Any]] = dict  # further numbers of a line; all ranks call it
         self.skipped = torch.zeros((), device=device.torch_device)  # since the last line
         self.idle = torch.zeros((), device=device.torch_device)  # likewise
         self.bad_in_a_row = torch.zeros((), device=device.torch_device)
@@ -180,6 +181,7 @@ class Meter:
             "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,
             "seconds": progress.seconds, "peak_memory_bytes": self.device.peak_memory(),
             "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps, "idle_steps": progress.idle_steps,
+            **self.more(),
         }  # fmt: skip
 
 
@@ -228,7 +230,8 @@ def make_optimizer(
         stacked = 2 if c.mlp == "swiglu" and name.endswith(".input.weight") else 1
         if c.experts and name.endswith((".mlp.input.weight", ".mlp.output.weight")):
             stacked *= c.experts
-        splits[name] = (parameter.size(0) // stacked,) * stacked
+        if stacked > 1:
+            splits[name] = (parameter.size(0) // stacked,) * stacked
     # At the start the gradients of vectors and scales are rounding noise, which AdamW with a small epsilon would turn
     # into whole steps.
     noise_eps = 1e-4

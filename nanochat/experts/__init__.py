@@ -3,5 +3,6 @@
 # The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "blocks": {"experts": "nanochat.experts.layer:Experts"},
-    "log lines": {"experts": "nanochat.experts.loads:Loads"},
+    "attendants": {"experts": "nanochat.experts.loads:Loads"},
+    "sizes": {"experts": "nanochat.experts.sizes:with_experts"},
 }

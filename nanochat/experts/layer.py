@@ -96,7 +96,7 @@ class Experts(nn.Module):
         places = torch.empty_like(pairs)
         places[pairs] = torch.arange(len(pairs), device=x.device)  # of each pair in that order
         rows = _ToExperts.apply(tokens, pairs, places, chosen.size(1))  # (N K, C)
-        rows = self.compute(rows, Groups(counts))
+        rows = self.compute(rows, Groups(len(rows), counts))
         rows = _FromExperts.apply(rows, pairs, places).view(*chosen.shape, -1)  # (N, K, C)
         y = torch.bmm(weights.to(x.dtype).unsqueeze(1), rows).view_as(x)
         return y if self.shared is None else y + self.shared(x)

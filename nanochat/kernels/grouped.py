@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 
 
 class Groups:
-    """Rows that are sorted by group, by the number of rows in each of them, a tensor (E,) on the device."""
+    """Rows that are sorted by group: how many there are, and in each group, a tensor (E,) on the device."""
 
-    def __init__(self, counts: Tensor):
+    def __init__(self, rows: int, counts: Tensor):
+        self.rows = rows
         self.counts = counts
 
     @functools.cached_property
@@ -27,6 +28,9 @@ class Groups:
     @functools.cached_property
     def sizes(self) -> list[int]:
         """The counts on the host, which waits for the device."""
+        if type(self.counts) is not Tensor:  # without data, such as in a dry run: groups of equal sizes
+            groups = len(self.counts)
+            return [self.rows // groups + (group < self.rows % groups) for group in range(groups)]
         return self.counts.tolist()
 
 

@@ -121,7 +121,7 @@ def test_tokens_pass_through_their_experts(case):
 def test_the_loop_is_the_grouped_product_to_the_bit(dtype, counts, frozen):
     x = torch.randn(16, 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(4 * 24, 8, requires_grad=not frozen)
-    groups = Groups(torch.tensor(counts))
+    groups = Groups(16, torch.tensor(counts))
     assert groups.ends.tolist() == torch.tensor(counts).cumsum(0).tolist() and groups.ends.dtype == torch.int32
     results = []
     for cast in (None, weight.detach().to(dtype)):
