@@ -37,6 +37,11 @@ class Config(TextFlags):
     target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens per scaling parameter
     total_batch_size: Positive | None = None  # tokens per step, over all devices; default: by the horizon
 
+    def __post_init__(self):
+        sizes = ("experts_per_token", "expert_width", "shared_experts")
+        if not self.experts and any(getattr(self, name) != getattr(Config, name) for name in sizes):
+            raise cli.UserError(f"--{', --'.join(sizes)} are sizes of experts: add --experts")
+
 
 # Flags of continued pretraining, which is a command now.
 MOVED = dict.fromkeys(
