@@ -91,10 +91,11 @@ class Experts(nn.Module):
         """(B, T, C) -> (B, T, C)"""
         tokens = x.flatten(0, 1)  # (N, C)
         weights, chosen, counts = self.router(tokens)
-        # A stable sort keeps the tokens of an expert in their order, so that one expert computes what an MLP does.
-        pairs = chosen.flatten().sort(stable=True).indices  # (N K,), the pairs of token and expert by expert
-        places = torch.empty_like(pairs)
-        places[pairs] = torch.arange(len(pairs), device=x.device)  # of each pair in that order
+        # A stable sort keeps the tokens of an expert in their order, so that one expert computes what an MLP does. Some
+        # devices sort and write only numbers of 32 bits quickly.
+        pairs = chosen.flatten().float().sort(stable=True).indices  # (N K,), the pairs of token and expert by expert
+        order = torch.arange(len(pairs), dtype=torch.int32, device=x.device)
+        places = torch.empty_like(order).scatter_(0, pairs, order)  # of each pair in that order
         rows = _ToExperts.apply(tokens, pairs, places, chosen.size(1))  # (N K, C)
         rows = self.compute(rows, Groups(len(rows), counts))
         rows = _FromExperts.apply(rows, pairs, places).view(*chosen.shape, -1)  # (N, K, C)

@@ -1,12 +1,9 @@
 """Adapters of experts: each expert has its own A and B, in training, merged, in 4 bits and in peft's folders."""
 
-from typing import Any
-
 import pytest
 import torch
-from test_experts import FOUR, QWEN3_MOE
 from test_lora import adapt, gradients, tokens_of
-from tiny import complaint, cpu_device, lively_model, tiny_config
+from tiny import EXPERT_SHAPES, complaint, cpu_device, lively_model, tiny_config
 
 from nanochat.adapters import lora, peft
 from nanochat.adapters.lora import Adapters, ExpertAdapters, Lora
@@ -16,7 +13,7 @@ from nanochat.kernels.casts import cast_together
 
 ALL = Lora(4, 8.0)
 SETTINGS = [ALL, Lora(3, 8.0, targets=("up_proj", "k_proj")), Lora(4, 8.0, base_format="nf4")]
-CONFIGS: list[dict[str, Any]] = [QWEN3_MOE, {**FOUR, "shared_experts": 1}]
+QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
 
 
 def adapters_of(model: GPT) -> Adapters:
@@ -27,9 +24,9 @@ def adapters_of(model: GPT) -> Adapters:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["all", "some", "nf4"])
-@pytest.mark.parametrize("changes", CONFIGS, ids=["qwen3_moe", "shared"])
-def test_merged_is_unmerged_in_output_and_gradients(changes, settings):
-    config = tiny_config(**changes)
+@pytest.mark.parametrize("shape", EXPERT_SHAPES)
+def test_merged_is_unmerged_in_output_and_gradients(shape, settings):
+    config = tiny_config(**EXPERT_SHAPES[shape])
     adapted = adapt(lively_model(config), settings)
     tokens, targets = tokens_of(config)
     merged = GPT(config)

@@ -13,11 +13,10 @@ import pytest
 import torch
 from runs import exactly_resumed, forget_after, losses, metrics
 from safetensors.torch import load_file
-from test_experts import QWEN3_MOE
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import BASE, CPU, SFT, pretrained, start  # noqa: F401 (fixtures)
-from tiny import cpu_device, lively_model, run_command, tiny_config
+from tiny import EXPERT_SHAPES, cpu_device, lively_model, run_command, tiny_config
 from tiny_families import save_family
 
 from nanochat.checkpoint_manager import load_model
@@ -95,7 +94,7 @@ def qwen(base, tmp_path) -> Iterator[Path]:  # noqa: F811
     """A tiny Qwen3-MoE in Hugging Face's layout."""
     folder = save_family(tmp_path / "qwen", "qwen3")
     vocab_size = Tokenizer.load(folder).vocab_size
-    model = lively_model(tiny_config(vocab_size=vocab_size, sequence_len=128, **QWEN3_MOE))
+    model = lively_model(tiny_config(vocab_size=vocab_size, sequence_len=128, **EXPERT_SHAPES["qwen3_moe"]))
     hf.write_weights(folder, model.config, whole_weights(model), torch.float32)
     (folder / "config.json").write_text(json.dumps(hf.from_config(model.config, "qwen3_moe")))
     yield folder

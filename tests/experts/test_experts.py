@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_train import RATES, make_batch, rows_of
-from tiny import PLAIN, SHAPES, cpu_device, lively_model, make_engine, run_ranks, tiny_config
+from tiny import EXPERT_SHAPES, PLAIN, cpu_device, lively_model, make_engine, run_ranks, tiny_config
+from tiny import FOUR_EXPERTS as FOUR
 from torch import Tensor
 
 from nanochat import scaling
@@ -21,11 +22,10 @@ from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.sharding import fill, whole
 from nanochat.train import BIAS_RATE, make_adamw, make_optimizer, next_token_loss, train_step
 
-FOUR: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "mlp_width": 24}
-QWEN3_MOE: dict[str, Any] = {**SHAPES["qwen3"], **FOUR, "router": "softmax"}
+QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
 CASES: dict[str, dict[str, Any]] = {
     "fast": FOUR,
-    "shared": {**FOUR, "shared_experts": 1},
+    "shared": EXPERT_SHAPES["experts"],
     "plain weights of one": {**FOUR, "experts_per_token": 1, "router_normalized": False},
     "qwen3_moe": QWEN3_MOE,
     "gated, all of three, shared": {
