@@ -15,7 +15,7 @@ class Loads:
 
     expert_max_share, expert_min_share  share of the tokens' choices at the busiest and at the least busy expert of a
                                         layer; 1 / experts each where loads are even
-    expert_max_tokens                   the tokens of the busiest expert: the rows of the largest product
+    expert_max_tokens                   the tokens of the busiest expert, padding included
     expert_entropy                      of the shares, the mean over the layers: 1 where loads are even, 0 where one
                                         expert has all tokens
     """

@@ -23,8 +23,10 @@ from nanochat.gpt import GPTConfig
 # the bias of an expert that had fewer rises by it. The bias is a parameter whose gradient is the surplus of tokens, not
 # a derivative, and AdamW without memory (betas of 0) moves it by its rate against the sign of the surplus. So loads
 # are summed over micro-batches and ranks, saved, resumed and skipped as every other gradient and parameter is.
+# Only tokens that learn count: padding differs from one number of ranks to another. So nothing moves in RL when all
+# replies are equally good, nor in the first step of a new model, whose output projections are 0.
 # The gradient is made small, so that the norm of all gradients is what it would be without it: its sign is all that
-# counts.
+# matters.
 SURPLUS = 1e-8
 
 
@@ -54,12 +56,17 @@ class Router(nn.Module):
         weights = scores.gather(1, chosen)
         # A softmax of logarithms divides by the sum. For a single expert its gradient is 0 without rounding.
         weights = weights.softmax(dim=-1) if c.router_normalized else weights.exp()
-        # Not bincount, for which the host would wait.
-        numbers = torch.arange(c.experts, device=x.device)
-        counts = (chosen.unsqueeze(-1) == numbers).sum(dim=(0, 1))
+        counts = _counts(chosen, c.experts)
         if weights.requires_grad:
-            weights = _CountLoads.apply(weights, self.bias, counts, self)
+            weights = _CountLoads.apply(weights, self.bias, chosen, counts, self)
         return weights, chosen, counts
+
+
+def _counts(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert is chosen (E,)."""
+    # Not bincount, for which the host would wait.
+    numbers = torch.arange(experts, device=chosen.device)
+    return (chosen.unsqueeze(-1) == numbers).sum(dim=(0, 1))
 
 
 class _CountLoads(torch.autograd.Function):
@@ -70,22 +77,20 @@ class _CountLoads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weights: Tensor, bias: Tensor | None, counts: Tensor, router: Any) -> Tensor:
-        ctx.save_for_backward(counts)
+    def forward(ctx, weights: Tensor, bias: Tensor | None, chosen: Tensor, counts: Tensor, router: Any) -> Tensor:
+        ctx.save_for_backward(chosen, counts)
         ctx.router = router
         return weights.view_as(weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        (counts,) = ctx.saved_tensors
-        counts = counts.float()
+        chosen, counts = ctx.saved_tensors
         router = ctx.router
-        router.loads = counts if router.loads is None else router.loads + counts
+        router.loads = counts.float() if router.loads is None else router.loads + counts
         surplus = None
         if ctx.needs_input_grad[1]:
-            # Where nothing is learned, such as in the first step of a new model, whose output projections are 0, or in
-            # RL when all replies are equally good, the bias stays as well.
-            learns = (grads[0] != 0).any()
-            surplus = (counts - counts.mean()) * (learns * SURPLUS)
-        return grads[0], surplus, None, None
+            learns = (grads[0] != 0).any(dim=-1)  # (N,)
+            learning = _counts(chosen.masked_fill(~learns.unsqueeze(-1), -1), len(counts)).float()
+            surplus = (learning - learning.mean()) * SURPLUS
+        return grads[0], surplus, None, None, None

@@ -12,6 +12,7 @@ from tiny import FOUR_EXPERTS as FOUR
 from torch import Tensor
 
 from nanochat import scaling
+from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.experts.layer import Experts
 from nanochat.gpt import GPT, MLP, GPTConfig
@@ -185,15 +186,17 @@ def test_muon_updates_each_expert_as_if_it_were_alone():
             torch.testing.assert_close(ours, part, rtol=0, atol=2e-6)
 
 
-def loads(model: GPT, tokens: Tensor) -> list[Tensor]:
-    """The tokens of each expert in each layer."""
-    seen: list[Tensor] = []
-    hooks = [one.router.register_forward_hook(lambda _, __, out: seen.append(out[2])) for one in experts_of(model)]
+def loads(model: GPT, tokens: Tensor, learns: Tensor | None = None) -> list[Tensor]:
+    """The tokens of each expert in each layer, in the last one only those that learn."""
+    chosen: list[Tensor] = []
+    hooks = [one.router.register_forward_hook(lambda _, __, out: chosen.append(out[1])) for one in experts_of(model)]
     with torch.no_grad():
         model(tokens)
     for hook in hooks:
         hook.remove()
-    return seen
+    if learns is not None:
+        chosen[-1] = chosen[-1][learns.flatten()]
+    return [torch.bincount(one.flatten(), minlength=model.config.experts) for one in chosen]
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -210,7 +213,9 @@ def test_a_bias_moves_once_a_step_against_its_surplus(by, recompute):
     biases = [router.bias.detach().clone() for router in routers if router.bias is not None]
     for step in range(4):
         batch = make_batch(step)
-        tokens = loads(model, batch[0])
+        every = loads(model, batch[0])
+        tokens = loads(model, batch[0], batch[1] != IGNORE)
+        assert not torch.equal(every[-1], tokens[-1])
         rows = rows_of(batch, slice(0, 2), slice(2, 8)) if step % 2 else [batch]
         for router in routers:
             router.loads = None
@@ -219,7 +224,7 @@ def test_a_bias_moves_once_a_step_against_its_surplus(by, recompute):
             bias -= BIAS_RATE * 0.5 * torch.sign(counts - counts.float().mean())
         stats = train_step(model, optimizer, rows, next_token_loss, device=device, lr=0.5, max_grad_norm=0.01)
         assert stats.updated
-        for router, bias, counts, old in zip(routers, biases, tokens, before, strict=True):
+        for router, bias, counts, old in zip(routers, biases, every, before, strict=True):
             assert router.bias is not None and router.loads is not None
             torch.testing.assert_close(router.bias.detach(), bias, rtol=0, atol=1e-7)
             assert not torch.equal(bias, old)
