@@ -225,8 +225,8 @@ def count_micro_batches(micro_tokens: int, by_rule: int, total: int | None, requ
     nearest = requested or max(1, round(total / micro_tokens))
     wanted = "a multiple of" if requested is None else f"{requested} x"
     raise UserError(
-        f"--total_batch_size {total} is not {wanted} {micro_tokens} tokens (device_batch_size x context x processes, those of a --context_parallel group once): "
-        f"use {nearest * micro_tokens}, or another --device_batch_size"
+        f"--total_batch_size {total} is not {wanted} {micro_tokens} tokens (device_batch_size x context x processes; "
+        f"those that share rows count once): use {nearest * micro_tokens}, or another --device_batch_size"
     )
 
 

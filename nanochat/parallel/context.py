@@ -93,11 +93,11 @@ class SharedRows(Layout):
 
 
 def share_rows(device: Device, layout: Any) -> SharedRows:
-    """The layout `ddp` or `fsdp`, with `device.context_ranks` neighbours that share rows. All ranks call it together."""
+    """The layout, ddp or fsdp, with `device.context_ranks` neighbours that share rows. All ranks call this together."""
     R = device.context_ranks
     place: Place = layout.place
     # Every group of ranks takes memory for its buffers (HCCL: 400 MB), so groups that exist are used again.
-    group = None
+    group: Any = None
     if place.replicas > 1 and place.ranks == R:
         group = place.group
     elif device.world_size != R:
