@@ -57,13 +57,13 @@ def sharing(device: Device, ranks: int) -> Device:
 
 
 def same_steps(found: Stats, expected: Stats, ranks: int) -> None:
-    """Losses and norms within 1e-6, and targets that all ranks of a row count."""
+    """Losses within 1e-6, norms within 1e-5, and targets that all ranks of a row count."""
     assert len(found) == len(expected)
     for (loss, targets, norm, updated), one in zip(found, expected, strict=True):
         # a loss of policy gradients is a sum of both signs near 0
         assert loss == pytest.approx(one[0], rel=1e-6, abs=1e-6)
         assert targets == ranks * one[1]
-        assert norm == pytest.approx(one[2], rel=2e-6)
+        assert norm == pytest.approx(one[2], rel=1e-5)
         assert updated == one[3]
 
 
@@ -78,8 +78,8 @@ def packed_steps(device: Device, how: Any, count: int) -> Stats:
         inputs, targets = make_batch(step)
         mine = slice(device.data_rank, None, device.data_ranks)
         begins = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(step)) < 0.3
-        segments = Segments.from_numbers(begins.cumsum(dim=1)[mine])
-        batch = inputs[mine], targets[mine], segments
+        segments = Segments.from_numbers(begins.cumsum(dim=1)[mine]).to(device.to_device)
+        batch = device.to_device(inputs[mine]), device.to_device(targets[mine]), segments
         stats.append(numbers(train_step(*run, [batch], next_token_loss, device=device, momentum=0.9)))
     return stats
 
