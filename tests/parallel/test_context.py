@@ -37,6 +37,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.layout import Layout, lay_out
 from nanochat.losses import POLICY_LOSSES, dpo_loss, masked_loss, policy_loss
 from nanochat.mixture import JudgedReply
+from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
 from nanochat.run.compiling import compile_model
@@ -145,11 +146,11 @@ def agreement(device: Device, samples: list[Sample]) -> tuple[float, float, int]
 
 
 class Kept:
-    """Counts the bytes that a forward pass keeps for its backward pass, each storage once, without the parameters."""
+    """Counts the bytes that a forward pass keeps for its backward pass, each storage once, without `constants`."""
 
-    def __init__(self, model: GPT):
+    def __init__(self, constants: list[Tensor]):
         self.sizes: dict[int, int] = {}
-        self.left_out = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+        self.left_out = {tensor.untyped_storage().data_ptr() for tensor in constants}
         self.tensors: list[Tensor] = []  # alive until the end, so that no address is used twice
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -164,37 +165,40 @@ class Kept:
         return sum(self.sizes.values())
 
 
-def kept_and_sent(device: Device, config: GPTConfig = LONG) -> dict[str, Any]:
+def kept_and_sent(device: Device, kernels: TorchKernels, mask: Tensor | None = None) -> dict[str, Any]:
     """A forward and a backward pass over 2 rows of 256 tokens: the shapes in a block, the bytes kept, and the bytes
-    that this rank passes to each kind of collective, also with recomputed activations."""
+    that this rank passes to each kind of collective, also with recomputed activations. With documents where the
+    kernels have one `mask` for all layers and lengths."""
     found: dict[str, Any] = {"shapes": []}
+    rows = torch.randint(0, 100, (2, 257), generator=torch.Generator().manual_seed(0))
+    tokens = device.to_device(rows[:, :-1].contiguous())
+    targets = device.to_device(rows[:, 1:].contiguous())
+    segments = None
+    if mask is not None:
+        segments = Segments.from_numbers((rows[:, :-1] < 5).cumsum(dim=1)).to(device.to_device)
     for recompute in (False, True):
-        model = lively_model(config, kernels=device.kernels)
+        model = lively_model(LONG, kernels=kernels).to(device.torch_device)
         if recompute:
             model.recompute_activations()
         lay_out(device).shard(model, device)
-        kernels = device.kernels
         attend = kernels.attention
 
         def noted(q: Tensor, k: Tensor, v: Tensor, attend: Any = attend, **options: Any) -> Tensor:
             found["shapes"] += [[*q.shape], [*k.shape], [*v.shape]]
-            found["contiguous"] = all(x.is_contiguous() for x in (q, k, v)) or device.context_ranks == 1
+            found["contiguous"] = all(x.is_contiguous() for x in (q, k, v))
             return attend(q, k, v, **options)
 
-        attention: Any = model.blocks[0].attention
-        holder = attention.kernels._kernels if device.context_ranks > 1 else attention.kernels
-        holder.attention = noted
         hook = model.blocks[0].register_forward_pre_hook(lambda _, inputs: found["shapes"].append([*inputs[0].shape]))
-        tokens = torch.randint(0, 100, (2, 257), generator=torch.Generator().manual_seed(0))
-        kept = Kept(model)
+        kernels.attention = noted  # type: ignore[method-assign]
+        kept = Kept([*model.parameters(), *model.buffers(), *([] if mask is None else [mask])])
         with Collectives() as seen:
             with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
-                loss, _ = next_token_loss(model, (tokens[:, :-1], tokens[:, 1:]))
+                loss, _ = next_token_loss(model, (tokens, targets, segments))
             if not recompute:
                 found["kept"] = kept.bytes
             loss.backward()
         hook.remove()
-        del holder.attention
+        del kernels.attention
         found["sent, recomputed" if recompute else "sent"] = dict(seen.bytes)
         found["events, recomputed" if recompute else "events"] = seen.events
     found["shapes"] = found["shapes"][:4]
@@ -207,6 +211,7 @@ def kept_and_sent(device: Device, config: GPTConfig = LONG) -> dict[str, Any]:
 def on_two_ranks(device: Device) -> dict[str, Any]:
     device = sharing(device, 2)
     own = sample(device.rank, 9 + device.rank)
+    plain = TorchKernels()  # its attention keeps no products of queries and keys, as operators of accelerators
     return {
         "trained": trained(device, "ddp", 1, dict.fromkeys(MOST_VARIANTS, 20)),
         "fsdp": trained(device, "fsdp", 1, {"muon": 6}),
@@ -216,7 +221,7 @@ def on_two_ranks(device: Device) -> dict[str, Any]:
         "evaluated": evaluated(device, "ddp"),
         "generated": generated(device, "fsdp"),
         "agreement": agreement(device, [own]),
-        "costs": kept_and_sent(device),
+        "costs": kept_and_sent(device, plain),
     }
 
 
@@ -302,7 +307,7 @@ def check_costs(costs: dict[str, Any], whole: dict[str, Any], ranks: int, key_he
 
 @slow
 def test_a_rank_keeps_and_sends_its_share(two_ranks: list[dict[str, Any]]) -> None:
-    whole = kept_and_sent(cpu_device())
+    whole = kept_and_sent(cpu_device(), TorchKernels())
     for rank in two_ranks:
         check_costs(rank["costs"], whole, 2, key_heads=2)
 
@@ -315,7 +320,7 @@ def on_four_ranks(device: Device) -> dict[str, Any]:
         "hybrid": trained(two, "fsdp", 2, {"muon": 20, "tuned": 4}),
         "packed": packed_steps(four, "fsdp", 20),
         **{stage: stage_steps(four, "ddp", stage, 20) for stage in ("sft", "dpo", "rl")},
-        "costs": kept_and_sent(four),
+        "costs": kept_and_sent(four, TorchKernels()),
     }
 
 
@@ -326,7 +331,7 @@ def test_four_ranks_share_two_key_heads() -> None:
     check_trained(ranks, "ddp", 4)
     check_trained(ranks, "two of two", 2)
     check_trained(ranks, "hybrid", 2)
-    whole = kept_and_sent(cpu_device())
+    whole = kept_and_sent(cpu_device(), TorchKernels())
     for rank in ranks:
         same_steps(rank["packed"], packed_steps(cpu_device(), "ddp", 20), 4)
         for stage in ("sft", "dpo", "rl"):

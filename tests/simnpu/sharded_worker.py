@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from test_context import packed_steps
+from test_context import kept_and_sent, packed_steps
 from test_parallel import RATES, make_run, steps
 from test_train import make_batch
 from tiny import tiny_config
@@ -90,8 +90,15 @@ def memory(device: devices.Device) -> dict[str, int]:
 
 def main(folder: Path) -> None:
     device = devices.init("npu", "float32")
+    from nanochat.kernels.npu import compressed_mask  # imports torch_npu
+
+    alone = replace(device, world_size=1)
+    four = replace(device, context_ranks=4)
     results = {
         "losses": {name: losses(device, *layout) for name, layout in LAYOUTS.items()},
+        "costs": [
+            kept_and_sent(where, device.kernels, compressed_mask(device.torch_device)) for where in (alone, four)
+        ],
         "shared": {name: shared_losses(device, *layout) for name, layout in SHARED.items()},
         "waits": {name: waits(device, *layout) for name, layout in (LAYOUTS | SHARED).items()},
         "memory": memory(device),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_context import packed_steps, same_steps
+from test_context import check_costs, packed_steps, same_steps
 from test_parallel import make_run, steps
 from tiny import cpu_device
 
@@ -31,6 +31,8 @@ def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
             for stats, alone in zip(rank["losses"][layout], expected, strict=True):
                 assert stats == pytest.approx(alone, rel=1e-5), layout
             assert rank["waits"][layout] == 0, layout
+        whole, shared = rank["costs"]
+        check_costs(shared, whole, 4, key_heads=4)
         assert rank["offloads"] == [True, True]
         # 0.25 of it are the shards; the rest is what a block gathers, and one stack of Muon's updates
         assert rank["memory"]["peak"] <= 0.4 * rank["memory"]["whole"]
