@@ -825,11 +825,13 @@ def test_replicas_of_shards_train_as_one(taught, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
-def test_ranks_that_share_rows_train_as_one_and_any_layout_continues(taught, stage):
+@pytest.mark.parametrize(
+    ("stage", "extra"), [*((stage, ()) for stage in STAGES), ("rl", ("--loss=ppo",))], ids=[*STAGES, "ppo"]
+)
+def test_ranks_that_share_rows_train_as_one_and_any_layout_continues(taught, stage, extra):
     """Straight through on two ranks that share rows; from the middle on two with their own, the rest on one process."""
     script, _ = STAGES[stage]
-    flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3", "--save_every=2")
+    flags = (*flags_of(stage, taught), *extra, "--num_iterations=6", "--eval_every=3", "--save_every=2")
     call(script, *flags, "--model_tag=one")
     printed = run_command(script, *flags, "--model_tag=many", "--context_parallel=2")
     assert "device: 2 x" in printed and "ddp, rows shared by 2" in printed
@@ -872,6 +874,7 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_sft", "no mid checkpoint"),
         ("chat_sft --source=base --tasks=gsm8k=/nowhere", "/nowhere"),
         ("chat_sft --source=base --target_examples_per_step=0", "--target_examples_per_step"),
+        ("chat_sft --source=base --context_parallel=2", "--context_parallel 2 needs groups of 2 processes"),
         ("chat_sft --source=base --model_tag=../x", "--model_tag"),
         ("chat_dpo", "no sft checkpoint"),
         ("chat_dpo --source=base --tasks=smoltalk", "two to compare"),

@@ -45,7 +45,7 @@ def compile_model(
         return model if compiled is model.model else lora.without_adapters(compiled)
     if run.device.context_ranks > 1:
         if mode == "on":
-            raise UserError("--compile on: ranks that share rows exchange tokens inside a block: leave it out")
+            raise UserError("--compile on: blocks that exchange tokens are not compiled: leave out --context_parallel")
         print0(f"{part}: eager (ranks share rows); kernels: {run.device.kernels}")
         return model
     # A compiled model runs each pass with autograd. FSDP would wait for a backward pass to free the gathered weights.

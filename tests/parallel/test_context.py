@@ -375,7 +375,7 @@ def test_rows_that_are_shared_are_not_compiled() -> None:
         device = sharing(cpu_device(), 2)
 
     run: Any = Run()
-    assert "leave it out" in complaint(lambda: compile_model(run, None, "on", 1, None, "step", False))
+    assert "leave out --context_parallel" in complaint(lambda: compile_model(run, None, "on", 1, None, "step", False))
     model = object()
     assert compile_model(run, model, "auto", 10**30, None, "step", False) is model
 
