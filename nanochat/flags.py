@@ -187,8 +187,7 @@ class ChatFlags(StageFlags, TuningFlags):
     # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
     chat_template: str | None = None
     # batch
-    # As in other trainers: instead of the number of examples per step, this many times --device_batch_size per device.
-    gradient_accumulation_steps: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None  # instead of the examples of a step: micro-batches per device
     # optimizer
     weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
     max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0

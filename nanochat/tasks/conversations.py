@@ -8,7 +8,8 @@
     {"input": "...", "target": "..."}                                 firefly's: "input" is the question if it is alone
     {"input": "...", "output": "...", "answer": "..."}                blossom-math's: the reply ends with the answer
     {"input": "...", "reasoning_content": "...", "content": "..."}    a thought before the reply
-    {"prompt": ..., "completion": ...}                                texts, messages or lists of messages
+    {"prompt": ..., "completion": ...}                                texts, messages or lists of messages; a reply in
+                                                                      the prompt is not learned
 
 columns.py has the other names of each column, and --columns chooses one; messages.py has the other names of roles, and
 what else a message may say: which replies are not learned, thoughts, calls of functions. A text under "system" or
@@ -52,7 +53,7 @@ from nanochat.tasks.columns import (
     parse_columns,
     tidied,
 )
-from nanochat.tasks.messages import parsed, plain, plain_messages, thoughts_in, unread_keys, without_thoughts
+from nanochat.tasks.messages import given, parsed, plain, plain_messages, thoughts_in, unread_keys, without_thoughts
 from nanochat.tasks.recorded import RecordTask
 from nanochat.text_files import DataFile
 
@@ -398,7 +399,8 @@ class Seen:
             kept = "kept (--thoughts drop leaves them out)" if task.thoughts == "keep" else "left out (--thoughts drop)"
             print0(f"{path}: {self.thought_count:,} of {self.reply_count:,} replies have a thought, which is {kept}")
         if task.masked:
-            print0(f"{path}: {task.masked:,} of {self.reply_count:,} replies are read and not learned, as marked there")
+            counts = f"{task.masked:,} of {self.reply_count:,} replies"
+            print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
 
 
 def names_read(fields: Mapping[str, Any], roles: Iterable[str]) -> dict[str, str]:
@@ -441,7 +443,11 @@ def conversation_of(record: Any) -> list[Message]:
     if messages is None:
         if not Conversations.is_known(fields):
             raise UnknownForm(f"; known forms: {KNOWN}; {ADVICE}")
-        messages = question_of(fields) + answer_of(fields)
+        question = question_of(fields)
+        last = plain(question[-1]) if question else None
+        if isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls"):
+            raise ValueError("its question ends with words of the assistant: move them to the answer")
+        messages = question + answer_of(fields)
     messages = plain_messages(with_system(fields, messages))
     check_messages(messages)
     return messages
@@ -462,14 +468,17 @@ def question_of(fields: Mapping[str, Any]) -> list[Any]:
     more = first_of(fields, "input")
     if question is None:
         question = fields.get("input")
-    elif isinstance(question, str) and isinstance(more, str) and more:
+    elif isinstance(question, str) and more not in (None, "", [], {}):
+        if not isinstance(more, str):
+            raise ValueError(f'its "{first_name(fields, "input")}" is not a text: write it as one, or leave it out')
         question = f"{question}\n{more}" if question else more  # one line end, as in ms-swift and LLaMA-Factory
     messages = []
     for turn in parsed(fields.get("history"), 'its "history"') or []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError('its "history" is not a list of [question, answer]')
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return messages + as_messages(question, "user")
+    # Replies in a prompt are context, as in TRL: only the completion is learned.
+    return messages + given(as_messages(question, "user"))
 
 
 def answer_of(fields: Mapping[str, Any]) -> list[Any]:

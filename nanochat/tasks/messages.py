@@ -3,7 +3,8 @@
     role, from           user, assistant, system, tool; human, gpt, bot, observation and others below, in any case
     content, value       a text, or a list of parts
     train, loss, weight  false or 0: the message is read, but not learned (ours, ms-swift's, OpenAI's)
-    reasoning_content    the thought before a reply; "reasoning" and "thinking" mean the same
+    reasoning_content    the thought before a reply, with <think> and </think> or without; "reasoning" and "thinking"
+                         mean the same
     tool_calls           functions that the assistant calls, in OpenAI's form; a message of the role function_call or
                          tool_call, whose content is {"name", "arguments"} or a list of them, is such a message too
 
@@ -97,9 +98,7 @@ def plain(message: Any) -> Any:
     if message.get("function_call"):
         raise ValueError("a message calls a function by function_call: only tool_calls are read")
     role = _role(message)
-    content = message.get("content")
-    if content is None:
-        content = message.get("value")
+    content = _one_of(message, "content", "value")
     read = {"role": role, "content": content, "train": _train(message)}
     calls = parsed(message.get("tool_calls"), "tool_calls")
     if role in CALLERS:
@@ -128,11 +127,26 @@ def unread_keys(messages: Any) -> Counter[str]:
         message = _with_plain_keys(message)
         role = _role(message)
         read = READ | {"name"} if role == "tool" else READ
+        if role in ("user", "system", "tool"):
+            read = read - set(THOUGHTS)
         counts.update(str(key) for key, value in message.items() if value is not None and key not in read)
         mark = next((key for key in MARKS if message.get(key) is not None), None)
         if mark is not None and message[mark] and role in ("user", "system", "tool"):
             counts[f"{mark}={json.dumps(message[mark])} of the role {role}, which is never learned"] += 1
     return counts
+
+
+def given(messages: Sequence[Any]) -> list[Any]:
+    """The messages of a prompt: its replies are read, and learned only if they are marked so."""
+    return [
+        {**message, "train": False} if isinstance(message, dict) and _is_unmarked_reply(message) else message
+        for message in _turns(messages)
+    ]
+
+
+def _is_unmarked_reply(message: dict[str, Any]) -> bool:
+    is_reply = _role(_with_plain_keys(message)) in ("assistant", *CALLERS)
+    return is_reply and all(message.get(mark) is None for mark in MARKS)
 
 
 def thoughts_in(messages: Iterable[Any]) -> int:
@@ -207,6 +221,14 @@ def _role(message: dict[str, Any]) -> Any:
     return _known_role(role) if isinstance(role, str) else role
 
 
+def _one_of(message: dict[str, Any], first: str, second: str) -> Any:
+    """The value under one of two names. Raises ValueError: when there are two different values."""
+    values = [message[name] for name in (first, second) if message.get(name) is not None]
+    if len(values) == 2 and values[0] != values[1]:
+        raise ValueError(f'a message has both "{first}" and "{second}", and they differ: leave one out')
+    return values[0] if values else None
+
+
 @lru_cache(maxsize=256)
 def _known_role(role: str) -> str:
     name = role.strip().lower()
@@ -230,24 +252,42 @@ def _train(message: dict[str, Any]) -> bool | None:
 
 def _with_thought(message: dict[str, Any], content: Any) -> Any:
     """The content of a reply with its thought before it, if that is a field of its own."""
-    thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
+    thought = _thought_of(message)
     if isinstance(content, str) and ("<think>" in content or "</think>" in content):
         content = _in_marks(content)
-    if thought is None or not isinstance(content, str | list):
+    if not thought or not isinstance(content, str | list):
         return content
-    if not isinstance(thought, str):
-        raise ValueError("the thought of a reply (reasoning_content) is not a text")
-    if not thought.strip():
-        return content
-    lead = f"<think>\n{thought.strip()}\n</think>\n\n"
+    lead = f"<think>\n{thought}\n</think>\n\n"
     if isinstance(content, list):
         return [{"type": "text", "text": lead}, *content]
     found = THOUGHT.match(content)  # some data sets have it in both places
     if found is None:
         return lead + content.lstrip("\n")
-    if found[1].strip() not in ("", thought.strip()):
+    if found[1].strip() not in ("", thought):
         raise ValueError("a reply has two thoughts, one in a field of its own and another in its text")
     return lead + content[found.end() :]
+
+
+def _thought_of(message: dict[str, Any]) -> str:
+    """The thought that is a field of a reply, without marks; an empty text where there is none.
+
+    Raises ValueError: for a thought that is not a text, that has marks inside, and for two that differ.
+    """
+    thoughts: dict[str, str] = {}
+    for key in THOUGHTS:
+        value = message.get(key)
+        if not value:
+            continue
+        if not isinstance(value, str):
+            raise ValueError(f"the thought of a reply ({key}) is not a text")
+        thought = value.strip().removeprefix("<think>").removesuffix("</think>").strip()
+        if "<think>" in thought or "</think>" in thought:
+            raise ValueError(f"the thought of a reply ({key}) has a mark of a thought inside")
+        if thought:
+            thoughts[key] = thought
+    if len(set(thoughts.values())) > 1:
+        raise ValueError(f"a reply has two thoughts, under {' and '.join(thoughts)}: leave one out")
+    return next(iter(thoughts.values()), "")
 
 
 def _in_marks(content: str) -> str:

@@ -15,12 +15,13 @@ from tiny import complaint, lively_model, save_checkpoint, tiny_config, tiny_tok
 from tiny_families import THINKING, save_family
 
 from nanochat import paths
+from nanochat.cli import UserError
 from nanochat.conversation import Rendered, render
 from nanochat.learned_share import report_learned
 from nanochat.mixture import open_mixture
 from nanochat.task import Pair
 from nanochat.tasks.columns import parse_columns
-from nanochat.tasks.conversations import Conversations, Prompts
+from nanochat.tasks.conversations import Conversations, Prompts, messages_of
 from nanochat.tasks.messages import plain
 from nanochat.tasks.preferences import Labelled, Preferences
 from nanochat.tokenizer import Tokenizer
@@ -362,12 +363,56 @@ def test_a_thought_without_its_first_mark_is_one(tmp_path):
         (reply("<think>One.</think>4<think>Two.</think>5"), "stands within a reply"),
         (reply("<think>\nTwo and three, which makes"), "does not end"),
         (reply("<think>One.</think>5", reasoning_content="Two and three."), "two thoughts"),
+        (reply("5", reasoning_content="Two and three.", thinking="Five."), "two thoughts, under reasoning_content and"),
+        (reply("5", reasoning_content="One.</think>Two."), "has a mark of a thought inside"),
+        (reply("5", reasoning=["Two"]), r"\(reasoning\) is not a text"),
     ],
 )
 def test_a_thought_that_would_be_lost_or_never_ends_is_a_bad_record(message, reason):
     with pytest.raises(ValueError, match=reason):
         plain(message)
     assert plain(reply("<think>One.</think>5", reasoning_content="One."))["content"] == "<think>\nOne.\n</think>\n\n5"
+
+
+@pytest.mark.parametrize(
+    "thought", ["<think>\nTwo and three.\n</think>\n", "<think>Two and three.", " Two and three.\n"]
+)
+def test_a_thought_in_a_field_may_have_its_marks(thought):
+    assert plain(reply("5", reasoning_content=thought, reasoning="Two and three."))["content"] == THOUGHT
+    assert messages_of({"prompt": "2+3?", "reasoning": thought, "response": "5"})[1]["content"] == THOUGHT
+
+
+def test_a_message_with_two_texts_is_a_bad_record():
+    assert plain({"from": "gpt", "content": "5", "value": "5"}) == reply("5")
+    assert plain({"from": "gpt", "content": None, "value": "5"}) == reply("5")
+    with pytest.raises(ValueError, match='both "content" and "value", and they differ'):
+        plain({"from": "gpt", "content": "5", "value": "6"})
+
+
+@pytest.mark.parametrize("value", [7, 0, ["2+3?"], {"sum": "2+3?"}])
+def test_an_input_that_is_not_a_text_is_a_bad_record(tmp_path, value):
+    row = {"instruction": "Add.", "input": value, "output": "5"}
+    path = lines(tmp_path / "mine.jsonl", [row, {"instruction": "2+3?", "input": [], "output": "5"}])
+    with pytest.raises(UserError, match='"input" is not a text'):
+        Conversations("train", str(path), val_share=0, bad_records="fail")
+    assert chats(path, val_share=0) == [SUM]
+
+
+def test_a_reply_in_a_prompt_is_not_learned(tmp_path, capsys):
+    """TRL's data of prompts and completions: the completion alone is learned."""
+    prompt = [user("Hi"), reply("Hello"), user("2+3?")]
+    rows = [{"prompt": prompt, "completion": [reply("5")]}, {"prompt": [user("Hi"), reply("Hello")], "completion": "5"}]
+    rows.append({"prompt": [user("Hi"), reply("Hello", train=True), user("2+3?")], "completion": [reply("5")]})
+    found = chats(lines(tmp_path / "mine.jsonl", rows), val_share=0)
+    assert found == [[user("Hi"), reply("Hello", train=False), *SUM], [user("Hi"), reply("Hello"), *SUM]]
+    out, warnings = capsys.readouterr()
+    assert "1 of 4 replies are read and not learned: marked so, or before the one that is" in out
+    assert "its question ends with words of the assistant: move them to the answer" in warnings
+
+
+def test_a_thought_of_the_user_is_named(tmp_path, capsys):
+    chats(lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?") | {"reasoning": "Hm."}, reply("5")]}] * 2))
+    assert "nothing reads these keys of its messages: reasoning (in 1)" in capsys.readouterr().err
 
 
 def test_marks_agree_and_each_is_true_or_false():
