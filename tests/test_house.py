@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9519,
-    "mid_train": 10625,
-    "chat_sft": 10253,
-    "chat_dpo": 10338,
+    "base_train": 9532,
+    "mid_train": 10641,
+    "chat_sft": 10254,
+    "chat_dpo": 10339,
     "chat_rl": 12071,
     "chat_cli": 7446,
 }

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import UserError
-from nanochat.conversation import Message, check_messages
+from nanochat.conversation import Message, check_messages, text_of
 from nanochat.data.records import open_part
 from nanochat.log import print0, warn
 from nanochat.screen import track
@@ -53,7 +53,17 @@ from nanochat.tasks.columns import (
     parse_columns,
     tidied,
 )
-from nanochat.tasks.messages import given, parsed, plain, plain_messages, thoughts_in, unread_keys, without_thoughts
+from nanochat.tasks.messages import (
+    given,
+    listed,
+    parsed,
+    plain,
+    plain_messages,
+    thoughts_in,
+    unread_keys,
+    with_thought,
+    without_thoughts,
+)
 from nanochat.tasks.recorded import RecordTask
 from nanochat.text_files import DataFile
 
@@ -325,6 +335,7 @@ class Seen:
         self.reply_count = 0
         self.thought_count = 0
         self.masked = 0  # replies that are marked as not to be learned
+        self.empty = 0  # replies without a text
 
     def columns(self, record: Any, fields: Any, task: Conversations) -> None:
         """Count the columns of a record, and the unread keys of its messages; `fields` is the record, tidied."""
@@ -341,8 +352,10 @@ class Seen:
         for name, role in names.items():
             self.read.setdefault(role, Counter())[str(heads[name]).strip()] += 1
             value = fields[name]
-            if role in ("messages", "question", "answer", "chosen", "rejected"):
-                self.keys += unread_keys([value] if isinstance(value, dict) else value)
+            if role == "messages":
+                self.keys += unread_keys(parsed(value, "the list of messages"))
+            elif role in ("question", "answer", "chosen", "rejected"):
+                self.keys += unread_keys(as_messages(value, ""))
         read = {heads[name] for name in names}
         for head, value in record.items():
             is_empty = value is None or value == "" or value != value  # NaN is not equal to itself
@@ -359,6 +372,7 @@ class Seen:
         self.reply_count += len(replies)
         self.thought_count += thoughts_in(replies)
         self.masked += sum(message.get("train") is False for message in replies)
+        self.empty += sum(text_of(reply["content"]).strip() == "" and not reply.get("tool_calls") for reply in replies)
 
     def absent(self, columns: Mapping[str, str]) -> list[str]:
         """The columns of --columns that no record has."""
@@ -398,6 +412,9 @@ class Seen:
         if self.thought_count:
             kept = "kept (--thoughts drop leaves them out)" if task.thoughts == "keep" else "left out (--thoughts drop)"
             print0(f"{path}: {self.thought_count:,} of {self.reply_count:,} replies have a thought, which is {kept}")
+        if self.empty:
+            problem = f"{self.empty:,} of {self.reply_count:,} replies are empty or only white space"
+            warn(f"--tasks {path}: {problem}: nothing is learned from an empty one")
         if task.masked:
             counts = f"{task.masked:,} of {self.reply_count:,} replies"
             print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
@@ -440,9 +457,13 @@ def conversation_of(record: Any) -> list[Message]:
     """All messages of a tidied record in any of the forms above, checked. Raises ValueError: with the problem."""
     fields = record if isinstance(record, dict) else {}
     messages = _listed(record)
+    items = record if isinstance(record, list) else []
+    if items and all(isinstance(item, dict) and Conversations.is_known(tidied(item, {})) for item in items):
+        raise UnknownForm("; it is a list of rows: such a file has a name that ends in .json")
     if messages is None:
         if not Conversations.is_known(fields):
-            raise UnknownForm(f"; known forms: {KNOWN}; {ADVICE}")
+            hint = "; pairs of replies are for chat_dpo" if has(fields, "chosen", "rejected") else ""
+            raise UnknownForm(f"; known forms: {KNOWN}{hint}; {ADVICE}")
         question = question_of(fields)
         last = plain(question[-1]) if question else None
         if isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls"):
@@ -464,7 +485,7 @@ def _listed(record: Any) -> list[Any] | None:
 
 def question_of(fields: Mapping[str, Any]) -> list[Any]:
     """The messages before the reply, for a record with a separate column for the question."""
-    question = first_of(fields, "question")
+    question = listed(first_of(fields, "question"))
     more = first_of(fields, "input")
     if question is None:
         question = fields.get("input")
@@ -486,11 +507,9 @@ def answer_of(fields: Mapping[str, Any]) -> list[Any]:
     answer = first_of(fields, "answer")
     if _is_blossom(fields):
         answer = f"{fields['output']}\n\nAnswer: {fields['answer']}"  # as ms-swift writes it
-    if isinstance(answer, str):
-        thought = first_of(fields, "thought")
-        thought = thought if isinstance(thought, str) else None
-        return [{"role": "assistant", "content": answer, "reasoning_content": thought}]
-    return as_messages(answer, "assistant")
+    messages = as_messages(answer, "assistant")
+    thought = first_of(fields, "thought")  # "thinking" may also say only whether there is one
+    return with_thought(messages, thought) if isinstance(thought, str) and thought else messages
 
 
 def _is_blossom(fields: Mapping[str, Any]) -> bool:
@@ -513,7 +532,8 @@ def with_system(fields: Mapping[str, Any], messages: list[Any]) -> list[Any]:
 
 
 def as_messages(value: Any, role: str) -> list[Any]:
-    """A text, a message or a list of messages as messages, still unchecked."""
+    """A text, a message or a list of messages, also as JSON in a text, as messages, still unchecked."""
+    value = listed(value)
     if isinstance(value, list):
         return value
     return [value if isinstance(value, dict) else {"role": role, "content": value}]

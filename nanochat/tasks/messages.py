@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanochat.conversation import Message, parts_of, text_of
+from nanochat.tasks.columns import MEDIA
 
 # What other projects call the roles.
 SENDERS = {
@@ -37,6 +38,7 @@ USUAL = {*PLAIN, "from", "value"}
 READ = {*USUAL, "tool_calls", "tool_call_id", *THOUGHTS, *MARKS}
 # A thought at the beginning of a reply, as Qwen's and DeepSeek's models write it.
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+LISTED = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages as JSON
 # Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
 ASKED = ("human", "user", "input")
 REPLIED = ("assistant", "gpt", "bot", "output")
@@ -92,13 +94,18 @@ def plain(message: Any) -> Any:
         return message
     if message.keys() == PLAIN and message["role"] in ("user", "assistant", "system"):  # most are, and data are large
         content = message["content"]
-        if not (message["role"] == "assistant" and isinstance(content, str) and "think>" in content):
+        if isinstance(content, str) and not (message["role"] == "assistant" and "think>" in content):
             return message
     message = _with_plain_keys(message)
     if message.get("function_call"):
         raise ValueError("a message calls a function by function_call: only tool_calls are read")
     role = _role(message)
     content = _one_of(message, "content", "value")
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+        content = text_of(content)
+    for name in MEDIA:
+        if message.get(name):
+            raise ValueError(f'a message has "{name}": models here read only text')
     read = {"role": role, "content": content, "train": _train(message)}
     calls = parsed(message.get("tool_calls"), "tool_calls")
     if role in CALLERS:
@@ -144,9 +151,28 @@ def given(messages: Sequence[Any]) -> list[Any]:
     ]
 
 
+def _is_reply(message: dict[str, Any]) -> bool:
+    return _role(_with_plain_keys(message)) in ("assistant", *CALLERS)
+
+
 def _is_unmarked_reply(message: dict[str, Any]) -> bool:
-    is_reply = _role(_with_plain_keys(message)) in ("assistant", *CALLERS)
-    return is_reply and all(message.get(mark) is None for mark in MARKS)
+    return _is_reply(message) and all(message.get(mark) is None for mark in MARKS)
+
+
+def with_thought(messages: Sequence[Any], thought: str) -> list[Any]:
+    """A reply, given as messages, with a thought that its record has in a column.
+
+    Raises ValueError: where several messages could have it.
+    """
+    replies = [number for number, message in enumerate(messages) if isinstance(message, dict) and _is_reply(message)]
+    if len(replies) != 1:
+        raise ValueError("it has a thought in a column, and not one reply that it is for")
+    [number] = replies
+    reply = messages[number]
+    key = next((key for key in THOUGHTS if not reply.get(key)), None)
+    if key is None:
+        raise ValueError("it has a thought in a column, and its reply has one of its own")
+    return [*messages[:number], {**reply, key: thought}, *messages[number + 1 :]]
 
 
 def thoughts_in(messages: Iterable[Any]) -> int:
@@ -170,10 +196,20 @@ def call_of(call: Any) -> dict[str, Any]:
     arguments = parsed(fields.get("arguments") or fields.get("parameters") or {}, "the arguments of a function")
     if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
-    # In a .parquet each call has the names of all arguments.
-    arguments = {name: value for name, value in arguments.items() if value is not None}
     identity = {"id": call["id"]} if call.get("id") else {}
     return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
+
+
+def listed(value: Any) -> Any:
+    """A list of messages that is JSON in a text, as in a .csv; any other value as it is."""
+    if not isinstance(value, str) or LISTED.match(value) is None:
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_list = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)
+    return found if is_list else value
 
 
 def parsed(value: Any, name: str) -> Any:
@@ -204,6 +240,10 @@ def _turns(messages: Sequence[Any]) -> Sequence[Any]:
         found.append({"role": "user", "content": fields[asked]})
         found.append({"role": "assistant", "content": fields[replied], **rest})
     return found
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def _with_plain_keys(message: dict[str, Any]) -> dict[str, Any]:

@@ -410,6 +410,85 @@ def test_a_reply_in_a_prompt_is_not_learned(tmp_path, capsys):
     assert "its question ends with words of the assistant: move them to the answer" in warnings
 
 
+@pytest.mark.parametrize("answer", [[reply("5")], reply("5"), json.dumps([reply("5")]), "5"])
+def test_a_thought_in_a_column_belongs_to_any_form_of_a_reply(answer):
+    record = {"prompt": [user("2+3?")], "completion": answer, "reasoning_content": "Two and three."}
+    assert messages_of(record) == [user("2+3?"), reply(THOUGHT)]
+    with pytest.raises(ValueError, match="two thoughts"):
+        messages_of({**record, "completion": [reply("5", thinking="Five.")]})
+    with pytest.raises(ValueError, match="not one reply that it is for"):
+        messages_of({**record, "completion": [reply("4"), user("No."), reply("5")]})
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        (["Sure. <think>Two and three.</think>5"], "stands within a reply"),
+        (["Sure. ", "<think>Two and three.</think>5"], "stands within a reply"),
+        (["<think>\nTwo and three, which makes"], "does not end"),
+    ],
+)
+def test_a_text_in_parts_is_one_text(parts, reason):
+    with pytest.raises(ValueError, match=reason):
+        plain(reply("") | {"content": [{"type": "text", "text": text} for text in parts]})
+    halves = [{"type": "text", "text": "Two and three.\n</think>"}, {"type": "text", "text": "\n\n5"}]
+    assert plain(reply("") | {"content": halves})["content"] == THOUGHT
+    assert (
+        plain({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}) == SUM[0]
+    )
+
+
+def test_messages_as_json_in_any_column(tmp_path, capsys):
+    """A .csv has no lists; its texts may be JSON."""
+    row = {"prompt": json.dumps([user("2+3?") | {"mask": True}]), "completion": json.dumps([reply("5", mask=True)])}
+    assert chats(lines(tmp_path / "mine.jsonl", [row] * 2)) == [SUM]
+    assert "nothing reads these keys of its messages: mask (in 2)" in capsys.readouterr().err
+    whole = {"messages": json.dumps([user("2+3?"), reply("5", mask=True)])}
+    assert chats(lines(tmp_path / "whole.jsonl", [whole] * 2)) == [SUM]
+    assert "nothing reads these keys of its messages: mask (in 1)" in capsys.readouterr().err
+    pair = {"chosen": json.dumps(SUM), "rejected": json.dumps([user("2+3?"), reply("6")])}
+    [found] = [Preferences("train", lines(tmp_path / "pairs.jsonl", [pair] * 2)).pair(0)]
+    assert found == Pair([user("2+3?")], reply("5"), reply("6"))
+    for text in ("[{2, 3}]: what is it?", '[{"sum": 5}]'):  # a text about JSON stays one
+        assert messages_of({"prompt": text, "completion": "5"})[0] == user(text)
+
+
+def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
+    """In a .parquet each object has the names of all in its column; a null in JSON was written by somebody."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}
+    messages = [user("Weather?"), reply("", tool_calls=[call])]
+    tools = [
+        {"name": "a", "parameters": {"x": {"type": "string"}}},
+        {"name": "b", "parameters": {"y": {"type": "int"}}},
+    ]
+    rows = [{"messages": messages, "tools": tools}] * 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    example = Conversations("train", str(tmp_path / "mine.parquet"), val_share=0).example(0)
+    assert [tool["function"] for tool in example.tools or []] == tools
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    example = Conversations("train", lines(tmp_path / "mine.jsonl", rows), val_share=0).example(0)
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "unit": None}
+
+
+def test_empty_replies_are_counted(tmp_path, capsys):
+    rows = [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5")]
+    Conversations("train", lines(tmp_path / "mine.jsonl", rows), val_share=0)
+    assert "2 of 4 replies are empty or only white space" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ([{"instruction": "2+3?", "output": "5"}], "a list of rows: such a file has a name that ends in .json"),
+        ({"prompt": "2+3?", "chosen": "5", "rejected": "6"}, "pairs of replies are for chat_dpo"),
+        ({"prompt": "2+3?", "completion": 5}, "has 5 as its content: write a text"),
+        ({"messages": [user("2+3?") | {"images": ["a.png"]}, reply("5")]}, 'a message has "images": models here read'),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_what_to_do(tmp_path, row, advice):
+    assert advice in complaint(lambda: chats(lines(tmp_path / "mine.jsonl", [row] * 2)))
+
+
 def test_a_thought_of_the_user_is_named(tmp_path, capsys):
     chats(lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?") | {"reasoning": "Hm."}, reply("5")]}] * 2))
     assert "nothing reads these keys of its messages: reasoning (in 1)" in capsys.readouterr().err
