@@ -78,7 +78,7 @@ class SharedRows(Layout):
         return f"{self.inner}, rows shared by {self.row.ranks}"
 
     def shard(self, model: Any, device: Device) -> None:
-        """Shard the model, and have it compute a part of each row. All ranks of a row call it with the same rows.
+        """Shard the model, and have it compute a part of each row: all ranks of a row must call it with the same rows.
 
         Raises UserError: when the ranks cannot divide the model's heads or its rows.
         """

@@ -4,6 +4,7 @@ Starting ranks is what takes long, so each number of ranks starts once for all t
 """
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -378,6 +379,19 @@ def test_rows_that_are_shared_are_not_compiled() -> None:
     assert "leave out --context_parallel" in complaint(lambda: compile_model(run, None, "on", 1, None, "step", False))
     model = object()
     assert compile_model(run, model, "auto", 10**30, None, "step", False) is model
+
+
+@pytest.mark.usefixtures("tokenizer")
+def test_a_dry_run_counts_a_part_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    def counted(ranks: int) -> float:
+        flags = ("--max_seq_len=1024", "--device_batch_size=1", "--gradient_accumulation_steps=1")
+        pretended = ("--dry_run", "--dry_run_devices=4", f"--context_parallel={ranks}", "--document_mask=off")
+        call("base_train", "--depth=2", "--head_dim=32", "--dtype=float32", "--device=cpu", *flags, *pretended)
+        (activations,) = re.findall(r"activations +([\d,.]+) MiB", capsys.readouterr().out)
+        return float(activations)
+
+    whole = counted(1)
+    assert [counted(ranks) / whole for ranks in (2, 4)] == pytest.approx([1 / 2, 1 / 4], rel=0.05)
 
 
 @slow
