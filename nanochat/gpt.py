@@ -670,9 +670,11 @@ class GPT(nn.Module):
         T = tokens.size(1)
         positions = None
         if cache is None:
-            # Every row starts at position 0.
-            assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
-            rotary = self.rotary[:, :T]  # (2, T, D)
+            # Every row starts at position 0, unless the tokens are only a part of their rows.
+            start = 0 if segments is None else segments.start
+            end = start + T
+            assert self.config.sequence_len >= end, f"{end} tokens in a row of at most {self.config.sequence_len}"
+            rotary = self.rotary[:, start:end]  # (2, T, D)
         else:
             # Each row continues where it ends in the cache.
             positions = cache.positions(T)  # (B, T)
