@@ -90,9 +90,12 @@ class FsdpExchange(RankExchange):
         return share
 
     def before_backward(self, is_last: bool) -> None:
-        # Gradients travel only in the last backward of a step, not after each micro-batch.
-        self.model.set_requires_gradient_sync(is_last)
-        self.model.set_is_last_backward(is_last)
+        # Every micro-batch reduces its gradients, and each rank adds up its rows: whole gradients in fp32 would take as
+        # much memory on each rank as the whole model. Between groups, whose links are slow, the rows travel once a
+        # step. FSDP2 keeps them until then, which takes no more memory than the gradients do afterwards. For this all
+        # micro-batches of a step must reach the same parameters.
+        if self.place.replicas > 1:
+            self.model.set_requires_all_reduce(is_last)
 
     def reduce(self) -> list[Tensor]:
         grads = super().reduce()
