@@ -417,6 +417,7 @@ def on_two_ranks(device: Device, folder: str) -> dict[str, Any]:
         "overlapped": overlapped(device),
         "events": events_of_a_step(device),
         "fsdp_events": events_of_a_step(device, "fsdp"),
+        "bfloat16_events": events_of_a_step(replace(device, dtype=torch.bfloat16), "fsdp"),
         "trained": trained(device, "fsdp", 1, {"muon": 20, "tuned": 20}),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
@@ -526,15 +527,18 @@ def test_ddp_sends_each_gradient_and_each_weight_once(two_ranks: list[dict[str, 
 def test_fsdp_exchanges_the_same_in_every_micro_batch(two_ranks: list[dict[str, Any]]) -> None:
     model = GPT(CONFIG)
     blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
-    tables = sum(table.weight.numel() for table in (model.embedding, model.head, *model.value_embeddings.values()))
+    head = model.head.weight.numel()
+    tables = sum(table.weight.numel() for table in (model.embedding, *model.value_embeddings.values()))
     rest = 2 * (CONFIG.n_layer + 1)  # two scales a layer; three rows do not divide evenly among two ranks
     for rank in two_ranks:
-        events, sent = rank["fsdp_events"]
-        first, last = micro_batches_of(events)
-        assert first == last
-        assert sent["reduce_scatter"] == 2 * 4 * (blocks + tables + rest)
-        assert sent["all_gather"] == 2 * 4 * (2 * blocks + tables + 2 * rest)
-        assert sent["all_reduce"] == 4 * 3  # the sum of losses and targets
+        # In bf16 what enters products is gathered in bf16. Sums of gradients are in fp32 all the same.
+        for name, product_bytes in (("fsdp_events", 4), ("bfloat16_events", 2)):
+            events, sent = rank[name]
+            first, last = micro_batches_of(events)
+            assert first == last
+            assert sent["reduce_scatter"] == 2 * 4 * (blocks + head + tables + rest)
+            assert sent["all_gather"] == 2 * (product_bytes * (2 * blocks + head) + 4 * (tables + 2 * rest))
+            assert sent["all_reduce"] == 4 * 3  # the sum of losses and targets
 
 
 def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]]) -> None:
