@@ -359,9 +359,8 @@ class ValueEmbedding(Embedding):
     """A table of values, one row per token. It also takes the residual stream x and returns it unchanged."""
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Only FSDP needs x. It reduces a module's gradients when the gradients of the module's inputs are complete, and
-        # token ids have none. With x as an input, FSDP reduces each table's gradient and frees it in the course of the
-        # backward pass; without x, the whole gradients of all tables stay in memory until its end.
+        # Only FSDP needs x. It reduces a module's gradients once the gradients of its inputs are complete, and token
+        # ids have none: without x, whole gradients of all tables stay in memory until the end of the backward pass.
         return super().forward(tokens), x
 
 
