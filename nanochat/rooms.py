@@ -77,6 +77,10 @@ SEAMS = {
     # training: arranges the text of `--help`, text -> text. elsewhere: other trainers' flags, and what does the same
     # here.
     "help",
+    # Other modules in the place of a block's MLP: (config, kernels) -> nn.Module.
+    "blocks",
+    # Other sizes of a new model, by flags: (config, flags) -> config.
+    "sizes",
     # Other products for the blocks of a model, by flag: (device, model) -> a description of them for the log.
     "products",
 }

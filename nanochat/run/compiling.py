@@ -95,6 +95,10 @@ def compile_blocks(
     eager. None: all tokens have the same shape.
     Raises UserError: when `mode` is "on" and the compiler is missing.
     """
+    if model.config.experts:  # the sizes of their products differ from pass to pass
+        if mode == "on":
+            raise UserError("--compile on: a model with experts is not compiled, leave it out")
+        return model, "eager (a model with experts)"
     compute, how = compiler.compile_by_policy(device, Block.compute, mode, run_flops)
     return (model if compute is Block.compute else CompiledBlocks(model, compute, shape)), how
 
