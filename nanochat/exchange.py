@@ -66,7 +66,7 @@ class Exchange:
         return Share(parameter)
 
     def before_backward(self, is_last: bool) -> None:
-        """Prepare for a backward. In the last one of a step, gradients may travel while it still runs."""
+        """Prepare for a backward. Gradients may travel while it runs; whole ones do so in the last one of a step."""
 
     def reduce(self) -> list[Tensor]:
         """Fill every share's `grad` with the sum over the ranks; returns the gradients that count in this rank's norm.

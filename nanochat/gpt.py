@@ -364,9 +364,8 @@ class ValueEmbedding(Embedding):
     """A table of values, one row per token. It also takes the residual stream x and returns it unchanged."""
 
     def forward(self, tokens: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Only FSDP needs x. It reduces a module's gradients when the gradients of the module's inputs are complete, and
-        # token ids have none. With x as an input, FSDP reduces each table's gradient and frees it in the course of the
-        # backward pass; without x, the whole gradients of all tables stay in memory until its end.
+        # Only FSDP needs x. It reduces a module's gradients once the gradients of its inputs are complete, and token
+        # ids have none: without x, whole gradients of all tables stay in memory until the end of the backward pass.
         return super().forward(tokens), x
 
 
@@ -677,9 +676,11 @@ class GPT(nn.Module):
         T = tokens.size(1)
         positions = None
         if cache is None:
-            # Every row starts at position 0.
-            assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
-            rotary = self.rotary[:, :T]  # (2, T, D)
+            # Every row starts at position 0, unless the tokens are only a part of their rows.
+            start = 0 if segments is None else segments.start
+            end = start + T
+            assert self.config.sequence_len >= end, f"{end} tokens in a row of at most {self.config.sequence_len}"
+            rotary = self.rotary[:, start:end]  # (2, T, D)
         else:
             # Each row continues where it ends in the cache.
             positions = cache.positions(T)  # (B, T)

@@ -21,30 +21,33 @@ Box = tuple[list[int], list[int]]  # offset, size
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether several ranks hold a tensor's rows between them.
 
-    Where nothing has imported the class of such tensors, none is one: importing it takes as long as all of torch, and
-    most commands run on one process.
+    Nothing is a DTensor before its class is imported, and importing it here would take as long as all of torch.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def held_box(tensor: Tensor) -> Box:
-    """The part of the whole tensor that this process holds: all of a plain tensor, its shard of a DTensor."""
+    """The part of the whole tensor that this process holds: all of a plain tensor, its shard of a DTensor.
+
+    Raises NotImplementedError: when a DTensor is laid out in any other way than in shards or whole copies.
+    """
     offset = [0] * tensor.ndim
     size = list(tensor.shape)
     if not is_dtensor(tensor):
         return offset, size
     from torch.distributed.tensor import Shard  # as in is_dtensor
 
-    mesh = tensor.device_mesh
     for mesh_dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
+        if type(placement) is Shard:  # not one of its subclasses, whose rows are in another order
             # torch gives each rank ceil(n / ranks) rows; the last ranks hold fewer, or none.
             dim = placement.dim
-            rows = math.ceil(size[dim] / mesh.size(mesh_dim))
-            start = min(mesh.get_local_rank(mesh_dim) * rows, size[dim])
+            rows = math.ceil(size[dim] / tensor.device_mesh.size(mesh_dim))
+            start = min(tensor.device_mesh.get_local_rank(mesh_dim) * rows, size[dim])
             offset[dim] += start
             size[dim] = min(rows, size[dim] - start)
+        elif not placement.is_replicate():
+            raise NotImplementedError(f"a tensor is laid out as {placement}: only Shard and Replicate are known")
     return offset, size
 
 

@@ -275,6 +275,4 @@ def load_whole(model: nn.Module, path: Path) -> None:
     require_shapes(model, path)
     with safe_open(path, framework="pt") as file:
         for name, target in trained_parameters(model).items():
-            source = file.get_slice(name)
-            rows = held_rows(target)
-            local(target).copy_(source[rows.start : rows.stop])
+            local(target).copy_(file.get_slice(name)[held_rows(target)])

@@ -320,7 +320,7 @@ def train_step(
     weight_decay: float = 1.0,
     max_grad_norm: float | None = None,
 ) -> StepStats:
-    """Forward and backward over the micro-batches, one reduction over the ranks, one update.
+    """Forward and backward over the micro-batches, a sum of the gradients over the ranks, one update.
 
     With `max_grad_norm` a mean gradient whose norm over all parameters is larger is scaled down to it.
     A step whose loss or gradients are not finite on any rank, or that has no target or no gradient at all, changes
@@ -339,8 +339,8 @@ def train_step(
     with model.cast_weights():
         for batch, is_last in _with_last(batches):
             loss, targets = loss_fn(model, batch)
-            # Ranks exchange gradients once a step, in the last backward, and not once a micro-batch. The exchange of a
-            # layer's gradient starts as soon as it is complete, while earlier layers still compute.
+            # Ranks exchange whole gradients once a step, in the last backward, and not once a micro-batch. The exchange
+            # of a layer's gradient starts as soon as it is complete, while earlier layers still compute.
             optimizer.before_backward(is_last)
             # The gradient of the sum: its divisor is known only after the last micro-batch of the last rank.
             loss.backward()

@@ -102,7 +102,7 @@ def main(config: Config) -> None:
         print0(f"experts: a token is multiplied by {scaling.scaling_parameters(model.config):,} parameters")
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
-    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # tokens in one pass over all devices
+    micro_tokens = config.device_batch_size * row_tokens * device.data_ranks  # tokens in one pass over all devices
     horizon = scaling.training_tokens(model.config, config.target_param_data_ratio)
     by_rule = scaling.batch_tokens(model.config, horizon)
     accumulation = count_micro_batches(
@@ -139,8 +139,8 @@ def main(config: Config) -> None:
         cache = rooms.find("token caches", "disk")
         token_source = cache(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers)
     loader = Loader(
-        token_source, tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
-        world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
+        token_source, tokenizer, config.device_batch_size, row_tokens, rank=device.data_rank,
+        world_size=device.data_ranks, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,
     )  # fmt: skip

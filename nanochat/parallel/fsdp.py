@@ -54,20 +54,25 @@ def lay_out(device: Device, replicate: int = 1) -> Fsdp:
 
 
 def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
-    # Gradients are means over all ranks. Blocks compute in the device's dtype. Tables, the head and the vectors stay in
-    # fp32, so that small gradients of frequent tokens are not lost in the sum.
+    # Gradients are means over all ranks, which add up in fp32.
     # The warning is about in-place writes to views. A value embedding returns a view, and nothing writes to it.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Tables first: each is gathered separately, in fp32, and only in the forward pass.
+    # Embeddings first: each is gathered separately, in fp32, and only in the forward pass. In bf16 the same rows would
+    # be looked up, but the gradient of a row is a sum over all places of its token, and bf16 loses the small ones.
     tables = list(model.value_embeddings.values())
     if model.head is not None:  # otherwise the embedding is also the head, and belongs to the root
-        tables += [model.embedding, model.head]
+        tables.append(model.embedding)
     for table in tables:
         fully_shard(table, mesh=mesh, reshard_after_forward=True)
+    # Then the head and each block, gathered in the dtype of their products: half of the bytes in bf16. The head adds up
+    # its gradient in fp32, and rounds it once, as the products of the blocks do.
+    product_dtype = None if device.dtype == torch.float32 else device.dtype
+    policy = MixedPrecisionPolicy(param_dtype=product_dtype, reduce_dtype=torch.float32)
+    if model.head is not None:
+        tables.append(model.head)
+        fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    for table in tables:
         table.set_unshard_in_backward(False)  # no table's gradient needs the table
-    # Then each block, gathered in the dtype of its computation: half of the bytes in bf16.
-    block_dtype = None if device.dtype == torch.float32 else device.dtype
-    policy = MixedPrecisionPolicy(param_dtype=block_dtype, reduce_dtype=torch.float32)
     for block in model.blocks:
         if model.config.experts:  # in fp32, see experts/router.py
             fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=True)
@@ -92,9 +97,12 @@ class FsdpExchange(RankExchange):
         return share
 
     def before_backward(self, is_last: bool) -> None:
-        # Gradients travel only in the last backward of a step, not after each micro-batch.
-        self.model.set_requires_gradient_sync(is_last)
-        self.model.set_is_last_backward(is_last)
+        # Every micro-batch reduces its gradients, and each rank adds up its rows: whole gradients in fp32 would take as
+        # much memory on each rank as the whole model. Between groups, whose links are slow, the rows travel once a
+        # step. FSDP2 keeps them until then, which takes no more memory than the gradients do afterwards. For this all
+        # micro-batches of a step must reach the same parameters.
+        if self.place.replicas > 1:
+            self.model.set_requires_all_reduce(is_last)
 
     def reduce(self) -> list[Tensor]:
         grads = super().reduce()

@@ -1,6 +1,7 @@
 """The fused head and cross-entropy against the plain pair, and against its promise to hold no (N, V)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -62,6 +63,20 @@ def test_bfloat16_is_near_plain(cap: float, chunk_tokens: int, in_fp32: bool) ->
     torch.testing.assert_close(loss, wanted[0], rtol=5e-3, atol=0)
     for got, reference in ((grad_hidden.float(), wanted[1]), (grad_weight, wanted[2])):
         assert (got - reference).norm() < 0.01 * reference.norm()
+
+
+@pytest.mark.parametrize("function", [linear_cross_entropy, lambda *inputs: token_losses(*inputs).sum()])
+def test_the_gradient_of_a_bfloat16_head_is_rounded_once(function: Any) -> None:
+    """As FSDP gathers the head: the sum over chunks of tokens is in fp32."""
+    hidden, weight, targets = random_case()
+    half = hidden.detach().bfloat16().requires_grad_()
+    gathered = weight.detach().bfloat16().requires_grad_()
+    whole = gathered.detach().float().requires_grad_()
+    loss, grad_hidden, grad_weight = with_gradients(function, half, gathered, targets, 15.0, 1)
+    exact = with_gradients(function, half, whole, targets, 15.0, 1)
+    assert torch.equal(loss, exact[0]) and torch.equal(grad_hidden, exact[1])
+    assert grad_weight.dtype == torch.bfloat16 and torch.equal(grad_weight, exact[2].bfloat16())
+    assert not torch.equal(grad_weight.float(), exact[2])
 
 
 @pytest.mark.parametrize("logit", [4.0, 5.0, 6.0])

@@ -17,11 +17,14 @@ from safetensors.torch import load_file
 from tiny import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanochat import storage
 from nanochat.device import Device
 from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.sharding import held_box
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).view(5, 3),
@@ -157,6 +160,23 @@ def test_any_world_reads_what_any_other_wrote(tmp_path, world_size):
         storage.read(tmp_path / str(number), index, {**state, **rows})
         assert same(state, WHOLE)
         assert [row.tolist() for row in rows.values()] == [[rank, worlds] for rank in range(worlds)]
+
+
+def test_a_layout_that_is_not_known_is_refused():
+    """Their rows are elsewhere than a Shard's: a box of them would make a wrong checkpoint."""
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2))
+
+        def laid_out(*placements: Any) -> DTensor:
+            return DTensor.from_local(torch.zeros(2, 3), mesh, placements, run_check=False)
+
+        assert held_box(laid_out(Replicate(), Shard(0))) == ([2, 0], [2, 3])
+        for placement in (_StridedShard(0, split_factor=2), Partial()):
+            with pytest.raises(NotImplementedError, match="only Shard and Replicate are known"):
+                held_box(laid_out(placement, Shard(0)))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):

@@ -69,10 +69,11 @@ def make_run(
 
 def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[float, ...]]:
     """Each rank's rows of every batch, in two micro-batches."""
-    ranks = device.world_size
+    rank = device.data_rank
+    ranks = device.data_ranks
     stats = []
     for step in range(count):
-        parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (device.rank, device.rank + ranks)))
+        parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (rank, rank + ranks)))
         batches = ((device.to_device(inputs), device.to_device(targets)) for inputs, targets in parts)
         stats.append(numbers(train_step(*run, batches, next_token_loss, device=device, momentum=0.9, **settings)))
     return stats
@@ -191,7 +192,7 @@ def by_token(device: Device, how: str) -> list[tuple[float, ...]]:
         return model(*batch, reduction="none").square().sum(), (batch[1] != IGNORE).sum()
 
     run = make_run(device, how)
-    share = slice(device.rank, None, device.world_size)
+    share = slice(device.data_rank, None, device.data_ranks)
     return [
         numbers(train_step(*run, rows_of(make_batch(step), share), loss_fn, device=device, momentum=0.9))
         for step in range(4)
@@ -330,10 +331,10 @@ def overlapped(device: Device) -> list[bool]:
     return same
 
 
-def events_of_a_step(device: Device) -> tuple[list[str], dict[str, int]]:
-    """A step of two micro-batches under ddp: its forwards, its blocks' backwards and its collectives in order, and the
-    bytes that the collectives were handed."""
-    run = make_run(device)
+def events_of_a_step(device: Device, how: str = "ddp", replicate: int = 1) -> tuple[list[str], dict[str, int]]:
+    """A step of two micro-batches: its forwards, its blocks' backwards and its collectives in order, and the bytes that
+    the collectives were handed."""
+    run = make_run(device, how, replicate)
     reduce = run[1].reduce
     with Collectives() as seen:
 
@@ -350,6 +351,13 @@ def events_of_a_step(device: Device) -> tuple[list[str], dict[str, int]]:
         run[1].reduce = noted_reduce  # type: ignore[method-assign]
         train_step(*run, [make_batch(0), make_batch(1)], loss_fn, device=device)
     return seen.events, dict(seen.bytes)
+
+
+def micro_batches_of(events: list[str]) -> tuple[Counter[str], Counter[str]]:
+    """The events of each of the two micro-batches of a step, counted."""
+    first = events.index("forward")
+    last = events.index("forward", first + 1)
+    return Counter(events[first:last]), Counter(events[last : events.index("reduce")])
 
 
 def exchanges(device: Device, how: str, compiled: bool) -> tuple[list[str], tuple[float, ...]]:
@@ -409,6 +417,8 @@ def on_two_ranks(device: Device, folder: str) -> dict[str, Any]:
         "loaded": loaded(device, folder),
         "overlapped": overlapped(device),
         "events": events_of_a_step(device),
+        "fsdp_events": events_of_a_step(device, "fsdp"),
+        "bfloat16_events": events_of_a_step(replace(device, dtype=torch.bfloat16), "fsdp"),
         "trained": trained(device, "fsdp", 1, {"muon": 20, "tuned": 20}),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
@@ -515,6 +525,23 @@ def test_ddp_sends_each_gradient_and_each_weight_once(two_ranks: list[dict[str, 
     assert detour == 4 * sum(2 * p.numel() + p.size(0) for p in matrices)
 
 
+def test_fsdp_exchanges_the_same_in_every_micro_batch(two_ranks: list[dict[str, Any]]) -> None:
+    model = GPT(CONFIG)
+    blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
+    head = model.head.weight.numel()
+    tables = sum(table.weight.numel() for table in (model.embedding, *model.value_embeddings.values()))
+    rest = 2 * (CONFIG.n_layer + 1)  # two scales a layer; three rows do not divide evenly among two ranks
+    for rank in two_ranks:
+        # In bf16 what enters products is gathered in bf16. Sums of gradients are in fp32 all the same.
+        for name, product_bytes in (("fsdp_events", 4), ("bfloat16_events", 2)):
+            events, sent = rank[name]
+            first, last = micro_batches_of(events)
+            assert first == last
+            assert sent["reduce_scatter"] == 2 * 4 * (blocks + head + tables + rest)
+            assert sent["all_gather"] == 2 * (product_bytes * (2 * blocks + head) + 4 * (tables + 2 * rest))
+            assert sent["all_reduce"] == 4 * 3  # the sum of losses and targets
+
+
 def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]]) -> None:
     assert [rank["overlapped"] for rank in two_ranks] == [[True, True]] * 2
 
@@ -555,6 +582,7 @@ def slow_on_four_ranks(device: Device) -> dict[str, Any]:
         "fsdp": trained(device, "fsdp", 1, {"muon": 6}),
         "hybrid": trained(device, "fsdp", 2, {"muon": 20, "adamw": 6, "qwen3": 4, "llama": 4}),
         "overlapped": overlapped(device),
+        "events": events_of_a_step(device, "fsdp", 2),
     }
 
 
@@ -564,6 +592,9 @@ def test_four_ranks_learn_as_one() -> None:
     for how in ("ddp", "fsdp", "hybrid"):
         check_equal([rank[how] for rank in ranks])
     assert [rank["overlapped"] for rank in ranks] == [[True, True]] * 4
+    for rank in ranks:  # between the groups gradients travel once a step
+        first, last = micro_batches_of(rank["events"][0])
+        assert first["reduce_scatter"] == last["reduce_scatter"] == last["all_reduce"] and not first["all_reduce"]
 
 
 def test_a_failed_backward_is_noticed() -> None:
