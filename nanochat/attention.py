@@ -43,6 +43,7 @@ class Segments:
     # Some do so before the launch and need numbers on the host; others need a tensor on the device.
     ends: list[int]
     bounds: Tensor  # (documents + 1,) in int32: 0, 3, 6, 10, 12
+    start: int = 0  # the position of the first token; more where several processes share a row
 
     @classmethod
     def from_numbers(cls, numbers: Tensor) -> "Segments":

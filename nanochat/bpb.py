@@ -69,9 +69,9 @@ def bits_per_byte(
     """
     totals = torch.zeros(3, dtype=torch.float32, device=device.torch_device)  # nats, bytes, ranks that stopped
     bytes_of = token_bytes.to(device.torch_device)
-    mine = rows[device.rank :: device.world_size]
+    mine = rows[device.data_rank :: device.data_ranks]
     # Every rank runs equally many batches: a sharded model gathers its weights from all ranks in each of them.
-    rows_per_rank = math.ceil(len(rows) / device.world_size)
+    rows_per_rank = math.ceil(len(rows) / device.data_ranks)
     for first in track(range(0, rows_per_rank, batch_rows), "evaluation"):
         if should_stop is not None and should_stop():
             totals[2] = 1

@@ -171,7 +171,8 @@ def check_message(number: int, message: Any) -> None:
     if role not in ROLES:
         raise ValueError(f"message {number} has the role {role!r}: {', '.join(ROLES)}")
     if not isinstance(content, str | list):
-        raise ValueError(f"message {number} ({role}) has no content: a text, or a list of parts")
+        has = "no content" if content is None else f"{content!r:.40} as its content"
+        raise ValueError(f"message {number} ({role}) has {has}: write a text, or a list of parts")
     if message.get("tool_calls") and role != "assistant":
         raise ValueError(f"message {number} ({role}) has tool_calls: only the assistant calls a tool")
     for part in parts_of(content):

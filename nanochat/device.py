@@ -106,7 +106,7 @@ class Device:
     # Two hosts with four devices each run eight processes:
     #
     #     host          A              B
-    #     rank          0  1  2  3     4  5  6  7     decides which share of the data a process reads
+    #     rank          0  1  2  3     4  5  6  7     decides which share of the data a process reads (`data_rank`)
     #     local_rank    0  1  2  3     0  1  2  3     decides which device of its host it uses
     rank: int  # among all processes
     local_rank: int  # among the processes of this host; also the index of this process's device
@@ -114,6 +114,16 @@ class Device:
     name: str  # as the runtime reports it, e.g. "Ascend910B3"
     # Dense FLOP/s in `dtype`, to which MFU compares the model's; None where it is unknown.
     peak_flops: float | None
+    context_ranks: int = 1  # this many neighbouring ranks share their rows: they read the same data
+
+    @property
+    def data_rank(self) -> int:
+        """The share of the data that this process reads, out of `data_ranks`."""
+        return self.rank // self.context_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        return self.world_size // self.context_ranks
 
     @property
     def torch_device(self) -> torch.device:

@@ -38,6 +38,7 @@ class TrainFlags:
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
+    context_parallel: Positive = 1  # this many neighbouring processes share each row: a part of its tokens each
     activation_checkpointing: bool = False  # compute a block's activations twice to save memory
     # AdamW's second mean stays in float32 where it moves too slowly to be rounded, as in fine-tuning (optim.py).
     optimizer_dtype: Frozen[Literal["float32", "bfloat16"]] = "float32"  # running means; bfloat16: half, but rounded
@@ -186,8 +187,7 @@ class ChatFlags(StageFlags, TuningFlags):
     # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
     chat_template: str | None = None
     # batch
-    # As in other trainers: instead of the number of examples per step, this many times --device_batch_size per device.
-    gradient_accumulation_steps: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None  # instead of the examples of a step: micro-batches per device
     # optimizer
     weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
     max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0

@@ -52,6 +52,11 @@ class GPTConfig:
     # swiglu: silu(gate) * up (source: Shazeer 2020, GLU variants); Llama and Qwen use it.
     mlp: Literal["relu2", "swiglu"] = "relu2"
     mlp_width: int = 0  # 0: 4 x width
+    experts: int = 0  # MLPs in each block, of which a router chooses some for each token (experts/); 0: one MLP for all
+    experts_per_token: int = 2
+    shared_experts: int = 0  # the number of experts that every token takes in addition
+    router: Literal["softmax", "sigmoid"] = "sigmoid"  # its scores; with sigmoid a bias balances the experts
+    router_normalized: bool = True  # whether the weights of a token's experts add up to 1
     # One letter per layer, repeated: S attends to sequence_len / 4 tokens, L to all. Short windows save attention work
     # (source: Beltagy et al. 2020, Longformer). The last layer is always L: the prediction can use the whole context.
     window_pattern: str = "L"
@@ -326,7 +331,7 @@ class Block(nn.Module):
         self.attention_norm = Norm(config.width, config, kernels)
         self.attention = Attention(config, layer, kernels)
         self.mlp_norm = AddNorm(config.width, config, kernels)
-        self.mlp = MLP(config, kernels)
+        self.mlp: Any = kernels.experts(config) if config.experts else MLP(config, kernels)
         self.is_recomputed = False  # see GPT.recompute_activations
 
     def forward(
@@ -565,6 +570,8 @@ class GPT(nn.Module):
             # Smaller, because the square in relu2 makes large inputs larger still.
             uniform(block.mlp.input.weight, 0.4 * std)
             block.mlp.output.weight.zero_()
+            if self.config.experts:
+                block.mlp.init_weights(uniform, std)
         for module in self.modules():
             if isinstance(module, Norm) and module.weight is not None:
                 module.weight.fill_(1.0)
@@ -669,9 +676,11 @@ class GPT(nn.Module):
         T = tokens.size(1)
         positions = None
         if cache is None:
-            # Every row starts at position 0.
-            assert self.config.sequence_len >= T, f"{T} tokens in a row of at most {self.config.sequence_len}"
-            rotary = self.rotary[:, :T]  # (2, T, D)
+            # Every row starts at position 0, unless the tokens are only a part of their rows.
+            start = 0 if segments is None else segments.start
+            end = start + T
+            assert self.config.sequence_len >= end, f"{end} tokens in a row of at most {self.config.sequence_len}"
+            rotary = self.rotary[:, start:end]  # (2, T, D)
         else:
             # Each row continues where it ends in the cache.
             positions = cache.positions(T)  # (B, T)

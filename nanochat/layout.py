@@ -32,8 +32,11 @@ class Layout:
 def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate: int = 1) -> Layout:
     """The layout of a run on all of its processes: `ddp` keeps the whole model on each, `fsdp` a part of it.
 
-    Raises UserError: when the processes do not form `replicate` groups.
+    Raises UserError: when the processes do not form `replicate` groups, or not groups of `device.context_ranks`.
     """
-    if device.world_size == 1 and replicate == 1:
+    if device.world_size == replicate == device.context_ranks == 1:
         return Layout()
-    return rooms.find("layouts", parallel)(device, replicate)
+    layout = rooms.find("layouts", parallel)(device, replicate)
+    if device.context_ranks > 1:
+        layout = rooms.find("layouts", "context")(device, layout)
+    return layout

@@ -247,6 +247,8 @@ class Run:
         self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
         self.due = Due(config, self.saver, steps)
         self.meter = Meter(self.progress, start.device, token_flops)
+        if start.model.config.experts:
+            self.meter.more = rooms.find("attendants", "experts")(start.model, start.device)
         self.stop = Stop(start.device, self.progress.step)
         self.failure = ""  # why the run ends early, unless by a signal
         self.attendants: list[Attendant] = []

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanochat import rooms
 from nanochat.attention import Segments, blockwise_attention, fused_attention, fused_cached_attention
 from nanochat.cli import UserError
 
@@ -102,6 +103,10 @@ class TorchKernels:
         """silu(gate) * up, where x (..., 2 M) is gate and up next to each other -> (..., M)."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
+
+    def experts(self, config: Any) -> Any:
+        """The module that takes the place of the MLP in a model with experts (experts/)."""
+        return rooms.find("blocks", "experts")(config, self)
 
     # ------------------------------------------------------------------ attention
 

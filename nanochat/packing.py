@@ -58,6 +58,7 @@ class PackedBatch:
         #     micro-batch    0      0      0      0      1
         row_tokens = self.inputs.size(1)
         eighth = max(1, row_tokens // 8)
+        eighth += -eighth % device.context_ranks  # ranks that share a row divide its tokens
         is_target = (fields[1] != IGNORE).view(-1, world_size, row_tokens).any(dim=1)  # (groups, T)
         last = (is_target * torch.arange(1, row_tokens + 1)).amax(dim=1)  # (groups,)
         places = [min(row_tokens, max(1, -(-end // eighth)) * eighth) for end in last.tolist()]

@@ -33,6 +33,7 @@ SEAMS = {
     # A change of a model while it is loaded: `Preparation` of checkpoint_manager.py.
     "preparations",
     # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of layout.py.
+    # context: (device, such a Layout) -> the same, but with neighbours that share rows (--context_parallel).
     "layouts",
     # Opens a file of text or records that is not .txt, .jsonl or .parquet, by its suffix: path -> a DataFile.
     "file formats",
@@ -76,6 +77,10 @@ SEAMS = {
     # training: arranges the text of `--help`, text -> text. elsewhere: other trainers' flags, and what does the same
     # here.
     "help",
+    # Other modules in the place of a block's MLP: (config, kernels) -> nn.Module.
+    "blocks",
+    # Other sizes of a new model, by flags: (config, flags) -> config.
+    "sizes",
     # Other products for the blocks of a model, by flag: (device, model) -> a description of them for the log.
     "products",
 }

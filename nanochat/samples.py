@@ -121,13 +121,13 @@ def policy_batches(
     """  # fmt: skip
     rows, row_tokens = shape
     packed = pack_sequences(
-        [sample.tokens for sample in samples], [sample.mask for sample in samples], row_tokens, device.world_size,
+        [sample.tokens for sample in samples], [sample.mask for sample in samples], row_tokens, device.data_ranks,
         [sample.logprobs for sample in samples],
     )  # fmt: skip
     # 1 / its number of targets, for losses that give every sample the same weight however long it is.
     share = samples.grid(lambda sample: 1 / max(1, sum(sample.mask)))
     batches = []
-    for micro in packed.micro_batches(rows, device, device.rank, device.world_size):
+    for micro in packed.micro_batches(rows, device, device.data_rank, device.data_ranks):
         per_token = spread(share, micro, device)
         old_logp = None if policy is None else logp_of(policy, micro, temperature)
         reference_logp = None if reference is None else logp_of(reference, micro, temperature)
@@ -181,8 +181,9 @@ def kl_of_samples(parts: Sequence[Samples], minibatches: Sequence[Sequence[Polic
             differences.append((batch.old_logp - batch.reference_logp).flatten())
             sources.append((count + batch.rows.source).flatten())
         count += part.rewards.size
-    # A sample lies in one row of one rank: it is summed there, and is 0 on the other ranks.
+    # A sample lies in one row of one rank, or of the ranks that share it: it is summed there, and is 0 elsewhere.
     own = np.bincount(torch.cat(sources).cpu().numpy(), torch.cat(differences).cpu().numpy(), count)
+    own /= device.context_ranks
     totals = sum_over_ranks(device.to_device(torch.from_numpy(own).float()), device)
     return totals.cpu().numpy().reshape(-1, parts[0].group_size)
 

@@ -100,6 +100,9 @@ def scaling_parameters(config: GPTConfig) -> int:
     attention_output = config.width * config.head_dim * config.n_head
     mlp_matrices = 3 if config.mlp == "swiglu" else 2
     mlp = mlp_matrices * config.width * config.mlp_width
+    if config.experts:  # those of one token, and the router's scores of all
+        mlp *= config.experts_per_token + config.shared_experts
+        mlp += config.width * config.experts
     head = config.width * config.vocab_size
     return config.n_layer * (qkv + attention_output + mlp) + head
 

@@ -83,6 +83,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
                 f"python -m nanochat.run.launch --nproc_per_node={config.dry_run_devices} -m scripts.NAME -- ..."
             )
         device = rooms.find("attendants", "pretend")(device, config.dry_run_devices)
+    device = dataclasses.replace(device, context_ranks=config.context_parallel)
     layout = lay_out(device, config.parallel, config.replicate)
     print0(f"device: {device}; {layout}")
     return device, layout
@@ -202,7 +203,8 @@ def require_finite(model: GPT, folder: Path, flag: str, device: Device) -> None:
             f"its training has failed; name another {flag}, or an earlier step"
         )
     with torch.no_grad():
-        logits = model(torch.arange(min(8, model.config.sequence_len), device=model.device)[None])
+        count = min(8 * device.context_ranks, model.config.sequence_len)  # the ranks that share a row divide its tokens
+        logits = model(torch.arange(count, device=model.device)[None])
     if sum_over_ranks((~torch.isfinite(logits)).sum().float(), device).item():
         raise UserError(
             f"{flag} {folder} computes NaN or infinite numbers from its weights, which are finite: "
@@ -223,8 +225,8 @@ def count_micro_batches(micro_tokens: int, by_rule: int, total: int | None, requ
     nearest = requested or max(1, round(total / micro_tokens))
     wanted = "a multiple of" if requested is None else f"{requested} x"
     raise UserError(
-        f"--total_batch_size {total} is not {wanted} {micro_tokens} tokens (device_batch_size x context x processes): "
-        f"use {nearest * micro_tokens}, or another --device_batch_size"
+        f"--total_batch_size {total} is not {wanted} {micro_tokens} tokens (device_batch_size x context x processes; "
+        f"those that share rows count once): use {nearest * micro_tokens}, or another --device_batch_size"
     )
 
 

@@ -59,6 +59,8 @@ def parse_tasks(text: str) -> list[TaskSpec]:
 
 
 def _parse_entry(entry: str) -> TaskSpec:
+    if entry.startswith(("hf:", "modelscope:", "ms:")):
+        raise UserError(f"--tasks {entry}: write ORG/NAME alone; --hub modelscope fetches it from ModelScope")
     rest, colon, number = entry.rpartition(":")
     if not colon or user_code.PLACE.fullmatch(entry):
         rest = entry

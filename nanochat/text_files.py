@@ -346,6 +346,9 @@ class JsonLinesFile(SpanFile):
     def _parse(self, row: int, data: bytes) -> Any:
         try:
             return json.loads(data.removeprefix(BYTE_ORDER_MARK))
+        except UnicodeDecodeError as error:
+            advice = "convert it, for example iconv -f gb18030 -t utf-8"
+            raise UserError(f"{self.where(row)} is not JSON in UTF-8: {advice}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.where(row)} is not JSON: {error}") from error
 
@@ -364,6 +367,17 @@ class JsonLinesFile(SpanFile):
 
 
 # ---------------------------------------------------------------------- .parquet
+
+
+def _without_filling(row: dict[str, Any]) -> dict[str, Any]:
+    """A row without the nulls that fill its objects: in a .parquet each has the names of all objects of its column."""
+
+    def own(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: own(one) for name, one in value.items() if one is not None}
+        return [own(one) for one in value] if isinstance(value, list) else value
+
+    return {name: own(value) for name, value in row.items()}
 
 
 def refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
@@ -394,6 +408,7 @@ class ParquetFile(DataFile):
             self.file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
             names = self.file.schema_arrow.names
             self.columns = columns(names) if callable(columns) else columns and list(columns)
+            self.is_flat = len(self.file.schema.names) == len(names)
             for column in self.columns or ():
                 if column not in names:
                     raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")
@@ -404,8 +419,7 @@ class ParquetFile(DataFile):
             refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
         # The size of a row group is the size of the one wanted column if all columns are flat, else of all columns.
         group_bytes = [group.total_byte_size for group in groups]
-        is_flat = len(self.file.schema.names) == len(names)
-        if self.columns is not None and len(self.columns) == 1 and is_flat:
+        if self.columns is not None and len(self.columns) == 1 and self.is_flat:
             place = names.index(self.columns[0])
             group_bytes = [group.column(place).total_uncompressed_size for group in groups]
         # Blocks have at most 16 MiB. A file has 64 or more of them if its rows are enough for a good shuffle.
@@ -439,7 +453,8 @@ class ParquetFile(DataFile):
         for batch in self.file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=self.columns):
             decoded_bytes += batch.nbytes
             refuse_bomb(self.path, decoded_bytes, self.packed_bytes[group])
-            yield from batch.to_pylist()
+            rows = batch.to_pylist()
+            yield from rows if self.is_flat else map(_without_filling, rows)
 
     def row(self, row: int) -> Any:
         block = int(np.searchsorted(self.starts, row, side="right")) - 1

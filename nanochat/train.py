@@ -123,6 +123,7 @@ class Meter:
         self.progress = progress
         self.device = device
         self.token_flops = token_flops
+        self.more: Callable[[], dict[str, Any]] = dict  # further numbers of a line; all ranks call it
         self.skipped = torch.zeros((), device=device.torch_device)  # since the last line
         self.idle = torch.zeros((), device=device.torch_device)  # likewise
         self.bad_in_a_row = torch.zeros((), device=device.torch_device)
@@ -180,6 +181,7 @@ class Meter:
             "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,
             "seconds": progress.seconds, "peak_memory_bytes": self.device.peak_memory(),
             "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps, "idle_steps": progress.idle_steps,
+            **self.more(),
         }  # fmt: skip
 
 
@@ -214,18 +216,22 @@ def make_optimizer(
     `layout` is the one that has sharded the model; without one every rank holds the whole model.
     """
     roles = model.parameter_groups()
+    balance = _take_router_biases(roles)
     c = model.config
     decay = rates.weight_decay
     # Muon reads only the second, for its second moment. AdamW's 0.9 and 0.95 are the usual ones for language models
     # (source: Brown et al. 2020, GPT-3).
     betas = (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
     # One parameter holds the projections to queries, keys and values, and Muon orthogonalises each of the three
-    # separately. Likewise gate and up of a gated MLP.
+    # separately. Likewise gate and up of a gated MLP, and the matrices of experts.
     qkv_rows = (c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
-    splits = {name: qkv_rows for name, _ in roles["qkv"]}
-    if c.mlp == "swiglu":
-        gated = [name for name, _ in roles["matrix"] if name.endswith("mlp.input.weight")]
-        splits |= dict.fromkeys(gated, (c.mlp_width, c.mlp_width))
+    splits: dict[str, tuple[int, ...]] = {name: qkv_rows for name, _ in roles["qkv"]}
+    for name, parameter in roles["matrix"]:
+        stacked = 2 if c.mlp == "swiglu" and name.endswith(".input.weight") else 1
+        if c.experts and name.endswith((".mlp.input.weight", ".mlp.output.weight")):
+            stacked *= c.experts
+        if stacked > 1:
+            splits[name] = (parameter.size(0) // stacked,) * stacked
     # At the start the gradients of vectors and scales are rounding noise, which AdamW with a small epsilon would turn
     # into whole steps.
     noise_eps = 1e-4
@@ -238,6 +244,7 @@ def make_optimizer(
         ParameterGroup("adamw", roles["head"], rates.head),
         ParameterGroup("adamw", roles["vector"], rates.vector, eps=noise_eps),
         ParameterGroup("adamw", roles["residual_scale"], rates.residual_scale, eps=noise_eps),
+        balance,
     ]
     return _optimizer(groups, model, device, layout, kept_as)
 
@@ -257,7 +264,9 @@ def make_adamw(
     # Matrices decay; norms, biases and tables do not, as in `make_optimizer`.
     matrices = []
     others = []
-    for role, parameters in model.parameter_groups().items():
+    roles = model.parameter_groups()
+    balance = _take_router_biases(roles)
+    for role, parameters in roles.items():
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         (matrices if role in ("matrix", "qkv") else others).extend(trained)
     # The constants of the paper, and of most recipes (source: Kingma and Ba 2015, Adam). Pretraining forgets old
@@ -267,8 +276,22 @@ def make_adamw(
     groups = [
         ParameterGroup("adamw", matrices, learning_rate, weight_decay, betas, eps),
         ParameterGroup("adamw", others, learning_rate, 0.0, betas, eps),
+        balance,
     ]
     return _optimizer(groups, model, device, layout, kept_as)
+
+
+# How far the bias of a router moves in a step (source: DeepSeek-AI 2024, DeepSeek-V3).
+BIAS_RATE = 0.001
+
+
+def _take_router_biases(roles: dict[str, list[Any]]) -> ParameterGroup:
+    """Take the biases that balance experts (experts/router.py) out of the roles, into a group of their own."""
+    biases = [(name, bias) for name, bias in roles["vector"] if name.endswith("router.bias")]
+    roles["vector"] = [(name, parameter) for name, parameter in roles["vector"] if not name.endswith("router.bias")]
+    trained = [(name, bias) for name, bias in biases if bias.requires_grad]
+    # With betas of 0, AdamW divides each gradient by its own size: every element moves by the rate.
+    return ParameterGroup("adamw", trained, BIAS_RATE, betas=(0.0, 0.0), eps=1e-20)
 
 
 def _optimizer(

@@ -27,11 +27,20 @@ class Config(TextFlags):
     max_seq_len: Frozen[Annotated[int, Range(1, 10**7)]] = 2048  # tokens of context
     window_pattern: Frozen[str] = "L"  # one letter per layer: S sees a quarter of the context, L all of it, e.g. SSSL
     mlp: Frozen[Literal["relu2", "swiglu"]] = "relu2"  # squared ReLU; or SwiGLU at 2/3 the width: same parameter count
+    experts: Frozen[Annotated[int, Range(0, 4096)]] = 0  # experts in each block; 0: one MLP
+    experts_per_token: Frozen[Positive] = 2  # experts that a token passes through
+    expert_width: Frozen[Annotated[int, Range(0, 10**6)]] = 0  # 0: together as wide as the MLP would be
+    shared_experts: Frozen[Annotated[int, Range(0, 64)]] = 0  # experts that every token passes through in addition
     logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap on the logits; 0: off
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
     target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens per scaling parameter
     total_batch_size: Positive | None = None  # tokens per step, over all devices; default: by the horizon
+
+    def __post_init__(self):
+        sizes = ("experts_per_token", "expert_width", "shared_experts")
+        if not self.experts and any(getattr(self, name) != getattr(Config, name) for name in sizes):
+            raise cli.UserError(f"--{', --'.join(sizes)} are sizes of experts: add --experts")
 
 
 # Flags of continued pretraining, which is a command now.
@@ -70,6 +79,8 @@ def main(config: Config) -> None:
         config.depth, tokenizer.vocab_size, row_tokens, head_dim=config.head_dim,
         window_pattern=config.window_pattern, mlp=config.mlp,
     )  # fmt: skip
+    if config.experts:
+        model_config = rooms.find("sizes", "experts")(model_config, config)
     # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
         model = GPT(dataclasses.replace(model_config, logit_cap=config.logit_cap), device.kernels)
@@ -89,7 +100,7 @@ def main(config: Config) -> None:
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
-    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # tokens in one pass over all devices
+    micro_tokens = config.device_batch_size * row_tokens * device.data_ranks  # tokens in one pass over all devices
     horizon = scaling.training_tokens(model.config, config.target_param_data_ratio)
     by_rule = scaling.batch_tokens(model.config, horizon)
     accumulation = count_micro_batches(
@@ -126,8 +137,8 @@ def main(config: Config) -> None:
         cache = rooms.find("token caches", "disk")
         token_source = cache(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers)
     loader = Loader(
-        token_source, tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
-        world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
+        token_source, tokenizer, config.device_batch_size, row_tokens, rank=device.data_rank,
+        world_size=device.data_ranks, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,
     )  # fmt: skip

@@ -188,7 +188,9 @@ def train(config: Train) -> dict[str, Any]:
     from nanochat.attention import Segments
     from nanochat.gpt import GPT
     from nanochat.kernels.fp8 import use_fp8
+    from nanochat.report.benchmark import warn_of
     from nanochat.run.compiling import compile_blocks
+    from nanochat.run.neighbours import Neighbours
     from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ a model and a batch
@@ -246,9 +248,11 @@ def train(config: Train) -> dict[str, Any]:
     warm_up = sum(seconds_of(work) for work in (*works.values(), *works.values()))
     print0(f"warm-up ({how}): {warm_up:.1f} s")
     seconds: dict[str, list[float]] = {name: [] for name in works}
+    neighbours = Neighbours()
     for _ in range(config.steps):
         for name, work in works.items():
             seconds[name].append(seconds_of(work))
+    others = neighbours.processors()
 
     # ------------------------------------------------------------------ report
     step_seconds = statistics.median(seconds["step"])
@@ -278,6 +282,7 @@ def train(config: Train) -> dict[str, Any]:
         f"the step reaches {statistics.median(shares):.0f}% of it"
     )
     print0(f"peak memory: {device.peak_memory() / 2**20:,.0f} MiB")
+    warn_of(others)
     return {
         "device": str(device),
         "versions": device.versions(),
@@ -293,6 +298,7 @@ def train(config: Train) -> dict[str, Any]:
         "tokens_per_second": batch_tokens / step_seconds,
         "flops_per_second": {"step": step_rate, "product": product_rate},
         "mfu": mfu,
+        "other_programs": others,
         "peak_memory_bytes": device.peak_memory(),
     }
 
@@ -302,6 +308,8 @@ def serve(config: Serve) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
+    from nanochat.report.benchmark import warn_of
+    from nanochat.run.neighbours import Neighbours
     from nanochat.serve.load import LoadStats, closed_loop
 
     if not config.batches or min(config.batches) < 1:
@@ -337,17 +345,20 @@ def serve(config: Serve) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         return seconds[1:]
 
+    neighbours = Neighbours()
     for batch in config.batches:
         seconds = on_a_thread(partial(time_trials, batch))
         rates = [batch * config.new_tokens / one for one in seconds]
         best_rates[batch] = max(rates)
         measurements[f"engine, batch {batch}"] = in_unit("tokens/s", rates)
         print0(f"engine, batch {batch:>3}: {best_rates[batch]:>8,.0f} tokens/s")
+    others = [neighbours.processors()]
 
     # ------------------------------------------------------------------ over HTTP, the clients in another process
     body = {"model": "bench", "prompt": prompt, "max_tokens": config.new_tokens, "temperature": 0.0}
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as clients, serving(engine, max(config.batches)) as port:
+        neighbours = Neighbours(own=lambda: time.process_time() + clients.apply(time.process_time))
         for batch in config.batches:
             clients.apply(closed_loop, ("127.0.0.1", port, body, batch, batch))  # warm up
             trials = []
@@ -366,9 +377,12 @@ def serve(config: Serve) -> dict[str, Any]:
                     measurements[f"{name.replace('_', ' ')}, {batch} clients"] = in_unit("ms", medians)
             share = best.tokens_per_second() / best_rates[batch]
             print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of the engine's rate without HTTP")
+        others.append(neighbours.processors())
+    most = max((one for one in others if one is not None), default=None)
+    warn_of(most)
     return {
         "device": str(device), "versions": device.versions(), "kernels": str(device.kernels), "threads": threads,
-        "measurements": measurements,
+        "measurements": measurements, "other_programs": most,
     }  # fmt: skip
 
 

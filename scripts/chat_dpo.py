@@ -85,7 +85,7 @@ def main(config: Config) -> None:
     prepare = [NewScalarHead()] if loss.has_scalar_head else []
     start = begin(config, with_reference=loss.has_reference, prepare=prepare)
     device = start.device
-    config = config.for_devices(device.world_size)
+    config = config.for_devices(device.data_ranks)
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len

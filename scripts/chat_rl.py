@@ -148,7 +148,7 @@ def main(config: Config) -> None:
     prepare = [] if critic is None else [NewScalarHead()]
     start = begin(config, with_reference=config.kl > 0, teacher=config.teacher, prepare=prepare)
     device = start.device
-    config = config.for_devices(device.world_size)
+    config = config.for_devices(device.data_ranks)
     model = start.model
     reference = start.reference
     row_tokens = model.config.sequence_len

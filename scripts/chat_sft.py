@@ -52,13 +52,13 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ model, data
     start = begin(config)
     device = start.device
-    config = config.for_devices(device.world_size)
+    config = config.for_devices(device.data_ranks)
     model = start.model
     row_tokens = model.config.sequence_len
     if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
         optimizer, _ = open_optimizer(config, start, scaling.rates(model.config, batch=1, tokens=1))
         # With no more conversations than rows on all devices, a step is a single micro-batch.
-        fits = config.target_examples_per_step <= config.device_batch_size * device.world_size
+        fits = config.target_examples_per_step <= config.device_batch_size * device.data_ranks
         start.ledger.report(
             model, optimizer, masked_loss, config.device_batch_size, micro_batches=1 if fits else 2,
             max_grad_norm=config.largest_norm,
@@ -77,7 +77,7 @@ def main(config: Config) -> None:
         rendered = [mixture.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in numbers]
         learned = [one for one in rendered if is_learned(one)]
         ids = [one.ids for one in learned]
-        return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.world_size), rendered
+        return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.data_ranks), rendered
 
     # ------------------------------------------------------------------ horizon, optimizer
     # The steps of a mixture begin with the first conversation that mid-training has not read.
@@ -104,7 +104,7 @@ def main(config: Config) -> None:
     opening, opened = draw(train, horizon.draws(0))
     report_learned(opened, start.tokenizer)
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
-    usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.world_size)).inputs.shape
+    usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.data_ranks)).inputs.shape
     compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, _ = draw(held_out, range(held_out_count))
@@ -119,7 +119,7 @@ def main(config: Config) -> None:
             # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
-                    mine = val_rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size)
+                    mine = val_rows.micro_batches(config.device_batch_size, device, device.data_rank, device.data_ranks)
                     val_loss = mean_loss(model, mine, masked_loss, device, run.should_stop)
                     # The loss is NaN when the held-out conversations have no target.
                     run.log.evaluation(**({} if math.isnan(val_loss) else {"val_loss": val_loss}))
@@ -133,7 +133,7 @@ def main(config: Config) -> None:
             # ---- one step: conversation k of the run is the same on every rank and after every restart, so a resumed
             # run does not store its position in the data
             rows, rendered = draw(train, horizon.draws(step))
-            mine = list(rows.micro_batches(config.device_batch_size, device, device.rank, device.world_size))
+            mine = list(rows.micro_batches(config.device_batch_size, device, device.data_rank, device.data_ranks))
             stats = train_step(
                 compiled if step else model, optimizer, track(mine, "micro-batch"), masked_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
@@ -143,7 +143,7 @@ def main(config: Config) -> None:
             cut += len([one for one in rendered if one.cut])
             if run.due.log:
                 # The share of the computed tokens that is not padding.
-                computed = sum(micro.inputs.numel() for micro in mine) * device.world_size
+                computed = sum(micro.inputs.numel() for micro in mine) * device.data_ranks
                 real = sum(len(one.ids) - 1 for one in rendered if one.target_count) / computed
                 lr = peak_lr * schedule.lr(step)
                 run.log.step(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)

@@ -98,7 +98,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
     row_tokens = model.config.sequence_len
-    micro_tokens = config.device_batch_size * row_tokens * device.world_size  # tokens in one pass over all devices
+    micro_tokens = config.device_batch_size * row_tokens * device.data_ranks  # tokens in one pass over all devices
     by_rule = start.pretraining.get("batch_tokens", micro_tokens)
     accumulation = count_micro_batches(
         micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
@@ -156,8 +156,8 @@ def main(config: Config) -> None:
         fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
     loader = Loader(
-        text, tokenizer, config.device_batch_size, row_tokens, rank=device.rank,
-        world_size=device.world_size, seed=config.seed, workers=config.dataloader_num_workers,
+        text, tokenizer, config.device_batch_size, row_tokens, rank=device.data_rank,
+        world_size=device.data_ranks, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,
     )  # fmt: skip

@@ -164,7 +164,7 @@ def table_row(name: str, examples: Sequence[Sequence["Rendered"]]) -> list[str]:
         f"{max(len(text.ids) for text in texts):,}",
         f"{sum(text.cut for text in texts):,}",
         f"{len(examples) - len(learned):,}",
-        f"{targets / tokens:.1%}",
+        f"{targets / max(tokens, 1):.1%}",
     ]
 
 

@@ -825,6 +825,28 @@ def test_replicas_of_shards_train_as_one(taught, stage):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "extra"), [*((stage, ()) for stage in STAGES), ("rl", ("--loss=ppo",))], ids=[*STAGES, "ppo"]
+)
+def test_ranks_that_share_rows_train_as_one_and_any_layout_continues(taught, stage, extra):
+    """Straight through on two ranks that share rows; from the middle on two with their own, the rest on one process."""
+    script, _ = STAGES[stage]
+    flags = (*flags_of(stage, taught), *extra, "--num_iterations=6", "--eval_every=3", "--save_every=2")
+    call(script, *flags, "--model_tag=one")
+    printed = run_command(script, *flags, "--model_tag=many", "--context_parallel=2")
+    assert "device: 2 x" in printed and "ddp, rows shared by 2" in printed
+    same_training(taught, stage, "one", "many", 6)
+
+    forget_after(taught, stage, 2, "many")
+    run_command(script, *flags, "--model_tag=many", fewest_rows(stage), "--resume")
+    same_training(taught, stage, "one", "many", 6)
+
+    forget_after(taught, stage, 4, "many")
+    call(script, *flags, "--model_tag=many", "--resume")
+    same_training(taught, stage, "one", "many", 6)
+
+
+@pytest.mark.slow
 def test_users_documented_commands_run_as_written(start, monkeypatch):
     monkeypatch.setenv("NANOCHAT_MID_TRAIN", "--eval_tokens=4096")  # smaller than by default, and all else as written
     monkeypatch.setenv("NANOCHAT_CHAT_SFT", "--num_iterations=4 --eval_examples=8")
@@ -852,6 +874,7 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_sft", "no mid checkpoint"),
         ("chat_sft --source=base --tasks=gsm8k=/nowhere", "/nowhere"),
         ("chat_sft --source=base --target_examples_per_step=0", "--target_examples_per_step"),
+        ("chat_sft --source=base --context_parallel=2", "--context_parallel 2 needs groups of 2 processes"),
         ("chat_sft --source=base --model_tag=../x", "--model_tag"),
         ("chat_dpo", "no sft checkpoint"),
         ("chat_dpo --source=base --tasks=smoltalk", "two to compare"),

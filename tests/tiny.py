@@ -64,6 +64,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+FOUR_EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "mlp_width": 24}
+EXPERT_SHAPES: dict[str, dict[str, Any]] = {
+    "experts": {**FOUR_EXPERTS, "shared_experts": 1},
+    "qwen3_moe": {**SHAPES["qwen3"], **FOUR_EXPERTS, "router": "softmax"},
+}
+
+
 def tiny_config(**changes: Any) -> GPTConfig:
     """The fast preset in milliseconds: windows of 8, two query heads to a key head, a vocabulary that is padded."""
     sizes = {"vocab_size": 100, "sequence_len": 32, "n_layer": 3, "width": 32, "n_head": 4, "n_kv_head": 2}

@@ -33,12 +33,14 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.adapters.nf4 import NF4Linear, dequantize, quantize
+from nanochat.adapters.nf4 import NF4Experts, NF4Linear, dequantize, quantize
 from nanochat.checkpoint_manager import Preparation
 from nanochat.cli import UserError
 from nanochat.device import Device
+from nanochat.experts.layer import ExpertLinear, grouped_product
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.kernels.gradients import product
+from nanochat.kernels.grouped import Groups
 from nanochat.sharding import fill, local, whole
 
 
@@ -83,14 +85,14 @@ def choose_targets(text: str, rank: int, config: GPTConfig) -> tuple[str, ...]:
 
 
 class Adapter(nn.Module):
-    """The A and B of one matrix."""
+    """The A and B of one matrix, or of the same matrix in each expert of a block, one below the other."""
 
-    def __init__(self, outputs: int, inputs: int, lora: Lora, device: torch.device):
+    def __init__(self, outputs: int, inputs: int, lora: Lora, device: torch.device, experts: int = 1):
         super().__init__()
         self.scale = lora.scale
         # In fp32, as all that is trained: an update is often smaller than bf16 resolves.
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, inputs, device=device))
-        self.lora_B = nn.Parameter(torch.empty(outputs, lora.rank, device=device))
+        self.lora_A = nn.Parameter(torch.empty(experts * lora.rank, inputs, device=device))
+        self.lora_B = nn.Parameter(torch.empty(experts * outputs, lora.rank, device=device))
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., I) -> scale B A x (..., O)."""
@@ -103,8 +105,9 @@ class LinearAdapters(nn.ModuleDict):
 
     together: tuple[Tensor, Tensor] | None = None  # all A and all B, within `Attached.cast_weights`
 
-    def __init__(self, parts: dict[str, int], inputs: int, lora: Lora, device: torch.device):
-        super().__init__({name: Adapter(parts[name], inputs, lora, device) for name in parts if name in lora.targets})
+    def __init__(self, parts: dict[str, int], inputs: int, lora: Lora, device: torch.device, experts: int = 1):
+        targets = [name for name in parts if name in lora.targets]
+        super().__init__({name: Adapter(parts[name], inputs, lora, device, experts) for name in targets})
         self.parts = parts
         self.lora = lora
         self.dropout = lora.dropout
@@ -138,7 +141,27 @@ class LinearAdapters(nn.ModuleDict):
         return _AddProduct.apply(inner, B, *y) if isinstance(y, tuple) else _AddProduct.apply(inner, B, y)
 
 
-def _add_adapters(linear: Any, inputs: tuple[Tensor], y: Any) -> Any:
+class ExpertAdapters(LinearAdapters):
+    """The adapters of the experts of a block: each expert has its own A and B."""
+
+    def __init__(self, parts: dict[str, int], linear: ExpertLinear, lora: Lora, device: torch.device):
+        super().__init__(parts, linear.in_features, lora, device, linear.experts)
+        self.kernels = linear.kernels
+
+    def forward(self, x: Tensor, groups: Groups, y: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Add scale B A x to y, the experts' product of x (rows, I): (rows, O)."""
+        added = []
+        for name, rows in self.parts.items():
+            if name in self:
+                adapter: Any = self[name]
+                inner = grouped_product(self.kernels, self._dropped(x), adapter.lora_A, groups)
+                added.append(grouped_product(self.kernels, inner * self.lora.scale, adapter.lora_B, groups))
+            else:
+                added.append(x.new_zeros(len(x), rows))
+        return y + torch.cat(added, dim=-1)
+
+
+def _add_adapters(linear: Any, inputs: tuple[Any, ...], y: Any) -> Any:
     """y = W x becomes W x + scale B A x: a hook that runs after the layer, whichever class of layer it is."""
     return linear.adapters(*inputs, y) if linear.adapters.enabled else y
 
@@ -154,12 +177,18 @@ def attach(model: GPT, lora: Lora) -> None:
     for block in model.blocks:
         for path, parts in model.config.parts.items():
             linear: Any = block.get_submodule(path)
+            adapted: Any = None
+            if set(parts) & set(lora.targets):
+                if isinstance(linear, ExpertLinear):
+                    adapted = ExpertAdapters(parts, linear, lora, model.device)
+                else:
+                    adapted = LinearAdapters(parts, linear.in_features, lora, model.device)
             if lora.base_format == "nf4":
                 parent, _, name = path.rpartition(".")
-                linear = NF4Linear(linear)
+                linear = NF4Experts(linear) if isinstance(linear, ExpertLinear) else NF4Linear(linear)
                 setattr(block.get_submodule(parent), name, linear)
-            if set(parts) & set(lora.targets):
-                linear.adapters = LinearAdapters(parts, linear.in_features, lora, model.device)
+            if adapted is not None:
+                linear.adapters = adapted
                 linear.register_forward_hook(_add_adapters)
 
 
@@ -300,9 +329,11 @@ class Adapters:
         for target, rows in parts.items():
             adapter = f"{name.removesuffix('weight')}adapters.{target}"
             if f"{adapter}.lora_A" in self.tensors:
-                A = self.tensors[f"{adapter}.lora_A"].float()
-                B = self.tensors[f"{adapter}.lora_B"].float()
-                merged[start : start + rows].addmm_(B, A, alpha=self.lora.scale)
+                A = self.tensors[f"{adapter}.lora_A"].float().split(self.lora.rank)
+                B = self.tensors[f"{adapter}.lora_B"].float().split(rows)
+                # Of experts, each has its matrices, and these follow each other.
+                for target_rows, its_A, its_B in zip(merged.chunk(len(A)), A, B, strict=True):
+                    target_rows[start : start + rows].addmm_(its_B, its_A, alpha=self.lora.scale)
             start += rows
         return merged
 
@@ -385,6 +416,7 @@ class Attached:
         for path in model.config.parts:
             layers = [block.get_submodule(path) for block in model.blocks]
             alike: list[Any] = [layer.adapters for layer in layers if hasattr(layer, "adapters")]
+            alike = [adapters for adapters in alike if not isinstance(adapters, ExpertAdapters)]
             found += alike
             for adapters, together in zip(alike, stack_adapters(alike, dtype) if alike else [], strict=True):
                 adapters.together = together
@@ -449,6 +481,11 @@ class ChosenAdapters:
                 # The A of a layer's targets lie one below the other, in R rows at most. Where an adapter has fewer
                 # targets or a smaller rank, and where a part of the product meets another part's A, there are zeros.
                 R = max(one.lora.rank * len(set(parts) & set(one.lora.targets)) for one in adapters)
+                if R and model.config.experts and path.startswith("mlp."):
+                    raise UserError(
+                        "adapters side by side cannot be adapters of experts: serve one of them as --source, or train "
+                        "with --lora_targets q_proj,k_proj,v_proj,o_proj"
+                    )
                 A = torch.zeros(1 + len(adapters), R, linear.in_features)
                 B = torch.zeros(1 + len(adapters), linear.out_features, R)
                 for number, one in enumerate(adapters, start=1):

@@ -22,9 +22,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from nanochat.experts.layer import ExpertLinear, grouped_product
 from nanochat.gpt import Linear
 from nanochat.kernels.gradients import StackedLinear
+from nanochat.kernels.grouped import Groups
 
 VALUES = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -74,11 +77,11 @@ class NF4Linear(nn.Module):
     codes: Tensor
     factors: Tensor
 
-    def __init__(self, linear: Linear):
+    def __init__(self, linear: Linear | ExpertLinear):
         super().__init__()
         self.out_features, self.in_features = linear.weight.shape
         self.is_stacked = isinstance(linear, StackedLinear)
-        self.bias = linear.bias
+        self.bias = linear.bias if isinstance(linear, Linear) else None
         # Buffers, which no rank shards: in most versions of torch FSDP2 refuses parameters of integers (pytorch issue
         # 177844). So under fsdp each rank holds 4.5 bits of every weight. bf16 takes 16 divided by the number of ranks,
         # which is less from 4 ranks on.
@@ -103,6 +106,25 @@ class NF4Linear(nn.Module):
         """x (..., I) -> (..., O), or the result of a StackedLinear."""
         y = _Product.apply(x, self.codes, self.factors, (self.out_features, self.in_features), self.is_stacked)
         return y if self.bias is None else y + self.bias.to(x.dtype)
+
+
+class NF4Experts(NF4Linear):
+    """The same in the place of the experts' layer, for the matrices of all of them together."""
+
+    def __init__(self, linear: ExpertLinear):
+        super().__init__(linear)
+        self.kernels = linear.kernels
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """x (rows, I), sorted by expert -> (rows, O)"""
+
+        def compute(x: Tensor) -> Tensor:
+            shape = (self.out_features, self.in_features)
+            matrix = dequantize(self.codes, self.factors, shape, x.dtype)
+            return grouped_product(self.kernels, x, matrix, groups)
+
+        # The backward pass reads the weights back once more.
+        return checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False)
 
 
 class _Product(torch.autograd.Function):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from nanochat import paths, rooms, storage
 from nanochat.adapters.lora import Adapters, Lora
@@ -73,25 +74,29 @@ def require_same_modules(base: Path, flag: str) -> None:
         )
 
 
-def names(config: GPTConfig) -> dict[str, tuple[str, str]]:
-    """For each tensor that a folder can hold, by name: ours, and the matrix that it adapts."""
+def names(config: GPTConfig) -> dict[str, tuple[str, str, int]]:
+    """For each tensor that a folder can hold, by name: ours, the matrix that it adapts, and the expert's number. Ours
+    holds the tensors of all experts, one below the other."""
     found = {}
     for layer in range(config.n_layer):
         for path in config.parts:
             for theirs, _ in hf.theirs_of(f"blocks.{layer}.{path}.weight", config, 0):
                 module = theirs.removesuffix(".weight")
                 target = module.rpartition(".")[2]
+                expert = int(module.split(".")[-2]) if config.experts and path.startswith("mlp.") else 0
                 for side in ("lora_A", "lora_B"):
                     ours = f"blocks.{layer}.{path}.adapters.{target}.{side}"
-                    found[f"base_model.model.{module}.{side}.weight"] = (ours, target)
+                    found[f"base_model.model.{module}.{side}.weight"] = (ours, target, expert)
     return found
 
 
 def write(folder: Path, adapters: Adapters, config: GPTConfig, base: str) -> None:
     """Write a folder's two files; `base` is where peft finds the model."""
-    tensors = {
-        theirs: adapters.tensors[ours] for theirs, (ours, _) in names(config).items() if ours in adapters.tensors
-    }
+    tensors = {}
+    for theirs, (ours, _, expert) in names(config).items():
+        if ours in adapters.tensors:
+            experts = config.experts if config.experts and ".mlp." in ours else 1
+            tensors[theirs] = adapters.tensors[ours].chunk(experts)[expert]
     storage.write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     lora = adapters.lora
     settings = {
@@ -127,7 +132,7 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
         raise UserError(f"{folder / SETTINGS} has no rank r above 0 or no lora_alpha: save it again with peft")
     require_file(folder / WEIGHTS)
     known = names(config)
-    tensors = {}
+    parts: dict[str, dict[int, Tensor]] = {}
     targets = set()
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for theirs in file.keys():  # noqa: SIM118
@@ -136,9 +141,11 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
                     f"{folder} holds adapters for another model, or on other matrices than {', '.join(Lora.targets)}: "
                     f"{theirs[:200]}; name the base that they were trained on"
                 )
-            ours, target = known[theirs]
-            tensors[ours] = file.get_tensor(theirs).to(torch.float32, copy=True)  # the file may change
+            ours, target, expert = known[theirs]
+            part = file.get_tensor(theirs).to(torch.float32, copy=True)  # the file may change
+            parts.setdefault(ours, {})[expert] = part
             targets.add(target)
+    tensors = {ours: torch.cat([part for _, part in sorted(experts.items())]) for ours, experts in parts.items()}
     lora = Lora(
         rank, settings["lora_alpha"], settings.get("lora_dropout", 0.0), tuple(n for n in Lora.targets if n in targets),
         settings.get("use_rslora", False),

@@ -94,8 +94,8 @@ def judged_batches(examples: Iterable[Replies], row_tokens: int, rows: int, devi
     ids = [reply.rendered.ids for reply in replies]
     masks = [reply.rendered.mask for reply in replies]
     is_good = device.to_device(torch.tensor([reply.is_good for reply in replies], dtype=torch.bool))
-    packed = pack_sequences(ids, masks, row_tokens, device.world_size)
-    for micro in packed.micro_batches(rows, device, device.rank, device.world_size):
+    packed = pack_sequences(ids, masks, row_tokens, device.data_ranks)
+    for micro in packed.micro_batches(rows, device, device.data_rank, device.data_ranks):
         yield JudgedBatch(micro, is_good)
 
 

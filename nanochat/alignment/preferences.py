@@ -55,7 +55,7 @@ def pair_batches(examples: Iterable[Replies], row_tokens: int, rows: int, device
     replies = [reply.rendered for pair in examples for reply in pair]
     for micro, pairs in pack_pairs(
         [reply.ids for reply in replies], [reply.mask for reply in replies], row_tokens, rows,
-        device, device.rank, device.world_size,
+        device, device.data_rank, device.data_ranks,
     ):  # fmt: skip
         yield PairBatch(micro, pairs)
 

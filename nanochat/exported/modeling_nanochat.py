@@ -123,11 +123,11 @@ def scaled(frequencies: Tensor, config) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, size: int):
         super().__init__()
         self.is_gated = config.mlp == "swiglu"
-        self.input = nn.Linear(config.width, (2 if self.is_gated else 1) * config.mlp_width, bias=False)
-        self.output = nn.Linear(config.mlp_width, config.width, bias=False)
+        self.input = nn.Linear(config.width, (2 if self.is_gated else 1) * size, bias=False)
+        self.output = nn.Linear(size, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.input(x)
@@ -137,13 +137,55 @@ class MLP(nn.Module):
         return self.output(F.relu(x).square())
 
 
+class Experts(nn.Module):
+    """Several MLPs, of which a router chooses a few for each token; their matrices are stacked in two parameters."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.is_gated = config.mlp == "swiglu"
+        E, C, M = config.experts, config.width, config.mlp_width
+        self.router = nn.Linear(C, E, bias=config.router == "sigmoid")  # its bias only takes part in the choice
+        self.input = nn.Linear(C, E * (2 if self.is_gated else 1) * M, bias=False)
+        self.output = nn.Linear(M, E * C, bias=False)
+        self.shared = None
+        if config.shared_experts:
+            self.shared = MLP(config, config.shared_experts * M)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c = self.config
+        tokens = x.flatten(0, 1)
+        logits = F.linear(tokens.float(), self.router.weight.float())
+        scores = logits.log_softmax(dim=-1) if c.router == "softmax" else F.logsigmoid(logits)
+        ranked = scores.exp()
+        if self.router.bias is not None:
+            ranked = ranked + (self.router.bias.float() - self.router.bias.float().mean())
+        chosen = ranked.topk(c.experts_per_token, dim=-1).indices
+        weights = scores.gather(1, chosen)
+        weights = (weights.softmax(dim=-1) if c.router_normalized else weights.exp()).to(x.dtype)
+        y = torch.zeros_like(tokens)
+        inputs = self.input.weight.unflatten(0, (c.experts, -1))
+        outputs = self.output.weight.unflatten(0, (c.experts, -1))
+        for expert in range(c.experts):
+            rows, place = torch.where(chosen == expert)
+            inner = F.linear(tokens[rows], inputs[expert])
+            if self.is_gated:
+                gate, up = inner.chunk(2, dim=-1)
+                inner = F.silu(gate) * up
+            else:
+                inner = F.relu(inner).square()
+            y.index_add_(0, rows, F.linear(inner, outputs[expert]) * weights[rows, place].unsqueeze(-1))
+        y = y.view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+
 class Block(nn.Module):
     def __init__(self, config, layer: int):
         super().__init__()
         self.attention_norm = Norm(config, config.width)
         self.attention = Attention(config, layer)
         self.mlp_norm = Norm(config, config.width)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if getattr(config, "experts", 0) else MLP(config, config.mlp_width)
 
     def forward(self, x, value, cos, sin, mask, cache):
         x = x + self.attention(self.attention_norm(x), value, cos, sin, mask, cache)

@@ -35,6 +35,7 @@ from nanochat.untrusted import read_json, require_file
 PIECE_BYTES = 32 << 20  # read at once: the memory of a load in addition to the weights
 SHARD_BYTES = 5 << 30  # size of a written file: hubs and file systems handle larger ones badly
 MAX_SHARDS = 1000
+MAX_EXPERTS = 4096
 MAX_SIZE = 1 << 24  # largest vocabulary, width or context
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -52,6 +53,7 @@ LAYER_NAMES = {
     "attention.q_norm.weight": "self_attn.q_norm.weight",
     "attention.k_norm.weight": "self_attn.k_norm.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
+    "mlp.router.weight": "mlp.gate.weight",
 }
 # And its matrices and their biases: attention.qkv.bias -> self_attn.q_proj.bias, self_attn.k_proj.bias and so on, the
 # parts that GPTConfig.parts lists, in the order in which their rows are stacked in ours.
@@ -79,6 +81,9 @@ def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False)
         parts = config.parts.get(module)
         if parts is not None:
             theirs = MODULES[module.partition(".")[0]]
+            if theirs == "mlp" and config.experts:  # all matrices of the first expert, then of the second one
+                experts = [f"{layer}.mlp.experts.{expert}" for expert in range(config.experts)]
+                return [(f"{expert}.{part}.{kind}", count) for expert in experts for part, count in parts.items()]
             return [(f"{layer}.{theirs}.{part}.{kind}", count) for part, count in parts.items()]
         if block[2] in LAYER_NAMES:
             return [(f"{layer}.{LAYER_NAMES[block[2]]}", rows)]
@@ -97,11 +102,18 @@ class Family:
     qk_norm: bool = False
     qkv_bias: bool = False
     is_stacked: bool = False  # see STACKED
+    has_experts: bool = False
 
 
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 32}, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}, qk_norm=True),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+        qk_norm=True,
+        has_experts=True,
+    ),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
     "phi3": Family("Phi3ForCausalLM", {"rms_norm_eps": 1e-5}, is_stacked=True),  # Phi-4 too
@@ -110,11 +122,11 @@ FAMILIES = {
 # Families that people bring, and what they need that the model does not compute (docs/finetune.md).
 DELTA_NET = "layers with a recurrent state (GatedDeltaNet) and gates on its attention"
 GEMMA = "norms after attention and MLP, GELU in the MLP and a scaled embedding"
-EXPERTS = "a router and several MLPs in each layer (a mixture of experts)"
+EXPERTS = "experts under other names or gated shared experts; of mixtures of experts qwen3_moe is read"
 NOT_COMPUTED = {
     **dict.fromkeys(("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"), DELTA_NET),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text"), GEMMA),
-    **dict.fromkeys(("qwen3_moe", "qwen2_moe", "mixtral"), EXPERTS),
+    **dict.fromkeys(("qwen2_moe", "mixtral"), EXPERTS),
     "phi": "attention beside the MLP, LayerNorm, biases, and rotary positions in a part of the channels",  # 1 to 2
     "glm4": "norms after attention and MLP, and rotary positions in a part of the channels",
 }
@@ -126,8 +138,8 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("mlp_bias", (None, False), "biases in the MLP"),
     ("partial_rotary_factor", (None, 1, 1.0), "rotary positions in a part of the channels"),
     ("quantization_config", (None,), "quantized weights"),
-    ("num_experts", (None, 0), "a mixture of experts"),
-    ("num_local_experts", (None, 0), "a mixture of experts"),
+    ("mlp_only_layers", (None, []), "layers without experts between layers with experts"),
+    ("decoder_sparse_step", (None, 1), "layers without experts between layers with experts"),
     ("use_mrope", (None, False), "rotary positions in several dimensions (mrope)"),
 )
 
@@ -163,7 +175,13 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
     for key, harmless, meaning in REFUSED:
         if theirs.get(key) not in harmless:
             raise ValueError(f"config.json has {key} {str(theirs[key])[:80]}: {meaning}, which this model has not")
+    # transformers 5 writes the number of Qwen's experts under another name.
+    experts = theirs.get("num_experts", theirs.get("num_local_experts"))
+    if experts and not family.has_experts:
+        raise ValueError(f"config.json has num_experts {str(experts)[:80]}: a mixture of experts, which {name} has not")
     theirs = {**family.defaults, **theirs}
+    if experts:
+        theirs["num_experts"] = experts
 
     def size(key: str, default: int | None = None) -> int:
         value = default if theirs.get(key) is None else theirs[key]
@@ -177,6 +195,19 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
     context = size("max_position_embeddings")
     theta, scaling = _rope(theirs, context)
     pattern, window = _windows(theirs, layers)
+    mixture: dict[str, Any] = {}
+    if family.has_experts:
+        mixture = {
+            "experts": size("num_experts"),
+            "experts_per_token": size("num_experts_per_tok"),
+            "router": "softmax",
+            "router_normalized": theirs.get("norm_topk_prob") is True,
+        }
+        if mixture["experts"] > MAX_EXPERTS or mixture["experts_per_token"] > mixture["experts"]:
+            raise ValueError(
+                f"config.json: num_experts_per_tok {mixture['experts_per_token']} of num_experts "
+                f"{mixture['experts']}: at most all of at most {MAX_EXPERTS:,}"
+            )
     return GPTConfig(
         vocab_size=size("vocab_size"),
         sequence_len=context,
@@ -186,7 +217,7 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
         n_kv_head=size("num_key_value_heads", heads),
         head_dim=size("head_dim", width // heads),
         mlp="swiglu",
-        mlp_width=size("intermediate_size"),
+        mlp_width=size("moe_intermediate_size" if family.has_experts else "intermediate_size"),
         window_pattern=pattern,
         window_tokens=window,
         rope_theta=theta,
@@ -201,6 +232,7 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
         value_embeddings=False,
         residual_scales=False,
         logit_cap=0.0,
+        **mixture,
     )
 
 
@@ -265,6 +297,9 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
     else:  # Qwen: those from max_window_layers on, where it is switched on
         window = (window or 4096) if theirs.get("use_sliding_window") is True else None
         first = theirs.get("max_window_layers", 28)
+        if theirs["model_type"] == "qwen3_moe":  # in all layers
+            kinds = None
+            first = 0
     if theirs["model_type"] == "llama" or window is None:
         return "L", 0
     if kinds is None:
@@ -293,6 +328,10 @@ def family_of(config: GPTConfig) -> str | None:
     additions = config.embedding_norm or config.value_embeddings or config.residual_scales or config.lookback_heads
     if not plain or additions or (config.qk_norm != "none" and config.qk_scale != 1):
         return None
+    if config.experts:
+        is_theirs = config.router == "softmax" and not config.shared_experts and not config.attention_bias
+        is_theirs = is_theirs and config.qk_norm == "before_rotary" and len(set(windows)) == 1
+        return "qwen3_moe" if is_theirs else None
     if config.qk_norm == "before_rotary":
         return None if config.attention_bias else "qwen3"
     if config.qk_norm == "after_rotary":
@@ -328,7 +367,14 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
         "initializer_range": 0.02,
         "use_cache": True,
     }
-    if family in ("llama", "qwen3"):
+    if FAMILIES[family].has_experts:
+        theirs["moe_intermediate_size"] = config.mlp_width
+        theirs["num_experts"] = config.experts
+        theirs["num_experts_per_tok"] = config.experts_per_token
+        theirs["norm_topk_prob"] = config.router_normalized
+        theirs["decoder_sparse_step"] = 1  # experts in every layer
+        theirs["mlp_only_layers"] = []
+    if family in ("llama", "qwen3", "qwen3_moe"):
         theirs["attention_bias"] = False
     if family == "llama":
         theirs["mlp_bias"] = False
@@ -336,7 +382,7 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
         theirs["sliding_window"] = windows[0] or None
     if family == "phi3":
         theirs["pad_token_id"] = None  # its default is a token of Phi-3, whose embedding would then not learn
-    if family in ("qwen2", "qwen3"):
+    if family in ("qwen2", "qwen3", "qwen3_moe"):
         theirs["use_sliding_window"] = any(windows)
         if any(windows):
             theirs["sliding_window"] = max(windows)

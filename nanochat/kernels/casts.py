@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from nanochat.gpt import GPT, Linear
+from nanochat.gpt import GPT
 from nanochat.operators import split_like
 from nanochat.sharding import is_sharded
 
@@ -22,9 +23,10 @@ def cast_together(model: GPT, dtype: torch.dtype) -> Iterator[None]:
     if is_sharded(model):
         yield
         return
-    linears = [m for m in model.modules() if isinstance(m, Linear) and m.weight.dtype != dtype]
+    # Linear layers, and the experts' (experts/layer.py): every module that multiplies by a cast of its weight.
+    linears: list[Any] = [m for m in model.modules() if hasattr(m, "cast") and m.weight.dtype != dtype]
     # A bucket at a time: one row of all weights in fp32 would leave a large hole in the device's memory.
-    buckets: dict[int, list[Linear]] = {}
+    buckets: dict[int, list[Any]] = {}
     elements = 0
     for linear in linears:
         elements += linear.weight.numel()

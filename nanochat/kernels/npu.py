@@ -20,6 +20,7 @@ from nanochat.gpt import GPT
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import WrittenKernels
+from nanochat.kernels.grouped import Groups, grouped_product, loop_product
 from nanochat.operators import AdamWUpdate, TorchKernels
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
@@ -81,9 +82,24 @@ class _Rotate(torch.autograd.Function):
         return torch.ops.npu.npu_rotary_mul_backward(grads[0], grads[0], *ctx.saved_tensors)[0], None, None
 
 
+class _GroupedOperators:
+    """npu_grouped_matmul, which lacks a gradient. With group_list_type 1 it reads the groups' counts, in int64."""
+
+    def rows_by_matrices(self, x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        return torch_npu.npu_grouped_matmul(
+            [x], [matrices], group_list=groups.counts, split_item=2, group_type=0, group_list_type=1
+        )[0]
+
+    def columns_by_rows(self, x: Tensor, y: Tensor, groups: Groups) -> Tensor:
+        return torch_npu.npu_grouped_matmul(
+            [x.T], [y], group_list=groups.counts, split_item=3, group_type=2, group_list_type=1
+        )[0]
+
+
 class NpuKernels(WrittenKernels):
     name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
+    has_grouped_products = True
     loss_in_fp32 = False
     loss_chunk_elements = 1 << 27  # 256 MiB in bf16
     reads_whole_cache = True
@@ -97,6 +113,11 @@ class NpuKernels(WrittenKernels):
 
     def swiglu(self, x: Tensor) -> Tensor:
         return torch_npu.npu_swiglu(x)
+
+    def grouped_product(self, x: Tensor, weight: Tensor, groups: Groups, cast: Tensor | None = None) -> Tensor:
+        if self.has_grouped_products:
+            return grouped_product(_GroupedOperators(), x, weight, groups, cast)
+        return loop_product(self.product, x, weight, groups, cast)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _Rotate.apply(x, cos[None], sin[None])  # the operator takes angles (1, T, 1, D)
@@ -168,6 +189,7 @@ class PlainNpuKernels(NpuKernels):
     rms_norm = TorchKernels.rms_norm
     add_rms_norm = TorchKernels.add_rms_norm
     swiglu = TorchKernels.swiglu
+    has_grouped_products = False
     rotate = TorchKernels.rotate
     prepare_mask = TorchKernels.prepare_mask
     attention = TorchKernels.attention

@@ -5,5 +5,6 @@ PLUGS = {
     "layouts": {
         "ddp": "nanochat.parallel.ddp:lay_out",
         "fsdp": "nanochat.parallel.fsdp:lay_out",
+        "context": "nanochat.parallel.context:share_rows",
     },
 }

@@ -74,6 +74,8 @@ def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
     for table in tables:
         table.set_unshard_in_backward(False)  # no table's gradient needs the table
     for block in model.blocks:
+        if model.config.experts:  # in fp32, see experts/router.py
+            fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=True)
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
     # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then miss
     # the optimizer's updates of the shards.

@@ -59,12 +59,17 @@ class Place:
 def find_place(device: Device, parallel: Literal["ddp", "fsdp"], replicate: int = 1) -> Place:
     """Find this process's place in the run; neighbours form a group.
 
-    Raises UserError: when the ranks do not form `replicate` groups.
+    Raises UserError: when the ranks do not form `replicate` groups, or not groups that share rows.
     """
     if replicate > 1 and (parallel != "fsdp" or device.world_size % replicate or device.world_size == replicate):
         raise UserError(
             f"--replicate {replicate} needs --parallel fsdp and several processes in each of {replicate} groups; "
             f"processes here: {device.world_size}, with --parallel {parallel}"
+        )
+    if device.world_size % device.context_ranks:
+        raise UserError(
+            f"--context_parallel {device.context_ranks} needs groups of {device.context_ranks} processes; "
+            f"processes here: {device.world_size}"
         )
     # Ranks are numbered host by host, so that neighbours share a host and its fast links.
     ranks = device.world_size // replicate

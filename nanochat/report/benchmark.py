@@ -26,6 +26,7 @@ RESAMPLES = 10_000
 AT_ONCE = 10**7  # resampled numbers in memory
 CONFIDENCE = 0.95
 FEW = 8  # measurements: with fewer, resampling does not show how far they can spread
+NOTICED = 0.1  # processors that other programs take: on a quiet machine it is some hundredths of one
 NOT_SETTINGS = {"what", "files", "json", "plot"}  # flags of bench that change no measurement
 
 # The word for a ratio below 1, and for a ratio above 1, by unit.
@@ -45,6 +46,7 @@ class Benchmark:
     what: str  # "train" or "serve"
     settings: dict[str, Any]  # flags, device and versions, by name
     measurements: dict[str, tuple[str, list[float]]]  # name -> unit, values
+    others: float | None = None  # processors that other programs took meanwhile; None: nobody knows
 
 
 @dataclass(frozen=True)
@@ -84,13 +86,15 @@ def load(path: str) -> Benchmark:
         flags = {name: value for name, value in content["config"].items() if name not in NOT_SETTINGS}
         settings = flags | {"device": content["device"], "kernels": content["kernels"], **content["versions"]}
         settings["threads"] = content["threads"]
+        others = content.get("other_programs")
+        others = None if others is None else float(others)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}: name two files of `python -m scripts.bench --json`") from error
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         other = {KeyError: f"no {error}", TypeError: "another shape", AttributeError: "another shape"}
         reason = other.get(type(error), str(error))
         raise UserError(f"{path} is not a file of the current `bench --json` ({reason}): measure again") from error
-    return Benchmark(path, str(what), settings, measurements)
+    return Benchmark(path, str(what), settings, measurements, others)
 
 
 def ratio_of(before: Sequence[float], after: Sequence[float]) -> Ratio:
@@ -149,6 +153,8 @@ def compare(before: Benchmark, after: Benchmark) -> dict[str, Ratio]:
     different = differences(before, after)
     if different:
         warn(f"not measured alike: {'; '.join(different)}")
+    for side in (before, after):
+        warn_of(side.others, side.path)
     ratios = {}
     rows = []
     for name in shared:
@@ -167,6 +173,14 @@ def compare(before: Benchmark, after: Benchmark) -> dict[str, Ratio]:
             "of it, or measure both again in turn"
         )
     return ratios
+
+
+def warn_of(others: float | None, place: str = "") -> None:
+    """Warn where other programs took `others` processors beside a measurement; `place` is its file."""
+    if others is not None and others >= NOTICED:
+        where = f"{place}: " if place else ""
+        problem = f"other programs took {others:.1f} processors meanwhile, so the figures are too slow"
+        warn(f"{where}{problem}: stop them and measure again (docs/bench.md)")
 
 
 def short(value: float) -> str:

@@ -43,6 +43,11 @@ def compile_model(
     if isinstance(model, lora.without_adapters):
         compiled = compile_model(run, model.model, mode, step_flops, shape, part, forward_alone)
         return model if compiled is model.model else lora.without_adapters(compiled)
+    if run.device.context_ranks > 1:
+        if mode == "on":
+            raise UserError("--compile on: blocks that exchange tokens are not compiled: leave out --context_parallel")
+        print0(f"{part}: eager (ranks share rows); kernels: {run.device.kernels}")
+        return model
     # A compiled model runs each pass with autograd. FSDP would wait for a backward pass to free the gathered weights.
     if forward_alone and run.start.layout.sharded:
         if mode == "on":
@@ -90,6 +95,10 @@ def compile_blocks(
     eager. None: all tokens have the same shape.
     Raises UserError: when `mode` is "on" and the compiler is missing.
     """
+    if model.config.experts:  # the sizes of their products differ from pass to pass
+        if mode == "on":
+            raise UserError("--compile on: a model with experts is not compiled, leave it out")
+        return model, "eager (a model with experts)"
     compute, how = compiler.compile_by_policy(device, Block.compute, mode, run_flops)
     return (model if compute is Block.compute else CompiledBlocks(model, compute, shape)), how
 

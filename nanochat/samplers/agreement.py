@@ -12,7 +12,7 @@ answered every request with 200.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from nanochat.cli import Failed
@@ -50,6 +50,11 @@ def measure(model: GPT, samples: Iterable[Sample], device: Device, temperature: 
     All ranks call it together, each with its own samples or none: the model's weights may be spread over them.
     """
     samples = list(samples)
+    if device.context_ranks > 1:
+        # Ranks that share rows must read the same ones: those of all of them.
+        first = device.data_rank * device.context_ranks
+        theirs = gather_values([asdict(sample) for sample in samples], device)[first : first + device.context_ranks]
+        samples = [Sample(**sample) for share in theirs for sample in share]
     rows = pack_sequences(
         [sample.tokens for sample in samples], [sample.mask for sample in samples], model.config.sequence_len,
         values=[sample.logprobs for sample in samples],

@@ -13,6 +13,7 @@ becomes one line.
 
 import asyncio
 import contextlib
+import hashlib
 import itertools
 import json
 import math
@@ -248,8 +249,11 @@ class HttpSampler:
             files = hf.write_weights(unfinished, model.config, weights.items(), dtype)
             settings = {**hf.from_config(model.config, self.family), "dtype": str(dtype).removeprefix("torch.")}
             files["config.json"] = storage.write_json(unfinished / "config.json", settings)
-        first = next(facts for name, facts in files.items() if name.endswith(".safetensors"))
-        final = self.folder / f"fp_{first['sha256'][:12]}"
+        hashes = [facts["sha256"] for name, facts in files.items() if name.endswith(".safetensors")]
+        # A model in one file has its hash as its name, which our server compares. Large models are in several files,
+        # and a step may change any of them.
+        whole = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
+        final = self.folder / f"fp_{whole[:12]}"
         checkpoint_manager.commit(unfinished, final, files)
         return final
 

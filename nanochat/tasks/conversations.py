@@ -8,7 +8,8 @@
     {"input": "...", "target": "..."}                                 firefly's: "input" is the question if it is alone
     {"input": "...", "output": "...", "answer": "..."}                blossom-math's: the reply ends with the answer
     {"input": "...", "reasoning_content": "...", "content": "..."}    a thought before the reply
-    {"prompt": ..., "completion": ...}                                texts, messages or lists of messages
+    {"prompt": ..., "completion": ...}                                texts, messages or lists of messages; a reply in
+                                                                      the prompt is not learned
 
 columns.py has the other names of each column, and --columns chooses one; messages.py has the other names of roles, and
 what else a message may say: which replies are not learned, thoughts, calls of functions. A text under "system" or
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.cli import UserError
-from nanochat.conversation import Message, check_messages
+from nanochat.conversation import Message, check_messages, text_of
 from nanochat.data.records import open_part
 from nanochat.log import print0, warn
 from nanochat.screen import track
@@ -52,7 +53,17 @@ from nanochat.tasks.columns import (
     parse_columns,
     tidied,
 )
-from nanochat.tasks.messages import parsed, plain, plain_messages, thoughts_in, unread_keys, without_thoughts
+from nanochat.tasks.messages import (
+    given,
+    listed,
+    parsed,
+    plain,
+    plain_messages,
+    thoughts_in,
+    unread_keys,
+    with_thought,
+    without_thoughts,
+)
 from nanochat.tasks.recorded import RecordTask
 from nanochat.text_files import DataFile
 
@@ -324,6 +335,7 @@ class Seen:
         self.reply_count = 0
         self.thought_count = 0
         self.masked = 0  # replies that are marked as not to be learned
+        self.empty = 0  # replies without a text
 
     def columns(self, record: Any, fields: Any, task: Conversations) -> None:
         """Count the columns of a record, and the unread keys of its messages; `fields` is the record, tidied."""
@@ -340,8 +352,10 @@ class Seen:
         for name, role in names.items():
             self.read.setdefault(role, Counter())[str(heads[name]).strip()] += 1
             value = fields[name]
-            if role in ("messages", "question", "answer", "chosen", "rejected"):
-                self.keys += unread_keys([value] if isinstance(value, dict) else value)
+            if role == "messages":
+                self.keys += unread_keys(parsed(value, "the list of messages"))
+            elif role in ("question", "answer", "chosen", "rejected"):
+                self.keys += unread_keys(as_messages(value, ""))
         read = {heads[name] for name in names}
         for head, value in record.items():
             is_empty = value is None or value == "" or value != value  # NaN is not equal to itself
@@ -358,6 +372,7 @@ class Seen:
         self.reply_count += len(replies)
         self.thought_count += thoughts_in(replies)
         self.masked += sum(message.get("train") is False for message in replies)
+        self.empty += sum(text_of(reply["content"]).strip() == "" and not reply.get("tool_calls") for reply in replies)
 
     def absent(self, columns: Mapping[str, str]) -> list[str]:
         """The columns of --columns that no record has."""
@@ -397,8 +412,12 @@ class Seen:
         if self.thought_count:
             kept = "kept (--thoughts drop leaves them out)" if task.thoughts == "keep" else "left out (--thoughts drop)"
             print0(f"{path}: {self.thought_count:,} of {self.reply_count:,} replies have a thought, which is {kept}")
+        if self.empty:
+            problem = f"{self.empty:,} of {self.reply_count:,} replies are empty or only white space"
+            warn(f"--tasks {path}: {problem}: nothing is learned from an empty one")
         if task.masked:
-            print0(f"{path}: {task.masked:,} of {self.reply_count:,} replies are read and not learned, as marked there")
+            counts = f"{task.masked:,} of {self.reply_count:,} replies"
+            print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
 
 
 def names_read(fields: Mapping[str, Any], roles: Iterable[str]) -> dict[str, str]:
@@ -438,10 +457,18 @@ def conversation_of(record: Any) -> list[Message]:
     """All messages of a tidied record in any of the forms above, checked. Raises ValueError: with the problem."""
     fields = record if isinstance(record, dict) else {}
     messages = _listed(record)
+    items = record if isinstance(record, list) else []
+    if items and all(isinstance(item, dict) and Conversations.is_known(tidied(item, {})) for item in items):
+        raise UnknownForm("; it is a list of rows: such a file has a name that ends in .json")
     if messages is None:
         if not Conversations.is_known(fields):
-            raise UnknownForm(f"; known forms: {KNOWN}; {ADVICE}")
-        messages = question_of(fields) + answer_of(fields)
+            hint = "; pairs of replies are for chat_dpo" if has(fields, "chosen", "rejected") else ""
+            raise UnknownForm(f"; known forms: {KNOWN}{hint}; {ADVICE}")
+        question = question_of(fields)
+        last = plain(question[-1]) if question else None
+        if isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls"):
+            raise ValueError("its question ends with words of the assistant: move them to the answer")
+        messages = question + answer_of(fields)
     messages = plain_messages(with_system(fields, messages))
     check_messages(messages)
     return messages
@@ -458,18 +485,21 @@ def _listed(record: Any) -> list[Any] | None:
 
 def question_of(fields: Mapping[str, Any]) -> list[Any]:
     """The messages before the reply, for a record with a separate column for the question."""
-    question = first_of(fields, "question")
+    question = listed(first_of(fields, "question"))
     more = first_of(fields, "input")
     if question is None:
         question = fields.get("input")
-    elif isinstance(question, str) and isinstance(more, str) and more:
+    elif isinstance(question, str) and more not in (None, "", [], {}):
+        if not isinstance(more, str):
+            raise ValueError(f'its "{first_name(fields, "input")}" is not a text: write it as one, or leave it out')
         question = f"{question}\n{more}" if question else more  # one line end, as in ms-swift and LLaMA-Factory
     messages = []
     for turn in parsed(fields.get("history"), 'its "history"') or []:
         if not isinstance(turn, list) or len(turn) != 2:
             raise ValueError('its "history" is not a list of [question, answer]')
         messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
-    return messages + as_messages(question, "user")
+    # Replies in a prompt are context, as in TRL: only the completion is learned.
+    return messages + given(as_messages(question, "user"))
 
 
 def answer_of(fields: Mapping[str, Any]) -> list[Any]:
@@ -477,11 +507,9 @@ def answer_of(fields: Mapping[str, Any]) -> list[Any]:
     answer = first_of(fields, "answer")
     if _is_blossom(fields):
         answer = f"{fields['output']}\n\nAnswer: {fields['answer']}"  # as ms-swift writes it
-    if isinstance(answer, str):
-        thought = first_of(fields, "thought")
-        thought = thought if isinstance(thought, str) else None
-        return [{"role": "assistant", "content": answer, "reasoning_content": thought}]
-    return as_messages(answer, "assistant")
+    messages = as_messages(answer, "assistant")
+    thought = first_of(fields, "thought")  # "thinking" may also say only whether there is one
+    return with_thought(messages, thought) if isinstance(thought, str) and thought else messages
 
 
 def _is_blossom(fields: Mapping[str, Any]) -> bool:
@@ -504,7 +532,8 @@ def with_system(fields: Mapping[str, Any], messages: list[Any]) -> list[Any]:
 
 
 def as_messages(value: Any, role: str) -> list[Any]:
-    """A text, a message or a list of messages as messages, still unchecked."""
+    """A text, a message or a list of messages, also as JSON in a text, as messages, still unchecked."""
+    value = listed(value)
     if isinstance(value, list):
         return value
     return [value if isinstance(value, dict) else {"role": role, "content": value}]

@@ -3,7 +3,8 @@
     role, from           user, assistant, system, tool; human, gpt, bot, observation and others below, in any case
     content, value       a text, or a list of parts
     train, loss, weight  false or 0: the message is read, but not learned (ours, ms-swift's, OpenAI's)
-    reasoning_content    the thought before a reply; "reasoning" and "thinking" mean the same
+    reasoning_content    the thought before a reply, with <think> and </think> or without; "reasoning" and "thinking"
+                         mean the same
     tool_calls           functions that the assistant calls, in OpenAI's form; a message of the role function_call or
                          tool_call, whose content is {"name", "arguments"} or a list of them, is such a message too
 
@@ -19,6 +20,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanochat.conversation import Message, parts_of, text_of
+from nanochat.tasks.columns import MEDIA
 
 # What other projects call the roles.
 SENDERS = {
@@ -36,6 +38,7 @@ USUAL = {*PLAIN, "from", "value"}
 READ = {*USUAL, "tool_calls", "tool_call_id", *THOUGHTS, *MARKS}
 # A thought at the beginning of a reply, as Qwen's and DeepSeek's models write it.
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+LISTED = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages as JSON
 # Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
 ASKED = ("human", "user", "input")
 REPLIED = ("assistant", "gpt", "bot", "output")
@@ -91,15 +94,18 @@ def plain(message: Any) -> Any:
         return message
     if message.keys() == PLAIN and message["role"] in ("user", "assistant", "system"):  # most are, and data are large
         content = message["content"]
-        if not (message["role"] == "assistant" and isinstance(content, str) and "think>" in content):
+        if isinstance(content, str) and not (message["role"] == "assistant" and "think>" in content):
             return message
     message = _with_plain_keys(message)
     if message.get("function_call"):
         raise ValueError("a message calls a function by function_call: only tool_calls are read")
     role = _role(message)
-    content = message.get("content")
-    if content is None:
-        content = message.get("value")
+    content = _one_of(message, "content", "value")
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+        content = text_of(content)
+    for name in MEDIA:
+        if message.get(name):
+            raise ValueError(f'a message has "{name}": models here read only text')
     read = {"role": role, "content": content, "train": _train(message)}
     calls = parsed(message.get("tool_calls"), "tool_calls")
     if role in CALLERS:
@@ -128,11 +134,45 @@ def unread_keys(messages: Any) -> Counter[str]:
         message = _with_plain_keys(message)
         role = _role(message)
         read = READ | {"name"} if role == "tool" else READ
+        if role in ("user", "system", "tool"):
+            read = read - set(THOUGHTS)
         counts.update(str(key) for key, value in message.items() if value is not None and key not in read)
         mark = next((key for key in MARKS if message.get(key) is not None), None)
         if mark is not None and message[mark] and role in ("user", "system", "tool"):
             counts[f"{mark}={json.dumps(message[mark])} of the role {role}, which is never learned"] += 1
     return counts
+
+
+def given(messages: Sequence[Any]) -> list[Any]:
+    """The messages of a prompt: its replies are read, and learned only if they are marked so."""
+    return [
+        {**message, "train": False} if isinstance(message, dict) and _is_unmarked_reply(message) else message
+        for message in _turns(messages)
+    ]
+
+
+def _is_reply(message: dict[str, Any]) -> bool:
+    return _role(_with_plain_keys(message)) in ("assistant", *CALLERS)
+
+
+def _is_unmarked_reply(message: dict[str, Any]) -> bool:
+    return _is_reply(message) and all(message.get(mark) is None for mark in MARKS)
+
+
+def with_thought(messages: Sequence[Any], thought: str) -> list[Any]:
+    """A reply, given as messages, with a thought that its record has in a column.
+
+    Raises ValueError: where several messages could have it.
+    """
+    replies = [number for number, message in enumerate(messages) if isinstance(message, dict) and _is_reply(message)]
+    if len(replies) != 1:
+        raise ValueError("it has a thought in a column, and not one reply that it is for")
+    [number] = replies
+    reply = messages[number]
+    key = next((key for key in THOUGHTS if not reply.get(key)), None)
+    if key is None:
+        raise ValueError("it has a thought in a column, and its reply has one of its own")
+    return [*messages[:number], {**reply, key: thought}, *messages[number + 1 :]]
 
 
 def thoughts_in(messages: Iterable[Any]) -> int:
@@ -156,10 +196,20 @@ def call_of(call: Any) -> dict[str, Any]:
     arguments = parsed(fields.get("arguments") or fields.get("parameters") or {}, "the arguments of a function")
     if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
-    # In a .parquet each call has the names of all arguments.
-    arguments = {name: value for name, value in arguments.items() if value is not None}
     identity = {"id": call["id"]} if call.get("id") else {}
     return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
+
+
+def listed(value: Any) -> Any:
+    """A list of messages that is JSON in a text, as in a .csv; any other value as it is."""
+    if not isinstance(value, str) or LISTED.match(value) is None:
+        return value
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    is_list = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)
+    return found if is_list else value
 
 
 def parsed(value: Any, name: str) -> Any:
@@ -192,6 +242,10 @@ def _turns(messages: Sequence[Any]) -> Sequence[Any]:
     return found
 
 
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
 def _with_plain_keys(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its keys in lower case, where it would have no role otherwise."""
     if "role" in message or "from" in message:
@@ -205,6 +259,14 @@ def _role(message: dict[str, Any]) -> Any:
     if role is None:
         role = message.get("from")
     return _known_role(role) if isinstance(role, str) else role
+
+
+def _one_of(message: dict[str, Any], first: str, second: str) -> Any:
+    """The value under one of two names. Raises ValueError: when there are two different values."""
+    values = [message[name] for name in (first, second) if message.get(name) is not None]
+    if len(values) == 2 and values[0] != values[1]:
+        raise ValueError(f'a message has both "{first}" and "{second}", and they differ: leave one out')
+    return values[0] if values else None
 
 
 @lru_cache(maxsize=256)
@@ -230,24 +292,42 @@ def _train(message: dict[str, Any]) -> bool | None:
 
 def _with_thought(message: dict[str, Any], content: Any) -> Any:
     """The content of a reply with its thought before it, if that is a field of its own."""
-    thought = next((message[key] for key in THOUGHTS if message.get(key)), None)
+    thought = _thought_of(message)
     if isinstance(content, str) and ("<think>" in content or "</think>" in content):
         content = _in_marks(content)
-    if thought is None or not isinstance(content, str | list):
+    if not thought or not isinstance(content, str | list):
         return content
-    if not isinstance(thought, str):
-        raise ValueError("the thought of a reply (reasoning_content) is not a text")
-    if not thought.strip():
-        return content
-    lead = f"<think>\n{thought.strip()}\n</think>\n\n"
+    lead = f"<think>\n{thought}\n</think>\n\n"
     if isinstance(content, list):
         return [{"type": "text", "text": lead}, *content]
     found = THOUGHT.match(content)  # some data sets have it in both places
     if found is None:
         return lead + content.lstrip("\n")
-    if found[1].strip() not in ("", thought.strip()):
+    if found[1].strip() not in ("", thought):
         raise ValueError("a reply has two thoughts, one in a field of its own and another in its text")
     return lead + content[found.end() :]
+
+
+def _thought_of(message: dict[str, Any]) -> str:
+    """The thought that is a field of a reply, without marks; an empty text where there is none.
+
+    Raises ValueError: for a thought that is not a text, that has marks inside, and for two that differ.
+    """
+    thoughts: dict[str, str] = {}
+    for key in THOUGHTS:
+        value = message.get(key)
+        if not value:
+            continue
+        if not isinstance(value, str):
+            raise ValueError(f"the thought of a reply ({key}) is not a text")
+        thought = value.strip().removeprefix("<think>").removesuffix("</think>").strip()
+        if "<think>" in thought or "</think>" in thought:
+            raise ValueError(f"the thought of a reply ({key}) has a mark of a thought inside")
+        if thought:
+            thoughts[key] = thought
+    if len(set(thoughts.values())) > 1:
+        raise ValueError(f"a reply has two thoughts, under {' and '.join(thoughts)}: leave one out")
+    return next(iter(thoughts.values()), "")
 
 
 def _in_marks(content: str) -> str:

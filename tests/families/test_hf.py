@@ -44,6 +44,18 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3 one kv head, yarn": {
         "model_type": "qwen3", "head_dim": 14, "num_key_value_heads": 1, "rope_parameters": YARN, "rms_norm_eps": 1e-5,
     },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True,
+        "moe_intermediate_size": 20,
+    },
+    "qwen3_moe tied, plain weights": {
+        "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+        "moe_intermediate_size": 36, "head_dim": 6,
+    },
+    "qwen3_moe window": {
+        "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 8, "use_sliding_window": True,
+        "sliding_window": 16, "moe_intermediate_size": 8, "head_dim": 6,
+    },
     "llama": {"model_type": "llama", "num_key_value_heads": 8},
     "llama3": {"model_type": "llama", "head_dim": 18, "rope_parameters": LLAMA3, "tie_word_embeddings": True},
     "llama linear": {
@@ -59,6 +71,7 @@ GREEDY = (
     "qwen2",
     "qwen2 window",
     "qwen3",
+    "qwen3_moe",
     "llama3",
     "mistral",
     "phi3",
@@ -312,7 +325,15 @@ def test_sampling_is_the_folders(folders, tmp_path):
             "qwen2_5_vl is not read: it has a part for vision.",
         ),
         ({"model_type": "gemma3_text"}, "GELU in the MLP"),
-        ({"model_type": "qwen3_moe", "num_experts": 8}, "qwen3_moe is not read: it needs a router and several MLPs"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "mixtral is not read: it needs experts under other names"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [0]}, "mlp_only_layers [0]: layers without experts"),
+        (
+            {"model_type": "qwen3_moe", "num_experts_per_tok": 4, "num_experts": 3},
+            "per_tok 4 of num_experts 3: at most all",
+        ),
+        ({"model_type": "qwen3_moe", "num_experts": 1 << 20}, "at most all of at most 4,096"),
+        ({"model_type": "qwen3_moe", "num_experts": 1 << 40}, "num_experts is"),
+        ({"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1}, "weights have no model.layers.0"),
         ({"model_type": "phi"}, "phi is not read: it needs attention beside the MLP, LayerNorm, biases"),
         ({"model_type": "glm4"}, "norms after attention and MLP, and rotary positions in a part"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "factor": 2}}, "rope_type longrope is not known"),

@@ -69,10 +69,11 @@ def make_run(
 
 def steps(run: Run, device: Device, count: int, **settings: Any) -> list[tuple[float, ...]]:
     """Each rank's rows of every batch, in two micro-batches."""
-    ranks = device.world_size
+    rank = device.data_rank
+    ranks = device.data_ranks
     stats = []
     for step in range(count):
-        parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (device.rank, device.rank + ranks)))
+        parts = rows_of(make_batch(step), *(slice(i, None, 2 * ranks) for i in (rank, rank + ranks)))
         batches = ((device.to_device(inputs), device.to_device(targets)) for inputs, targets in parts)
         stats.append(numbers(train_step(*run, batches, next_token_loss, device=device, momentum=0.9, **settings)))
     return stats
@@ -191,7 +192,7 @@ def by_token(device: Device, how: str) -> list[tuple[float, ...]]:
         return model(*batch, reduction="none").square().sum(), (batch[1] != IGNORE).sum()
 
     run = make_run(device, how)
-    share = slice(device.rank, None, device.world_size)
+    share = slice(device.data_rank, None, device.data_ranks)
     return [
         numbers(train_step(*run, rows_of(make_batch(step), share), loss_fn, device=device, momentum=0.9))
         for step in range(4)

@@ -6,6 +6,9 @@ import itertools
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
@@ -19,6 +22,7 @@ import pytest
 from nanochat.cli import UserError, parse
 from nanochat.report import benchmark
 from nanochat.report.benchmark import NOISE, Ratio, ratio_of
+from nanochat.run.neighbours import Neighbours
 from nanochat.serve import load
 from nanochat.serve.load import LoadStats
 from scripts import bench
@@ -61,6 +65,38 @@ def write(tmp_path):
 
 
 # ---------------------------------------------------------------------- a ratio and its noise
+
+
+def test_other_programs_are_counted_and_ones_own_are_not():
+    """A program beside takes its share of the processors, whatever else runs here; a loop in this process none."""
+    work = "import time\nbegan = time.process_time()\nwhile time.process_time() - began < 3: pass"
+    clock = Neighbours()
+    assert clock.processors() is None  # after too short a time
+    beside = subprocess.Popen([sys.executable, "-c", work])
+    began = time.monotonic()
+    assert beside.wait() == 0
+    others = clock.processors()
+    if not sys.platform.startswith("linux"):
+        assert others is None
+        return
+    assert others * (time.monotonic() - began) > 2.5
+    ours = Neighbours(own=lambda: 10**6 * time.process_time())  # with more than all of the work as its own
+    began = time.monotonic()
+    while time.monotonic() - began < 1.1:
+        pass
+    assert ours.processors() == 0
+
+
+def test_bench_says_that_the_machine_is_busy(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(Neighbours, "processors", lambda self: 1.24)
+    bench.main(bench.Config(bench.Train(**TINY, steps=1, json=str(tmp_path / "a.json"))))
+    assert (
+        "warning: other programs took 1.2 processors meanwhile, so the figures are too slow" in capsys.readouterr().err
+    )
+    assert benchmark.load(str(tmp_path / "a.json")).others == 1.24
+    monkeypatch.setattr(Neighbours, "processors", lambda self: 0.05)
+    bench.main(bench.Config(bench.Train(**TINY, steps=1)))
+    assert not capsys.readouterr().err
 
 
 def test_a_gain_beyond_the_noise_is_found_and_one_within_it_is_not():
@@ -107,6 +143,11 @@ def test_what_makes_a_comparison_doubtful_is_a_warning(write, capsys):
     alike, machine = capsys.readouterr().err.splitlines()
     assert all(text in alike for text in ("depth 4 and 6", "another chip", "threads 2 and 1"))
     assert "slower" in machine and "share" in machine
+    busy = content(1000, other_programs=0.93)
+    quiet = content(1000, seed=7, other_programs=0.04)
+    benchmark.compare(*map(benchmark.load, write(busy, quiet)))
+    [warning] = capsys.readouterr().err.splitlines()
+    assert "0.json: other programs took 0.9 processors meanwhile" in warning
     sides = [content(1000, what="sweep"), content(900, product=180, seed=7, what="sweep")]
     for side in sides:
         side["measurements"] = {f"{name}, 4 x 16 tokens": one for name, one in side["measurements"].items()}
@@ -189,7 +230,8 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     bench.main(bench.Config(config))
     assert "1 thread," in capsys.readouterr().out
     written = json.loads((tmp_path / "serve.json").read_text())
-    assert [*written] == ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
+    names = ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements", "other_programs"]
+    assert [*written] == names
     assert benchmark.load(str(tmp_path / "serve.json")).measurements["HTTP, 2 clients"] == ("tokens/s", [8.0] * 5)
     stats.failed = 1
     with pytest.raises(UserError, match="--batches 2: 5 of 15"):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,7 @@ from nanochat import cli, rollout
 from nanochat.adapters.lora import Lora
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
+from nanochat.families import hf
 from nanochat.gpt import GPT
 from nanochat.samplers import http as http_sampler
 from nanochat.samplers.ahead import Ahead
@@ -45,6 +47,16 @@ KEY = "a-key-of-tests"
 
 def policy(seed: int = 0) -> GPT:
     return lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT), seed)
+
+
+def family_policy() -> GPT:
+    """A model of the shape of Qwen3."""
+    qwen = tiny_config(
+        vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT, window_pattern="L", mlp="swiglu", mlp_width=48,
+        qk_norm="before_rotary", qk_scale=1.0, norm_weight=True, embedding_norm=False, value_embeddings=False,
+        residual_scales=False, logit_cap=0.0,
+    )  # fmt: skip
+    return lively_model(qwen)
 
 
 def serve_model(model: GPT, for_rl: bool = True, **settings: Any) -> Any:
@@ -500,12 +512,7 @@ def test_other_log_probabilities_are_noticed_before_anything_is_saved(start, fak
 
 def test_what_other_servers_are_told(sampler, folder):
     """vLLM's names, for a model of a family: weights under the family's names, and neutral settings in its spelling."""
-    qwen = tiny_config(
-        vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT, window_pattern="L", mlp="swiglu", mlp_width=48,
-        qk_norm="before_rotary", qk_scale=1.0, norm_weight=True, embedding_norm=False, value_embeddings=False,
-        residual_scales=False, logit_cap=0.0,
-    )  # fmt: skip
-    model = lively_model(qwen)
+    model = family_policy()
     other = FakeServer("vllm")
     with served(other) as address:
         sampler = open_http(address, model=model, folder=folder / "vllm")
@@ -522,6 +529,21 @@ def test_what_other_servers_are_told(sampler, folder):
         and request["min_p"] == 0
         and request["stop_token_ids"] == sorted(tiny_tokenizer().stop_ids)
     )
+
+
+def test_weights_in_several_files_are_named_by_all_of_them(fake_address, folder, monkeypatch):
+    """A step of large weights may change only the last file."""
+    monkeypatch.setattr(hf, "write_weights", partial(hf.write_weights, shard_bytes=1 << 12))
+    model = family_policy()
+    sampler = open_http(fake_address, model=model, folder=folder)
+    sampler.family = "qwen3"
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    first = sampler._write(model, weights)
+    second = sampler._write(model, {**weights, "head.weight": 2 * weights["head.weight"]})
+    files = [{path.name: path.read_bytes() for path in written.glob("*.safetensors")} for written in (first, second)]
+    changed = [name for name in files[0] if files[0][name] != files[1][name]]
+    assert len(files[0]) > len(changed) > 0 and min(files[0]) not in changed
+    assert first.name != second.name
 
 
 @pytest.mark.parametrize("name", ["http://127.0.0.1:9", "grpc://x", "llama"])

@@ -25,9 +25,11 @@ from nanochat.alignment.value import ValueFunction
 from nanochat.attention import Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.engine import Engine, SamplingParams
+from nanochat.experts.layer import grouped_product
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.grouped import Groups
 from nanochat.losses import PolicyBatch, masked_loss
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch
@@ -121,7 +123,7 @@ class PlainKernels(CpuKernels):
 
 
 def _model(device: devices.Device, shape: str, kernels: TorchKernels | None = None, **changes: Any) -> GPT:
-    config = tiny.tiny_config(**{**tiny.SHAPES[shape], **changes})
+    config = tiny.tiny_config(**{**(tiny.SHAPES | tiny.EXPERT_SHAPES)[shape], **changes})
     return tiny.lively_model(config, kernels=kernels or device.kernels).to(device.torch_device)
 
 
@@ -486,6 +488,12 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
         out = norm(inputs[0]) if name == "norm" else torch.cat(norm(inputs[1], inputs[2]))
     elif name == "swiglu":
         out = found.kernels.swiglu(inputs[0])
+    elif name == "grouped":
+        sizes = [3, 30, 0, 7] if window else [10, 9, 8, 13]
+        inputs = [draw(40, 16), draw(4 * 24, 16)]
+        groups = Groups(40, found.to_device(torch.tensor(sizes)))
+        out = grouped_product(found.kernels, *inputs, groups)
+        assert device == "cpu" or "sizes" not in vars(groups), "the host has waited for the counts"
     else:
         angles = torch.rand(40, 1, 8, generator=generator).repeat(1, 1, 2).to(getattr(torch, dtype))
         out = found.kernels.rotate(inputs[0], angles.cos().to(found.torch_device), angles.sin().to(found.torch_device))

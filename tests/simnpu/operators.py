@@ -446,6 +446,64 @@ def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Te
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Products in groups
+
+MOST_GROUPS = 1024  # of a group_list that is a tensor (aclnn)
+
+
+@operator("npu_grouped_matmul")
+def npu_grouped_matmul(
+    x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: Any = None, scale: Any = None, offset: Any = None,
+    antiquant_scale: Any = None, antiquant_offset: Any = None, per_token_scale: Any = None,
+    group_list: Tensor | None = None, activation_input: Any = None, activation_quant_scale: Any = None,
+    activation_quant_offset: Any = None, split_item: int | None = 0, group_type: int | None = None,
+    group_list_type: int | None = 0, act_type: int | None = 0, tuning_config: Any = None, **dtypes: Any,
+) -> list[Tensor]:  # fmt: skip
+    """One product for each group of rows, with one tensor each for x, weight and the result.
+
+    group_type 0 splits the rows of x (M, K) over the matrices of weight (E, K, N) into y (M, N). group_type 2 splits
+    the axis that is summed: x (M, K), a transposed view, and weight (K, N) into y (E, M, N). group_list_type 0 reads
+    ends of groups, 1 their sizes. Several tensors, integer and quantized inputs are not modelled.
+    Source: wheel (meta registration), op-plugin (npu_grouped_matmul), aclnnGroupedMatmulV4.
+    """
+    name = "npu_grouped_matmul"
+    refuse_given(
+        name, bias=bias, scale=scale, offset=offset, antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset,
+        per_token_scale=per_token_scale, activation_input=activation_input, tuning_config=tuning_config,
+        activation_quant_scale=activation_quant_scale, activation_quant_offset=activation_quant_offset, **dtypes,
+    )  # fmt: skip
+    if len(x) != 1 or len(weight) != 1 or split_item not in (2, 3) or act_type:
+        refuse(name, "split_item", "only one x, one weight and one result are modelled: 2 or 3")
+    left, right = x[0], weight[0]
+    check_dtype(name, FLOATS, x=left)
+    check_same_dtype(name, x=left, weight=right)
+    if not isinstance(group_list, Tensor) or group_list.dtype != torch.int64 or group_list.dim() != 1:
+        refuse(name, "group_list", "a tensor of one dimension in int64 is modelled")
+    sizes = group_list.tolist()
+    if group_list_type == 0:
+        sizes = [end - begin for begin, end in zip([0, *sizes], sizes, strict=False)]
+    elif group_list_type != 1:
+        refuse(name, "group_list_type", f"{group_list_type} is not modelled: 0 or 1")
+    if len(sizes) > MOST_GROUPS or min(sizes) < 0:
+        refuse(name, "group_list", f"at most {MOST_GROUPS} groups, of 0 or more")
+    if left.dim() != 2:
+        refuse(name, "x", f"{left.dim()} dimensions, not 2")
+    if group_type == 0:
+        if right.dim() != 3 or right.shape[:2] != (len(sizes), left.size(1)) or sum(sizes) != left.size(0):
+            refuse(name, "weight", f"{tuple(right.shape)} for x {tuple(left.shape)} and groups {sizes}")
+        parts = [rows.float() @ matrix.float() for rows, matrix in zip(left.split(sizes), right, strict=True)]
+        return [torch.cat(parts).to(left.dtype)]
+    if group_type != 2:
+        refuse(name, "group_type", f"{group_type} is not modelled: 0 or 2")
+    if left.is_contiguous() and min(left.shape) > 1:
+        refuse(name, "x", "of group_type 2 it must be a transposed view")
+    if right.dim() != 2 or right.size(0) != left.size(1) or sum(sizes) != right.size(0):
+        refuse(name, "weight", f"{tuple(right.shape)} for x {tuple(left.shape)} and groups {sizes}")
+    pairs = zip(left.split(sizes, dim=1), right.split(sizes), strict=True)
+    return [torch.stack([one.float() @ other.float() for one, other in pairs]).to(left.dtype)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Rotary embedding
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from test_context import kept_and_sent, packed_steps
 from test_parallel import RATES, make_run, steps
 from test_train import make_batch
 from tiny import tiny_config
@@ -21,10 +22,17 @@ from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
 
 LAYOUTS = {"ddp": ("ddp", 1), "fsdp": ("fsdp", 1), "hybrid": ("fsdp", 2)}
+SHARED = {"all four": ("ddp", 1, 4), "pairs": ("fsdp", 2, 2)}  # with the number of ranks that share rows
 
 
 def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float, ...]]:
     return steps(make_run(device, how, replicate), device, 4)
+
+
+def shared_losses(device: devices.Device, how: str, replicate: int, context_ranks: int) -> dict[str, Any]:
+    """Steps of ranks that share rows: whole rows, and documents with windows."""
+    device = replace(device, context_ranks=context_ranks)
+    return {"rows": losses(device, how, replicate), "documents": packed_steps(device, how, 4)}
 
 
 def state_and_weights(device: devices.Device, how: str, in_main_memory: bool) -> tuple[dict[str, Any], set[str]]:
@@ -45,9 +53,9 @@ def offloads(device: devices.Device, how: str) -> bool:
     return "cpu" in where and all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
 
 
-def waits(device: devices.Device, how: Any, replicate: int) -> int:
+def waits(device: devices.Device, how: Any, replicate: int, context_ranks: int = 1) -> int:
     """The host's waits in a step of two micro-batches in bfloat16."""
-    device = replace(device, dtype=torch.bfloat16)
+    device = replace(device, dtype=torch.bfloat16, context_ranks=context_ranks)
     run = make_run(device, how, replicate)
     steps(run, device, 1)
     batches = [[device.to_device(part) for part in make_batch(i)] for i in range(2)]
@@ -82,9 +90,17 @@ def memory(device: devices.Device) -> dict[str, int]:
 
 def main(folder: Path) -> None:
     device = devices.init("npu", "float32")
+    from nanochat.kernels.npu import compressed_mask  # imports torch_npu
+
+    alone = replace(device, world_size=1)
+    four = replace(device, context_ranks=4)
     results = {
         "losses": {name: losses(device, *layout) for name, layout in LAYOUTS.items()},
-        "waits": {name: waits(device, *layout) for name, layout in LAYOUTS.items()},
+        "costs": [
+            kept_and_sent(where, device.kernels, compressed_mask(device.torch_device)) for where in (alone, four)
+        ],
+        "shared": {name: shared_losses(device, *layout) for name, layout in SHARED.items()},
+        "waits": {name: waits(device, *layout) for name, layout in (LAYOUTS | SHARED).items()},
         "memory": memory(device),
         "offloads": [offloads(device, how) for how in ("ddp", "fsdp")],
     }

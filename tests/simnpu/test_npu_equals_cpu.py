@@ -26,7 +26,7 @@ def close(ours: list[float], theirs: list[float], relative: float) -> bool:
     return len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=relative, abs=relative)
 
 
-SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama")
+SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama", "experts", "qwen3_moe")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
@@ -39,7 +39,7 @@ def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
 
 
 @pytest.mark.parametrize("base_format", ["plain", "nf4"])
-@pytest.mark.parametrize("shape", ["ungrouped", "qwen3"])
+@pytest.mark.parametrize("shape", ["ungrouped", "qwen3", "qwen3_moe"])
 def test_adapters_learn_as_on_the_cpu(simulated: On, shape: str, base_format: str):
     on_cpu = cases.adapter_losses("cpu", shape=shape, base_format=base_format)
     on_npu = simulated("adapter_losses", shape=shape, base_format=base_format)
@@ -91,6 +91,8 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
         "sum",
         "sum 1",
         "sum eps",
+        "grouped",
+        "grouped empty",
     ],
 )
 def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: str):
@@ -108,7 +110,8 @@ def test_greedy_replies_are_the_cpus_and_those_without_a_cache(simulated: On, sh
 
 
 def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
-    assert simulated("greedy_tokens", graphs="on") == cases.greedy_tokens("cpu")
+    for shape in ("fast", "experts"):
+        assert simulated("greedy_tokens", shape=shape, graphs="on") == cases.greedy_tokens("cpu", shape=shape)
     # In fp32: a recorded token attends by other operators, which round otherwise.
     one, other = (simulated("sampled_tokens", dtype="float32", graphs=graphs) for graphs in ("on", "off"))
     assert one == other

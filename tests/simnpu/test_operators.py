@@ -298,6 +298,35 @@ def test_swiglu_and_its_gradient(dim, dtype):
     refused("npu_swiglu_backward", "grad_output", x, x, dim)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products(dtype):
+    """Element by element: rows by matrices, and sums over the rows of each group, with an empty group."""
+    x, matrices, y = random(7, 3, dtype=dtype), random(4, 3, 5, seed=1, dtype=dtype), random(7, 5, seed=2, dtype=dtype)
+    sizes = [2, 0, 4, 1]
+    group_of = [group for group, size in enumerate(sizes) for _ in range(size)]
+    options = {"split_item": 2, "group_type": 0}
+    (product,) = run(
+        "npu_grouped_matmul", [x], [matrices], group_list=torch.tensor(sizes), group_list_type=1, **options
+    )
+    assert product.dtype == dtype
+    expected = torch.tensor([
+        [sum(x[row, k].item() * matrices[group_of[row], k, n].item() for k in range(3)) for n in range(5)]
+        for row in range(7)
+    ])  # fmt: skip
+    close(product, expected, dtype)
+    ends = torch.tensor(sizes).cumsum(0)
+    assert torch.equal(run("npu_grouped_matmul", [x], [matrices], group_list=ends, **options)[0], product)
+    options = {"group_list": torch.tensor(sizes), "group_list_type": 1, "split_item": 3, "group_type": 2}
+    (sums,) = run("npu_grouped_matmul", [x.T], [y], **options)
+    expected = torch.zeros(4, 3, 5)
+    for row, group in enumerate(group_of):
+        expected[group] += x[row, :, None].float() * y[row].float()
+    close(sums, expected, dtype)
+    refused("npu_grouped_matmul", "x: of group_type 2", [x.T.contiguous()], [y], **options)
+    refused("npu_grouped_matmul", "weight", [x.T], [y[:6]], **options)
+    refused("npu_grouped_matmul", "group_list", [x.T], [y], **{**options, "group_list": torch.tensor(sizes).int()})
+
+
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pair by pair: (a, b) becomes (a cos - b sin, b cos + a sin), each element with the angle of its own place."""
     half = x.size(-1) // 2

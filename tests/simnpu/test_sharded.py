@@ -1,5 +1,5 @@
-"""The training step under ddp, fsdp and hybrid over the real HCCL process group equals one CPU's, never waits, and
-takes a share of the device's memory (sharded_worker.py)."""
+"""The training step under ddp, fsdp and hybrid, and of ranks that share rows, over the real HCCL process group equals
+one CPU's, never waits, and takes a share of the device's memory (sharded_worker.py)."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from test_context import check_costs, packed_steps, same_steps
 from test_parallel import make_run, steps
 from tiny import cpu_device
 
@@ -20,11 +21,18 @@ def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     expected = steps(make_run(cpu_device()), cpu_device(), 4)
+    documents = packed_steps(cpu_device(), "ddp", 4)
     for rank in results:
+        for layout, context_ranks in (("all four", 4), ("pairs", 2)):
+            same_steps(rank["shared"][layout]["rows"], expected, context_ranks)
+            same_steps(rank["shared"][layout]["documents"], documents, context_ranks)
+            assert rank["waits"][layout] == 0, layout
         for layout in ("ddp", "fsdp", "hybrid"):
             for stats, alone in zip(rank["losses"][layout], expected, strict=True):
                 assert stats == pytest.approx(alone, rel=1e-5), layout
             assert rank["waits"][layout] == 0, layout
+        whole, shared = rank["costs"]
+        check_costs(shared, whole, 4, key_heads=4)
         assert rank["offloads"] == [True, True]
         # 0.25 of it are the shards; the rest is what a block gathers, and one stack of Muon's updates
         assert rank["memory"]["peak"] <= 0.4 * rank["memory"]["whole"]

@@ -15,12 +15,13 @@ from tiny import complaint, lively_model, save_checkpoint, tiny_config, tiny_tok
 from tiny_families import THINKING, save_family
 
 from nanochat import paths
+from nanochat.cli import UserError
 from nanochat.conversation import Rendered, render
 from nanochat.learned_share import report_learned
 from nanochat.mixture import open_mixture
 from nanochat.task import Pair
 from nanochat.tasks.columns import parse_columns
-from nanochat.tasks.conversations import Conversations, Prompts
+from nanochat.tasks.conversations import Conversations, Prompts, messages_of
 from nanochat.tasks.messages import plain
 from nanochat.tasks.preferences import Labelled, Preferences
 from nanochat.tokenizer import Tokenizer
@@ -362,12 +363,135 @@ def test_a_thought_without_its_first_mark_is_one(tmp_path):
         (reply("<think>One.</think>4<think>Two.</think>5"), "stands within a reply"),
         (reply("<think>\nTwo and three, which makes"), "does not end"),
         (reply("<think>One.</think>5", reasoning_content="Two and three."), "two thoughts"),
+        (reply("5", reasoning_content="Two and three.", thinking="Five."), "two thoughts, under reasoning_content and"),
+        (reply("5", reasoning_content="One.</think>Two."), "has a mark of a thought inside"),
+        (reply("5", reasoning=["Two"]), r"\(reasoning\) is not a text"),
     ],
 )
 def test_a_thought_that_would_be_lost_or_never_ends_is_a_bad_record(message, reason):
     with pytest.raises(ValueError, match=reason):
         plain(message)
     assert plain(reply("<think>One.</think>5", reasoning_content="One."))["content"] == "<think>\nOne.\n</think>\n\n5"
+
+
+@pytest.mark.parametrize(
+    "thought", ["<think>\nTwo and three.\n</think>\n", "<think>Two and three.", " Two and three.\n"]
+)
+def test_a_thought_in_a_field_may_have_its_marks(thought):
+    assert plain(reply("5", reasoning_content=thought, reasoning="Two and three."))["content"] == THOUGHT
+    assert messages_of({"prompt": "2+3?", "reasoning": thought, "response": "5"})[1]["content"] == THOUGHT
+
+
+def test_a_message_with_two_texts_is_a_bad_record():
+    assert plain({"from": "gpt", "content": "5", "value": "5"}) == reply("5")
+    assert plain({"from": "gpt", "content": None, "value": "5"}) == reply("5")
+    with pytest.raises(ValueError, match='both "content" and "value", and they differ'):
+        plain({"from": "gpt", "content": "5", "value": "6"})
+
+
+@pytest.mark.parametrize("value", [7, 0, ["2+3?"], {"sum": "2+3?"}])
+def test_an_input_that_is_not_a_text_is_a_bad_record(tmp_path, value):
+    row = {"instruction": "Add.", "input": value, "output": "5"}
+    path = lines(tmp_path / "mine.jsonl", [row, {"instruction": "2+3?", "input": [], "output": "5"}])
+    with pytest.raises(UserError, match='"input" is not a text'):
+        Conversations("train", str(path), val_share=0, bad_records="fail")
+    assert chats(path, val_share=0) == [SUM]
+
+
+def test_a_reply_in_a_prompt_is_not_learned(tmp_path, capsys):
+    """TRL's data of prompts and completions: the completion alone is learned."""
+    prompt = [user("Hi"), reply("Hello"), user("2+3?")]
+    rows = [{"prompt": prompt, "completion": [reply("5")]}, {"prompt": [user("Hi"), reply("Hello")], "completion": "5"}]
+    rows.append({"prompt": [user("Hi"), reply("Hello", train=True), user("2+3?")], "completion": [reply("5")]})
+    found = chats(lines(tmp_path / "mine.jsonl", rows), val_share=0)
+    assert found == [[user("Hi"), reply("Hello", train=False), *SUM], [user("Hi"), reply("Hello"), *SUM]]
+    out, warnings = capsys.readouterr()
+    assert "1 of 4 replies are read and not learned: marked so, or before the one that is" in out
+    assert "its question ends with words of the assistant: move them to the answer" in warnings
+
+
+@pytest.mark.parametrize("answer", [[reply("5")], reply("5"), json.dumps([reply("5")]), "5"])
+def test_a_thought_in_a_column_belongs_to_any_form_of_a_reply(answer):
+    record = {"prompt": [user("2+3?")], "completion": answer, "reasoning_content": "Two and three."}
+    assert messages_of(record) == [user("2+3?"), reply(THOUGHT)]
+    with pytest.raises(ValueError, match="two thoughts"):
+        messages_of({**record, "completion": [reply("5", thinking="Five.")]})
+    with pytest.raises(ValueError, match="not one reply that it is for"):
+        messages_of({**record, "completion": [reply("4"), user("No."), reply("5")]})
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        (["Sure. <think>Two and three.</think>5"], "stands within a reply"),
+        (["Sure. ", "<think>Two and three.</think>5"], "stands within a reply"),
+        (["<think>\nTwo and three, which makes"], "does not end"),
+    ],
+)
+def test_a_text_in_parts_is_one_text(parts, reason):
+    with pytest.raises(ValueError, match=reason):
+        plain(reply("") | {"content": [{"type": "text", "text": text} for text in parts]})
+    halves = [{"type": "text", "text": "Two and three.\n</think>"}, {"type": "text", "text": "\n\n5"}]
+    assert plain(reply("") | {"content": halves})["content"] == THOUGHT
+    assert (
+        plain({"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]}) == SUM[0]
+    )
+
+
+def test_messages_as_json_in_any_column(tmp_path, capsys):
+    """A .csv has no lists; its texts may be JSON."""
+    row = {"prompt": json.dumps([user("2+3?") | {"mask": True}]), "completion": json.dumps([reply("5", mask=True)])}
+    assert chats(lines(tmp_path / "mine.jsonl", [row] * 2)) == [SUM]
+    assert "nothing reads these keys of its messages: mask (in 2)" in capsys.readouterr().err
+    whole = {"messages": json.dumps([user("2+3?"), reply("5", mask=True)])}
+    assert chats(lines(tmp_path / "whole.jsonl", [whole] * 2)) == [SUM]
+    assert "nothing reads these keys of its messages: mask (in 1)" in capsys.readouterr().err
+    pair = {"chosen": json.dumps(SUM), "rejected": json.dumps([user("2+3?"), reply("6")])}
+    [found] = [Preferences("train", lines(tmp_path / "pairs.jsonl", [pair] * 2)).pair(0)]
+    assert found == Pair([user("2+3?")], reply("5"), reply("6"))
+    for text in ("[{2, 3}]: what is it?", '[{"sum": 5}]'):  # a text about JSON stays one
+        assert messages_of({"prompt": text, "completion": "5"})[0] == user(text)
+
+
+def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
+    """In a .parquet each object has the names of all in its column; a null in JSON was written by somebody."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}
+    messages = [user("Weather?"), reply("", tool_calls=[call])]
+    tools = [
+        {"name": "a", "parameters": {"x": {"type": "string"}}},
+        {"name": "b", "parameters": {"y": {"type": "int"}}},
+    ]
+    rows = [{"messages": messages, "tools": tools}] * 2
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
+    example = Conversations("train", str(tmp_path / "mine.parquet"), val_share=0).example(0)
+    assert [tool["function"] for tool in example.tools or []] == tools
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
+    example = Conversations("train", lines(tmp_path / "mine.jsonl", rows), val_share=0).example(0)
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "unit": None}
+
+
+def test_empty_replies_are_counted(tmp_path, capsys):
+    rows = [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5")]
+    Conversations("train", lines(tmp_path / "mine.jsonl", rows), val_share=0)
+    assert "2 of 4 replies are empty or only white space" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "advice"),
+    [
+        ([{"instruction": "2+3?", "output": "5"}], "a list of rows: such a file has a name that ends in .json"),
+        ({"prompt": "2+3?", "chosen": "5", "rejected": "6"}, "pairs of replies are for chat_dpo"),
+        ({"prompt": "2+3?", "completion": 5}, "has 5 as its content: write a text"),
+        ({"messages": [user("2+3?") | {"images": ["a.png"]}, reply("5")]}, 'a message has "images": models here read'),
+    ],
+)
+def test_a_row_that_cannot_be_used_says_what_to_do(tmp_path, row, advice):
+    assert advice in complaint(lambda: chats(lines(tmp_path / "mine.jsonl", [row] * 2)))
+
+
+def test_a_thought_of_the_user_is_named(tmp_path, capsys):
+    chats(lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?") | {"reasoning": "Hm."}, reply("5")]}] * 2))
+    assert "nothing reads these keys of its messages: reasoning (in 1)" in capsys.readouterr().err
 
 
 def test_marks_agree_and_each_is_true_or_false():

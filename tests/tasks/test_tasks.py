@@ -729,7 +729,7 @@ BAD_PAIRS = [
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "of rejected, message 1 (assistant) has no content"),
     ({"chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
-    ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has no content"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has 3 as its content"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
     ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is not an object"),
     ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),

@@ -1,0 +1,8 @@
+"""Mixture of experts: several MLPs in each block, of which a router chooses a few for each token."""
+
+# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
+PLUGS = {
+    "blocks": {"experts": "nanochat.experts.layer:Experts"},
+    "attendants": {"experts": "nanochat.experts.loads:Loads"},
+    "sizes": {"experts": "nanochat.experts.sizes:with_experts"},
+}

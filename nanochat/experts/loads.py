@@ -1,0 +1,51 @@
+"""How evenly tokens are spread over experts, for the log lines of a run."""
+
+from typing import Any
+
+import torch
+
+from nanochat.collectives import sum_over_ranks
+from nanochat.device import Device
+from nanochat.experts.router import Router
+from nanochat.gpt import GPT
+
+
+class Loads:
+    """A function for `Meter.more`: the loads of all layers since its last call, over all ranks.
+
+    expert_max_share, expert_min_share  share of the tokens' choices at the busiest and at the least busy expert of a
+                                        layer; 1 / experts each where loads are even
+    expert_max_tokens                   the tokens of the busiest expert, padding included
+    expert_entropy                      of the shares, the mean over the layers: 1 where loads are even, 0 where one
+                                        expert has all tokens
+    """
+
+    def __init__(self, model: GPT, device: Device):
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.device = device
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, Any]:
+        rows = []
+        for router in self.routers:
+            # No loads: no gradient has reached this layer, or no step was taken.
+            empty = torch.zeros(router.config.experts, device=self.device.torch_device)
+            rows.append(empty if router.loads is None else router.loads)
+            router.loads = None
+        loads = sum_over_ranks(torch.stack(rows), self.device)  # (layers, E)
+        totals = loads.sum(dim=1, keepdim=True)
+        shares = loads / totals.clamp(min=1)
+        even = torch.full_like(shares, 1 / shares.size(1))
+        shares = torch.where(totals > 0, shares, even)
+        entropy = -torch.xlogy(shares, shares).sum(dim=1).mean()
+        numbers = torch.stack((shares.max(), shares.min(), loads.max(), entropy, totals.sum())).tolist()
+        most, least, tokens, nats, total = numbers
+        if not total:
+            return {}
+        largest = torch.tensor(float(shares.size(1))).log().item()
+        return {
+            "expert_max_share": most,
+            "expert_min_share": least,
+            "expert_max_tokens": int(tokens),
+            "expert_entropy": nats / largest if largest else 1.0,
+        }

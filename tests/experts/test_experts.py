@@ -1,0 +1,347 @@
+"""Mixtures of experts: what each token computes, how experts are balanced, and one process as several."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_train import RATES, make_batch, rows_of
+from tiny import EXPERT_SHAPES, PLAIN, cpu_device, lively_model, make_engine, run_ranks, tiny_config
+from tiny import FOUR_EXPERTS as FOUR
+from torch import Tensor
+
+from nanochat import scaling
+from nanochat.cross_entropy import IGNORE
+from nanochat.device import Device
+from nanochat.experts.layer import Experts
+from nanochat.gpt import GPT, MLP, GPTConfig
+from nanochat.kernels.gradients import product
+from nanochat.kernels.grouped import Groups, TorchGroupedOperators, grouped_product, loop_product
+from nanochat.layout import lay_out
+from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.sharding import fill, whole
+from nanochat.train import BIAS_RATE, make_adamw, make_optimizer, next_token_loss, train_step
+
+QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
+CASES: dict[str, dict[str, Any]] = {
+    "fast": FOUR,
+    "shared": EXPERT_SHAPES["experts"],
+    "plain weights of one": {**FOUR, "experts_per_token": 1, "router_normalized": False},
+    "qwen3_moe": QWEN3_MOE,
+    "gated, all of three, shared": {
+        **PLAIN, "qk_norm": "none", "experts": 3, "experts_per_token": 3, "shared_experts": 2, "mlp_width": 16,
+    },
+}  # fmt: skip
+
+
+def experts_of(model: GPT) -> list[Experts]:
+    return [block.mlp for block in model.blocks]  # type: ignore[union-attr, misc]
+
+
+# ---------------------------------------------------------------------- what a token computes
+
+
+@pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
+def test_one_expert_is_the_mlp_to_the_bit(mlp):
+    """In its output, its gradients and ten steps of Muon and AdamW."""
+    dense = lively_model(tiny_config(sequence_len=16, mlp=mlp))
+    config = dataclasses.replace(dense.config, experts=1, experts_per_token=1)
+    sparse = GPT(config)
+    missing = sparse.load_state_dict(dense.state_dict(), strict=False)
+    assert {name.split(".mlp.")[1] for name in missing.missing_keys} == {"router.weight", "router.bias"}
+    with torch.no_grad():
+        for experts in experts_of(sparse):
+            experts.router.weight.normal_()
+            assert experts.router.bias is not None
+            experts.router.bias.fill_(0.5)
+    optimizers = [make_optimizer(model, RATES, cpu_device()) for model in (dense, sparse)]
+    for step in range(10):
+        batches = rows_of(make_batch(step), slice(0, 3), slice(3, 8))
+        losses = [
+            train_step(model, optimizer, batches, next_token_loss, device=cpu_device())
+            for model, optimizer in zip((dense, sparse), optimizers, strict=True)
+        ]
+        assert torch.equal(losses[0].loss, losses[1].loss)
+    for name, weight in dense.state_dict().items():
+        assert torch.equal(sparse.state_dict()[name], weight), name
+
+
+def naive(experts: Experts, x: Tensor) -> Tensor:
+    """Every token on its own, through each of its experts."""
+    c = experts.config
+    router = experts.router
+    inputs = experts.input.weight.view(c.experts, -1, c.width)
+    outputs = experts.output.weight.view(c.experts, c.width, c.mlp_width)
+    rows = []
+    for token in x.flatten(0, 1):
+        logits = router.weight @ token
+        scores = torch.sigmoid(logits) if c.router == "sigmoid" else torch.softmax(logits, dim=0)
+        ranked = scores if router.bias is None else scores + router.bias
+        chosen = sorted(range(c.experts), key=lambda e, ranked=ranked: -ranked[e].item())[: c.experts_per_token]
+        total = sum(scores[e] for e in chosen) if c.router_normalized else 1.0
+        row = torch.zeros(c.width)
+        for e in chosen:
+            inner = inputs[e] @ token
+            if c.mlp == "swiglu":
+                gate, up = inner.chunk(2)
+                inner = F.silu(gate) * up
+            else:
+                inner = F.relu(inner).square()
+            row = row + scores[e] / total * (outputs[e] @ inner)
+        if experts.shared is not None:
+            row = row + experts.shared(token[None])[0]
+        rows.append(row)
+    return torch.stack(rows).view_as(x)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_pass_through_their_experts(case):
+    model = lively_model(tiny_config(**CASES[case]))
+    experts = experts_of(model)[1]
+    if experts.shared is not None:
+        assert isinstance(experts.shared, MLP)
+    x = torch.randn(3, 7, model.config.width, requires_grad=True)
+    y = experts(x)
+    expected = naive(experts, x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    weights = [p for name, p in experts.named_parameters() if name != "router.bias"]
+    toward = torch.randn_like(y)
+    for ours, theirs in zip(
+        torch.autograd.grad((y * toward).sum(), [x, *weights]),
+        torch.autograd.grad((expected * toward).sum(), [x, *weights]),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert expected.std() > 0.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("counts", [[5, 0, 9, 2], [0, 0, 16, 0], [16, 0, 0, 0], [4, 4, 4, 4]])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_loop_is_the_grouped_product_to_the_bit(dtype, counts, frozen):
+    x = torch.randn(16, 8, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4 * 24, 8, requires_grad=not frozen)
+    groups = Groups(16, torch.tensor(counts))
+    assert groups.ends.tolist() == torch.tensor(counts).cumsum(0).tolist() and groups.ends.dtype == torch.int32
+    results = []
+    for cast in (None, weight.detach().to(dtype)):
+        for y in (
+            loop_product(product, x, weight, groups, cast),
+            grouped_product(TorchGroupedOperators(), x, weight, groups, cast),
+        ):
+            gradients = torch.autograd.grad(y.float().square().sum(), [x] if frozen else [x, weight])
+            results.append([y, *gradients])
+    for others in results[1:]:
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(results[0], others, strict=True))
+    by_hand = torch.cat([r @ w.T for r, w in zip(x.split(counts), weight.to(dtype).chunk(4), strict=True)])
+    torch.testing.assert_close(results[0][0], by_hand)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_with_a_cache_are_those_without(case):
+    """64 greedy tokens, each from a cache; the model without one would have chosen the same."""
+    engine = make_engine(**{**CASES[case], "sequence_len": 96, "window_pattern": "L"})
+    generated = engine.generate_batch([3, 1, 4, 1, 5], max_tokens=64, temperature=0.0)[0][0]
+    assert len(generated) == 69
+    with torch.no_grad():
+        best = engine.model(torch.tensor([generated]))[0].argmax(dim=-1)
+    assert best[4:-1].tolist() == generated[5:]
+
+
+# ---------------------------------------------------------------------- optimizer
+
+
+def test_muon_updates_each_expert_as_if_it_were_alone():
+    config = tiny_config(**QWEN3_MOE, sequence_len=16)
+    model = lively_model(config)
+    stacked = make_optimizer(model, RATES, cpu_device())
+    M = config.mlp_width
+    alone: dict[str, torch.nn.Parameter] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("mlp.input.weight", "mlp.output.weight")):
+            rows = M if "input" in name else config.width
+            for number, part in enumerate(parameter.detach().split(rows)):
+                alone[f"{name} {number}"] = torch.nn.Parameter(part.clone())
+    group = ParameterGroup("muon", list(alone.items()), RATES.matrix, RATES.weight_decay, (0.8, 0.9))
+    separate = Optimizer([group], dtype=torch.float32)
+    assert len(alone) == 3 * (4 * 2 + 4)
+    for step in range(3):
+        inputs, targets = make_batch(step)
+        loss, count = next_token_loss(model, (inputs, targets))
+        loss.backward()
+        for name, part in alone.items():
+            whole_name, number = name.split()
+            gradient = model.get_parameter(whole_name).grad
+            assert gradient is not None
+            rows = len(part)
+            part.grad = gradient[int(number) * rows : (int(number) + 1) * rows].clone()
+        for optimizer in (stacked, separate):
+            optimizer.reduce()
+            optimizer.step(count.float(), torch.ones(()))
+        for name, part in alone.items():
+            whole_name, number = name.split()
+            rows = len(part)
+            ours = model.get_parameter(whole_name)[int(number) * rows : (int(number) + 1) * rows]
+            torch.testing.assert_close(ours, part, rtol=0, atol=2e-6)
+
+
+def loads(model: GPT, tokens: Tensor, learns: Tensor | None = None) -> list[Tensor]:
+    """The tokens of each expert in each layer, in the last one only those that learn."""
+    chosen: list[Tensor] = []
+    hooks = [one.router.register_forward_hook(lambda _, __, out: chosen.append(out[1])) for one in experts_of(model)]
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    if learns is not None:
+        chosen[-1] = chosen[-1][learns.flatten()]
+    return [torch.bincount(one.flatten(), minlength=model.config.experts) for one in chosen]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("by", ["muon", "adamw", "sft"])
+def test_a_bias_moves_once_a_step_against_its_surplus(by, recompute):
+    """By the rule of the paper, whatever the number of micro-batches; a step that is skipped does not move it."""
+    config = tiny_config(sequence_len=16, **FOUR)
+    model = lively_model(config)
+    if recompute:
+        model.recompute_activations()
+    device = cpu_device()
+    optimizer = make_adamw(model, 1e-3, device) if by == "sft" else make_optimizer(model, RATES, device, by)
+    routers = [one.router for one in experts_of(model)]
+    biases = [router.bias.detach().clone() for router in routers if router.bias is not None]
+    for step in range(4):
+        batch = make_batch(step)
+        every = loads(model, batch[0])
+        tokens = loads(model, batch[0], batch[1] != IGNORE)
+        assert not torch.equal(every[-1], tokens[-1])
+        rows = rows_of(batch, slice(0, 2), slice(2, 8)) if step % 2 else [batch]
+        for router in routers:
+            router.loads = None
+        before = [bias.clone() for bias in biases]
+        for bias, counts in zip(biases, tokens, strict=True):
+            bias -= BIAS_RATE * 0.5 * torch.sign(counts - counts.float().mean())
+        stats = train_step(model, optimizer, rows, next_token_loss, device=device, lr=0.5, max_grad_norm=0.01)
+        assert stats.updated
+        for router, bias, counts, old in zip(routers, biases, every, before, strict=True):
+            assert router.bias is not None and router.loads is not None
+            torch.testing.assert_close(router.bias.detach(), bias, rtol=0, atol=1e-7)
+            assert not torch.equal(bias, old)
+            assert torch.equal(router.loads, counts.float())  # once, although recomputation runs forward twice
+
+    # Skipped, because a gradient is not finite; and idle, because there is no gradient.
+    def broken(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        loss, count = next_token_loss(model, batch)
+        return loss * torch.nan, count
+
+    def idle(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        loss, count = next_token_loss(model, batch)
+        return loss * 0, count
+
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    for loss_fn in (broken, idle):
+        assert not train_step(model, optimizer, [make_batch(9)], loss_fn, device=device).updated
+        assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
+
+
+def test_the_mean_of_a_bias_does_not_matter():
+    """It drifts, because the surpluses of experts have a mean and their signs have none."""
+    model = lively_model(tiny_config(**FOUR))
+    tokens = make_batch(0)[0]
+    with torch.no_grad():
+        expected = model(tokens)
+        for experts in experts_of(model):
+            assert experts.router.bias is not None
+            experts.router.bias += 3.0
+        torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
+
+
+def test_a_bias_does_not_show_in_the_norm_of_the_gradients():
+    config = tiny_config(sequence_len=16, **FOUR)
+    norms = []
+    for has_bias in (True, False):
+        model = lively_model(config)
+        if not has_bias:
+            for experts in experts_of(model):
+                assert experts.router.bias is not None
+                experts.router.bias.requires_grad_(False)
+        optimizer = make_optimizer(model, RATES, cpu_device())
+        norms.append(train_step(model, optimizer, [make_batch(0)], next_token_loss, device=cpu_device()).grad_norm)
+    assert torch.equal(*norms)
+
+
+def test_biases_balance_the_experts():
+    """A router that sends everything to one expert is balanced after a while, although nothing else learns."""
+    model = lively_model(tiny_config(sequence_len=16, n_layer=1, **{**FOUR, "experts_per_token": 1}))
+    (experts,) = experts_of(model)
+    with torch.no_grad():
+        experts.router.weight.mul_(0.02)
+        assert experts.router.bias is not None
+        experts.router.bias.zero_()[0] = 0.1
+    tokens = torch.cat([make_batch(step)[0] for step in range(200, 220)])
+    (before,) = loads(model, tokens)
+    assert before[0] > 0.9 * before.sum()
+    optimizer = make_adamw(model, 0.0, cpu_device())
+    for step in range(150):
+        train_step(model, optimizer, [make_batch(step)], next_token_loss, device=cpu_device())
+    (after,) = loads(model, tokens)
+    assert after.max() < 0.35 * after.sum() and after.min() > 0.15 * after.sum(), after
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def test_sizes_count_what_a_token_passes_through():
+    config = GPTConfig(experts=8, experts_per_token=2, shared_experts=1, mlp_width=100, vocab_size=640, sequence_len=64)
+    dense = dataclasses.replace(config, experts=0, shared_experts=0, mlp_width=300)
+    router = config.n_layer * 8 * config.width
+    assert scaling.scaling_parameters(config) == scaling.scaling_parameters(dense) + router
+    assert scaling.flops_per_token(config) == scaling.flops_per_token(dense) + 6 * router
+    with torch.device("meta"):
+        model = GPT(config)
+    assert scaling.parameter_counts(model)["matrix"] == config.n_layer * config.width * (config.width + 2 * 100 * 9 + 8)
+    for changes in ({"experts_per_token": 9}, {"experts_per_token": 0}, {"shared_experts": -1}):
+        with pytest.raises(ValueError, match="--"):
+            GPT(dataclasses.replace(config, **changes))
+
+
+# ---------------------------------------------------------------------- several processes
+
+
+def twenty_steps(device: Device, case: str, parallel: str, matrices: str) -> dict[str, Tensor]:
+    """Losses and weights of twenty steps, each rank with its rows."""
+    config = tiny_config(sequence_len=16, **CASES[case])
+    layout = lay_out(device, parallel, 1)  # type: ignore[arg-type]
+    model = lively_model(config)
+    weights = model.state_dict()
+    if layout.sharded:
+        with torch.device("meta"):
+            model = GPT(config, device.kernels)
+        model.recompute_activations()
+        layout.shard(model, device)
+        model.to_empty(device="cpu")
+        model.fill_rotary()
+        for name, parameter in model.named_parameters():
+            fill(parameter, weights[name])
+    optimizer = make_optimizer(model, RATES, device, matrices, layout=layout)  # type: ignore[arg-type]
+    rows = slice(device.rank * 8 // device.world_size, (device.rank + 1) * 8 // device.world_size)
+    losses = []
+    for step in range(20):
+        batch = make_batch(step)
+        stats = train_step(model, optimizer, rows_of(batch, rows), next_token_loss, device=device)
+        losses.append(stats.loss)
+    return {"losses": torch.stack(losses), **{name: whole(p) for name, p in model.named_parameters()}}
+
+
+@pytest.mark.parametrize(
+    ("case", "parallel", "matrices"),
+    [("shared", "ddp", "muon"), ("shared", "fsdp", "muon"), ("qwen3_moe", "fsdp", "adamw")],
+)
+def test_four_ranks_are_one_process(case, parallel, matrices):
+    alone = twenty_steps(cpu_device(), case, "ddp", matrices)
+    for results in run_ranks(twenty_steps, case, parallel, matrices, world_size=4):
+        torch.testing.assert_close(results["losses"], alone["losses"], rtol=0, atol=1e-6)
+        for name, weight in alone.items():
+            if name.endswith("router.bias"):  # moves in steps of BIAS_RATE
+                torch.testing.assert_close(results[name], weight, rtol=0, atol=1e-7, msg=name)

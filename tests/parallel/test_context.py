@@ -1,0 +1,404 @@
+"""Ranks that share rows learn as one process does, each on its part of the tokens, and keep and send what they should.
+
+Starting ranks is what takes long, so each number of ranks starts once for all tests.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_parallel import (
+    CONFIG,
+    VARIANTS,
+    Collectives,
+    alone,
+    by_token,
+    evaluated,
+    generated,
+    make_run,
+    same_bits,
+    trained,
+)
+from test_scripts import TINY, base, call, losses, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
+from test_train import make_batch, numbers
+from tiny import SHAPES, complaint, cpu_device, lively_model, run_command, run_ranks, tiny_config
+from torch import Tensor
+
+from nanochat.adapters import lora
+from nanochat.alignment.preferences import compared, pair_batches
+from nanochat.attention import Segments
+from nanochat.conversation import Rendered
+from nanochat.device import Device
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.layout import Layout, lay_out
+from nanochat.losses import POLICY_LOSSES, dpo_loss, masked_loss, policy_loss
+from nanochat.mixture import JudgedReply
+from nanochat.operators import TorchKernels
+from nanochat.packing import PackedBatch, pack_sequences
+from nanochat.parallel.context import RowGroup, SharedRows
+from nanochat.run.compiling import compile_model
+from nanochat.samplers.agreement import measure
+from nanochat.samples import Sample, Samples, kl_of_samples, policy_batches, with_advantages
+from nanochat.train import LossFunction, make_adamw, next_token_loss, train_step
+
+slow = pytest.mark.slow
+Stats = list[tuple[float, ...]]
+# Windows, documents, grouped heads, value embeddings, recomputed activations: all in one.
+PACKED = tiny_config(sequence_len=16, lookback_heads=2)
+MOST_VARIANTS = [name for name in VARIANTS if name != "fast"]  # which is muon
+LONG = tiny_config(sequence_len=256, window_pattern="L")
+
+
+def sharing(device: Device, ranks: int) -> Device:
+    return replace(device, context_ranks=ranks)
+
+
+def same_steps(found: Stats, expected: Stats, ranks: int) -> None:
+    """Losses within 1e-6, norms within 1e-5, and targets that all ranks of a row count."""
+    assert len(found) == len(expected)
+    for (loss, targets, norm, updated), one in zip(found, expected, strict=True):
+        # a loss of policy gradients is a sum of both signs near 0
+        assert loss == pytest.approx(one[0], rel=1e-6, abs=1e-6)
+        assert targets == ranks * one[1]
+        assert norm == pytest.approx(one[2], rel=1e-5)
+        assert updated == one[3]
+
+
+# ---------------------------------------------------------------------- what a rank learns
+
+
+def packed_steps(device: Device, how: Any, count: int) -> Stats:
+    """Steps over rows of documents, within windows, with recomputed activations."""
+    run = make_run(device, how, config=PACKED, recompute=True)
+    stats = []
+    for step in range(count):
+        inputs, targets = make_batch(step)
+        mine = slice(device.data_rank, None, device.data_ranks)
+        begins = torch.rand(inputs.shape, generator=torch.Generator().manual_seed(step)) < 0.3
+        segments = Segments.from_numbers(begins.cumsum(dim=1)[mine]).to(device.to_device)
+        batch = device.to_device(inputs[mine]), device.to_device(targets[mine]), segments
+        stats.append(numbers(train_step(*run, [batch], next_token_loss, device=device, momentum=0.9)))
+    return stats
+
+
+def adapted_steps(device: Device, how: Any, count: int) -> Stats:
+    """Steps of adapters, clipped."""
+    model = lively_model(tiny_config(sequence_len=16, **SHAPES["qwen3"]), kernels=device.kernels)
+    lora.attach(model, lora.Lora(4, 8.0))
+    lora.init_adapters(model)
+    layout = lay_out(device, how)
+    layout.shard(model, device)
+    run = model, make_adamw(model, 0.01, device, layout=layout)
+    mine = slice(device.data_rank, None, device.data_ranks)
+    stats = []
+    for step in range(count):
+        batch = tuple(part[mine] for part in make_batch(step))
+        stats.append(numbers(train_step(*run, [batch], next_token_loss, device=device, max_grad_norm=0.1)))
+    return stats
+
+
+def sample(seed: int, tokens: int, question: int = 0) -> Sample:
+    ids = torch.randint(0, 100, (tokens,), generator=torch.Generator().manual_seed(seed)).tolist()
+    reply = tokens - 3
+    logprobs = [0.0] * 3 + [-1.0 - seed] * reply
+    return Sample(question, seed, ids, [0] * 3 + [1] * reply, logprobs, reward=float(seed % 2))
+
+
+def batches_of(stage: str, device: Device, policy: Any, reference: Any, step: int) -> tuple[list[Any], LossFunction]:
+    """This rank's micro-batches of a step of SFT, DPO or RL with a KL penalty in rewards and loss, and the loss."""
+    samples = [sample(10 * step + n, 5 + n, n // 4) for n in range(8)]
+    if stage == "sft":
+        rows = pack_sequences([one.tokens for one in samples], [one.mask for one in samples], 16, device.data_ranks)
+        return list(rows.micro_batches(2, device, device.data_rank, device.data_ranks)), masked_loss
+    if stage == "dpo":
+        replies = [JudgedReply(Rendered(one.tokens, one.mask), n % 2 == 0) for n, one in enumerate(samples)]
+        pairs = [replies[first : first + 2] for first in range(0, 8, 2)]
+        return list(compared(pair_batches(pairs, 16, 2, device), reference)), dpo_loss
+    drawn = Samples([samples[:4], samples[4:]], 4)
+    method = POLICY_LOSSES["grpo"]
+    minibatches = [policy_batches(drawn, (2, 16), device, policy, reference)]
+    penalties = kl_of_samples([drawn], minibatches, device)
+    minibatches = with_advantages([drawn], minibatches, method.advantages(drawn.rewards, penalties), device)
+    return minibatches[0], functools.partial(policy_loss, method=method, max_tokens=16, kl=0.1)
+
+
+def stage_steps(device: Device, how: Any, stage: str, count: int) -> Stats:
+    run = make_run(device, how)
+    reference = lively_model(CONFIG, kernels=device.kernels)  # the model before its first step
+    lay_out(device, how).shard(reference, device)
+    stats = []
+    for step in range(count):
+        batches, loss_fn = batches_of(stage, device, run[0], reference, step)
+        stats.append(numbers(train_step(*run, batches, loss_fn, device=device, max_grad_norm=1.0)))
+    return stats
+
+
+def agreement(device: Device, samples: list[Sample]) -> tuple[float, float, int]:
+    """The comparison of a sampler's log probabilities with this model's."""
+    return measure(make_run(device)[0], samples, device, 1.0)
+
+
+# ---------------------------------------------------------------------- what a rank keeps and sends
+
+
+class Kept:
+    """Counts the bytes that a forward pass keeps for its backward pass, each storage once, without `constants`."""
+
+    def __init__(self, constants: list[Tensor]):
+        self.sizes: dict[int, int] = {}
+        self.left_out = {tensor.untyped_storage().data_ptr() for tensor in constants}
+        self.tensors: list[Tensor] = []  # alive until the end, so that no address is used twice
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.left_out:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+            self.tensors.append(tensor)
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+def kept_and_sent(device: Device, kernels: TorchKernels, mask: Tensor | None = None) -> dict[str, Any]:
+    """A forward and a backward pass over 2 rows of 256 tokens: the shapes in a block, the bytes kept, and the bytes
+    that this rank passes to each kind of collective, also with recomputed activations. With documents where the
+    kernels have one `mask` for all layers and lengths."""
+    found: dict[str, Any] = {"shapes": []}
+    rows = torch.randint(0, 100, (2, 257), generator=torch.Generator().manual_seed(0))
+    tokens = device.to_device(rows[:, :-1].contiguous())
+    targets = device.to_device(rows[:, 1:].contiguous())
+    segments = None
+    if mask is not None:
+        segments = Segments.from_numbers((rows[:, :-1] < 5).cumsum(dim=1)).to(device.to_device)
+    for recompute in (False, True):
+        model = lively_model(LONG, kernels=kernels).to(device.torch_device)
+        if recompute:
+            model.recompute_activations()
+        lay_out(device).shard(model, device)
+        attend = kernels.attention
+
+        def noted(q: Tensor, k: Tensor, v: Tensor, attend: Any = attend, **options: Any) -> Tensor:
+            found["shapes"] += [[*q.shape], [*k.shape], [*v.shape]]
+            found["contiguous"] = all(x.is_contiguous() for x in (q, k, v))
+            return attend(q, k, v, **options)
+
+        hook = model.blocks[0].register_forward_pre_hook(lambda _, inputs: found["shapes"].append([*inputs[0].shape]))
+        kernels.attention = noted  # type: ignore[method-assign]
+        kept = Kept([*model.parameters(), *model.buffers(), *([] if mask is None else [mask])])
+        with Collectives() as seen:
+            with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
+                loss, _ = next_token_loss(model, (tokens, targets, segments))
+            if not recompute:
+                found["kept"] = kept.bytes
+            loss.backward()
+        hook.remove()
+        del kernels.attention
+        found["sent, recomputed" if recompute else "sent"] = dict(seen.bytes)
+        found["events, recomputed" if recompute else "events"] = seen.events
+    found["shapes"] = found["shapes"][:4]
+    return found
+
+
+# ---------------------------------------------------------------------- on two and four ranks
+
+
+def on_two_ranks(device: Device) -> dict[str, Any]:
+    device = sharing(device, 2)
+    own = sample(device.rank, 9 + device.rank)
+    plain = TorchKernels()  # its attention keeps no products of queries and keys, as operators of accelerators
+    return {
+        "trained": trained(device, "ddp", 1, dict.fromkeys(MOST_VARIANTS, 20)),
+        "fsdp": trained(device, "fsdp", 1, {"muon": 6}),
+        "packed": packed_steps(device, "ddp", 20),
+        "adapted": adapted_steps(device, "fsdp", 20),
+        "by token": by_token(device, "ddp"),
+        "evaluated": evaluated(device, "ddp"),
+        "generated": generated(device, "fsdp"),
+        "agreement": agreement(device, [own]),
+        "costs": kept_and_sent(device, plain),
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return run_ranks(on_two_ranks)
+
+
+def check_trained(ranks: list[dict[str, Any]], how: str, context_ranks: int) -> None:
+    for variant, first in ranks[0][how].items():
+        expected = alone(variant, len(first["stats"]))
+        same_steps(first["stats"], expected["stats"], context_ranks)
+        for name, value in expected["weights"].items():
+            assert torch.allclose(first["weights"][name], value, rtol=0, atol=3e-5), (variant, name)
+        for rank in ranks[1:]:
+            assert rank[how][variant]["stats"] == first["stats"], variant
+            assert same_bits(rank[how][variant]["weights"], first["weights"]), variant
+
+
+@slow
+@pytest.mark.parametrize("how", ["trained", "fsdp"])
+def test_ranks_that_share_rows_learn_as_one(two_ranks: list[dict[str, Any]], how: str) -> None:
+    check_trained(two_ranks, how, 2)
+
+
+@slow
+@pytest.mark.parametrize(("name", "learn"), [("packed", packed_steps), ("adapted", adapted_steps)])
+def test_documents_and_adapters_learn_as_one(
+    two_ranks: list[dict[str, Any]], name: str, learn: Callable[..., Stats]
+) -> None:
+    expected = learn(cpu_device(), "ddp", 20)
+    assert expected[0][0] > expected[-1][0]
+    for rank in two_ranks:
+        same_steps(rank[name], expected, 2)
+
+
+@slow
+def test_losses_of_single_tokens_come_back_whole(two_ranks: list[dict[str, Any]]) -> None:
+    expected = by_token(cpu_device(), "ddp")
+    for rank in two_ranks:
+        same_steps(rank["by token"], expected, 2)
+        assert rank["evaluated"] == pytest.approx(evaluated(cpu_device(), "ddp"), rel=1e-6)
+
+
+@slow
+def test_each_rank_decodes_its_own_rows(two_ranks: list[dict[str, Any]]) -> None:
+    expected = generated(cpu_device(), "ddp")
+    assert [rank["generated"] for rank in two_ranks] == [expected, expected]
+
+
+@slow
+def test_a_sampler_is_compared_over_the_samples_of_all_ranks_of_a_row(two_ranks: list[dict[str, Any]]) -> None:
+    expected = agreement(cpu_device(), [sample(0, 9), sample(1, 10)])
+    for rank in two_ranks:
+        assert rank["agreement"] == pytest.approx(expected, rel=1e-5)
+
+
+def formula(config: GPTConfig, ranks: int, rows: int, tokens: int, key_heads: int) -> int:
+    """Bytes that a rank passes to all-to-alls in a forward pass in fp32; parallel/context.py states it."""
+    per_layer = rows * tokens // ranks * (2 * config.n_head + 2 * key_heads) * config.head_dim
+    return 4 * config.n_layer * per_layer
+
+
+def check_costs(costs: dict[str, Any], whole: dict[str, Any], ranks: int, key_heads: int) -> None:
+    B, T, C = whole["shapes"][0]
+    D = LONG.head_dim
+    # The block has a part of the tokens with all channels, attention all tokens of a part of the heads.
+    assert costs["shapes"][0] == [B, T // ranks, C]
+    heads = [LONG.n_head // ranks, key_heads // ranks, key_heads // ranks]
+    assert costs["shapes"][1:] == [[B, T, count, D] for count in heads]
+    assert costs["contiguous"]
+    # Two all-to-alls a layer and pass, and one gathering of the losses.
+    layers = LONG.n_layer
+    sent = formula(LONG, ranks, B, T, key_heads)
+    assert costs["sent"] == {"all_to_all": 2 * sent, "all_gather": 4 * ranks}
+    assert costs["sent, recomputed"] == {"all_to_all": 3 * sent, "all_gather": 4 * ranks}
+    forward = ["all_to_all"] * (2 * layers)
+    assert costs["events"] == [*forward, "all_gather", *forward]
+    assert costs["events, recomputed"] == [*forward, "all_gather", *forward, *forward]
+    assert whole["sent"] == {}
+    assert costs["kept"] <= (1 / ranks + 0.05) * whole["kept"]
+
+
+@slow
+def test_a_rank_keeps_and_sends_its_share(two_ranks: list[dict[str, Any]]) -> None:
+    whole = kept_and_sent(cpu_device(), TorchKernels())
+    for rank in two_ranks:
+        check_costs(rank["costs"], whole, 2, key_heads=2)
+
+
+def on_four_ranks(device: Device) -> dict[str, Any]:
+    four, two = sharing(device, 4), sharing(device, 2)
+    return {
+        "ddp": trained(four, "ddp", 1, {"muon": 20, "qwen2": 6}),
+        "two of two": trained(two, "ddp", 1, {"muon": 4}),
+        "hybrid": trained(two, "fsdp", 2, {"muon": 20, "tuned": 4}),
+        "packed": packed_steps(four, "fsdp", 20),
+        **{stage: stage_steps(four, "ddp", stage, 20) for stage in ("sft", "dpo", "rl")},
+        "costs": kept_and_sent(four, TorchKernels()),
+    }
+
+
+@slow
+def test_four_ranks_share_two_key_heads() -> None:
+    """Copies of key heads, two pairs of ranks that share rows, and pairs that also hold shards of one model."""
+    ranks = run_ranks(on_four_ranks, world_size=4)
+    check_trained(ranks, "ddp", 4)
+    check_trained(ranks, "two of two", 2)
+    check_trained(ranks, "hybrid", 2)
+    whole = kept_and_sent(cpu_device(), TorchKernels())
+    for rank in ranks:
+        same_steps(rank["packed"], packed_steps(cpu_device(), "ddp", 20), 4)
+        for stage in ("sft", "dpo", "rl"):
+            same_steps(rank[stage], stage_steps(cpu_device(), "ddp", stage, 20), 4)
+        check_costs(rank["costs"], whole, 4, key_heads=4)
+
+
+# ---------------------------------------------------------------------- without ranks
+
+
+def test_micro_batches_end_where_the_ranks_divide_them() -> None:
+    """Rows of 24 tokens: an eighth is 3, which two ranks do not divide, so lengths are multiples of 4."""
+    rows: PackedBatch = pack_sequences([[1] * 6], [[0] + [1] * 5], 24)
+    lengths = [next(rows.micro_batches(1, sharing(cpu_device(), R))).inputs.size(1) for R in (1, 2, 4)]
+    assert lengths == [6, 8, 8]
+
+
+@pytest.mark.parametrize(("world_size", "context_ranks"), [(1, 2), (4, 3), (2, 4)])
+def test_processes_that_form_no_groups_are_refused(world_size: int, context_ranks: int) -> None:
+    says = complaint(lambda: lay_out(sharing(cpu_device(world_size=world_size), context_ranks)))
+    assert f"--context_parallel {context_ranks} needs groups of {context_ranks} processes" in says
+    assert f"processes here: {world_size}" in says
+
+
+def test_models_that_ranks_cannot_divide_are_refused() -> None:
+    def refused(ranks: int, **changes: Any) -> str:
+        model = GPT(tiny_config(**changes))
+        layout = SharedRows(Layout(), RowGroup(0, ranks, None))
+        says = complaint(lambda: layout.shard(model, cpu_device()))
+        assert model.forward == GPT.forward.__get__(model)
+        return says
+
+    assert refused(3) == "--context_parallel 3 does not divide the 4 heads of this model: use 2 or 4"
+    assert refused(4, sequence_len=30) == (
+        "--context_parallel 4 does not divide rows of 30 tokens: set --max_seq_len 28"
+    )
+
+
+def test_rows_that_are_shared_are_not_compiled() -> None:
+    class Run:
+        device = sharing(cpu_device(), 2)
+
+    run: Any = Run()
+    assert "leave out --context_parallel" in complaint(lambda: compile_model(run, None, "on", 1, None, "step", False))
+    model = object()
+    assert compile_model(run, model, "auto", 10**30, None, "step", False) is model
+
+
+@pytest.mark.usefixtures("tokenizer")
+def test_a_dry_run_counts_a_part_of_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    def counted(ranks: int) -> float:
+        flags = ("--max_seq_len=1024", "--device_batch_size=1", "--gradient_accumulation_steps=1")
+        pretended = ("--dry_run", "--dry_run_devices=4", f"--context_parallel={ranks}", "--document_mask=off")
+        call("base_train", "--depth=2", "--head_dim=32", "--dtype=float32", "--device=cpu", *flags, *pretended)
+        (activations,) = re.findall(r"activations +([\d,.]+) MiB", capsys.readouterr().out)
+        return float(activations)
+
+    whole = counted(1)
+    assert [counted(ranks) / whole for ranks in (2, 4)] == pytest.approx([1 / 2, 1 / 4], rel=0.05)
+
+
+@slow
+@pytest.mark.usefixtures("tokenizer")
+def test_base_train_shares_rows(base: Path) -> None:  # noqa: F811
+    flags = (*TINY, "--depth=2", "--num_iterations=8", "--save_every=4")
+    call("base_train", *flags, "--model_tag=one")
+    sharded = ("--parallel=fsdp", "--replicate=2", "--context_parallel=2", "--activation_checkpointing")
+    run_command("base_train", *flags, *sharded, "--model_tag=shared", ranks=4)
+    assert losses(base, "shared") == pytest.approx(losses(base, "one"), rel=1e-6)

@@ -1,0 +1,76 @@
+"""Models with experts on four simulated NPUs: pretraining from scratch, and SFT, DPO and RL of a tiny Qwen3-MoE, in
+full and with adapters, resumed; their losses are the CPU's."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from runs import metrics
+from tiny import EXPERT_SHAPES, lively_model, tiny_config
+from tiny_families import save_family
+
+from nanochat.families import hf
+from nanochat.sharding import whole_weights
+from nanochat.tokenizer import Tokenizer
+from simnpu.test_pipeline import chain, run_here
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built")]
+
+STEP = "--dtype=float32 --device_batch_size=2 --log_every=1 --save_every=1 --num_iterations=2"
+STAGES = {
+    "sft": "chat_sft --target_examples_per_step=8 --eval_examples=8",
+    "dpo": "chat_dpo --target_examples_per_step=8 --eval_examples=8",
+    "rl": "chat_rl --examples_per_step=4 --num_samples=2 --max_tokens=6 --eval_examples=8",
+}
+BASE = (
+    "--data=texts.txt --depth=2 --head_dim=32 --max_seq_len=64 --total_batch_size=512 --eval_tokens=512 --compile=off "
+    "--experts=8 --experts_per_token=2 --shared_experts=1"
+)
+FORGET = """-c '
+import os, pathlib, shutil
+if os.environ.get("RANK", "0") == "0":
+    shutil.rmtree(pathlib.Path(os.environ["NANOCHAT_BASE_DIR"]) / "checkpoints/{stage}/{tag}/step_000002")
+'"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The text, and a tiny Qwen3-MoE in Hugging Face's layout."""
+    folder = tmp_path_factory.mktemp("experts")
+    (folder / "texts.txt").write_text("\n\n".join(f"What is {n} + {n * 7}? I am nanochat." for n in range(400)))
+    qwen = save_family(folder / "qwen", "qwen3")
+    vocab_size = Tokenizer.load(qwen).vocab_size
+    model = lively_model(tiny_config(vocab_size=vocab_size, sequence_len=128, **EXPERT_SHAPES["qwen3_moe"]))
+    hf.write_weights(qwen, model.config, whole_weights(model), torch.float32)
+    (qwen / "config.json").write_text(json.dumps(hf.from_config(model.config, "qwen3_moe")))
+    return folder
+
+
+def commands(folder: Path, device: str, layout: str, is_resumed: bool) -> list[str]:
+    made = [f"tok_train --data={folder / 'texts.txt'} --vocab_size=400"]
+    for stage, script in (("base", f"base_train {BASE}"), *STAGES.items()):
+        for adapters in ("", " --lora_rank=4")[: 1 if stage == "base" else 2]:
+            tag = f"{layout}{'-lora' if adapters else ''}"
+            command = f"{script} {STEP} --device={device} --parallel={layout} --model_tag={tag}{adapters}"
+            if stage != "base":
+                command += f" --tasks=addition --source={folder / 'qwen'} --learning_rate=0.001"
+            made.append(command)
+            if is_resumed:
+                made += [FORGET.format(stage=stage, tag=tag), f"{command} --resume"]
+    return made
+
+
+def test_four_npus_learn_what_a_cpu_does(folder, tmp_path):
+    run_here(tmp_path / "cpu", folder, *commands(folder, "cpu", "ddp", is_resumed=False))
+    for layout in ("ddp", "fsdp"):
+        chain(tmp_path / layout, folder, *commands(folder, "npu", layout, is_resumed=True), ranks=4)
+        for stage in ("base", *STAGES):
+            for kind in ("", "-lora")[: 1 if stage == "base" else 2]:
+                expected = metrics(tmp_path / "cpu", stage, f"ddp{kind}")
+                found = metrics(tmp_path / layout, stage, f"{layout}{kind}")
+                assert len(found) == len(expected) == 2
+                for one, other in zip(found, expected, strict=True):
+                    assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-6), (layout, stage, kind)
+                    if stage == "base":  # elsewhere the padding of rows differs, and its tokens have experts too
+                        assert one["expert_max_tokens"] == other["expert_max_tokens"], layout
