@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9607,
+    "base_train": 9609,
     "mid_train": 10705,
     "chat_sft": 10319,
     "chat_dpo": 10404,

@@ -518,10 +518,19 @@ def side_by_side(adapters: Sequence[Adapters]) -> Callable[[GPT, torch.dtype], C
 
 
 def describe(model: GPT, lora: Lora) -> str:
-    """One line for the log: the number of trained parameters, and the size of the frozen base."""
+    """For the log: the number of trained parameters, and the size of the frozen base; a hint where a sharded base in
+    the dtype of the products would take less than a whole one in 4 bits."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
     quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
-    frozen += sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized)
-    base = "4-bit NF4" if lora.base_format == "nf4" else str(model.embedding.weight.dtype).removeprefix("torch.")
-    return f"adapters of rank {lora.rank}: {trained:,} parameters; frozen base: {frozen:,} bytes, {base}"
+    packed = sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized)
+    table = model.embedding.weight
+    dtype = str(table.dtype).removeprefix("torch.")
+    base = "4-bit NF4" if lora.base_format == "nf4" else dtype
+    line = f"adapters of rank {lora.rank}: {trained:,} parameters; frozen base: {frozen + packed:,} bytes, {base}"
+    share = local(table).numel() / table.numel()  # of a sharded model that this process holds
+    plain = round(sum(layer.in_features * layer.out_features for layer in quantized) * table.element_size() * share)
+    if plain < packed:
+        line += "\nhint: fsdp does not shard 4-bit matrices: without --lora_base nf4 they take "
+        line += f"{plain:,} bytes in {dtype} instead of {packed:,} on each process"
+    return line

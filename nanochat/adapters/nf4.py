@@ -82,7 +82,9 @@ class NF4Linear(nn.Module):
         self.out_features, self.in_features = linear.weight.shape
         self.is_stacked = isinstance(linear, StackedLinear)
         self.bias = linear.bias if isinstance(linear, Linear) else None
-        # Buffers, which no rank shards: under fsdp each holds all of them, as much as a quarter of the weights in bf16.
+        # Buffers, which no rank shards: in most versions of torch FSDP2 refuses parameters of integers (pytorch issue
+        # 177844). So under fsdp each rank holds 4.5 bits of every weight. bf16 takes 16 divided by the number of ranks,
+        # which is less from 4 ranks on.
         blocks = math.ceil(linear.weight.numel() / BLOCK)
         device = linear.weight.device
         codes = torch.empty(blocks, BLOCK // 2, dtype=torch.uint8, device=device)

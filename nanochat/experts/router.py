@@ -27,7 +27,7 @@ from nanochat.gpt import GPTConfig
 # replies are equally good, nor in the first step of a new model, whose output projections are 0.
 # The gradient is made small, so that the norm of all gradients is what it would be without it: its sign is all that
 # matters.
-SURPLUS = 1e-8
+SURPLUS = 1e-7
 
 
 class Router(nn.Module):

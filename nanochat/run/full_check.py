@@ -35,8 +35,10 @@ from nanochat.attention import KVCache, Segments
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
+from nanochat.experts.layer import grouped_product
 from nanochat.families.hf import to_config
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels.grouped import Groups
 from nanochat.run import memory
 from nanochat.run.full_report import ROOT, TAIL, Line, add_line
 from nanochat.run.probe import first_difference, record_steps
@@ -361,6 +363,16 @@ def operators(kind: str, sizes: Sizes, record: Path) -> None:
     ]
     for operator in listed:
         check(record, operator.name, time_operator, kind, operator, sizes.judges_speed)
+    # Rows and their gradient, and each matrix three times.
+    listed.append(
+        Operator(
+            "products of 8 experts, one without rows",
+            lambda device: expert_products(device, rows * tokens),
+            0.02,
+            3 * 2 * (2 * rows * tokens * C + 8 * C * C),
+            is_bound_by_bytes=False,
+        )
+    )
     for documents in sizes.documents:
         # q, k, v and the output, forward once and backward twice.
         operator = Operator(
@@ -471,6 +483,25 @@ def embedding_backward(device: Device, tokens: int, vocab: int, width: int) -> C
     out_grad = device.to_device(draw(tokens, width))
     out = F.embedding(ids, table)
     return lambda: torch.autograd.grad(out, table, out_grad, retain_graph=True)[0]
+
+
+def expert_products(device: Device, rows: int) -> Callable[[], Tensor]:
+    """Products of rows in groups (experts/), forward and backward; all gradients. One group is empty: its matrix must
+    have a gradient of 0, not what was in memory."""
+    trains(device)
+    C = 768
+    counts = torch.tensor([rows // 8] * 6 + [0, rows - 6 * (rows // 8)])
+    groups = Groups(rows, device.to_device(counts))
+    x = device.to_device(draw(rows, C).to(device.dtype)).requires_grad_()
+    weight = device.to_device(draw(8 * C, C)).requires_grad_()
+    toward = device.to_device(draw(rows, C).to(device.dtype))
+
+    def work() -> Tensor:
+        out = grouped_product(device.kernels, x, weight, groups)
+        gradients = torch.autograd.grad(out, (x, weight), toward)
+        return torch.cat([part.float().flatten() for part in (out, *gradients)])
+
+    return work
 
 
 def packed_attention(device: Device, rows: int, tokens: int, documents: int) -> Callable[[], Tensor]:

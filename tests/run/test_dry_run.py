@@ -108,6 +108,18 @@ def test_further_micro_batches_keep_only_their_share_of_the_gradients(base, fold
     assert most[1] == most[2] <= most[0] + gradients + 0.06
 
 
+@pytest.mark.parametrize(
+    ("parallel", "devices", "is_smaller"), [("fsdp", 2, False), ("fsdp", 4, True), ("fsdp", 8, True), ("ddp", 8, False)]
+)
+def test_a_hint_where_four_bits_take_more_than_a_share(base, folder, capsys, parallel, devices, is_smaller):  # noqa: F811
+    sizes = f"take {2 * MATRICES // devices:,} bytes in bfloat16 instead of {MATRICES * 9 // 16:,} on each process"
+    for form in ("nf4", "plain"):
+        flags = ("--device=cpu", "--dtype=bfloat16", f"--source={folder}", "--dry_run", f"--parallel={parallel}")
+        call("chat_sft", *flags, f"--dry_run_devices={devices}", "--lora_rank=4", f"--lora_base={form}")
+        out = capsys.readouterr().out
+        assert (sizes in out) == ("hint:" in out) == (is_smaller and form == "nf4")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_devices_that_are_not_here_count_as_those_that_are(base, folder, parallel):  # noqa: F811
