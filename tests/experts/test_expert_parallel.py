@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "adamw": {"changes": QWEN3_MOE, "matrices": "adamw"},
     "lora": {"changes": QWEN3_MOE, "rank": 4},
 }
-THREE = ("shared", "an expert without tokens", "all tokens at one expert")
+UNEVEN = ("an expert without tokens", "all tokens at one expert")
 
 
 def make_run(
@@ -147,8 +147,8 @@ def costs(device: Device, expert_parallel: bool, recompute: bool) -> dict[str, A
 def on_two_ranks(device: Device) -> dict[str, Any]:
     shared = replace(device, context_ranks=2)
     return {
-        "fsdp": {case: learned(device, case, False) for case in (*THREE, "adamw")},
-        "experts": {case: learned(device, case, True) for case in (*THREE, "adamw")},
+        "fsdp": {case: learned(device, case, False) for case in (*UNEVEN, "shared", "adamw")},
+        "experts": {case: learned(device, case, True) for case in (*UNEVEN, "shared", "adamw")},
         "rows shared": {"shared": learned(shared, "shared", True, steps=6)},
         "skipped": skipped(device),
         "generated": [generated(device, parallel) for parallel in (False, True)],
@@ -157,11 +157,10 @@ def on_two_ranks(device: Device) -> dict[str, Any]:
 
 
 def on_four_ranks(device: Device) -> dict[str, Any]:
-    four = {**dict.fromkeys(THREE, STEPS), "lora": 6}
     return {
-        "fsdp": {case: learned(device, case, False, steps=steps) for case, steps in four.items()},
-        "experts": {case: learned(device, case, True) for case in THREE},
-        "hybrid": {case: learned(device, case, True, 2, four[case]) for case in ("shared", "lora")},
+        "fsdp": {case: learned(device, case, False) for case in UNEVEN},
+        "experts": {case: learned(device, case, True) for case in UNEVEN},
+        "hybrid": {"shared": learned(device, "shared", True, 2), "lora": learned(device, "lora", True, 2, steps=6)},
     }
 
 
@@ -176,9 +175,10 @@ def four_ranks() -> list[dict[str, Any]]:
 
 
 def check_equal(ranks: list[dict[str, Any]], how: str, context_ranks: int = 1) -> None:
-    """Losses within 1e-6 of those of fsdp, and weights and state within the noise of sums in another order."""
+    """Losses within 1e-6 of those of fsdp on as many ranks, or else of one process, and weights and state within the
+    noise of sums in another order."""
     for case, first in ranks[0][how].items():
-        expected = ranks[0]["fsdp"][case]
+        expected = ranks[0]["fsdp"].get(case) or learned(cpu_device(), case, False, steps=len(first["stats"]))
         for step, ((loss, targets, norm, updated), one) in enumerate(
             zip(first["stats"], expected["stats"], strict=False)
         ):
