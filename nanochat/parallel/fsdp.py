@@ -77,7 +77,7 @@ def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
     for block in model.blocks:
         if model.config.experts:  # in fp32, see experts/router.py
             fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=True)
-        laid_out = {parameter for parameter in block.parameters() if is_dtensor(parameter)}  # see experts.py
+        laid_out: set[Any] = {parameter for parameter in block.parameters() if is_dtensor(parameter)}  # see experts.py
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=laid_out)
     # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then miss
     # the optimizer's updates of the shards.
