@@ -58,9 +58,9 @@ def commands(folder: Path, device: str, layout: str, is_resumed: bool) -> list[s
                 command += f" --tasks=addition --source={folder / 'qwen'} --learning_rate=0.001"
             made.append(command)
             if is_resumed:
-                made += [FORGET.format(stage=stage, tag=tag), f"{command} --resume"]
-                if layout == "whole":  # once more by fsdp, from the checkpoint of whole experts
-                    made += [made[-2], f"{command} --resume".replace(" --expert_parallel", "")]
+                # From a checkpoint of whole experts fsdp continues.
+                resumed = f"{command} --resume".replace(" --expert_parallel", "")
+                made += [FORGET.format(stage=stage, tag=tag), resumed]
     return made
 
 
