@@ -98,8 +98,6 @@ def main(config: Config) -> None:
         print0(f"products: {use_fp8(device, model)}")
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
-    if config.experts:
-        print0(f"experts: a token is multiplied by {scaling.scaling_parameters(model.config):,} parameters")
 
     # ------------------------------------------------------------------ horizon, batch, optimizer
     micro_tokens = config.device_batch_size * row_tokens * device.data_ranks  # tokens in one pass over all devices

@@ -3,9 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+from nanochat import scaling
 from nanochat.cli import UserError
 from nanochat.experts.layer import require_possible
 from nanochat.gpt import GPTConfig
+from nanochat.log import print0
 
 WIDTH_MULTIPLE = 16  # suits matrix units, and grouped products, whose rows begin at multiples of 16 bytes
 
@@ -34,4 +36,8 @@ def with_experts(config: GPTConfig, flags: Any) -> GPTConfig:
         require_possible(config)
     except ValueError as error:  # it names the flags
         raise UserError(str(error)) from error
+    print0(
+        f"experts: {config.experts} in each block, {width} wide, {config.experts_per_token} for each token, which is "
+        f"multiplied by {scaling.scaling_parameters(config):,} parameters in all"
+    )
     return config

@@ -310,8 +310,9 @@ def test_sizes_count_what_a_token_passes_through():
 # ---------------------------------------------------------------------- several processes
 
 
-def twenty_steps(device: Device, case: str, parallel: str, matrices: str) -> dict[str, Tensor]:
-    """Losses and weights of twenty steps, each rank with its rows."""
+def twenty_steps(device: Device, case: str, parallel: str, matrices: str, context: int = 1) -> dict[str, Tensor]:
+    """Losses and weights of twenty steps, each rank with its rows, or its part of rows that `context` ranks share."""
+    device = dataclasses.replace(device, context_ranks=context)
     config = tiny_config(sequence_len=16, **CASES[case])
     layout = lay_out(device, parallel, 1)  # type: ignore[arg-type]
     model = lively_model(config)
@@ -325,8 +326,11 @@ def twenty_steps(device: Device, case: str, parallel: str, matrices: str) -> dic
         model.fill_rotary()
         for name, parameter in model.named_parameters():
             fill(parameter, weights[name])
+    else:
+        layout.shard(model, device)
     optimizer = make_optimizer(model, RATES, device, matrices, layout=layout)  # type: ignore[arg-type]
-    rows = slice(device.rank * 8 // device.world_size, (device.rank + 1) * 8 // device.world_size)
+    each = 8 // device.data_ranks
+    rows = slice(device.data_rank * each, (device.data_rank + 1) * each)
     losses = []
     for step in range(20):
         batch = make_batch(step)
@@ -336,12 +340,17 @@ def twenty_steps(device: Device, case: str, parallel: str, matrices: str) -> dic
 
 
 @pytest.mark.parametrize(
-    ("case", "parallel", "matrices"),
-    [(THREE, "ddp", "muon"), (THREE, "fsdp", "muon"), ("shared", "fsdp", "muon"), ("qwen3_moe", "fsdp", "adamw")],
+    ("case", "parallel", "matrices", "context"),
+    [
+        (THREE, "ddp", "muon", 1),
+        (THREE, "fsdp", "muon", 1),
+        ("shared", "fsdp", "muon", 2),
+        ("qwen3_moe", "fsdp", "adamw", 1),
+    ],
 )
-def test_four_ranks_are_one_process(case, parallel, matrices):
+def test_four_ranks_are_one_process(case, parallel, matrices, context):
     alone = twenty_steps(cpu_device(), case, "ddp", matrices)
-    for results in run_ranks(twenty_steps, case, parallel, matrices, world_size=4):
+    for results in run_ranks(twenty_steps, case, parallel, matrices, context, world_size=4):
         torch.testing.assert_close(results["losses"], alone["losses"], rtol=1e-6, atol=0)
         for name, weight in alone.items():
             if name.endswith("router.bias"):  # moves in steps of BIAS_RATE

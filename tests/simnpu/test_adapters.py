@@ -328,3 +328,14 @@ def test_offloaded_state_is_not_on_the_device(measure):
     assert here["allocated"] - away["allocated"] == pytest.approx(size, rel=0.02)
     moved = sum(record.bytes for record in log["offloaded step"] if record.kind == "copy")
     assert moved == pytest.approx(2 * size, rel=0.02)
+
+
+def test_experts_take_no_wait(measure):
+    """Of depth 4 with 8 experts: no host waits for the numbers of their rows, and nothing runs on the AI CPU."""
+    sizes = {"depth": 4, "rows": 1, "tokens": 128}
+    _, log = measure(call("step", **sizes, experts=8, mlp_width=256))
+    _, dense = measure(call("step", **sizes))
+    products = [record for record in log["step"] if "GroupedMatmul" in record.what]
+    assert len(products) == 4 * 6  # two products of a block, each once forward and twice backward
+    assert waits(log["step"]) == 0 and not [record.what for record in log["step"] if on_ai_cpu(record)]
+    assert launches(log["step"]) - launches(dense["step"]) <= 170  # 42 a block, forward, backward and update
