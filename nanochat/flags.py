@@ -40,6 +40,7 @@ class TrainFlags:
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
     context_parallel: Positive = 1  # this many neighbouring processes share each row: a part of its tokens each
+    expert_parallel: bool = False  # fsdp: each process holds whole experts, and tokens travel to them
     activation_checkpointing: bool = False  # compute a block's activations twice to save memory
     # AdamW's second mean stays in float32 where it moves too slowly to be rounded, as in fine-tuning (optim.py).
     optimizer_dtype: Frozen[Literal["float32", "bfloat16"]] = "float32"  # running means; bfloat16: half, but rounded

@@ -29,14 +29,20 @@ class Layout:
         return Exchange()
 
 
-def lay_out(device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate: int = 1) -> Layout:
+def lay_out(
+    device: Device, parallel: Literal["ddp", "fsdp"] = "ddp", replicate: int = 1, expert_parallel: bool = False
+) -> Layout:
     """The layout of a run on all of its processes: `ddp` keeps the whole model on each, `fsdp` a part of it.
 
-    Raises UserError: when the processes do not form `replicate` groups, or not groups of `device.context_ranks`.
+    Raises UserError: when the processes do not form `replicate` groups, or not groups of `device.context_ranks`, or
+    when they cannot hold experts in parts.
     """
-    if device.world_size == replicate == device.context_ranks == 1:
+    if expert_parallel:
+        layout = rooms.find("layouts", "experts")(device, parallel, replicate)
+    elif device.world_size == replicate == device.context_ranks == 1:
         return Layout()
-    layout = rooms.find("layouts", parallel)(device, replicate)
+    else:
+        layout = rooms.find("layouts", parallel)(device, replicate)
     if device.context_ranks > 1:
         layout = rooms.find("layouts", "context")(device, layout)
     return layout

@@ -34,6 +34,7 @@ SEAMS = {
     "preparations",
     # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of layout.py.
     # context: (device, such a Layout) -> the same, but with neighbours that share rows (--context_parallel).
+    # experts: (device, --parallel, --replicate) -> such a Layout, with whole experts on a rank (--expert_parallel).
     "layouts",
     # Opens a file of text or records that is not .txt, .jsonl or .parquet, by its suffix: path -> a DataFile.
     "file formats",

@@ -84,7 +84,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     if config.dry_run_devices > 1 or config.plan:
         device = rooms.find("attendants", "pretend")(device, config.dry_run_devices)
     device = dataclasses.replace(device, context_ranks=config.context_parallel)
-    layout = lay_out(device, config.parallel, config.replicate)
+    layout = lay_out(device, config.parallel, config.replicate, config.expert_parallel)
     print0(f"device: {device}; {layout}")
     return device, layout
 

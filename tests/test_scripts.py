@@ -456,7 +456,8 @@ def test_the_mask_between_documents_holds_in_every_stage(base, monkeypatch, caps
 
 def test_flags_that_resume_refuses():
     """All that decides what a step computes, and what the model is, by the names of the flags."""
-    model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap", "document_mask"}
+    experts = {"experts", "experts_per_token", "expert_width", "shared_experts"}
+    model = {"depth", "head_dim", "max_seq_len", "window_pattern", "mlp", "logit_cap", "document_mask", *experts}
     frozen = {name: set(cli.frozen_flags(importlib.import_module(f"scripts.{name}").Config)) for name in STAGE_SCRIPTS}
     assert frozen["base_train"] == {
         "seed",
@@ -468,7 +469,7 @@ def test_flags_that_resume_refuses():
         "fp8",
         *model,
     }
-    shape = {"depth", "head_dim", "window_pattern", "mlp", "logit_cap"}
+    shape = {"depth", "head_dim", "window_pattern", "mlp", "logit_cap", *experts}
     adapters = {f"lora_{name}" for name in ("rank", "alpha", "rslora", "dropout", "targets", "base")}
     assert frozen["continue_train"] == frozen["base_train"] - shape | {"rope_scaling"} | adapters
     assert frozen["mid_train"] == {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling"}

@@ -30,6 +30,7 @@ from nanochat.experts.router import Router
 from nanochat.gpt import MLP, GPTConfig
 from nanochat.kernels.grouped import Groups, loop_product
 from nanochat.operators import TorchKernels
+from nanochat.sharding import is_dtensor
 
 
 class ExpertLinear(nn.Module):
@@ -55,6 +56,8 @@ def grouped_product(
 ) -> Tensor:
     """Multiply the rows of each group of x (rows, inputs) by its own matrix, of those that are stacked in the weight
     (groups x outputs, inputs) -> (rows, outputs)."""
+    if is_dtensor(weight):  # each rank has matrices of its own, and x has the rows for them (parallel/experts.py)
+        weight = weight.to_local()
     grouped = getattr(kernels, "grouped_product", None)
     if grouped is not None:
         return grouped(x, weight, groups, cast)

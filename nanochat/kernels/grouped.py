@@ -29,9 +29,13 @@ class Groups:
     def sizes(self) -> list[int]:
         """The counts on the host, which waits for the device."""
         if type(self.counts) is not Tensor:  # without data, such as in a dry run: groups of equal sizes
-            groups = len(self.counts)
-            return [self.rows // groups + (group < self.rows % groups) for group in range(groups)]
+            return even_sizes(self.rows, len(self.counts))
         return self.counts.tolist()
+
+
+def even_sizes(rows: int, groups: int) -> list[int]:
+    """The sizes of groups that divide rows as evenly as possible."""
+    return [rows // groups + (group < rows % groups) for group in range(groups)]
 
 
 def loop_product(

@@ -6,5 +6,6 @@ PLUGS = {
         "ddp": "nanochat.parallel.ddp:lay_out",
         "fsdp": "nanochat.parallel.fsdp:lay_out",
         "context": "nanochat.parallel.context:share_rows",
+        "experts": "nanochat.parallel.experts:lay_out",
     },
 }

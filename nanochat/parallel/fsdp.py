@@ -21,6 +21,7 @@ from nanochat.layout import Layout
 from nanochat.parallel.ddp import reduce_scatter
 from nanochat.parallel.exchange import RankExchange
 from nanochat.parallel.mesh import Place, find_place
+from nanochat.sharding import is_dtensor
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
     for block in model.blocks:
         if model.config.experts:  # in fp32, see experts/router.py
             fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=True)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        laid_out: set[Any] = {parameter for parameter in block.parameters() if is_dtensor(parameter)}  # see experts.py
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=laid_out)
     # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then miss
     # the optimizer's updates of the shards.
     fully_shard(model, mesh=mesh, reshard_after_forward=True)

@@ -52,7 +52,7 @@ class Place:
         # whole tensor.
         placements = [Replicate()] * (self.mesh.ndim - 1) + [Shard(0)]
         strides = torch.empty(shape, device="meta").stride()
-        mesh = self.mesh if rows.device.type == self.mesh.device_type else self.host_mesh
+        mesh = self.mesh if rows.device.type in (self.mesh.device_type, "meta") else self.host_mesh
         return DTensor.from_local(rows, mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides)
 
 

@@ -33,6 +33,7 @@ TABLE = (
     ("gradient_checkpointing", "--activation_checkpointing"),
     ("deepspeed fsdp", "--parallel fsdp divides all of the training state; --offload_optimizer"),
     ("sequence_parallel_size", "--context_parallel R, between processes that share each row"),
+    ("expert_model_parallel_size", "--expert_parallel, with --parallel fsdp"),
     ("output_dir", "--model_tag TAG, below NANOCHAT_BASE_DIR"),
     ("save_steps", "--save_every"),
     ("save_strategy", "--save_every N, in steps; 0: only at the end"),

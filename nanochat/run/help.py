@@ -5,8 +5,9 @@ import re
 # Every flag of every training script, in exactly one group, in the order in which they are shown.
 GROUPS = {
     "model": """
-        source source_tag source_step depth head_dim window_pattern mlp logit_cap max_seq_len rope_scaling
-        chat_template lora_rank lora_alpha lora_rslora lora_dropout lora_targets lora_base""",
+        source source_tag source_step depth head_dim window_pattern mlp experts experts_per_token expert_width
+        shared_experts logit_cap max_seq_len rope_scaling chat_template
+        lora_rank lora_alpha lora_rslora lora_dropout lora_targets lora_base""",
     "data": """
         data val_data tasks columns thoughts hub shards val_share bad_records document_mask dataloader_num_workers
         token_cache_gib""",
@@ -25,7 +26,7 @@ GROUPS = {
     "evaluation and log": "eval_every eval_tokens eval_examples log_every run track profile",
     "memory": """
         device_batch_size gradient_accumulation_steps rollout_rows parallel replicate context_parallel
-        activation_checkpointing optimizer_dtype offload_optimizer dry_run dry_run_devices plan""",
+        expert_parallel activation_checkpointing optimizer_dtype offload_optimizer dry_run dry_run_devices plan""",
     "device": "device dtype fp8 compile graphs deterministic seed hang_seconds",
 }
 

@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/core"), str(ROOT / "tests/parallel")]
+sys.path[:0] = [
+    str(ROOT),
+    str(ROOT / "tests"),
+    str(ROOT / "tests/core"),
+    str(ROOT / "tests/parallel"),
+    str(ROOT / "tests/experts"),
+]
 
 import tiny  # noqa: E402
 

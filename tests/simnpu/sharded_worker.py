@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from test_context import kept_and_sent, packed_steps
+from test_expert_parallel import CASES, UNEVEN, learned, rows_of_rank
+from test_expert_parallel import make_run as make_expert_run
 from test_parallel import RATES, make_run, steps
 from test_train import make_batch
 from tiny import tiny_config
@@ -64,6 +66,17 @@ def waits(device: devices.Device, how: Any, replicate: int, context_ranks: int =
     return seen.waits
 
 
+def expert_waits(device: devices.Device, case: str, expert_parallel: bool) -> int:
+    """The host's waits in a step of two micro-batches of experts, in bfloat16."""
+    device = replace(device, dtype=torch.bfloat16)
+    run = make_expert_run(device, expert_parallel, **CASES[case])
+    train_step(*run, rows_of_rank(device, 1), next_token_loss, device=device)
+    batches = rows_of_rank(device, 3)
+    with counts.counted() as seen:
+        train_step(*run, batches, next_token_loss, device=device)
+    return seen.waits
+
+
 def memory(device: devices.Device) -> dict[str, int]:
     """Bytes: the most that this rank's allocator held from the empty model to the end of two steps, and what the
     whole model's parameters, gradients and optimizer state are."""
@@ -101,6 +114,9 @@ def main(folder: Path) -> None:
         ],
         "shared": {name: shared_losses(device, *layout) for name, layout in SHARED.items()},
         "waits": {name: waits(device, *layout) for name, layout in (LAYOUTS | SHARED).items()},
+        "experts": {case: learned(device, case, True, steps=4)["stats"] for case in (*UNEVEN, "shared", "lora")},
+        "expert waits": [expert_waits(device, case, True) for case in ("an expert without tokens", "shared")],
+        "expert waits of fsdp": expert_waits(device, "shared", False),
         "memory": memory(device),
         "offloads": [offloads(device, how) for how in ("ddp", "fsdp")],
     }

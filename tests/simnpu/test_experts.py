@@ -27,6 +27,7 @@ BASE = (
     "--data=texts.txt --depth=2 --head_dim=32 --max_seq_len=64 --total_batch_size=512 --eval_tokens=512 --compile=off "
     "--experts=8 --experts_per_token=2 --shared_experts=1"
 )
+LAYOUTS = {"ddp": "--parallel=ddp", "fsdp": "--parallel=fsdp", "whole": "--parallel=fsdp --expert_parallel"}
 FORGET = """-c '
 import os, pathlib, shutil
 if os.environ.get("RANK", "0") == "0":
@@ -52,18 +53,20 @@ def commands(folder: Path, device: str, layout: str, is_resumed: bool) -> list[s
     for stage, script in (("base", f"base_train {BASE}"), *STAGES.items()):
         for adapters in ("", " --lora_rank=4")[: 1 if stage == "base" else 2]:
             tag = f"{layout}{'-lora' if adapters else ''}"
-            command = f"{script} {STEP} --device={device} --parallel={layout} --model_tag={tag}{adapters}"
+            command = f"{script} {STEP} --device={device} {LAYOUTS[layout]} --model_tag={tag}{adapters}"
             if stage != "base":
                 command += f" --tasks=addition --source={folder / 'qwen'} --learning_rate=0.001"
             made.append(command)
             if is_resumed:
-                made += [FORGET.format(stage=stage, tag=tag), f"{command} --resume"]
+                # From a checkpoint of whole experts fsdp continues.
+                resumed = f"{command} --resume".replace(" --expert_parallel", "")
+                made += [FORGET.format(stage=stage, tag=tag), resumed]
     return made
 
 
 def test_four_npus_learn_what_a_cpu_does(folder, tmp_path):
     run_here(tmp_path / "cpu", folder, *commands(folder, "cpu", "ddp", is_resumed=False))
-    for layout in ("ddp", "fsdp"):
+    for layout in LAYOUTS:
         chain(tmp_path / layout, folder, *commands(folder, "npu", layout, is_resumed=True), ranks=4)
         for stage in ("base", *STAGES):
             for kind in ("", "-lora")[: 1 if stage == "base" else 2]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from test_context import check_costs, packed_steps, same_steps
+from test_expert_parallel import learned
 from test_parallel import make_run, steps
 from tiny import cpu_device
 
@@ -22,6 +23,7 @@ def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
     expected = steps(make_run(cpu_device()), cpu_device(), 4)
     documents = packed_steps(cpu_device(), "ddp", 4)
+    experts = {case: learned(cpu_device(), case, False, steps=4)["stats"] for case in results[0]["experts"]}
     for rank in results:
         for layout, context_ranks in (("all four", 4), ("pairs", 2)):
             same_steps(rank["shared"][layout]["rows"], expected, context_ranks)
@@ -31,6 +33,10 @@ def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
             for stats, alone in zip(rank["losses"][layout], expected, strict=True):
                 assert stats == pytest.approx(alone, rel=1e-5), layout
             assert rank["waits"][layout] == 0, layout
+        for case, stats in rank["experts"].items():
+            same_steps(stats, experts[case], 1)
+        # One wait for each of 2 layers and 2 micro-batches, and once more where activations are recomputed.
+        assert rank["expert waits"] == [4, 8] and rank["expert waits of fsdp"] == 0
         whole, shared = rank["costs"]
         check_costs(shared, whole, 4, key_heads=4)
         assert rank["offloads"] == [True, True]
