@@ -25,6 +25,9 @@ elements of a parameter whose rows are filled up to a multiple of R, and b micro
     context    p b s t (2 H + 2 K') D     in each block: queries, keys and values of t tokens (the rows of a micro-batch
                                   among R ranks) to the attention, and its result back, in p = 2 passes, 3 with
                                   recomputation; K' is lcm(K, R). And the losses: 4 R bytes of a sum, 4 t R of tokens
+    experts    b (f (8 E + 2 e) + 2 e)    in each block, with expert parallelism, where fsdp leaves the experts alone: E
+                                  counts, and e = s t K C bytes of t tokens to their K experts and back, in f = 1 forward
+                                  pass, 2 with recomputation, and the backward pass
     Muon       4 h + 4 h'         h: the elements of matrices that this rank holds rows of, or owns, whichever is more:
                                   about 1/R of all; h' has one more element a row, for the way back
 
@@ -80,6 +83,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "fsdp": {"parallel": "fsdp"},
     "recomputation": {"activation_checkpointing": True},
     "offloaded optimizer": {"offload_optimizer": True},
+    "expert parallelism": {"expert_parallel": True},
     "context 2": {"context_parallel": 2},
     "context 4": {"context_parallel": 4},
     "context 8": {"context_parallel": 8},
@@ -94,9 +98,13 @@ CANDIDATES = (
     ("ddp", "recomputation"),
     ("fsdp in each host", "recomputation"),
     ("fsdp", "recomputation"),
+    ("fsdp in each host", "recomputation", "expert parallelism"),
+    ("fsdp", "recomputation", "expert parallelism"),
     ("ddp", "recomputation", "offloaded optimizer"),
     ("fsdp in each host", "recomputation", "offloaded optimizer"),
     ("fsdp", "recomputation", "offloaded optimizer"),
+    ("fsdp in each host", "recomputation", "offloaded optimizer", "expert parallelism"),
+    ("fsdp", "recomputation", "offloaded optimizer", "expert parallelism"),
     ("fsdp in each host", "recomputation", "context 2"),
     ("fsdp in each host", "recomputation", "context 4"),
     ("fsdp in each host", "recomputation", "context 8"),
@@ -176,7 +184,7 @@ def bytes_moved(model: Any, optimizer: Optimizer, device: Device, rows: int, mic
     if type(exchange) is Exchange:  # one process
         return {}
     ranks = exchange.place.ranks
-    kinds = ("muon", "gradients", "weights", "between groups", "context")
+    kinds = ("muon", "gradients", "weights", "between groups", "context", "experts")
     moved = {"sums": 3 * torch.float32.itemsize} | dict.fromkeys(kinds, 0)
 
     def elements(parameter: Tensor) -> int:
@@ -184,15 +192,18 @@ def bytes_moved(model: Any, optimizer: Optimizer, device: Device, rows: int, mic
         rows = math.ceil(parameter.size(0) / ranks) * ranks
         return rows * math.prod(parameter.shape[1:])
 
+    at_home: set[nn.Parameter] = getattr(exchange, "experts", set())  # no rank gathers these
     if is_sharded(model):
         for unit, dtype, parameters in _units(model):
             is_table = unit.startswith("value_embeddings.") or unit in ("embedding", "head")
             passes = 1 if is_table else 2
             for parameter in parameters:
                 size = (dtype or parameter.dtype).itemsize
-                moved["weights"] += micro_batches * passes * size * elements(parameter)
+                if parameter not in at_home:
+                    moved["weights"] += micro_batches * passes * size * elements(parameter)
                 if parameter.requires_grad:
-                    moved["gradients"] += micro_batches * torch.float32.itemsize * elements(parameter)
+                    if parameter not in at_home:
+                        moved["gradients"] += micro_batches * torch.float32.itemsize * elements(parameter)
                     if exchange.place.replicas > 1:
                         moved["between groups"] += torch.float32.itemsize * elements(parameter) // ranks
     else:
@@ -207,13 +218,17 @@ def bytes_moved(model: Any, optimizer: Optimizer, device: Device, rows: int, mic
             columns = stack.shape[1]
             there_and_back = columns + columns + 1
             moved["muon"] += torch.float32.itemsize * _rows_that_travel(stack, ranks) * there_and_back
+    c = model.config
+    tokens = rows * c.sequence_len // device.context_ranks
+    forward_passes = 2 if model.blocks[0].is_recomputed else 1
+    if at_home:
+        away_and_back = 2 * tokens * c.experts_per_token * c.width * device.dtype.itemsize
+        counts = c.experts * torch.int64.itemsize
+        moved["experts"] = c.n_layer * micro_batches * (forward_passes * (counts + away_and_back) + away_and_back)
     if device.context_ranks > 1:
-        c = model.config
         key_heads = math.lcm(c.n_kv_head, device.context_ranks)
         elements_of_token = 2 * (c.n_head + key_heads) * c.head_dim
-        passes = 3 if model.blocks[0].is_recomputed else 2
-        tokens = rows * c.sequence_len // device.context_ranks
-        layers = c.n_layer * micro_batches * passes
+        layers = c.n_layer * micro_batches * (forward_passes + 1)
         moved["context"] = layers * tokens * elements_of_token * device.dtype.itemsize
     return moved
 
@@ -262,6 +277,7 @@ class Count(memory.Method):
     micro_batches: int = 0  # of a step
     moved: dict[str, int] = field(default_factory=dict)
     model_blocks: int = 0  # of the whole model
+    has_experts: bool = False
     losses: int = 0  # bytes of losses that a micro-batch passes to the ranks which share its rows
     remarks: list[str] = field(default_factory=list)  # lines that `main` prints after its count
 
@@ -289,6 +305,7 @@ class PartLedger(Ledger):
         """Leave the model some of its blocks."""
         blocks = list(model.blocks)
         self.count.model_blocks = len(blocks)
+        self.count.has_experts = model.config.experts > 0
         if self.count.blocks is not None:
             model.blocks = nn.ModuleList(blocks[: self.count.blocks])
             for layer in range(self.count.blocks, len(blocks)):
@@ -409,12 +426,14 @@ class Plan:
         self.config = config
         self.cards = cards
         self.remarks: list[str] = []  # of the script, on what it does not count
+        self.has_experts: bool | None = None  # whether the model has some; None: nothing is counted yet
         self._passes: dict[tuple[Any, ...], tuple[Count, Count]] = {}
 
     def of(self, candidate: Candidate) -> Planned:
         config = dataclasses.replace(self.config, dry_run_devices=self.cards, **candidate.flags)
         whole = count_with(self.main, config)
         self.remarks = whole.remarks
+        self.has_experts = whole.has_experts
         few, more = self._passes_of(candidate)
         blocks = whole.model_blocks
         few_blocks = min(FEW, blocks)
@@ -486,6 +505,8 @@ def run(main: Callable[[Any], None], config: TrainFlags) -> None:
     plan = Plan(main, config, cards)
     table = []
     for row in track(rows, "counting"):
+        if plan.has_experts is False and row.flags.get("expert_parallel"):
+            continue
         try:
             one = plan.of(row)
         except UserError as error:

@@ -170,6 +170,12 @@ class Seen(plan.PartLedger):
         ("base_train", 4, ("--parallel=ddp",)),
         ("base_train", 3, ("--parallel=fsdp",)),  # rows that 3 ranks do not divide
         ("base_train", 4, ("--parallel=fsdp", "--experts=4", "--experts_per_token=2")),
+        ("base_train", 4, ("--parallel=fsdp", "--experts=4", "--experts_per_token=2", "--expert_parallel")),
+        (
+            "base_train",
+            4,
+            ("--parallel=fsdp", "--replicate=2", "--experts=4", "--expert_parallel", "--activation_checkpointing"),
+        ),
         ("chat_sft", 16, ("--parallel=fsdp", "--replicate=2")),
         ("chat_sft", 4, ("--parallel=fsdp", "--activation_checkpointing", "--dtype=float32")),
         ("chat_sft", 4, ("--parallel=fsdp", "--context_parallel=4")),  # more than key heads
@@ -193,9 +199,10 @@ def test_the_bytes_are_those_of_the_collectives(base, folder, monkeypatch, scrip
     assert Seen.bytes["all_gather"] == moved["weights"] + 2 * count.losses > 0
     sums = moved["gradients"] + moved["between groups"] + moved["sums"]
     assert Seen.bytes["reduce_scatter"] + Seen.bytes["all_reduce"] == sums
-    assert Seen.bytes["all_to_all"] == moved["muon"] + moved["context"]
+    assert Seen.bytes["all_to_all"] == moved["muon"] + moved["context"] + moved["experts"]
     assert bool(moved["between groups"]) == (config.replicate > 1)
     assert bool(moved["context"]) == (config.context_parallel > 1)
+    assert bool(moved["experts"]) == config.expert_parallel
 
 
 # ---------------------------------------------------------------------- the table and the command
@@ -278,6 +285,20 @@ def test_what_the_heads_do_not_allow_is_a_row_with_its_reason(base, folder, caps
     monkeypatch.setattr(plan, "CANDIDATES", (("ddp",), ("fsdp", "context 8")))
     call("chat_sft", "--device=cpu", "--dry_run", "--plan=8x64", f"--source={folder}", *SFT)
     assert "  fsdp + context 8  --context_parallel 8 does not divide the 4 heads" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("tokenizer")
+@pytest.mark.parametrize("experts", [0, 4])
+def test_experts_stay_where_they_are_only_if_there_are_some(base, capsys, monkeypatch, experts):  # noqa: F811
+    parts = ("fsdp", "recomputation")
+    monkeypatch.setattr(plan, "CANDIDATES", (parts, (*parts, "expert parallelism")))
+    flags = (*ROWS, "--depth=2", "--total_batch_size=256", f"--experts={experts}")
+    call("base_train", "--device=cpu", "--dry_run", "--plan=4x64", *flags)
+    table = table_of(capsys.readouterr().out)
+    names = ["fsdp + recomputation", "fsdp + recomputation + expert parallelism"]
+    assert list(table) == names[: 2 if experts else 1]
+    if experts:  # these have few tokens, which travel less than the weights of experts
+        assert float(table[names[1]][3]) <= float(table[names[0]][3])
 
 
 # ---------------------------------------------------------------------- mistakes
