@@ -57,10 +57,10 @@ def main(config: Config) -> None:
     row_tokens = model.config.sequence_len
     if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
         optimizer, _ = open_optimizer(config, start, scaling.rates(model.config, batch=1, tokens=1))
-        # With no more conversations than rows on all devices, a step is a single micro-batch.
-        fits = config.target_examples_per_step <= config.device_batch_size * device.data_ranks
+        # A conversation takes a row at most.
+        micro_batches = math.ceil(config.target_examples_per_step / (config.device_batch_size * device.data_ranks))
         start.ledger.report(
-            model, optimizer, masked_loss, config.device_batch_size, micro_batches=1 if fits else 2,
+            model, optimizer, masked_loss, config.device_batch_size, micro_batches=micro_batches,
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return

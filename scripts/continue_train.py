@@ -134,7 +134,7 @@ def main(config: Config) -> None:
     document_mask = config.document_mask == "on"
     if start.ledger is not None:  # --dry_run
         start.ledger.report(
-            model, optimizer, next_token_loss, config.device_batch_size, micro_batches=min(accumulation, 2),
+            model, optimizer, next_token_loss, config.device_batch_size, micro_batches=accumulation,
             batch_of=lambda rows: (rows.inputs, rows.targets, rows.segments if document_mask else None),
             max_grad_norm=largest_norm,
         )  # fmt: skip

@@ -70,7 +70,7 @@ def main(config: Config) -> None:
 
     if start.ledger is not None:  # --dry_run
         start.ledger.report(
-            model, optimizer, next_token_loss, config.device_batch_size, micro_batches=min(accumulation, 2),
+            model, optimizer, next_token_loss, config.device_batch_size, micro_batches=accumulation,
             batch_of=lambda rows: (rows.inputs, rows.targets, rows.segments if document_mask else None),
         )  # fmt: skip
         return

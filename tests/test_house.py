@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9609,
-    "mid_train": 10705,
-    "chat_sft": 10319,
-    "chat_dpo": 10404,
-    "chat_rl": 12132,
-    "chat_cli": 7479,
+    "base_train": 9623,
+    "mid_train": 10721,
+    "chat_sft": 10335,
+    "chat_dpo": 10420,
+    "chat_rl": 12148,
+    "chat_cli": 7487,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

@@ -11,10 +11,11 @@ The tests compare the count with the peak of the device's allocator: they agree 
 (tests/simnpu/test_adapters.py).
 
 With `--dry_run_devices N` one process counts for N devices: it is rank 0 of N, whose part is the largest, in a process
-group in which nothing travels.
+group in which nothing travels. `--plan` counts several layouts so (plan.py).
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +35,7 @@ from nanochat.device import Device
 from nanochat.log import print0
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
-from nanochat.sharding import local
+from nanochat.sharding import is_dtensor, local
 from nanochat.train import LossFunction, train_step
 
 BLOCK = 512  # bytes
@@ -54,23 +55,41 @@ def pretend(device: Device, ranks: int) -> Device:
     if dist.is_initialized():  # from an earlier count of this process
         dist.destroy_process_group()
     dist.init_process_group(PRETENDED, store=fake_pg.FakeStore(), rank=0, world_size=ranks)
-    return dataclasses.replace(device, world_size=ranks)
+    return dataclasses.replace(method.get().device(device), world_size=ranks)
 
 
 def begin(device: Device, *models: Any) -> "Ledger":
     """Place models from the meta device on the device, and count everything that follows."""
-    ledger = Ledger(device)
+    ledger = method.get().ledger(device)
     # Existing models and batches are real tensors: they enter the count when an operator reads them.
     ledger.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     ledger.modes.enter_context(ledger.resizing())
     ledger.modes.enter_context(ledger)
     for model in models:
+        ledger.prepare(model)
         model.to_empty(device=device.torch_device)
     return ledger
 
 
+class Method:
+    """How a dry run counts: this is the way of --dry_run, a plan has another one (plan.py)."""
+
+    def device(self, device: Device) -> Device:
+        """The device that is counted for."""
+        return device
+
+    def ledger(self, device: Device) -> "Ledger":
+        return Ledger(device)
+
+
+# A plan calls the scripts' own `main`, whose arguments are flags: its method comes to the code below by this variable.
+method: contextvars.ContextVar[Method] = contextvars.ContextVar("method", default=Method())  # noqa: B039
+
+
 class Ledger(TorchDispatchMode):
     """The bytes of a device's tensors in each phase of a step; from `begin` to `report` tensors have no data."""
+
+    counts_updates = True  # whether a counted step ends with the update of the weights
 
     def __init__(self, device: Device):
         super().__init__()
@@ -82,13 +101,18 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # bytes of each live storage
         self.modes = contextlib.ExitStack()
 
+    def prepare(self, model: Any) -> None:
+        """Change a model, which is on the meta device, before it is counted."""
+
     # ------------------------------------------------------------------ counting
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, Tensor) and value.device.type == self.device.kind:
-                self._count(local(value).untyped_storage())
+                # Not `local`, whose detach() takes as long as all of the counting.
+                held: Any = value._local_tensor if is_dtensor(value) else value  # pyright: ignore[reportAttributeAccessIssue]
+                self._count(held.untyped_storage())
         return result
 
     def _count(self, storage: Any) -> None:
@@ -174,9 +198,11 @@ class Ledger(TorchDispatchMode):
         max_grad_norm: float | None = None,
     ) -> None:
         """Print the counts of `count_step` for micro-batches of full rows, and leave the process group: the command
-        ends here. `batch_of` converts the rows to the loss's batch."""
+        ends here. `batch_of` converts the rows to the loss's batch. Of `micro_batches` the first two are counted: later
+        ones take no more."""
         batch = batch_of(full_rows(rows, model.config.sequence_len, self.device))
-        sizes = self.count_step(model, optimizer, [batch] * micro_batches, loss_fn, max_grad_norm=max_grad_norm)
+        counted = [batch] * min(micro_batches, 2)
+        sizes = self.count_step(model, optimizer, counted, loss_fn, max_grad_norm=max_grad_norm)
         total = self.device.total_memory()
         if total is not None:
             sizes["the device has"] = total
@@ -198,7 +224,8 @@ class _CountedOptimizer:
 
     def step(self, *inputs: Any, **options: Any) -> None:
         self.ledger.enter("update")
-        self.optimizer.step(*inputs, **options)
+        if self.ledger.counts_updates:
+            self.optimizer.step(*inputs, **options)
         self.ledger.enter("end")
 
 
