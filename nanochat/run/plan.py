@@ -26,8 +26,8 @@ elements of a parameter whose rows are filled up to a multiple of R, and b micro
                                   among R ranks) to the attention, and its result back, in p = 2 passes, 3 with
                                   recomputation; K' is lcm(K, R). And the losses: 4 R bytes of a sum, 4 t R of tokens
     experts    b (f (8 E + 2 e) + 2 e)    in each block, with expert parallelism, where fsdp leaves the experts alone: E
-                                  counts, and e = s t K C bytes of t tokens to their K experts and back, in f = 1 forward
-                                  pass, 2 with recomputation, and the backward pass
+                                  counts, and e = s t K C bytes of t tokens to their K experts, and as many back, in f
+                                  forward passes (2 with recomputation, else 1) and in the backward pass
     Muon       4 h + 4 h'         h: the elements of matrices that this rank holds rows of, or owns, whichever is more:
                                   about 1/R of all; h' has one more element a row, for the way back
 
