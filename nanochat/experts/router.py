@@ -26,8 +26,8 @@ from nanochat.gpt import GPTConfig
 # Only tokens that learn count: padding differs from one number of ranks to another. So nothing moves in RL when all
 # replies are equally good, nor in the first step of a new model, whose output projections are 0.
 # The gradient is made small, so that the norm of all gradients is what it would be without it: its sign is all that
-# matters.
-SURPLUS = 1e-7
+# matters. By a power of two, so that micro-batches and ranks add up to exactly 0 where there is no surplus.
+SURPLUS = 2.0**-30
 
 
 class Router(nn.Module):
@@ -92,5 +92,6 @@ class _CountLoads(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             learns = (grads[0] != 0).any(dim=-1)  # (N,)
             learning = _counts(chosen.masked_fill(~learns.unsqueeze(-1), -1), len(counts)).float()
-            surplus = (learning - learning.mean()) * SURPLUS
+            # In whole numbers, as the mean may be none: only then does the sum of an expert with its share give 0.
+            surplus = (len(counts) * learning - learning.sum()) * SURPLUS
         return grads[0], surplus, None, None, None

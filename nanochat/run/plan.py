@@ -4,14 +4,15 @@ For each candidate (CANDIDATES, cheapest first) the script's own `main` runs as 
 this process, as rank 0 of that many ranks that do not exist:
 
     with all blocks    the model, the optimizer and its update; no forward or backward pass
-    with 2 blocks      the forward and the backward passes of a step
-    with 6 blocks      the same
+    with 2 blocks      the forward and the backward passes of a step; with 6 blocks, if it has experts
+    with 6 blocks      the same; with 10 blocks
 
 Activations and gradients grow by the same amount with every block. So a phase of the step takes what the model and the
 optimizer take, which is counted whole, and what the passes take in addition, which is continued by a line from 2 and 6
-blocks to all blocks. The optimizer is not continued: its work is dealt out in whole matrices and in buckets of
-parameters. Candidates that differ only in the optimizer share their passes. A plan agrees with a dry run of all blocks
-within 3% (tests/run/test_plan.py).
+blocks to all blocks. The first blocks of a backward pass take more where gathered experts, the largest part of a model,
+are still in memory, so there the line begins later. The optimizer is not continued: its work is dealt out in whole
+matrices and in buckets of parameters. Candidates that differ only in the optimizer share their passes. A plan agrees
+with a dry run of all blocks within 3% (tests/run/test_plan.py).
 
 The bytes that a card passes to collectives in a step follow from the shapes of the parameters. With R ranks, n(p)
 elements of a parameter whose rows are filled up to a multiple of R, and b micro-batches a step:
@@ -70,7 +71,8 @@ from nanochat.sharding import is_sharded, local
 GB = 10**9  # bytes
 CARDS_OF_A_HOST = 8
 FEW = 2  # blocks: from two on, a block's weights are gathered while the one before it computes
-MORE = 6  # blocks: the difference is a whole period of SSSL and of value embeddings
+FEW_WITH_EXPERTS = 6
+FURTHER = 4  # blocks more, for the slope: a whole period of SSSL and of value embeddings
 PASSES = ("setup", "forward", "loss", "backward")  # the phases that are continued by a line
 
 # ---------------------------------------------------------------------- candidates
@@ -156,20 +158,34 @@ def candidates(config: TrainFlags, cards: int) -> list[Candidate]:
     for one in dataclasses.fields(config):
         if one.name in planned and getattr(config, one.name) != one.default:
             chosen[one.name] = getattr(config, one.name)
-    found = []
+    found: list[Candidate] = []
     for parts in CANDIDATES:
         flags: dict[str, Any] = {}
         for part in parts:
             flags |= {flag: hosts if value == HOSTS else value for flag, value in PARTS[part].items()}
-        is_possible = flags.get("replicate", 2) > 1 and (cards > 1 or flags["parallel"] == "ddp")
-        has_flags = all(hasattr(config, flag) for flag in flags)
-        if is_possible and has_flags and all(flags.get(flag) == value for flag, value in chosen.items()):
-            name = " + ".join(parts) if cards > 1 else " + ".join(("one card", *parts[1:]))
-            found.append(Candidate(name, flags))
+        if any(flags.get(flag, value) != value for flag, value in chosen.items()):
+            continue
+        own = {flag: value for flag, value in chosen.items() if flag not in flags}
+        flags |= own
+        is_possible = (
+            all(hasattr(config, flag) for flag in flags)
+            and ("replicate" in own or flags.get("replicate", 2) > 1)
+            and (cards > 1 or flags["parallel"] == "ddp")
+            and (flags["parallel"] == "fsdp" or not flags.get("expert_parallel"))
+            and ("context_parallel" in own or flags.get("context_parallel", 1) <= cards)
+        )
+        if is_possible and flags not in [one.flags for one in found]:
+            name = [parts[0] if cards > 1 else "one card", *parts[1:]]
+            found.append(Candidate(" + ".join((*name, *map(as_flag, own, own.values()))), flags))
     if not found:
-        set_flags = " ".join(f"--{flag} {value}" for flag, value in chosen.items())
+        set_flags = " ".join(map(as_flag, chosen, chosen.values()))
         raise UserError(f"--plan {config.plan}: no layout for {cards} cards has {set_flags}: leave them out")
     return found
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A flag as it is typed."""
+    return f"--{name}" if value is True else f"--{name} {shlex.quote(str(value))}"
 
 
 # ---------------------------------------------------------------------- bytes moved
@@ -415,7 +431,7 @@ class Planned:
     needed: float  # bytes, with what the count leaves out
     micro_batches: int  # of a step
     moved: int  # bytes a step
-    least: int  # bytes at the peak of FEW blocks
+    least: int  # bytes at the peak of the first few blocks
 
 
 class Plan:
@@ -429,6 +445,11 @@ class Plan:
         self.has_experts: bool | None = None  # whether the model has some; None: nothing is counted yet
         self._passes: dict[tuple[Any, ...], tuple[Count, Count]] = {}
 
+    @property
+    def few(self) -> int:
+        """The number of blocks from which a phase is continued."""
+        return FEW_WITH_EXPERTS if self.has_experts else FEW
+
     def of(self, candidate: Candidate) -> Planned:
         config = dataclasses.replace(self.config, dry_run_devices=self.cards, **candidate.flags)
         whole = count_with(self.main, config)
@@ -436,8 +457,8 @@ class Plan:
         self.has_experts = whole.has_experts
         few, more = self._passes_of(candidate)
         blocks = whole.model_blocks
-        few_blocks = min(FEW, blocks)
-        more_blocks = min(MORE, blocks)
+        few_blocks = min(self.few, blocks)
+        more_blocks = min(self.few + FURTHER, blocks)
         # In addition to the model and the optimizer.
         peaks = {"update": whole.peaks["update"]}
         for phase in PASSES:
@@ -459,8 +480,9 @@ class Plan:
         key = tuple(sorted(flags.items()))
         if key not in self._passes:
             config = dataclasses.replace(self.config, dry_run_devices=self.cards, **flags)
-            few = count_with(self.main, config, blocks=FEW)
-            more = few if few.model_blocks <= FEW else count_with(self.main, config, blocks=MORE)
+            few = count_with(self.main, config, blocks=self.few)
+            is_all = few.model_blocks <= self.few
+            more = few if is_all else count_with(self.main, config, blocks=self.few + FURTHER)
             self._passes[key] = (few, more)
         return self._passes[key]
 
@@ -504,20 +526,27 @@ def run(main: Callable[[Any], None], config: TrainFlags) -> None:
     print0(f"  {'':{width}}  {'a card':>8}  {'counted':>8}  {'most in':>8}  {'moved':>8}  micro-batches")
     plan = Plan(main, config, cards)
     table = []
+    errors: dict[str, UserError] = {}  # of the candidates before the first that can be counted
     for row in track(rows, "counting"):
         if plan.has_experts is False and row.flags.get("expert_parallel"):
             continue
         try:
             one = plan.of(row)
         except UserError as error:
-            if not table:
-                raise
-            print0(f"  {row.name:{width}}  {error}")
+            if table:
+                print0(f"  {row.name:{width}}  {error}")
+            else:
+                errors[row.name] = error
             continue
+        if not table:
+            for name, error in errors.items():
+                print0(f"  {name:{width}}  {error}")
         table.append(one)
         numbers = f"{one.needed / GB:8.1f}  {one.counted / GB:8.1f}  {one.phase:>8}  {one.moved / GB:8.2f}"
         numbers += f"  {one.micro_batches:13,}"
         print0(f"  {row.name:{width}}  {numbers}{'  fits' if one.needed <= size * GB else ''}")
+    if not table:
+        raise next(iter(errors.values()))
     left_out = LEFT_OUT
     print0(
         f"a card: what is counted, {left_out.gaps:.0%} for gaps of the allocator, {left_out.runtime / GB:g} GB for the "
@@ -535,8 +564,8 @@ def run(main: Callable[[Any], None], config: TrainFlags) -> None:
     shorter = "shorten --max_seq_len, lower --device_batch_size, or take more cards"
     if least.least > size * GB:
         raise UserError(
-            f"--plan {config.plan}: {FEW} layers of this model take {least.least / GB:.1f} GB a card by themselves: "
-            f"{shorter}"
+            f"--plan {config.plan}: {plan.few} layers of this model take {least.least / GB:.1f} GB a card by "
+            f"themselves: {shorter}"
         )
     if not getattr(config, "lora_rank", 1):
         shorter = f"train adapters (--lora_rank 16), {shorter}"
@@ -555,7 +584,7 @@ def command(config: TrainFlags, candidate: Candidate, cards: int) -> str:
             continue
         if one.name == "device" and value == "cpu":  # it counted in the place of the cards
             continue
-        flags.append(f"--{one.name}" if value is True else f"--{one.name} {shlex.quote(str(value))}")
+        flags.append(as_flag(one.name, value))
     module = sys.modules[type(config).__module__]
     script = module.__spec__.name if module.__spec__ else type(config).__module__
     if cards == 1:

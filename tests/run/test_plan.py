@@ -97,8 +97,10 @@ def test_the_state_of_the_optimizer_is_not_continued_by_a_line(base, tmp_path): 
     """12 matrices of a shape on 4 ranks: rank 0 owns one of 2, two of 6, and three of 12."""
     folder = folder_of(tmp_path, 12)
     main, config = run_of("chat_sft", "--plan=4x64", f"--source={folder}", *SFT, "--dry_run_devices=4")
-    few, more, whole = (plan.count_with(main, config, blocks=blocks) for blocks in (plan.FEW, plan.MORE, None))
-    line = few.base + (more.base - few.base) * (12 - plan.FEW) / (plan.MORE - plan.FEW)
+    few, more, whole = (
+        plan.count_with(main, config, blocks=blocks) for blocks in (plan.FEW, plan.FEW + plan.FURTHER, None)
+    )
+    line = few.base + (more.base - few.base) * (12 - plan.FEW) / plan.FURTHER
     assert whole.base > 1.001 * line or whole.base < 0.999 * line
 
 
@@ -130,6 +132,7 @@ QWEN3_30B_A3B = QWEN3_8B | {
         (QWEN3_32B, 32768, "--lora_rank=16", 48.6),
         (QWEN3_32B, 8192, "--learning_rate=1e-5", 79.9),
         (QWEN3_30B_A3B, 8192, "--lora_rank=16", 14.3),
+        (QWEN3_30B_A3B, 8192, "--learning_rate=1e-5", 69.4),
         (QWEN3_30B_A3B, 32768, "--lora_rank=16", 25.2),
     ],
 )
@@ -301,6 +304,24 @@ def test_experts_stay_where_they_are_only_if_there_are_some(base, capsys, monkey
         assert float(table[names[1]][3]) <= float(table[names[0]][3])
 
 
+def test_flags_of_the_user_stay(base, folder, capsys):  # noqa: F811
+    asked = ("--dry_run", f"--source={folder}", *SFT, "--context_parallel=2", "--parallel=fsdp", "--offload_optimizer")
+    _, config = run_of("chat_sft", *asked, "--plan=8x64")
+    names = [one.name for one in plan.candidates(config, 8)]
+    assert names[0] == "fsdp + --context_parallel 2 + --offload_optimizer" and len(set(names)) == len(names)
+    assert all(
+        one.flags["context_parallel"] == 2 and one.flags["offload_optimizer"] for one in plan.candidates(config, 8)
+    )
+    _, config = run_of("chat_sft", f"--source={folder}", *SFT, "--parallel=fsdp", "--replicate=4", "--plan=64x64")
+    assert {one.flags["replicate"] for one in plan.candidates(config, 64)} == {4}
+    _, config = run_of("chat_sft", f"--source={folder}", *SFT, "--plan=2x64")
+    assert {one.flags.get("context_parallel", 1) for one in plan.candidates(config, 2)} == {1, 2}
+    # Only candidates that nobody can have: the reason of the first.
+    wrong = ("--device=cpu", "--dry_run", f"--source={folder}", *SFT, "--context_parallel=3", "--plan=9x64")
+    assert "--plan 9x64" in mistake(capsys, "chat_sft", *wrong)[1]
+    assert "--context_parallel 3" in mistake(capsys, "chat_sft", *wrong[:-1], "--plan=8x64")[1]
+
+
 # ---------------------------------------------------------------------- mistakes
 
 
@@ -314,7 +335,7 @@ def test_experts_stay_where_they_are_only_if_there_are_some(base, capsys, monkey
         (("--plan=8x64",), "add --dry_run"),
         (("--plan=12x64", "--dry_run"), "whole hosts of 8, such as 8x64"),
         (("--plan=8x64", "--dry_run", "--dry_run_devices=8"), "leave --dry_run_devices out"),
-        (("--plan=8x64", "--dry_run", "--replicate=2"), "has --replicate 2: leave"),
+        (("--plan=4x64", "--dry_run", "--replicate=3"), "--replicate 3"),
         (("--plan=8x64", "--dry_run", "--source=nowhere"), "nowhere"),
         (("--plan=8x3.4", "--dry_run", "--parallel=fsdp"), "nothing fits; fsdp"),
         (("--plan=8x0.0001", "--dry_run", "--parallel=fsdp"), "2 layers of this model take"),

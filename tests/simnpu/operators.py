@@ -457,7 +457,8 @@ def npu_grouped_matmul(
     antiquant_scale: Any = None, antiquant_offset: Any = None, per_token_scale: Any = None,
     group_list: Tensor | None = None, activation_input: Any = None, activation_quant_scale: Any = None,
     activation_quant_offset: Any = None, split_item: int | None = 0, group_type: int | None = None,
-    group_list_type: int | None = 0, act_type: int | None = 0, tuning_config: Any = None, **dtypes: Any,
+    group_list_type: int | None = 0, act_type: int | None = 0, tuning_config: Any = None, output_dtype: Any = None,
+    x_dtype: Any = None, weight_dtype: Any = None, scale_dtype: Any = None, per_token_scale_dtype: Any = None,
 ) -> list[Tensor]:  # fmt: skip
     """One product for each group of rows, with one tensor each for x, weight and the result.
 
@@ -470,7 +471,9 @@ def npu_grouped_matmul(
     refuse_given(
         name, bias=bias, scale=scale, offset=offset, antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset,
         per_token_scale=per_token_scale, activation_input=activation_input, tuning_config=tuning_config,
-        activation_quant_scale=activation_quant_scale, activation_quant_offset=activation_quant_offset, **dtypes,
+        activation_quant_scale=activation_quant_scale, activation_quant_offset=activation_quant_offset,
+        output_dtype=output_dtype, x_dtype=x_dtype, weight_dtype=weight_dtype, scale_dtype=scale_dtype,
+        per_token_scale_dtype=per_token_scale_dtype,
     )  # fmt: skip
     if len(x) != 1 or len(weight) != 1 or split_item not in (2, 3) or act_type:
         refuse(name, "split_item", "only one x, one weight and one result are modelled: 2 or 3")
