@@ -146,7 +146,8 @@ class Engine:
         self.weights: WeightFormat = weights
         self.tempered_logprobs = False
         self.device = device or devices.init(str(model.device))
-        self.graphs = devices.records(self.device.kind, graphs)
+        # Tokens are dealt out to experts by operators that nobody has recorded on a card yet.
+        self.graphs = devices.records(self.device.kind, graphs) and not model.config.experts
         self._kept: list[Slots] = []  # see `slots`
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)

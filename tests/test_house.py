@@ -25,8 +25,8 @@ CLOSURES = {
     "mid_train": 10721,
     "chat_sft": 10335,
     "chat_dpo": 10420,
-    "chat_rl": 12148,
-    "chat_cli": 7487,
+    "chat_rl": 12149,
+    "chat_cli": 7488,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}
