@@ -13,7 +13,6 @@ The widest gap, from -1 to -0.70, bounds the error: at most 0.152 of the block's
 error is 9.2% of their root mean square (docs/archive.md).
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -63,12 +62,19 @@ def dequantize(codes: Tensor, factors: Tensor, shape: Sequence[int], dtype: torc
     return out.flatten()[: math.prod(shape)].view(*shape)
 
 
-@functools.cache
+_tables: dict[torch.device, Tensor] = {}
+
+
 def _pairs(device: torch.device) -> Tensor:
     """(256, 2): the two values of each byte."""
+    if device in _tables:
+        return _tables[device]
     with torch.inference_mode(False):  # the first call may be in inference mode; training must be able to use it too
         values = torch.tensor(VALUES)
-        return torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1).to(device)
+        table = torch.stack((values.repeat_interleave(16), values.repeat(16)), dim=1).to(device)
+    if type(table) is Tensor:  # not one without data, of a dry run: the process may go on
+        _tables[device] = table
+    return table
 
 
 class NF4Linear(nn.Module):

@@ -295,7 +295,8 @@ class Prompts(Conversations):
         return [role for role in super().roles_of(fields) if role != "answer" or _graded(fields) is not None]
 
     def check(self, record: Any) -> bool:
-        self.seen.replies(self.read(record).messages)
+        # Without the empty text that replaces a missing reply.
+        self.seen.replies([message for message in self.read(record).messages if message["content"] != ""])
         return False
 
     def read(self, record: Any) -> Example:

@@ -196,6 +196,8 @@ def call_of(call: Any) -> dict[str, Any]:
     arguments = parsed(fields.get("arguments") or fields.get("parameters") or {}, "the arguments of a function")
     if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
+    # Data that were once in a .parquet have the names of all arguments in each call.
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     identity = {"id": call["id"]} if call.get("id") else {}
     return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
 

@@ -454,7 +454,7 @@ def test_messages_as_json_in_any_column(tmp_path, capsys):
 
 
 def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
-    """In a .parquet each object has the names of all in its column; a null in JSON was written by somebody."""
+    """In a .parquet each object has the names of all in its column."""
     call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}
     messages = [user("Weather?"), reply("", tool_calls=[call])]
     tools = [
@@ -466,8 +466,6 @@ def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
     example = Conversations("train", str(tmp_path / "mine.parquet"), val_share=0).example(0)
     assert [tool["function"] for tool in example.tools or []] == tools
     assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-    example = Conversations("train", lines(tmp_path / "mine.jsonl", rows), val_share=0).example(0)
-    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome", "unit": None}
 
 
 def test_empty_replies_are_counted(tmp_path, capsys):
