@@ -331,7 +331,7 @@ class Adapters:
             if f"{adapter}.lora_A" in self.tensors:
                 A = self.tensors[f"{adapter}.lora_A"].float().split(self.lora.rank)
                 B = self.tensors[f"{adapter}.lora_B"].float().split(rows)
-                # Of experts, each has its matrices, and these follow each other.
+                # The matrices of experts are stacked, one pair of A and B for each expert.
                 for target_rows, its_A, its_B in zip(merged.chunk(len(A)), A, B, strict=True):
                     target_rows[start : start + rows].addmm_(its_B, its_A, alpha=self.lora.scale)
             start += rows

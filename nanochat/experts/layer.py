@@ -1,6 +1,6 @@
 """The experts of a block, in the place of its MLP.
 
-Each expert is an MLP of its own; a token passes through K of the E experts, so that a model can have many more
+Each expert is a separate MLP, and a token passes through K of the E experts, so that a model can have many more
 parameters than a token is multiplied by (source: Shazeer et al. 2017, Outrageously Large Neural Networks). No expert
 has a capacity: every token reaches all of its experts, however many tokens they have (source: Gale et al. 2022,
 MegaBlocks).
@@ -42,7 +42,7 @@ class ExpertLinear(nn.Module):
         super().__init__()
         self.experts = experts
         self.in_features = inputs
-        self.out_features = outputs  # of one expert
+        self.out_features = outputs  # rows of one expert's matrix
         self.kernels = kernels
         self.weight = nn.Parameter(torch.empty(experts * outputs, inputs))
 
@@ -56,7 +56,7 @@ def grouped_product(
 ) -> Tensor:
     """Multiply the rows of each group of x (rows, inputs) by its own matrix, of those that are stacked in the weight
     (groups x outputs, inputs) -> (rows, outputs)."""
-    if is_dtensor(weight):  # each rank has matrices of its own, and x has the rows for them (parallel/experts.py)
+    if is_dtensor(weight):  # each rank has other experts, and x has their rows (parallel/experts.py)
         weight = weight.to_local()
     grouped = getattr(kernels, "grouped_product", None)
     if grouped is not None:
@@ -98,7 +98,7 @@ class Experts(nn.Module):
         # devices sort and write only numbers of 32 bits quickly.
         pairs = chosen.flatten().float().sort(stable=True).indices  # (N K,), the pairs of token and expert by expert
         order = torch.arange(len(pairs), dtype=torch.int32, device=x.device)
-        places = torch.empty_like(order).scatter_(0, pairs, order)  # of each pair in that order
+        places = torch.empty_like(order).scatter_(0, pairs, order)  # where each pair stands in that order
         rows = _ToExperts.apply(tokens, pairs, places, chosen.size(1))  # (N K, C)
         rows = self.compute(rows, Groups(len(rows), counts))
         rows = _FromExperts.apply(rows, pairs, places).view(*chosen.shape, -1)  # (N, K, C)

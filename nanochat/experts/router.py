@@ -26,7 +26,7 @@ from nanochat.gpt import GPTConfig
 # Only tokens that learn count: padding differs from one number of ranks to another. So nothing moves in RL when all
 # replies are equally good, nor in the first step of a new model, whose output projections are 0.
 # The gradient is made small, so that the norm of all gradients is what it would be without it: its sign is all that
-# matters. By a power of two, so that micro-batches and ranks add up to exactly 0 where there is no surplus.
+# matters. The factor is a power of two, so that micro-batches and ranks add up to exactly 0 without a surplus.
 SURPLUS = 2.0**-30
 
 

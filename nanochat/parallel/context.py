@@ -63,7 +63,7 @@ class RowPart:
 
     def __init__(self, start: int, documents: Segments | None):
         self.start = start
-        self.documents = documents  # of the whole rows; None: each row is one document
+        self.documents = documents  # the documents of whole rows; None: each row is one document
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def share_rows(device: Device, layout: Any) -> SharedRows:
     """The layout, ddp or fsdp, with `device.context_ranks` neighbours that share rows. All ranks call this together."""
     R = device.context_ranks
     place: Place = layout.place
-    # Every group of ranks takes memory for its buffers (HCCL: 400 MB), so groups that exist are used again.
+    # Every group of ranks takes memory for its buffers, hundreds of MB on some devices: use a group that exists.
     group: Any = None
     if place.replicas > 1 and place.ranks == R:
         group = place.group
@@ -215,7 +215,7 @@ def to_heads(parts: Sequence[Tensor], row: RowGroup) -> tuple[Tensor, ...]:
     """All heads of this rank's tokens, (B, T/R, heads, D), for its heads of all tokens, (B, T, heads/R, D)."""
     by_rank = [x.unflatten(2, (row.ranks, -1)).permute(2, 0, 1, 3, 4) for x in parts]  # (R, B, T/R, heads/R, D)
     arrived = _all_to_all(by_rank, row)
-    # The ranks that sent them have one part of the tokens each. An NPU's attention reads contiguous tensors.
+    # The ranks that sent them have one part of the tokens each. The attention of some devices needs contiguous tensors.
     return tuple(x.transpose(0, 1).flatten(1, 2).contiguous() for x in arrived)
 
 

@@ -229,8 +229,9 @@ def bytes_moved(model: Any, optimizer: Optimizer, device: Device, rows: int, mic
                 moved["weights"] += share.parameter.element_size() * elements(share.parameter)
             else:
                 moved["gradients"] += share.parameter.nbytes
-    for rule in optimizer._rules:
-        for stack in rule.stacks if isinstance(rule, Muon) else ():
+    muons = [rule for rule in optimizer._rules if isinstance(rule, Muon)]
+    for muon in muons:
+        for stack in muon.stacks:
             columns = stack.shape[1]
             there_and_back = columns + columns + 1
             moved["muon"] += torch.float32.itemsize * _rows_that_travel(stack, ranks) * there_and_back
