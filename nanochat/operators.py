@@ -196,6 +196,11 @@ class TorchKernels:
         """Whether `pack` makes decoding in this dtype faster here."""
         return False
 
+    def for_decoding(self, config: Any) -> "tuple[TorchKernels, WeightFormat]":
+        """The kernels, and the format of the matrices, with which a GPT decodes fastest where its caller accepts
+        rounded products; otherwise these, and "auto"."""
+        return self, "auto"
+
     def pack(self, model: Any, weights: WeightFormat = "auto") -> Any:
         """Lay out a GPT's weights for decoding, in place. Only where `packs`, or to make them smaller.
 

@@ -108,7 +108,8 @@ def report_memory(
     )
     replies = math.ceil(flags.examples_per_step * flags.num_samples / start.device.world_size)
     replies = min(flags.rollout_rows, replies)
-    cache = replies * Slots.bytes_per_slot(model.config, start.device.dtype)
+    kernels, _ = model.kernels.for_decoding(model.config)
+    cache = replies * Slots.bytes_per_slot(model.config, kernels.dtype)
     print0(
         f"sampling comes on top: a cache of at most {cache / 2**20:,.1f} MiB for {replies} replies at once, and in "
         "bf16 a copy of the weights"

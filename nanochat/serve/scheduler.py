@@ -243,7 +243,7 @@ def fitting_context(engine: Engine, slots: int, num_models: int = 1) -> int:
     free = engine.device.free_memory()
     if free is None:
         return config.sequence_len
-    token = slots * Slots.bytes_per_slot(config, engine.device.dtype) / config.sequence_len
+    token = slots * Slots.bytes_per_slot(config, engine.dtype) / config.sequence_len
     fits = int(free * CACHE_SHARE / num_models / token) // CACHE_STEP * CACHE_STEP
     if fits >= config.sequence_len or not fits:
         return config.sequence_len

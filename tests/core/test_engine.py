@@ -20,11 +20,12 @@ from nanochat.cli import Interrupted, UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT
-from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.cpu import HAS_FP16, CpuKernels, HalfLinear
 
 CONTEXT = 48
 make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
 GREEDY = SamplingParams(temperature=0)
+has_fp16 = pytest.mark.skipif(not HAS_FP16, reason="this torch has no products with fp16 weights")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def test_bfloat16_weights_are_a_copy() -> None:
     assert all(abs(exact[token] - logprob) < 0.3 for token, logprob in likely.items())
 
 
-@pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no such products here")
+@has_fp16
 def test_weights_in_fp16_replace_those_of_the_model() -> None:
     """Cached as without a cache, with other weights as an engine that began with them, and no copy in fp32."""
     config = tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT)
@@ -109,6 +110,41 @@ def test_weights_in_fp16_replace_those_of_the_model() -> None:
     engine.update(models[2])
     second = engine.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True)
     assert second == other.generate(prompts, max_tokens=9, sampling=GREEDY, keep_stop=True) != first
+
+
+@has_fp16
+def test_bf16_without_amx_decodes_in_fp32_with_matrices_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nearer to the model than bf16, which is what a weight beyond fp16's range, a wide model and experts get."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    kernels = CpuKernels(torch.bfloat16)
+    config = tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT)
+    device = cpu_device(dtype=torch.bfloat16)
+
+    def logits(engine: Engine) -> torch.Tensor:
+        with torch.inference_mode():
+            return engine.model(torch.tensor([prompt_of(9)]))
+
+    exact = lively_model(config)
+    model = lively_model(config, kernels=kernels)
+    engine = Engine(model, tiny_tokenizer(), device)
+    assert engine.dtype == torch.float32 and Slots(engine, 1).cache.keys.dtype == torch.float32
+    assert any(isinstance(module, HalfLinear) for module in engine.model.modules())
+    assert not model.is_packed, "training goes on with it"
+    expected = exact(torch.tensor([prompt_of(9)]))
+    error = (logits(engine) - expected).abs().amax()
+    assert 0 < error < 2e-3 * expected.abs().amax()
+
+    with torch.no_grad():
+        model.get_parameter("blocks.1.mlp.input.weight")[3, 5] = 7e4
+    engine.update(model)
+    assert engine.dtype == torch.bfloat16 and logits(engine).isfinite().all()
+
+    assert kernels.for_decoding(config)[1] == "fp16"
+    for other in (dataclasses.replace(config, width=2048), dataclasses.replace(config, experts=4)):
+        assert kernels.for_decoding(other) == (kernels, "auto")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    amx = CpuKernels(torch.bfloat16)
+    assert amx.for_decoding(config) == (amx, "auto")
 
 
 # ---------------------------------------------------------------------- sampled: by the seed, the same in any batch
