@@ -114,6 +114,8 @@ class Device:
     name: str  # as the runtime reports it, e.g. "Ascend910B3"
     # Dense FLOP/s in `dtype`, to which MFU compares the model's; None where it is unknown.
     peak_flops: float | None
+    # Whether decoding may round a model's matrices to 16 bits where that is faster (`TorchKernels.for_decoding`).
+    may_round: bool = False
     context_ranks: int = 1  # this many neighbouring ranks share their rows: they read the same data
 
     @property
@@ -353,6 +355,10 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
 
     name = _name(kind, module, local_rank)
     use_bfloat16 = _uses_bfloat16(kind, module, dtype, name)
+    # A request for float32 is one for its precision here too. With AVX-512 the bits of a row still do not depend on the
+    # rows next to it; with AVX2 they would. With AMX products in bf16 are as fast.
+    features = _cpu_features() if kind == "cpu" and dtype != "float32" else set()
+    may_round = "avx512f" in features and "amx_bf16" not in features
     # This waits for the other processes. It is the last step, so that wrong flags are reported without a wait.
     if world_size > 1 and not dist.is_initialized():
         _join(kind, rank, local_rank, world_size)
@@ -365,6 +371,7 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         world_size=world_size,
         name=name,
         peak_flops=peak_flops(name) if use_bfloat16 else None,
+        may_round=may_round,
     )
 
 
@@ -458,10 +465,11 @@ def _uses_bfloat16(kind: str, module: ModuleType, dtype: str, name: str) -> bool
     Raises UserError: when bf16 is requested of an accelerator that lacks it.
     """
     if kind == "cpu":
-        # Without these instructions bf16 is emulated: right, but far slower than fp32. x86 lists "flags", Arm
-        # "Features".
-        flags = set(_cpu_info("flags").split() + _cpu_info("Features").split())
-        has_bfloat16 = bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
+        # Without these instructions bf16 is emulated: right, but far slower than fp32. AVX-512's instructions take
+        # AMD's processors a quarter of the time of fp32, and Intel's, where AMX is missing, twice the time.
+        features = _cpu_features()
+        has_bfloat16 = bool(features & {"amx_bf16", "bf16"})
+        has_bfloat16 |= "avx512_bf16" in features and _cpu_info("vendor_id") == "AuthenticAMD"
     elif kind == "cuda":
         has_bfloat16 = module.get_device_capability()[0] >= 8  # from the A100's generation on
     else:
@@ -469,6 +477,11 @@ def _uses_bfloat16(kind: str, module: ModuleType, dtype: str, name: str) -> bool
     if dtype == "bfloat16" and not has_bfloat16 and kind != "cpu":
         raise UserError(f"--dtype bfloat16: {name} has no bfloat16; use --dtype float32")
     return dtype == "bfloat16" or (dtype == "auto" and has_bfloat16)
+
+
+def _cpu_features() -> set[str]:
+    """The names of the processor's instruction sets. x86 lists "flags", Arm "Features"."""
+    return set(_cpu_info("flags").split() + _cpu_info("Features").split())
 
 
 def _cpu_info(field: str) -> str:

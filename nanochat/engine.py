@@ -180,7 +180,7 @@ class Engine:
         if model.embedding.weight.dtype == self.device.dtype and not packs and not is_sharded(model):
             return model.eval()
         if adapted is None and packs:
-            kernels, weights = model.kernels.for_decoding(model.config)
+            kernels, weights = model.kernels.for_decoding(model.config, self.device.may_round)
             if weights != "auto":
                 with contextlib.suppress(UserError):  # a weight that this format cannot hold
                     packed = kernels.pack(self._copy(model, kernels, kernels.dtype), weights)

@@ -196,7 +196,7 @@ class TorchKernels:
         """Whether `pack` makes decoding in this dtype faster here."""
         return False
 
-    def for_decoding(self, config: Any) -> "tuple[TorchKernels, WeightFormat]":
+    def for_decoding(self, config: Any, may_round: bool) -> "tuple[TorchKernels, WeightFormat]":
         """The kernels, and the format of the matrices, with which a GPT decodes fastest where its caller accepts
         rounded products; otherwise these, and "auto"."""
         return self, "auto"

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9623,
-    "mid_train": 10721,
-    "chat_sft": 10335,
-    "chat_dpo": 10420,
-    "chat_rl": 12149,
-    "chat_cli": 7488,
+    "base_train": 9641,
+    "mid_train": 10739,
+    "chat_sft": 10353,
+    "chat_dpo": 10438,
+    "chat_rl": 12182,
+    "chat_cli": 7521,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

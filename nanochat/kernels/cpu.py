@@ -19,7 +19,7 @@ from nanochat.operators import NO_FP16, TorchKernels, WeightFormat
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024
-# Up to this width a model of bf16 decodes with matrices in fp16 instead (`CpuKernels.for_decoding`).
+# Up to this width a model decodes with matrices in fp16 (`CpuKernels.for_decoding`).
 FP16_WIDTH = 1024
 # Whether this torch has products with matrices in fp16, which it has on x86.
 HAS_FP16 = "fbgemm" in torch.backends.quantized.supported_engines
@@ -79,15 +79,15 @@ class CpuKernels(WrittenKernels):
             return False
         return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
-    def for_decoding(self, config: Any) -> tuple[TorchKernels, WeightFormat]:
-        """In bf16 without AMX: fp32, with matrices in fp16.
+    def for_decoding(self, config: Any, may_round: bool) -> tuple[TorchKernels, WeightFormat]:
+        """fp32, with matrices in fp16.
 
-        They read as many bytes and are more precise, and a token takes 0.6 to 0.8 of the time: its many small operators
-        cast nothing, and a product begins sooner (docs/archive.md). A wide model gains little, and its tables of
-        embeddings would take twice the memory.
+        Against bf16 they read as many bytes and are more precise, and a token takes 0.6 to 0.8 of the time: its many
+        small operators cast nothing, and a product begins sooner (docs/archive.md). A wide model gains little, and its
+        tables of embeddings would take twice the memory of bf16.
         """
-        takes_16_bits = self.dtype == torch.bfloat16 and not self.has_amx and HAS_FP16 and self.packs(torch.float32)
-        if not takes_16_bits or config.width > FP16_WIDTH or config.experts:
+        has_products = HAS_FP16 and self.packs(torch.float32)
+        if not may_round or not has_products or config.width > FP16_WIDTH or config.experts:
             return self, "auto"
         return CpuKernels(torch.float32), "fp16"
 

@@ -24,7 +24,7 @@ class ServedWeights(Preparation):
         self.is_cast = is_cast
 
     def reshape(self, model: GPT, device: Device) -> None:
-        kernels, _ = model.kernels.for_decoding(model.config)
+        kernels, _ = model.kernels.for_decoding(model.config, device.may_round)
         if self.is_cast:
             model.to(kernels.dtype)
         needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())

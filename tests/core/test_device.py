@@ -120,15 +120,25 @@ def test_the_value_is_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "dtype"), [("fma avx512_bf16", "bfloat16"), ("fma avx2", "float32"), ("", "float32")]
+    ("vendor", "flags", "dtype", "may_round"),
+    [
+        ("AuthenticAMD", "fma avx512f avx512_bf16", "bfloat16", True),
+        ("GenuineIntel", "fma avx512f avx512_bf16 amx_bf16", "bfloat16", False),
+        ("GenuineIntel", "fma avx512f avx512_bf16", "float32", True),
+        ("GenuineIntel", "fma avx2", "float32", False),
+        ("", "", "float32", False),
+    ],
 )
-def test_a_cpu_computes_in_bfloat16_where_it_has_the_instructions(
-    flags: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+def test_a_cpu_computes_in_bfloat16_where_that_is_faster(
+    vendor: str, flags: str, dtype: str, may_round: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "_cpu_info", lambda field: flags if field == "flags" else "")
+    info = {"vendor_id": vendor, "flags": flags}
+    monkeypatch.setattr(devices, "_cpu_info", lambda field: info.get(field, ""))
     assert init("cpu").dtype == getattr(torch, dtype)
-    assert init("cpu", "bfloat16").dtype == torch.bfloat16  # asked for: slow, but right
+    assert init("cpu").may_round == may_round
+    assert init("cpu", "bfloat16").dtype == torch.bfloat16  # asked for: perhaps slow, but right
     assert init("cpu", "float32").dtype == torch.float32
+    assert not init("cpu", "float32").may_round
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

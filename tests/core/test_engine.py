@@ -113,12 +113,11 @@ def test_weights_in_fp16_replace_those_of_the_model() -> None:
 
 
 @has_fp16
-def test_bf16_without_amx_decodes_in_fp32_with_matrices_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nearer to the model than bf16, which is what a weight beyond fp16's range, a wide model and experts get."""
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+def test_where_matrices_may_be_rounded_they_are_in_fp16() -> None:
+    """Nearer to the model than bf16. A weight beyond fp16's range, a wide model and experts are decoded as before."""
     kernels = CpuKernels(torch.bfloat16)
     config = tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=CONTEXT)
-    device = cpu_device(dtype=torch.bfloat16)
+    device = cpu_device(dtype=torch.bfloat16, may_round=True)
 
     def logits(engine: Engine) -> torch.Tensor:
         with torch.inference_mode():
@@ -139,12 +138,10 @@ def test_bf16_without_amx_decodes_in_fp32_with_matrices_in_fp16(monkeypatch: pyt
     engine.update(model)
     assert engine.dtype == torch.bfloat16 and logits(engine).isfinite().all()
 
-    assert kernels.for_decoding(config)[1] == "fp16"
+    assert kernels.for_decoding(config, True)[1] == "fp16"
+    assert kernels.for_decoding(config, False) == (kernels, "auto")
     for other in (dataclasses.replace(config, width=2048), dataclasses.replace(config, experts=4)):
-        assert kernels.for_decoding(other) == (kernels, "auto")
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    amx = CpuKernels(torch.bfloat16)
-    assert amx.for_decoding(config) == (amx, "auto")
+        assert kernels.for_decoding(other, True) == (kernels, "auto")
 
 
 # ---------------------------------------------------------------------- sampled: by the seed, the same in any batch
