@@ -46,7 +46,8 @@ __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "se
 
 NO_ANSWER = "error"  # the answer to a call that the calculator cannot compute
 
-CACHE_STEP = 64  # attended_len is a multiple of this many tokens, so that shapes repeat
+CACHE_STEP = 64  # a cache holds a multiple of this many tokens; where launches are recorded, so does attended_len
+ATTENDED_STEP = 16  # elsewhere attended_len is a multiple of this many, whole vectors: a step reads all of them
 KEPT_DECODERS = 2  # some callers take turns, such as one of many short replies and one of a few long ones
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token
@@ -793,9 +794,10 @@ class Slots:
         kernels = self.engine.model.kernels
         if self.engine.graphs:
             tokens += 1  # a place after a prompt for what a recording writes to its slot, see `_step`
-        rounded = _round_up(tokens, CACHE_STEP)
         if self.engine.graphs or kernels.reads_whole_cache:
-            rounded = _power_of_two(rounded)
+            rounded = _power_of_two(_round_up(tokens, CACHE_STEP))
+        else:
+            rounded = _round_up(tokens, ATTENDED_STEP)
         rounded = min(rounded, self.cache.capacity)
         if not kernels.reads_whole_cache:
             return rounded
