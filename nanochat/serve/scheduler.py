@@ -23,11 +23,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
 from nanochat.log import print0
@@ -75,8 +75,7 @@ class TokenLogprob:
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The new part since the last chunk of a request."""
 
     token_ids: tuple[int, ...] = ()
@@ -170,6 +169,8 @@ class TextOut:
 
     def cut(self, text: str) -> str:
         """The visible part of further text."""
+        if not self.stop:
+            return text
         if self.stopped:
             return ""
         text = self.held + text
@@ -224,7 +225,7 @@ class _RequestRow(Row):
     def hand_out_call(self, kind: str) -> None:
         """Put the tokens of a call into the stream: as a call, or as text if it was never closed."""
         for chunk in self.open_call:
-            self.stream.put(replace(chunk, kind=kind))
+            self.stream.put(chunk._replace(kind=kind))
         self.open_call = []
 
     @property
