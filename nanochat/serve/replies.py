@@ -183,6 +183,7 @@ class _ChoicesSerializer(EventsSerializer):
     stream_object = ""
     first_message_read: int | None = None
     returns_token_ids = False
+    has_plain_text = True  # chunks of text have no calls in them
 
     def __init__(self, model: LoadedModel, include_usage: bool = False):
         self.tokenizer = model.tokenizer
@@ -193,8 +194,10 @@ class _ChoicesSerializer(EventsSerializer):
             "model": model.name,
             "system_fingerprint": model.fingerprint or None,
         }
-        # An event up to its choices. A stream has an event for every token, and they differ only in their choices.
+        # An event up to its choices. A stream has an event for every token, and they differ only in their choices; most
+        # of one choice only in their text.
         self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
+        self._around_text: dict[int, list[bytes]] = {}  # by choice: what precedes and follows the text
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # for a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -239,7 +242,14 @@ class _ChoicesSerializer(EventsSerializer):
     def event(self, number: int, chunk: Chunk) -> bytes:
         if not (chunk.text or chunk.logprobs or chunk.finish_reason):  # only half a character
             return b""
-        return self.choices_event(self.chunk(number, chunk))
+        if chunk.logprobs or chunk.finish_reason or chunk.kind != "text" or not self.has_plain_text:
+            return self.choices_event(self.chunk(number, chunk))
+        if number not in self._around_text:
+            mark = uuid.uuid4().hex
+            event = self.choices_event(self.chunk(number, Chunk(text=mark)))
+            self._around_text[number] = event.split(f'"{mark}"'.encode())
+        before, after = self._around_text[number]
+        return before + encode(chunk.text).encode() + after
 
     def choices_event(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         """A server-sent event."""
@@ -312,6 +322,7 @@ class ChatSerializer(_ChoicesSerializer):
         self.calls: Calls = calls
         self._make_writer = partial(make_writer, calls, family)
         self._writers = defaultdict(self._make_writer)  # by choice
+        self.has_plain_text = self._make_writer().kind != "text"
 
     def begin(self, streams: int) -> bytes:
         delta = {"role": "assistant", "content": ""}

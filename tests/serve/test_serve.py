@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -1186,6 +1187,22 @@ def test_sigterm_ends_every_stream_with_a_final_event():
 
 
 # ---------------------------------------------------------------------- replies
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("serializer_type", [ChatSerializer, CompletionSerializer])
+def test_an_event_of_plain_text_is_written_as_every_other_one(serializer_type: Any, include_usage: bool):
+    serializer = serializer_type(loaded(FakeScheduler()), include_usage)
+    texts = ["word ", '"quoted" \\ {}\n\t', "\x00\x1f\x7f", "\u2028 \u4f60\u597d \U0001f600", "null", '",":']
+    for number, text in itertools.product((0, 1, 12), texts):
+        chunk = Chunk((65,), text)
+        event = serializer.event(number, chunk)
+        assert event == serializer.choices_event(serializer.chunk(number, chunk))
+        (choice,) = json.loads(event.removeprefix(b"data: "))["choices"]
+        assert choice["index"] == number and text in (choice.get("text"), choice.get("delta", {}).get("content"))
+    assert serializer.event(0, Chunk((65,))) == b""  # half a character
+    schema = ChatSerializer(loaded(FakeScheduler()), calls="schema")
+    assert b"content" not in schema.event(0, Chunk((65,), '{"name":"f","arguments":{"a":'))  # text that is a call
 
 
 def on_a_loop(monkeypatch: pytest.MonkeyPatch, work: Callable[[Waker, Counter[str]], Any]) -> Counter[str]:
