@@ -42,7 +42,7 @@ from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
 from nanochat.serve.ollama import OllamaBody, OllamaSerializer, ShowBody
 from nanochat.serve.page import content_policy, load_page
-from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Serializer
+from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Serializer, Waker
 from nanochat.serve.responses import ResponsesBody, ResponsesSerializer
 from nanochat.serve.schema import (
     ApiError,
@@ -88,6 +88,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.waker = Waker()
         threading.Thread(target=state.load, name="load", daemon=True).start()
         with closing_at_signals(state):
             yield
@@ -259,7 +260,7 @@ def create_app(
                 grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body, encoded, schema)
 
         # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
-        queue = ChunkQueue()
+        queue = ChunkQueue(app.state.waker)
         streams = prompts.submit(loaded, body, encoded, grammar, queue.put)
 
         # 4. Write the chunks in the route's format, as they arrive or in one piece.

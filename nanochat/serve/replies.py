@@ -17,8 +17,8 @@ import json
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,59 +34,103 @@ from nanochat.serve.state import LoadedModel
 from nanochat.serve.tools import Calls, FamilyCalls, make_writer
 
 CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
+ROUND_SECONDS = 0.005  # replies get their new tokens at most this often, which nobody sees; ends come at once
+REST = 2.0  # times the duration of a round: so long the event loop leaves Python's lock to the device's thread
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
 
 # ---------------------------------------------------------------------- from the scheduler's thread to the event loop
 
 
-class ChunkQueue:
-    """The chunks of several streams, each with the number of its stream."""
+class Waker:
+    """Tells the replies on the event loop that chunks have arrived: all of them in one round, because to wake the event
+    loop is costly. After a round it rests, so that the event loop leaves Python's lock to a device that is faster: the
+    events of the next round have several tokens each."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._filled: deque[ChunkQueue] = deque()  # queues with new chunks
+        self._is_due = False  # a round will tell them
+        self._rested = 0.0  # it begins at this time at the earliest
+
+    def wake(self, queue: "ChunkQueue", at_once: bool) -> None:
+        """Runs on any thread. Raises RuntimeError: when the event loop is closed."""
+        if self._loop.is_closed():
+            raise RuntimeError("the event loop is closed")
+        self._filled.append(queue)
+        if at_once:
+            self._loop.call_soon_threadsafe(self._tell)
+        elif not self._is_due:
+            self._is_due = True
+            self._loop.call_soon_threadsafe(self._round)
+
+    def _tell(self) -> None:
+        while self._filled:
+            self._filled.popleft().notify()
+
+    def _round(self) -> None:
+        now = time.monotonic()
+        if now < self._rested:
+            self._loop.call_later(self._rested - now, self._round)
+            return
+        self._rested = now + ROUND_SECONDS
+        self._is_due = False  # before they are told: a queue that is filled later needs another round
+        self._tell()
+        self._loop.call_soon(self._rest, now)  # after the replies that were told
+
+    def _rest(self, began: float) -> None:
+        now = time.monotonic()
+        self._rested = max(self._rested, now + REST * (now - began))
+
+
+class ChunkQueue:
+    """The chunks of several streams, each with the number of its stream."""
+
+    def __init__(self, waker: Waker) -> None:
+        self._waker = waker
         self._chunks: deque[tuple[int, Chunk]] = deque()
+        self._is_called = False  # the waker will tell
         self._arrived = asyncio.Event()
-        self._notified = False
 
     def put(self, number: int, chunk: Chunk) -> None:
-        """Runs on the scheduler's thread. Waking the event loop is costly, so it happens once per `take`."""
+        """Runs on the scheduler's thread. The end of a stream is told at once."""
         self._chunks.append((number, chunk))
-        if not self._notified:
-            self._notified = True
-            self._loop.call_soon_threadsafe(self._arrived.set)
+        is_last = chunk.finish_reason is not None
+        if is_last or not self._is_called:
+            self._is_called = True
+            self._waker.wake(self, at_once=is_last)
 
-    async def take(self, seconds: float) -> dict[int, list[Chunk]]:
-        """The oldest chunks, by the number of their stream; empty when none arrives for `seconds`.
+    def notify(self) -> None:
+        if self._chunks:  # otherwise they are taken already
+            self._arrived.set()
+
+    async def take(self, seconds: float) -> list[tuple[int, Chunk]]:
+        """The oldest chunks, each with the number of its stream; empty when none arrives for `seconds`.
 
         Neighbours of one kind are merged: a slow reader gets larger chunks, not more chunks.
         """
-        if self._chunks:
+        if self._arrived.is_set():
             await asyncio.sleep(0)  # more chunks are waiting, but it is the other clients' turn
         else:
-            timer = self._loop.call_later(seconds, self._arrived.set)
+            timer = asyncio.get_running_loop().call_later(seconds, self._arrived.set)
             await self._arrived.wait()
             timer.cancel()
-        self._arrived.clear()
-        self._notified = False  # before taking the chunks: a chunk that arrives in the meantime must notify again
-        taken: dict[int, list[Chunk]] = defaultdict(list)
-        for _ in range(min(len(self._chunks), CHUNKS_AT_ONCE)):
-            number, chunk = self._chunks.popleft()
-            taken[number].append(chunk)
-        for number, chunks in taken.items():
-            if len(chunks) > 1:  # a reader that keeps up gets each token in its own event
-                taken[number] = _merged(chunks)
-        return taken
+        self._is_called = False  # before taking the chunks: a chunk that arrives in the meantime must call again
+        taken = [self._chunks.popleft() for _ in range(min(len(self._chunks), CHUNKS_AT_ONCE))]
+        if len(taken) < CHUNKS_AT_ONCE or not self._chunks:
+            self._arrived.clear()
+        return _merged(taken) if len(taken) > 1 else taken
 
 
-def _merged(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks of a stream, with neighbours of one kind merged."""
+def _merged(chunks: Sequence[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
+    """The chunks, ordered by their streams, with neighbours of one kind merged."""
     merged = []
-    for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.kind):
-        together = list(group)
+    in_order = sorted(chunks, key=lambda numbered: numbered[0])  # keeps the order within a stream
+    for (number, _), group in itertools.groupby(in_order, key=lambda numbered: (numbered[0], numbered[1].kind)):
+        together = [chunk for _, chunk in group]
         token_ids = tuple(itertools.chain.from_iterable(chunk.token_ids for chunk in together))
-        text = "".join(chunk.text for chunk in together)
+        text = "".join([chunk.text for chunk in together])
         logprobs = tuple(itertools.chain.from_iterable(chunk.logprobs for chunk in together))
-        merged.append(replace(together[-1], token_ids=token_ids, text=text, logprobs=logprobs))
+        merged.append((number, together[-1]._replace(token_ids=token_ids, text=text, logprobs=logprobs)))
     return merged
 
 
@@ -139,6 +183,7 @@ class _ChoicesSerializer(EventsSerializer):
     stream_object = ""
     first_message_read: int | None = None
     returns_token_ids = False
+    has_plain_text = True  # chunks of text have no calls in them
 
     def __init__(self, model: LoadedModel, include_usage: bool = False):
         self.tokenizer = model.tokenizer
@@ -149,8 +194,10 @@ class _ChoicesSerializer(EventsSerializer):
             "model": model.name,
             "system_fingerprint": model.fingerprint or None,
         }
-        # An event up to its choices. A stream has an event for every token, and they differ only in their choices.
+        # An event up to its choices. A stream has an event for every token, and they differ only in their choices; most
+        # of one choice only in their text.
         self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
+        self._around_text: dict[int, list[bytes]] = {}  # by choice: what precedes and follows the text
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # for a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -195,7 +242,14 @@ class _ChoicesSerializer(EventsSerializer):
     def event(self, number: int, chunk: Chunk) -> bytes:
         if not (chunk.text or chunk.logprobs or chunk.finish_reason):  # only half a character
             return b""
-        return self.choices_event(self.chunk(number, chunk))
+        if chunk.logprobs or chunk.finish_reason or chunk.kind != "text" or not self.has_plain_text:
+            return self.choices_event(self.chunk(number, chunk))
+        if number not in self._around_text:
+            mark = uuid.uuid4().hex
+            event = self.choices_event(self.chunk(number, Chunk(text=mark)))
+            self._around_text[number] = event.split(f'"{mark}"'.encode())
+        before, after = self._around_text[number]
+        return before + encode(chunk.text).encode() + after
 
     def choices_event(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         """A server-sent event."""
@@ -268,6 +322,7 @@ class ChatSerializer(_ChoicesSerializer):
         self.calls: Calls = calls
         self._make_writer = partial(make_writer, calls, family)
         self._writers = defaultdict(self._make_writer)  # by choice
+        self.has_plain_text = self._make_writer().kind != "text"
 
     def begin(self, streams: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -284,7 +339,7 @@ class ChatSerializer(_ChoicesSerializer):
             if fragments:
                 delta["tool_calls"] = fragments
             if writer.has_begun and chunk.finish_reason == "stop":
-                chunk = replace(chunk, finish_reason="tool_calls")
+                chunk = chunk._replace(finish_reason="tool_calls")
         elif chunk.text and chunk.kind == "text":
             delta["content"] = chunk.text
         elif chunk.text:
@@ -399,6 +454,10 @@ class Reply(Response):
     as_events: bool
     stall_seconds: float
     background: BackgroundTask | None = None  # Starlette's
+    running: int = field(init=False)  # streams that have not ended
+
+    def __post_init__(self) -> None:
+        self.running = len(self.streams)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def disconnect() -> None:
@@ -420,10 +479,9 @@ class Reply(Response):
             worker.result()
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async for batch in self.batches():
-            for number, chunks in batch.items():
-                for chunk in chunks:
-                    self.serializer.add(number, chunk)
+        while self.running:
+            for number, chunk in await self._take():
+                self.serializer.add(number, chunk)
         content = b"".join(self.serializer.whole(self.usage()))
         await Response(content, media_type="application/json")(scope, receive, send)
 
@@ -436,51 +494,48 @@ class Reply(Response):
             print0(f"dropped a client that read nothing for {self.stall_seconds:g} s")
             task.cancel()
 
-        headers = [(b"content-type", self.serializer.media_type.encode()), (b"x-accel-buffering", b"no")]  # for nginx
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        async for event in self.events():
-            if not event:
-                continue
-            timer = loop.call_later(self.stall_seconds, drop)  # a timeout context takes 10 us more per token
+        async def write(events: bytes, more_body: bool = True) -> None:
+            if not events and more_body:
+                return
+            timer = loop.call_later(self.stall_seconds, drop)  # a timeout context takes 10 us more
             try:
-                await send({"type": "http.response.body", "body": event, "more_body": True})  # waits for a slow client
+                # Waits for a slow client.
+                await send({"type": "http.response.body", "body": events, "more_body": more_body})
             finally:
                 timer.cancel()
-        await send({"type": "http.response.body", "body": b""})
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The events of a stream."""
-        yield self.serializer.begin(len(self.streams))
+        headers = [(b"content-type", self.serializer.media_type.encode()), (b"x-accel-buffering", b"no")]  # for nginx
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        serializer = self.serializer
+        events = serializer.begin(len(self.streams))
         try:
-            async for batch in self.batches():
-                events = b"" if batch else self.serializer.heartbeat()
-                for number, chunks in batch.items():
-                    for chunk in chunks:
-                        events += self.serializer.event(number, chunk)
-                yield events
-            yield self.serializer.end(self.usage())
+            while self.running:
+                await write(events)
+                chunks = await self._take()
+                written = [serializer.event(number, chunk) for number, chunk in chunks]
+                events = b"".join(written) if chunks else serializer.heartbeat()
+            events += serializer.end(self.usage())
         except ApiError as error:
-            yield self.serializer.fail(error)
+            events = serializer.fail(error)
+        await write(events, more_body=False)
 
-    async def batches(self) -> AsyncIterator[dict[int, list[Chunk]]]:
-        """The chunks until every stream has ended; an empty batch when none arrived for a while.
+    async def _take(self) -> list[tuple[int, Chunk]]:
+        """The next chunks, each with the number of its stream; empty when none arrived for a while.
 
         Raises ApiError: when a stream was cancelled or failed.
         """
-        running = len(self.streams)
-        while running:
-            batch = await self.queue.take(HEARTBEAT_SECONDS)
-            for chunks in batch.values():
-                last = chunks[-1]
-                if last.finish_reason == "cancelled":
-                    raise ApiError(503, "the server is closing: the reply is incomplete", code="cancelled")
-                if last.finish_reason == "error" and last.is_clients_error:
-                    raise ApiError(400, last.error, param="response_format", code="invalid_value")
-                if last.finish_reason == "error":
-                    raise ApiError(500, last.error or "the reply failed", code="generation_failed")
-                if last.finish_reason is not None:
-                    running -= 1
-            yield batch
+        chunks = await self.queue.take(HEARTBEAT_SECONDS)
+        for _, chunk in chunks:
+            if chunk.finish_reason is None:
+                continue
+            if chunk.finish_reason == "cancelled":
+                raise ApiError(503, "the server is closing: the reply is incomplete", code="cancelled")
+            if chunk.finish_reason == "error" and chunk.is_clients_error:
+                raise ApiError(400, chunk.error, param="response_format", code="invalid_value")
+            if chunk.finish_reason == "error":
+                raise ApiError(500, chunk.error or "the reply failed", code="generation_failed")
+            self.running -= 1
+        return chunks
 
     def usage(self) -> dict[str, Any]:
         return usage_of(self.streams, self.prompt_tokens)

@@ -23,11 +23,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Literal, NamedTuple, cast
 
 from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
 from nanochat.log import print0
@@ -37,6 +37,7 @@ from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
 STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most the time of this many steps
+FURTHER = 0.5  # a longer piece takes at most this share longer than the shortest one, if that is more
 CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 
@@ -75,8 +76,7 @@ class TokenLogprob:
     alternatives: tuple[tuple[int, float], ...] = ()  # (token id, logprob), most likely first
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """The new part since the last chunk of a request."""
 
     token_ids: tuple[int, ...] = ()
@@ -170,6 +170,8 @@ class TextOut:
 
     def cut(self, text: str) -> str:
         """The visible part of further text."""
+        if not self.stop:
+            return text
         if self.stopped:
             return ""
         text = self.held + text
@@ -212,6 +214,7 @@ class _RequestRow(Row):
         self.stream = stream
         self.group = group
         self.filled = 0  # tokens of the prompt in the cache
+        self.is_scored = request.echo > 0 and request.logprobs >= 0  # its prompt is read for the logprobs
         self.kind = "text"  # the kind of its last token
         self.echoed: list[TokenLogprob] = []  # logprobs of the prompt, as far as it is read
         self.held: list[tuple[TokenLogprob, str]] = []  # tokens that are not shown yet, with their text
@@ -224,7 +227,7 @@ class _RequestRow(Row):
     def hand_out_call(self, kind: str) -> None:
         """Put the tokens of a call into the stream: as a call, or as text if it was never closed."""
         for chunk in self.open_call:
-            self.stream.put(replace(chunk, kind=kind))
+            self.stream.put(chunk._replace(kind=kind))
         self.open_call = []
 
     @property
@@ -344,6 +347,8 @@ class Scheduler:
         # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
         self.prompt_token_seconds = 0.0  # per token of a prompt
+        self.piece_seconds = 0.0  # the time of the shortest piece of a prompt
+        self.further_token_seconds = 0.0  # per token of a longer one beyond that
         self.request_seconds = 0.0  # the time of a request, from `submit` to its end
         self.metrics = SchedulerMetrics()
         self.metrics.slots.set(slots)
@@ -448,7 +453,8 @@ class Scheduler:
         self._finish(cancelled, "cancelled")
 
         # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
-        #    running, a turn never does both, so it takes at most about two steps (docs/archive.md).
+        #    running, a turn never does both, so it takes about two steps at most (docs/archive.md), or a step and half
+        #    as long again as the shortest piece of a prompt.
         computed = 0
         if not (self.slots.rows and self._rows("read")):
             computed = self._read_prompts()
@@ -469,24 +475,31 @@ class Scheduler:
         if not computed:
             self.step_seconds = _mean(self.step_seconds, seconds)
         elif self.step_seconds:
-            per_token = max(0.0, seconds - self.step_seconds) / computed
-            self.prompt_token_seconds = _mean(self.prompt_token_seconds, per_token)
+            reading = max(0.0, seconds - self.step_seconds)
+            self.prompt_token_seconds = _mean(self.prompt_token_seconds, reading / computed)
+            if computed <= CHUNK_STEP:
+                self.piece_seconds = _mean(self.piece_seconds, reading)
+            elif self.piece_seconds:
+                further = max(0.0, reading - self.piece_seconds) / (computed - CHUNK_STEP)
+                self.further_token_seconds = max(1e-9, _mean(self.further_token_seconds, further))
 
     def _read_prompts(self) -> int:
         """Continue with the prompts that have a slot, then with waiting ones; returns the number of tokens computed."""
         budget = self._patience() if self.slots.rows else self.slots.prefill_chunk
         left = budget
         while left > 0:
-            row = self._next_prompt()
-            if row is None:
+            rows = self._next_prompts(left)
+            if not rows:
                 break
-            piece = row.unread[:left]
-            if piece and row.request.echo and row.request.logprobs >= 0:
-                left -= self._score(row, len(piece))
-            elif piece:
-                left -= self.slots.prefill(row.slot, [piece], row.filled)
-            row.filled += len(piece)
-            row.state = "reading" if row.unread else "read"
+            first = rows[0]
+            pieces = [row.unread[:left] for row in rows]
+            if pieces[0] and first.is_scored:
+                left -= self._score(first, len(pieces[0]))
+            elif pieces[0]:
+                left -= self.slots.prefill(first.slot, [piece for piece in pieces if piece], first.filled)
+            for row, piece in zip(rows, pieces, strict=True):
+                row.filled += len(piece)
+                row.state = "reading" if row.unread else "read"
         return budget - left
 
     def _echo_text(self, row: _RequestRow) -> None:
@@ -512,24 +525,35 @@ class Scheduler:
                 row.stream.put(Chunk(logprobs=(one,)))  # one by one: the event loop writes a few chunks at a time
         return -(-count // CHUNK_STEP) * CHUNK_STEP
 
-    def _next_prompt(self) -> _RequestRow | None:
-        """The row to read next, with a slot; None when no row waits, or no slot is free."""
+    def _next_prompts(self, most: int) -> list[_RequestRow]:
+        """The rows to read next, with a slot; none when no row waits, or no slot is free.
+
+        A forward pass over one short prompt takes nearly as long as over several. So whole prompts are read together,
+        in neighbouring slots, as long as they have at most `most` tokens, padded to the longest.
+        """
         for row in self._rows("reading"):
-            return row
-        # Clients take turns: the next client is the one whose last turn is the longest ago. Ordered only by age, the
-        # many choices of one client would keep out the clients after it.
-        row = min(self._rows("waiting"), key=lambda row: row.group.turn, default=None)
-        if row is None or not self._take_slot(row):
-            return None
-        row.group.turn = next(self._turns)
-        return row
+            return [row]
+        rows: list[_RequestRow] = []
+        while True:
+            # Clients take turns: the next client is the one whose last turn is the longest ago. Ordered only by age,
+            # the many choices of one client would keep out the clients after it.
+            row = min(self._rows("waiting"), key=lambda row: row.group.turn, default=None)
+            if row is None or not _fit([*rows, row], most) or not self._take_slot(row):
+                return rows
+            row.group.turn = next(self._turns)
+            rows.append(row)
 
     def _patience(self) -> int:
-        """Tokens of a prompt that take no longer than STALL_STEPS steps, in whole pieces of CHUNK_STEP."""
-        if not self.prompt_token_seconds:
-            return CHUNK_STEP
-        tokens = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
-        return max(CHUNK_STEP, int(min(tokens, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
+        """Tokens of prompts that others wait for, in whole pieces of CHUNK_STEP: they take no longer than STALL_STEPS
+        steps, or hardly longer than the shortest piece does."""
+        most = CHUNK_STEP
+        if self.prompt_token_seconds:
+            most = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
+        if self.further_token_seconds:
+            most = max(most, CHUNK_STEP + FURTHER * self.piece_seconds / self.further_token_seconds)
+        elif self.piece_seconds and len(self._rows("waiting")) > 1:
+            most = max(most, 2 * CHUNK_STEP)  # to learn what further tokens cost
+        return max(CHUNK_STEP, int(min(most, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
 
     def _take_slot(self, row: _RequestRow) -> bool:
         """Give a waiting request the slot after the last one in use; False if there is none."""
@@ -662,6 +686,15 @@ class Scheduler:
                 row.kind = "text"
             limit = row.request.limit if reason == "length" else ""
             row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit, is_clients))
+
+
+def _fit(rows: Sequence[_RequestRow], most: int) -> bool:
+    """Whether the prompts of these rows, the last of which has no slot yet, can be read together."""
+    *others, last = rows
+    size = -(-max(len(row.unread) for row in rows) // CHUNK_STEP) * CHUNK_STEP
+    is_copied = any(row.group is last.group and row.prompt == last.prompt for row in others)
+    are_alike = all(row.unread and not row.is_scored for row in rows)
+    return not others or (are_alike and size * len(rows) <= most and not is_copied)
 
 
 def log_place(what: str, thread: threading.Thread) -> None:

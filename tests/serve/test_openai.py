@@ -206,7 +206,7 @@ def test_a_stream_says_the_same_as_the_whole(client: Any):
     seed, whole = long_reply(client)
     chunks = list(chat(client, temperature=1, seed=seed, stream=True))
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"} and len({chunk.id for chunk in chunks}) == 1
-    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 3
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 2
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == [
@@ -707,7 +707,7 @@ def test_ollamas_chat_is_ours_in_lines_of_json(client: Any, ollama: httpx.Client
         assert answer.headers["content-type"] == "application/x-ndjson"
         lines = [json.loads(line) for line in answer.iter_lines()]
     *middle, last = lines
-    assert len(middle) > 3 and not any(line["done"] for line in middle)
+    assert len(middle) > 1 and not any(line["done"] for line in middle)
     assert "".join(line["message"]["content"] for line in lines) == text and last["message"]["content"] == ""
     assert all(line["model"] == body["model"] and line["message"]["role"] == "assistant" for line in lines)
     assert (last["done"], last["done_reason"]) == (True, ours.choices[0].finish_reason)

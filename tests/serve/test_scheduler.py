@@ -523,6 +523,73 @@ def test_a_long_prompt_keeps_the_others_waiting_for_two_steps_at_most(
     assert 1.5 < max(stalls) <= 2  # it uses what it may
 
 
+# ---------------------------------------------------------------------- prompts that are read together
+
+
+def test_prompts_that_wait_are_read_together(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One forward pass instead of one for each; the replies are those of each prompt alone."""
+    engine = make_engine()
+    scheduler = running(engine, slots=12, queue=12, prefill_chunk=64)
+    read: list[list[int]] = []
+    prefill = scheduler.slots.prefill
+
+    def recorded(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
+        read.append([len(piece) for piece in pieces])
+        return prefill(slot, pieces, filled)
+
+    monkeypatch.setattr(scheduler.slots, "prefill", recorded)
+    lengths = [9, 17, 3, 1, 12, 12, 60, 30, 2]
+    prompts = [prompt_of(length, 1 + number) for number, length in enumerate(lengths)]
+    alone = [engine.generate([prompt], max_tokens=20, sampling=GREEDY)[0][0] for prompt in prompts]
+    requests = [Request(prompt, 20, GREEDY) for prompt in prompts]
+    with scheduler.changed:  # the device's thread waits until all are there
+        streams = [scheduler.submit(request) for request in requests[:5]]
+        choices = scheduler.submit_all([requests[5]] * 3)
+        echo = scheduler.submit(replace(requests[0], logprobs=0, echo=9))
+        streams += [scheduler.submit(request) for request in requests[5:]]
+    assert [tokens_of(stream) for stream in streams] == alone
+    assert [tokens_of(stream) for stream in choices] == [alone[5]] * 3
+    assert tokens_of(echo) == alone[0]
+    assert read[0] == [8, 16, 2]  # 48 of at most 64 tokens, padded; the next prompt has nothing to read
+    # Of a request's choices one reads the prompt, and an echoed prompt is read by `Slots.score`.
+    assert sum(map(sum, read)) == sum(length - 1 for length in [*lengths, lengths[5]])
+
+
+def test_how_many_are_read_while_others_wait_is_learned(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in steps, on a clock that only the work of the model moves: a pass over one prompt takes a step, and
+    each further token a hundredth of one."""
+    clock = [0.0]
+    monkeypatch.setattr(schedulers, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
+    scheduler = running(make_engine(sequence_len=512), slots=24, queue=24, prefill_chunk=256)
+    slots = scheduler.slots
+    prefill, decode = slots.prefill, slots.decode
+    read: list[tuple[int, float]] = []  # prompts, steps
+
+    def timed(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
+        computed = prefill(slot, pieces, filled)
+        took = 1 + (computed - 16) / 100
+        clock[0] += took
+        read.append((len(pieces), took))
+        return computed
+
+    def step(**arguments: Any) -> list[NewToken]:
+        clock[0] += 1
+        return decode(**arguments)
+
+    monkeypatch.setattr(slots, "prefill", timed)
+    monkeypatch.setattr(slots, "decode", step)
+    runner = scheduler.submit(Request(prompt_of(3), 500))
+    wait_until(lambda: runner.completion_tokens > 5)
+    tokens_of(scheduler.submit(Request(prompt_of(10), 1)))  # one alone: the shortest piece
+    with scheduler.changed:
+        streams = [scheduler.submit(Request(prompt_of(10, number), 5)) for number in range(20)]
+    for stream in streams:
+        tokens_of(stream)
+    runner.cancel()
+    assert max(took for _, took in read) <= 1.5  # half as long again as one prompt
+    assert [count for count, _ in read] == [1, 1, 2, 4, 4, 4, 4, 2]  # two to learn, then 64 tokens at once
+
+
 # ---------------------------------------------------------------------- the text
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import gc
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -47,7 +48,7 @@ from nanochat.serve.connection import Connection
 from nanochat.serve.load import closed_loop
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.middleware import MAX_BODY, MAX_HEAD
-from nanochat.serve.replies import ChatSerializer, CompletionSerializer
+from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Waker
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Scheduler, Stream, TokenLogprob, fitting_context
 from nanochat.serve.schema import MAX_CONTAINERS
 from nanochat.serve.state import LoadedModel
@@ -1186,6 +1187,95 @@ def test_sigterm_ends_every_stream_with_a_final_event():
 
 
 # ---------------------------------------------------------------------- replies
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+@pytest.mark.parametrize("serializer_type", [ChatSerializer, CompletionSerializer])
+def test_an_event_of_plain_text_is_written_as_every_other_one(serializer_type: Any, include_usage: bool):
+    serializer = serializer_type(loaded(FakeScheduler()), include_usage)
+    texts = ["word ", '"quoted" \\ {}\n\t', "\x00\x1f\x7f", "\u2028 \u4f60\u597d \U0001f600", "null", '",":']
+    for number, text in itertools.product((0, 1, 12), texts):
+        chunk = Chunk((65,), text)
+        event = serializer.event(number, chunk)
+        assert event == serializer.choices_event(serializer.chunk(number, chunk))
+        (choice,) = json.loads(event.removeprefix(b"data: "))["choices"]
+        assert choice["index"] == number and text in (choice.get("text"), choice.get("delta", {}).get("content"))
+    assert serializer.event(0, Chunk((65,))) == b""  # half a character
+    schema = ChatSerializer(loaded(FakeScheduler()), calls="schema")
+    assert b"content" not in schema.event(0, Chunk((65,), '{"name":"f","arguments":{"a":'))  # text that is a call
+
+
+def on_a_loop(monkeypatch: pytest.MonkeyPatch, work: Callable[[Waker, Counter[str]], Any]) -> Counter[str]:
+    """Run with a waker; returns how often its event loop was called from other threads, by the name of what it ran."""
+    calls: Counter[str] = Counter()
+
+    async def counted() -> None:
+        loop = asyncio.get_running_loop()
+        call = loop.call_soon_threadsafe
+
+        def count(callback: Any, *arguments: Any) -> Any:
+            calls[callback.__name__] += 1
+            return call(callback, *arguments)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", count)
+        await work(Waker(), calls)
+
+    asyncio.run(counted())
+    return calls
+
+
+def test_the_tokens_of_a_step_wake_the_event_loop_once(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the number of clients; the ends of replies come at once."""
+
+    async def work(waker: Waker, calls: Counter[str]) -> None:
+        queues = [ChunkQueue(waker) for _ in range(50)]
+        taking = [asyncio.create_task(queue.take(15)) for queue in queues]
+        await asyncio.sleep(0)
+
+        def step(**settings: Any) -> None:
+            for queue in queues:
+                queue.put(0, Chunk((65,), "word ", **settings))
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()  # the event loop is blocked meanwhile, as it is by a device's thread that has Python's lock
+        assert await asyncio.gather(*taking) == [[(0, Chunk((65,), "word "))]] * 50
+        assert calls.total() == 1
+        # More steps before the loop has rested: one more call for all of them, and one event for each client.
+        taking = [asyncio.create_task(queue.take(15)) for queue in queues]
+        for _ in range(3):
+            step()
+        assert await asyncio.gather(*taking) == [[(0, Chunk((65,) * 3, "word word word "))]] * 50
+        assert calls.total() == 2
+        monkeypatch.setattr("nanochat.serve.replies.ROUND_SECONDS", 1000.0)
+        for _ in range(2):
+            taking = [asyncio.create_task(queue.take(15)) for queue in queues]
+            await asyncio.sleep(0)
+            step(finish_reason="stop")
+            await asyncio.gather(*taking)
+
+    on_a_loop(monkeypatch, work)
+
+
+def test_a_closed_event_loop_cancels_every_stream(monkeypatch: pytest.MonkeyPatch):
+    streams: list[Stream] = []
+
+    async def work(waker: Waker, calls: Counter[str]) -> None:
+        streams.extend(Stream(lambda: None, partial(ChunkQueue(waker).put, number)) for number in range(3))
+
+    on_a_loop(monkeypatch, work)
+    for stream in streams:
+        stream.put(Chunk((65,), "word "))
+    assert all(stream.cancelled for stream in streams)
+
+
+def test_only_a_silent_stream_has_heartbeats(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nanochat.serve.replies.HEARTBEAT_SECONDS", 0.2)
+    for tick, beats in ((0.05, False), (0.5, True)):
+        with client_of(make_app(FakeScheduler(tick=tick))) as ask:
+            text = ask("POST", CHAT, json={**HELLO, "stream": True, "max_tokens": 10 if not beats else 3}).text
+        assert (": waiting\n\n" in text) == beats
+        assert text.count("word") == (10 if not beats else 3) and text.endswith("data: [DONE]\n\n")
 
 
 def test_logprobs_of_a_chat_are_those_of_its_content():
