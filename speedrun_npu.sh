@@ -87,8 +87,8 @@ case $profile in
       --eval_every 100 --eval_tokens 32768 --save_every 100)
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
     # Chats teach stories as the corpus does, and more besides: most of the time is theirs (docs/archive.md).
-    mid=(--device_batch_size 8 --total_batch_size 4096 --num_iterations 500 --eval_every 250 --eval_tokens 32768
-      --save_every 125)
+    mid=(--device_batch_size 4 --total_batch_size 2048 --num_iterations 1000 --eval_every 500 --eval_tokens 32768
+      --save_every 250)
     sft=(--device_batch_size 4 --target_examples_per_step 16 --num_iterations 30 --lr_scale 0.1 --eval_every 0
       --save_every 30)
     rl=(--device_batch_size 4 --loss dr_grpo --kl 0.05 --num_iterations 60 --examples_per_step 8 --num_samples 8
