@@ -25,8 +25,8 @@ CLOSURES = {
     "mid_train": 10739,
     "chat_sft": 10353,
     "chat_dpo": 10438,
-    "chat_rl": 12182,
-    "chat_cli": 7521,
+    "chat_rl": 12184,
+    "chat_cli": 7523,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}
