@@ -114,7 +114,7 @@ class Device:
     name: str  # as the runtime reports it, e.g. "Ascend910B3"
     # Dense FLOP/s in `dtype`, to which MFU compares the model's; None where it is unknown.
     peak_flops: float | None
-    # Whether decoding may round a model's matrices to 16 bits where that is faster (`TorchKernels.for_decoding`).
+    # Whether decoding may round a model's matrices to 16 bits where that is faster (`TorchKernels.pack`).
     may_round: bool = False
     context_ranks: int = 1  # this many neighbouring ranks share their rows: they read the same data
 
@@ -356,9 +356,9 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     name = _name(kind, module, local_rank)
     use_bfloat16 = _uses_bfloat16(kind, module, dtype, name)
     # A request for float32 is one for its precision here too. With AVX-512 the bits of a row still do not depend on the
-    # rows next to it; with AVX2 they would. With AMX products in bf16 are as fast.
-    features = _cpu_features() if kind == "cpu" and dtype != "float32" else set()
-    may_round = "avx512f" in features and "amx_bf16" not in features
+    # rows next to it (docs/archive.md); with AVX2 they would.
+    is_chosen = kind == "cpu" and dtype == "auto" and not use_bfloat16
+    may_round = is_chosen and "avx512f" in _cpu_features()
     # This waits for the other processes. It is the last step, so that wrong flags are reported without a wait.
     if world_size > 1 and not dist.is_initialized():
         _join(kind, rank, local_rank, world_size)

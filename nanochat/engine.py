@@ -36,7 +36,7 @@ from nanochat.calculator import calculate, can_continue
 from nanochat.cli import Interrupted, UserError, check_ranges
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.operators import TorchKernels, WeightFormat
+from nanochat.operators import WeightFormat
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
 from nanochat.screen import bar
 from nanochat.sharding import is_sharded, whole
@@ -151,9 +151,8 @@ class Engine:
         self.graphs = devices.records(self.device.kind, graphs) and not model.config.experts
         self._kept: list[Slots] = []  # see `slots`
         self.tokenizer = tokenizer
-        self.dtype = self.device.dtype  # of the cache, and of what products return; see `_snapshot`
         self.model = self._snapshot(model)
-        self.adapters = adapters(self.model, self.dtype) if adapters else None
+        self.adapters = adapters(self.model, self.device.dtype) if adapters else None
         # The marks of calculator calls. Models of other families have none: no token has the id -1.
         self.call_start = tokenizer.special_ids.get("<|python_start|>", -1)
         self.call_end = tokenizer.special_ids.get("<|python_end|>", -1)
@@ -166,44 +165,33 @@ class Engine:
 
     def _snapshot(self, model: GPT) -> GPT:
         if model.is_packed:  # by another engine
-            self.dtype = model.embedding.weight.dtype
             return model
         if self.weights != "auto":
             assert model.extension is None and not is_sharded(model), "a model in training is not packed"
             return model.kernels.pack(model, self.weights).eval()
+        # Where the snapshot would be equal to the model, the engine shares its weights: in fp32, and in a server.
+        packs = model.kernels.packs(self.device.dtype)
         # Adapters in training stay apart from their frozen base, which is in the device's dtype already. Merged in bf16
         # they would be lost where they change a weight by less than it resolves.
         adapted = model.extension
         if adapted is not None and not is_sharded(model):
             return model.eval()
-        # Where the snapshot would be equal to the model, the engine shares its weights: in fp32, and in a server.
-        packs = model.kernels.packs(self.device.dtype)
         if model.embedding.weight.dtype == self.device.dtype and not packs and not is_sharded(model):
             return model.eval()
-        if adapted is None and packs:
-            kernels, weights = model.kernels.for_decoding(model.config, self.device.may_round)
-            if weights != "auto":
-                with contextlib.suppress(UserError):  # a weight that this format cannot hold
-                    packed = kernels.pack(self._copy(model, kernels, kernels.dtype), weights)
-                    self.dtype = kernels.dtype
-                    return packed.eval()
         # Decoding a few rows is bound by reading the weights once per token, not by arithmetic: bf16 halves the bytes.
-        self.dtype = self.device.dtype
-        copied = self._copy(model, model.kernels, self.dtype)
-        # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
-        # (docs/archive.md).
-        return (model.kernels.pack(copied) if packs and adapted is None else copied).eval()
-
-    def _copy(self, model: GPT, kernels: TorchKernels, dtype: torch.dtype) -> GPT:
-        # A model on "meta" has shapes and no memory: only the copy's own dtype is ever there as a whole.
+        # A model on "meta" has shapes and no memory: no fp32 copy is ever there as a whole.
         with torch.device("meta"):
-            copied = GPT(model.config, kernels).to(dtype)
-            if model.extension is not None:
-                model.extension.add_to(copied)
+            copied = GPT(model.config, model.kernels).to(self.device.dtype)
+            if adapted is not None:
+                adapted.add_to(copied)
         copied.to_empty(device=self.device.torch_device).fill_rotary()
         # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
         _copy_weights(copied, model)
-        return copied
+        # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
+        # (docs/archive.md).
+        if packs and adapted is None:
+            copied = model.kernels.pack(copied, may_round=self.device.may_round)
+        return copied.eval()
 
     @torch.no_grad()
     def update(self, model: GPT) -> None:
@@ -437,7 +425,7 @@ class Slots:
         self.rows: list[Row] = []
         self.cache = KVCache.empty(
             config.n_layer, size, _round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim, device,
-            engine.dtype,
+            engine.device.dtype,
         )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1

@@ -196,13 +196,10 @@ class TorchKernels:
         """Whether `pack` makes decoding in this dtype faster here."""
         return False
 
-    def for_decoding(self, config: Any, may_round: bool) -> "tuple[TorchKernels, WeightFormat]":
-        """The kernels, and the format of the matrices, with which a GPT decodes fastest where its caller accepts
-        rounded products; otherwise these, and "auto"."""
-        return self, "auto"
-
-    def pack(self, model: Any, weights: WeightFormat = "auto") -> Any:
+    def pack(self, model: Any, weights: WeightFormat = "auto", may_round: bool = False) -> Any:
         """Lay out a GPT's weights for decoding, in place. Only where `packs`, or to make them smaller.
+
+        With `may_round` and "auto" matrices may be in fp16, where that is faster.
 
         Raises UserError: when products with such weights do not exist here.
         """

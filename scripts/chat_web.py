@@ -269,7 +269,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            size = sum(Slots.bytes_per_slot(one.model.config, one.dtype) for one in engines)
+            size = sum(Slots.bytes_per_slot(one.model.config, one.device.dtype) for one in engines)
             gib = config.slots * size / 2**30
             raise UserError(f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
         thread.start()

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9641,
-    "mid_train": 10739,
-    "chat_sft": 10353,
-    "chat_dpo": 10438,
-    "chat_rl": 12184,
-    "chat_cli": 7523,
+    "base_train": 9638,
+    "mid_train": 10736,
+    "chat_sft": 10350,
+    "chat_dpo": 10435,
+    "chat_rl": 12168,
+    "chat_cli": 7508,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

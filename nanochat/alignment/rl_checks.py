@@ -108,8 +108,7 @@ def report_memory(
     )
     replies = math.ceil(flags.examples_per_step * flags.num_samples / start.device.world_size)
     replies = min(flags.rollout_rows, replies)
-    kernels, _ = model.kernels.for_decoding(model.config, start.device.may_round)
-    cache = replies * Slots.bytes_per_slot(model.config, kernels.dtype)
+    cache = replies * Slots.bytes_per_slot(model.config, start.device.dtype)
     print0(
         f"sampling comes on top: a cache of at most {cache / 2**20:,.1f} MiB for {replies} replies at once, and in "
         "bf16 a copy of the weights"

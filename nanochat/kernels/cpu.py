@@ -15,12 +15,10 @@ from nanochat.cli import UserError
 from nanochat.cross_entropy import soft_cap
 from nanochat.kernels import gradients
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.operators import NO_FP16, TorchKernels, WeightFormat
+from nanochat.operators import NO_FP16, WeightFormat
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024
-# Up to this width a model decodes with matrices in fp16 (`CpuKernels.for_decoding`).
-FP16_WIDTH = 1024
 # Whether this torch has products with matrices in fp16, which it has on x86.
 HAS_FP16 = "fbgemm" in torch.backends.quantized.supported_engines
 
@@ -79,24 +77,16 @@ class CpuKernels(WrittenKernels):
             return False
         return dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
-    def for_decoding(self, config: Any, may_round: bool) -> tuple[TorchKernels, WeightFormat]:
-        """fp32, with matrices in fp16.
-
-        Against bf16 they read as many bytes and are more precise, and a token takes 0.6 to 0.8 of the time: its many
-        small operators cast nothing, and a product begins sooner (docs/archive.md). A wide model gains little, and its
-        tables of embeddings would take twice the memory of bf16.
-        """
-        has_products = HAS_FP16 and self.packs(torch.float32)
-        if not may_round or not has_products or config.width > FP16_WIDTH or config.experts:
-            return self, "auto"
-        return CpuKernels(torch.float32), "fp16"
-
-    def pack(self, model: Any, weights: WeightFormat = "auto") -> Any:
+    def pack(self, model: Any, weights: WeightFormat = "auto", may_round: bool = False) -> Any:
         packed = PackedLinear
         if weights == "fp16":
             if self.dtype != torch.float32 or not HAS_FP16:
                 raise UserError(NO_FP16)
             packed = HalfLinear
+        elif may_round and self.dtype == torch.float32 and HAS_FP16 and not model.config.experts:
+            # Half of the bytes: a token of one row takes 0.7 of the time (docs/archive.md).
+            # A rounded router would choose other experts.
+            packed = rounded_linear
         # The head first: its padding is cut off, and the loop below then skips it.
         model.head = PackedHead(packed(model.head_weight().detach()), model.config.logit_cap)
         places = []
@@ -168,6 +158,12 @@ class HalfLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight)
+
+
+def rounded_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Module:
+    """A HalfLinear, or where fp16 cannot hold the weight a PackedLinear."""
+    fits = weight.abs().amax() <= torch.finfo(torch.float16).max
+    return HalfLinear(weight, bias) if fits else PackedLinear(weight, bias)
 
 
 class SmallLinear(nn.Module):

@@ -35,7 +35,7 @@ from nanochat.serve.tools import Calls, FamilyCalls, make_writer
 
 CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
 ROUND_SECONDS = 0.005  # replies get their new tokens at most this often, which nobody sees; ends come at once
-REST = 2.0  # times the duration of a round: so long the event loop leaves Python's lock to the device's thread
+REST = 2.0  # after a round the event loop rests for this many times its duration: the device's thread has Python's lock
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
 
 # ---------------------------------------------------------------------- from the scheduler's thread to the event loop

@@ -37,7 +37,7 @@ from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
 STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most the time of this many steps
-FURTHER = 0.5  # a longer piece takes at most this share longer than the shortest one, if that is more
+FURTHER = 0.5  # or, where that allows more, at most this share longer than the shortest piece
 CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 
@@ -246,7 +246,7 @@ def fitting_context(engine: Engine, slots: int, num_models: int = 1) -> int:
     free = engine.device.free_memory()
     if free is None:
         return config.sequence_len
-    token = slots * Slots.bytes_per_slot(config, engine.dtype) / config.sequence_len
+    token = slots * Slots.bytes_per_slot(config, engine.device.dtype) / config.sequence_len
     fits = int(free * CACHE_SHARE / num_models / token) // CACHE_STEP * CACHE_STEP
     if fits >= config.sequence_len or not fits:
         return config.sequence_len

@@ -11,8 +11,7 @@ from nanochat.gpt import GPT
 
 
 class ServedWeights(Preparation):
-    """Reads the weights directly in the dtype of its products, and refuses a model that does not fit before anything is
-    read.
+    """Reads the weights directly in the device's dtype, and refuses a model that does not fit before anything is read.
 
     A model that is loaded to train is in fp32, and its engine makes a copy in bf16: 6 bytes for each parameter while
     both are there, instead of 2. A model of 7 billion parameters would need 42 GB to start where 14 are enough.
@@ -24,13 +23,12 @@ class ServedWeights(Preparation):
         self.is_cast = is_cast
 
     def reshape(self, model: GPT, device: Device) -> None:
-        kernels, _ = model.kernels.for_decoding(model.config, device.may_round)
         if self.is_cast:
-            model.to(kernels.dtype)
+            model.to(device.dtype)
         needed = sum(weight.numel() * weight.element_size() for weight in model.parameters())
         free = device.free_memory()
         if free is not None and needed > free:
-            dtype = str(kernels.dtype if self.is_cast else torch.float32).removeprefix("torch.")
+            dtype = str(device.dtype if self.is_cast else torch.float32).removeprefix("torch.")
             raise UserError(
                 f"the weights of {self.folder.name} take {needed / 2**30:,.1f} GiB in {dtype}, and the device has "
                 f"{free / 2**30:,.1f} GiB free. This server uses one device: `python -m scripts.export --to hf` writes "

@@ -1619,7 +1619,7 @@ def test_the_default_cache_fits_the_device(capsys: pytest.CaptureFixture[str]):
     shape = GPTConfig(n_layer=28, width=1024, n_head=16, n_kv_head=8, head_dim=128, sequence_len=40960)
     free = 58 * 2**30
     device = SimpleNamespace(dtype=torch.bfloat16, free_memory=lambda: free)
-    engine: Any = SimpleNamespace(model=SimpleNamespace(config=shape), device=device, dtype=torch.bfloat16)
+    engine: Any = SimpleNamespace(model=SimpleNamespace(config=shape), device=device)
     token = Slots.bytes_per_slot(shape, torch.bfloat16) // 40960
     assert 70 * 2**30 <= 16 * 40960 * token < 71 * 2**30
     tokens = fitting_context(engine, 16)
