@@ -35,6 +35,7 @@ from nanochat.serve.tools import Calls, FamilyCalls, make_writer
 
 CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
 ROUND_SECONDS = 0.005  # replies get their new tokens at most this often, which nobody sees; ends come at once
+LONGEST_REST = 0.05  # seconds: a round may have been long because the process was stopped
 REST = 2.0  # after a round the event loop rests for this many times its duration: the device's thread has Python's lock
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
 
@@ -49,8 +50,8 @@ class Waker:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._filled: deque[ChunkQueue] = deque()  # queues with new chunks
-        self._is_due = False  # a round will tell them
-        self._rested = 0.0  # it begins at this time at the earliest
+        self._is_due = False  # a round is planned, which will notify them
+        self._next_round = 0.0  # its time at the earliest
 
     def wake(self, queue: "ChunkQueue", at_once: bool) -> None:
         """Runs on any thread. Raises RuntimeError: when the event loop is closed."""
@@ -69,17 +70,17 @@ class Waker:
 
     def _round(self) -> None:
         now = time.monotonic()
-        if now < self._rested:
-            self._loop.call_later(self._rested - now, self._round)
+        if now < self._next_round:
+            self._loop.call_later(self._next_round - now, self._round)
             return
-        self._rested = now + ROUND_SECONDS
+        self._next_round = now + ROUND_SECONDS
         self._is_due = False  # before they are told: a queue that is filled later needs another round
         self._tell()
         self._loop.call_soon(self._rest, now)  # after the replies that were told
 
     def _rest(self, began: float) -> None:
         now = time.monotonic()
-        self._rested = max(self._rested, now + REST * (now - began))
+        self._next_round = max(self._next_round, now + min(REST * (now - began), LONGEST_REST))
 
 
 class ChunkQueue:
@@ -88,7 +89,7 @@ class ChunkQueue:
     def __init__(self, waker: Waker) -> None:
         self._waker = waker
         self._chunks: deque[tuple[int, Chunk]] = deque()
-        self._is_called = False  # the waker will tell
+        self._is_called = False  # the waker knows of the new chunks
         self._arrived = asyncio.Event()
 
     def put(self, number: int, chunk: Chunk) -> None:

@@ -37,7 +37,7 @@ from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
 STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most the time of this many steps
-FURTHER = 0.5  # or, where that allows more, at most this share longer than the shortest piece
+FURTHER = 0.5  # or, where that allows more, at most this share longer than the shortest piece does
 CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 
@@ -347,8 +347,8 @@ class Scheduler:
         # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
         self.prompt_token_seconds = 0.0  # per token of a prompt
-        self.piece_seconds = 0.0  # the time of the shortest piece of a prompt
-        self.further_token_seconds = 0.0  # per token of a longer one beyond that
+        self.pass_times = _PassTimes()
+        self.last_pass = 0  # tokens of the last pass over prompts that others waited for
         self.request_seconds = 0.0  # the time of a request, from `submit` to its end
         self.metrics = SchedulerMetrics()
         self.metrics.slots.set(slots)
@@ -477,11 +477,8 @@ class Scheduler:
         elif self.step_seconds:
             reading = max(0.0, seconds - self.step_seconds)
             self.prompt_token_seconds = _mean(self.prompt_token_seconds, reading / computed)
-            if computed <= CHUNK_STEP:
-                self.piece_seconds = _mean(self.piece_seconds, reading)
-            elif self.piece_seconds:
-                further = max(0.0, reading - self.piece_seconds) / (computed - CHUNK_STEP)
-                self.further_token_seconds = max(1e-9, _mean(self.further_token_seconds, further))
+            self.pass_times.add(computed, reading)
+            self.last_pass = computed
 
     def _read_prompts(self) -> int:
         """Continue with the prompts that have a slot, then with waiting ones; returns the number of tokens computed."""
@@ -500,6 +497,8 @@ class Scheduler:
             for row, piece in zip(rows, pieces, strict=True):
                 row.filled += len(piece)
                 row.state = "reading" if row.unread else "read"
+            if self.slots.rows and left < budget:  # others wait: a second pass would take as long again
+                break
         return budget - left
 
     def _echo_text(self, row: _RequestRow) -> None:
@@ -549,10 +548,11 @@ class Scheduler:
         most = CHUNK_STEP
         if self.prompt_token_seconds:
             most = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
-        if self.further_token_seconds:
-            most = max(most, CHUNK_STEP + FURTHER * self.piece_seconds / self.further_token_seconds)
-        elif self.piece_seconds and len(self._rows("waiting")) > 1:
-            most = max(most, 2 * CHUNK_STEP)  # to learn what further tokens cost
+        further = self.pass_times.further(CHUNK_STEP, FURTHER)
+        if further is None:  # try what further tokens cost
+            further = CHUNK_STEP if self.last_pass and len(self._rows("waiting")) > 1 else 0
+        # At most twice as many as the last time: a wrong estimate then costs one turn.
+        most = max(most, min(CHUNK_STEP + further, 2 * self.last_pass))
         return max(CHUNK_STEP, int(min(most, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
 
     def _take_slot(self, row: _RequestRow) -> bool:
@@ -686,6 +686,38 @@ class Scheduler:
                 row.kind = "text"
             limit = row.request.limit if reason == "length" else ""
             row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit, is_clients))
+
+
+class _PassTimes:
+    """How the time of a pass over prompts grows with its tokens: a running fit of a line. Old passes fade, so that one
+    that was disturbed is forgotten."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0  # running means, here and below
+        self.seconds = 0.0
+        self.variance = 0.0  # of the tokens
+        self.covariance = 0.0  # of tokens and seconds
+
+    def add(self, tokens: int, seconds: float) -> None:
+        if not self.tokens:
+            self.tokens, self.seconds = tokens, seconds
+        more_tokens = tokens - self.tokens
+        more_seconds = seconds - self.seconds
+        self.tokens += SMOOTHING * more_tokens
+        self.seconds += SMOOTHING * more_seconds
+        self.variance = (1 - SMOOTHING) * (self.variance + SMOOTHING * more_tokens**2)
+        self.covariance = (1 - SMOOTHING) * (self.covariance + SMOOTHING * more_tokens * more_seconds)
+
+    def further(self, tokens: int, share: float) -> float | None:
+        """How many more tokens make a pass over `tokens` this share longer; 0: none do, because the line is disturbed;
+        None: unknown, because all recent passes were about as long."""
+        if self.variance < 1:
+            return None
+        per_token = self.covariance / self.variance
+        shortest = self.seconds + per_token * (tokens - self.tokens)
+        if per_token <= 0 or shortest <= 0:
+            return 0
+        return share * shortest / per_token
 
 
 def _fit(rows: Sequence[_RequestRow], most: int) -> bool:
