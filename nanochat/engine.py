@@ -10,8 +10,8 @@ releases rows while others run. A step:
     4. release   rows that have ended leave, and the others close the gaps
 
 A reply depends only on its prompt, its settings and its seed, not on the rows next to it. In fp32 on a CPU this is
-exact. Elsewhere, and with weights in fp16, the number of rows changes the shapes of the products, and with them their
-rounding.
+exact. Elsewhere, and with weights in fp16 under AVX2, the number of rows changes the shapes of the products, and with
+them their rounding.
 
 The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the row is forced to continue with
 `<|output_start|> 5 <|output_end|>`, and the model resumes after that.
@@ -46,8 +46,10 @@ __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "se
 
 NO_ANSWER = "error"  # the answer to a call that the calculator cannot compute
 
-CACHE_STEP = 64  # a cache holds a multiple of this many tokens; where launches are recorded, so does attended_len
-ATTENDED_STEP = 16  # elsewhere attended_len is a multiple of this many, whole vectors: a step reads all of them
+# A cache has room for a multiple of this many tokens; where launches are recorded, attended_len is a multiple too.
+CACHE_STEP = 64
+# Elsewhere attended_len is a multiple of this: whole vectors, and few keys that no row has yet.
+ATTENDED_STEP = 16
 KEPT_DECODERS = 2  # some callers take turns, such as one of many short replies and one of a few long ones
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token

@@ -25,8 +25,8 @@ CLOSURES = {
     "mid_train": 10736,
     "chat_sft": 10350,
     "chat_dpo": 10435,
-    "chat_rl": 12168,
-    "chat_cli": 7508,
+    "chat_rl": 12170,
+    "chat_cli": 7510,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}

@@ -142,8 +142,9 @@ class HalfLinear(nn.Module):
     """
 
     # A decoded token reads every weight once. Half of the bytes make its products 1.4 to 2.5 times as fast, with an
-    # error of 2.5e-4 of the largest output (docs/archive.md). One or two rows are summed in another order than the
-    # rows of a larger batch, so the bits depend on the batch size, as on an accelerator.
+    # error of 2.5e-4 of the largest output (docs/archive.md). With AVX2 one or two rows are summed in another order
+    # than the rows of a larger batch, so the bits depend on the batch size, as on an accelerator. With AVX-512 they do
+    # not.
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__()
