@@ -52,6 +52,6 @@ class DecodingFlags:
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
     # fp16: weights of half the size and faster products on an x86 CPU without bf16, rounded to 3 digits, so that a
-    # reply may take another word where two are about as likely; auto: in the dtype of the products, but fp16 on an
-    # Intel CPU with AVX-512 and without AMX if --dtype is auto as well.
+    # reply may take another word where two are about as likely; auto: in the dtype of the products, but fp16 on a
+    # CPU with AVX-512 for which --dtype auto chooses float32.
     weights: Literal["auto", "fp16"] = "auto"

@@ -357,8 +357,8 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     use_bfloat16 = _uses_bfloat16(kind, module, dtype, name)
     # A request for float32 is one for its precision here too. With AVX-512 the bits of a row still do not depend on the
     # rows next to it (docs/archive.md); with AVX2 they would.
-    is_chosen = kind == "cpu" and dtype == "auto" and not use_bfloat16
-    may_round = is_chosen and "avx512f" in _cpu_features()
+    chose_float32 = kind == "cpu" and dtype == "auto" and not use_bfloat16
+    may_round = chose_float32 and "avx512f" in _cpu_features()
     # This waits for the other processes. It is the last step, so that wrong flags are reported without a wait.
     if world_size > 1 and not dist.is_initialized():
         _join(kind, rank, local_rank, world_size)
@@ -465,8 +465,8 @@ def _uses_bfloat16(kind: str, module: ModuleType, dtype: str, name: str) -> bool
     Raises UserError: when bf16 is requested of an accelerator that lacks it.
     """
     if kind == "cpu":
-        # Without these instructions bf16 is emulated: right, but far slower than fp32. AVX-512's instructions take
-        # AMD's processors a quarter of the time of fp32, and Intel's, where AMX is missing, twice the time.
+        # Without these instructions bf16 is emulated: right, but far slower than fp32. With AVX-512, AMD's
+        # processors multiply bf16 in a quarter of the time of fp32, and Intel's without AMX in nearly twice the time.
         features = _cpu_features()
         has_bfloat16 = bool(features & {"amx_bf16", "bf16"})
         has_bfloat16 |= "avx512_bf16" in features and _cpu_info("vendor_id") == "AuthenticAMD"

@@ -42,7 +42,7 @@ from nanochat.screen import bar
 from nanochat.sharding import is_sharded, whole
 from nanochat.tokenizer import Tokenizer
 
-__all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "sample", "seed_of", "uniforms"]
+__all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "round_up", "sample", "seed_of", "uniforms"]
 
 NO_ANSWER = "error"  # the answer to a call that the calculator cannot compute
 
@@ -426,7 +426,7 @@ class Slots:
         self.prefill_chunk = prefill_chunk
         self.rows: list[Row] = []
         self.cache = KVCache.empty(
-            config.n_layer, size, _round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim, device,
+            config.n_layer, size, round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim, device,
             engine.device.dtype,
         )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
@@ -454,7 +454,7 @@ class Slots:
     @staticmethod
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
         # Twice, for keys and values; one vector of head_dim per layer, token and key head.
-        values = 2 * c.n_layer * _round_up(c.sequence_len, CACHE_STEP) * c.n_kv_head * c.head_dim
+        values = 2 * c.n_layer * round_up(c.sequence_len, CACHE_STEP) * c.n_kv_head * c.head_dim
         return values * dtype.itemsize
 
     # ---- prompts
@@ -481,7 +481,7 @@ class Slots:
         group = max(1, PREFILL_TOKENS // min(self.prefill_chunk, len(prompts[0])))
         start = 0
         while start < len(prompts):
-            sizes = [_round_up(len(prompt) - 1, CHUNK_STEP).bit_length() for prompt in prompts[start : start + group]]
+            sizes = [round_up(len(prompt) - 1, CHUNK_STEP).bit_length() for prompt in prompts[start : start + group]]
             together = prompts[start : start + sizes.count(sizes[0])]
             # A prompt's last token is not read with the rest: it is the first one decoded, and its logits predict
             # the reply's first token. A prompt of 600 tokens is read as 256 + 256 + 87.
@@ -509,7 +509,7 @@ class Slots:
         """
         # Pad to one length. A padding token's keys and values are overwritten before anything attends to them: a query
         # attends to positions up to its own, and the row's next tokens take these positions.
-        size = _round_up(max(len(piece) for piece in pieces), CHUNK_STEP)
+        size = round_up(max(len(piece) for piece in pieces), CHUNK_STEP)
         tokens = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces])
         lengths = torch.tensor([len(piece) for piece in pieces])
 
@@ -520,7 +520,7 @@ class Slots:
     def score(self, slot: int, tokens: Sequence[int], filled: int, logprobs: int) -> list[list[float]]:
         """Read all but the last of these tokens as `prefill` does; returns numbers as in `NewToken.logprobs` for each
         token after the first."""
-        size = _round_up(len(tokens) - 1, CHUNK_STEP)
+        size = round_up(len(tokens) - 1, CHUNK_STEP)
         piece = torch.tensor([[*tokens[:-1], *[0] * (size - len(tokens) + 1)]])
         hidden = self._read(slot, piece, torch.tensor([len(tokens) - 1]), filled)[0]  # (size, C)
         following = torch.zeros(size, dtype=torch.long)
@@ -785,9 +785,9 @@ class Slots:
         if self.engine.graphs:
             tokens += 1  # a place after a prompt for what a recording writes to its slot, see `_step`
         if self.engine.graphs or kernels.reads_whole_cache:
-            rounded = _power_of_two(_round_up(tokens, CACHE_STEP))
+            rounded = _power_of_two(round_up(tokens, CACHE_STEP))
         else:
-            rounded = _round_up(tokens, ATTENDED_STEP)
+            rounded = round_up(tokens, ATTENDED_STEP)
         rounded = min(rounded, self.cache.capacity)
         if not kernels.reads_whole_cache:
             return rounded
@@ -817,7 +817,7 @@ def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
     return torch.cat((logprob.gather(1, tokens[:, None]), best.values, best.indices.float()), dim=1)
 
 
-def _round_up(tokens: int, step: int) -> int:
+def round_up(tokens: int, step: int) -> int:
     return -(-tokens // step) * step  # // rounds down, and down from -tokens is up from tokens
 
 

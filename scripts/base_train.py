@@ -29,7 +29,7 @@ class Config(TextFlags):
     mlp: Frozen[Literal["relu2", "swiglu"]] = "relu2"  # squared ReLU; or SwiGLU at 2/3 the width: same parameter count
     experts: Frozen[Annotated[int, Range(0, 4096)]] = 0  # experts in each block; 0: one MLP
     experts_per_token: Frozen[Positive] = 2  # experts that a token passes through
-    expert_width: Frozen[Annotated[int, Range(0, 10**6)]] = 0  # of one; 0: a token's are as wide as the MLP
+    expert_width: Frozen[Annotated[int, Range(0, 10**6)]] = 0  # 0: a token's experts add up to the MLP's width
     shared_experts: Frozen[Annotated[int, Range(0, 64)]] = 0  # experts that every token passes through in addition
     logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap on the logits; 0: off
     # horizon and batch

@@ -527,7 +527,7 @@ def run(main: Callable[[Any], None], config: TrainFlags) -> None:
     print0(f"  {'':{width}}  {'a card':>8}  {'counted':>8}  {'most in':>8}  {'moved':>8}  micro-batches")
     plan = Plan(main, config, cards)
     table = []
-    errors: dict[str, UserError] = {}  # of the candidates before the first that can be counted
+    errors: dict[str, UserError] = {}  # the candidates that failed before one could be counted
     for row in track(rows, "counting"):
         if plan.has_experts is False and row.flags.get("expert_parallel"):
             continue

@@ -35,17 +35,21 @@ from nanochat.serve.tools import Calls, FamilyCalls, make_writer
 
 CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
 ROUND_SECONDS = 0.005  # replies get their new tokens at most this often, which nobody sees; ends come at once
-LONGEST_REST = 0.05  # seconds: a round may have been long because the process was stopped
-REST = 2.0  # after a round the event loop rests for this many times its duration: the device's thread has Python's lock
+# After a round the event loop rests for this many times its duration, and leaves Python's lock to the device's thread.
+REST_FACTOR = 2.0
+LONGEST_REST_SECONDS = 0.05  # a round may have been long because the process was stopped
 HEARTBEAT_SECONDS = 15.0  # a stream without chunks sends a comment this often, for proxies that cut silent connections
 
 # ---------------------------------------------------------------------- from the scheduler's thread to the event loop
 
 
 class Waker:
-    """Tells the replies on the event loop that chunks have arrived: all of them in one round, because to wake the event
-    loop is costly. After a round it rests, so that the event loop leaves Python's lock to a device that is faster: the
-    events of the next round have several tokens each."""
+    """Notifies the replies on the event loop that chunks have arrived.
+
+    It notifies all of them in one round, because waking the event loop is costly. After a round it rests, so that a
+    device that is faster than the event loop gets Python's lock. The events of the next round then have several tokens
+    each.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -59,12 +63,12 @@ class Waker:
             raise RuntimeError("the event loop is closed")
         self._filled.append(queue)
         if at_once:
-            self._loop.call_soon_threadsafe(self._tell)
+            self._loop.call_soon_threadsafe(self._notify_all)
         elif not self._is_due:
             self._is_due = True
             self._loop.call_soon_threadsafe(self._round)
 
-    def _tell(self) -> None:
+    def _notify_all(self) -> None:
         while self._filled:
             self._filled.popleft().notify()
 
@@ -74,13 +78,13 @@ class Waker:
             self._loop.call_later(self._next_round - now, self._round)
             return
         self._next_round = now + ROUND_SECONDS
-        self._is_due = False  # before they are told: a queue that is filled later needs another round
-        self._tell()
-        self._loop.call_soon(self._rest, now)  # after the replies that were told
+        self._is_due = False  # before notifying: a queue that is filled later needs another round
+        self._notify_all()
+        self._loop.call_soon(self._rest, now)  # after the replies that were notified
 
     def _rest(self, began: float) -> None:
         now = time.monotonic()
-        self._next_round = max(self._next_round, now + min(REST * (now - began), LONGEST_REST))
+        self._next_round = max(self._next_round, now + min(REST_FACTOR * (now - began), LONGEST_REST_SECONDS))
 
 
 class ChunkQueue:
@@ -89,15 +93,15 @@ class ChunkQueue:
     def __init__(self, waker: Waker) -> None:
         self._waker = waker
         self._chunks: deque[tuple[int, Chunk]] = deque()
-        self._is_called = False  # the waker knows of the new chunks
+        self._is_announced = False  # the waker knows of the new chunks
         self._arrived = asyncio.Event()
 
     def put(self, number: int, chunk: Chunk) -> None:
-        """Runs on the scheduler's thread. The end of a stream is told at once."""
+        """Runs on the scheduler's thread. The end of a stream is announced at once."""
         self._chunks.append((number, chunk))
         is_last = chunk.finish_reason is not None
-        if is_last or not self._is_called:
-            self._is_called = True
+        if is_last or not self._is_announced:
+            self._is_announced = True
             self._waker.wake(self, at_once=is_last)
 
     def notify(self) -> None:
@@ -115,7 +119,7 @@ class ChunkQueue:
             timer = asyncio.get_running_loop().call_later(seconds, self._arrived.set)
             await self._arrived.wait()
             timer.cancel()
-        self._is_called = False  # before taking the chunks: a chunk that arrives in the meantime must call again
+        self._is_announced = False  # before taking them: a chunk that arrives in the meantime is announced again
         taken = [self._chunks.popleft() for _ in range(min(len(self._chunks), CHUNKS_AT_ONCE))]
         if len(taken) < CHUNKS_AT_ONCE or not self._chunks:
             self._arrived.clear()
@@ -195,8 +199,8 @@ class _ChoicesSerializer(EventsSerializer):
             "model": model.name,
             "system_fingerprint": model.fingerprint or None,
         }
-        # An event up to its choices. A stream has an event for every token, and they differ only in their choices; most
-        # of one choice only in their text.
+        # An event up to its choices. A stream has an event for every token, and they differ only in their choices. Most
+        # events of one choice differ only in their text.
         self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
         self._around_text: dict[int, list[bytes]] = {}  # by choice: what precedes and follows the text
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # for a reply in one piece

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
 
-from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots
+from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots, round_up
 from nanochat.log import print0
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Grammar
@@ -37,7 +37,7 @@ from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
 STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most the time of this many steps
-FURTHER = 0.5  # or, where that allows more, at most this share longer than the shortest piece does
+LONGER = 0.5  # if that allows more, a piece takes at most this share longer than the shortest one
 CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 
@@ -522,7 +522,7 @@ class Scheduler:
                 one = _logprob(piece[1 + place], numbers, row.request.logprobs)
                 row.echoed.append(one)
                 row.stream.put(Chunk(logprobs=(one,)))  # one by one: the event loop writes a few chunks at a time
-        return -(-count // CHUNK_STEP) * CHUNK_STEP
+        return round_up(count, CHUNK_STEP)
 
     def _next_prompts(self, most: int) -> list[_RequestRow]:
         """The rows to read next, with a slot; none when no row waits, or no slot is free.
@@ -537,7 +537,7 @@ class Scheduler:
             # Clients take turns: the next client is the one whose last turn is the longest ago. Ordered only by age,
             # the many choices of one client would keep out the clients after it.
             row = min(self._rows("waiting"), key=lambda row: row.group.turn, default=None)
-            if row is None or not _fit([*rows, row], most) or not self._take_slot(row):
+            if row is None or not _fit_one_pass([*rows, row], most) or not self._take_slot(row):
                 return rows
             row.group.turn = next(self._turns)
             rows.append(row)
@@ -548,10 +548,10 @@ class Scheduler:
         most = CHUNK_STEP
         if self.prompt_token_seconds:
             most = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
-        further = self.pass_times.further(CHUNK_STEP, FURTHER)
+        further = self.pass_times.further(CHUNK_STEP, LONGER)
         if further is None:  # try what further tokens cost
             further = CHUNK_STEP if self.last_pass and len(self._rows("waiting")) > 1 else 0
-        # At most twice as many as the last time: a wrong estimate then costs one turn.
+        # At most twice as many as the last time, so that a wrong estimate costs only one turn.
         most = max(most, min(CHUNK_STEP + further, 2 * self.last_pass))
         return max(CHUNK_STEP, int(min(most, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
 
@@ -693,10 +693,11 @@ class _PassTimes:
     that was disturbed is forgotten."""
 
     def __init__(self) -> None:
-        self.tokens = 0.0  # running means, here and below
+        # Running means.
+        self.tokens = 0.0
         self.seconds = 0.0
-        self.variance = 0.0  # of the tokens
-        self.covariance = 0.0  # of tokens and seconds
+        self.token_variance = 0.0
+        self.covariance = 0.0  # between tokens and seconds
 
     def add(self, tokens: int, seconds: float) -> None:
         if not self.tokens:
@@ -705,25 +706,25 @@ class _PassTimes:
         more_seconds = seconds - self.seconds
         self.tokens += SMOOTHING * more_tokens
         self.seconds += SMOOTHING * more_seconds
-        self.variance = (1 - SMOOTHING) * (self.variance + SMOOTHING * more_tokens**2)
+        self.token_variance = (1 - SMOOTHING) * (self.token_variance + SMOOTHING * more_tokens**2)
         self.covariance = (1 - SMOOTHING) * (self.covariance + SMOOTHING * more_tokens * more_seconds)
 
     def further(self, tokens: int, share: float) -> float | None:
-        """How many more tokens make a pass over `tokens` this share longer; 0: none do, because the line is disturbed;
-        None: unknown, because all recent passes were about as long."""
-        if self.variance < 1:
+        """How many more tokens make a pass over `tokens` this share longer; 0: the line is not plausible, because a
+        pass was disturbed; None: unknown, because all recent passes had about as many tokens."""
+        if self.token_variance < 1:
             return None
-        per_token = self.covariance / self.variance
+        per_token = self.covariance / self.token_variance
         shortest = self.seconds + per_token * (tokens - self.tokens)
         if per_token <= 0 or shortest <= 0:
             return 0
         return share * shortest / per_token
 
 
-def _fit(rows: Sequence[_RequestRow], most: int) -> bool:
-    """Whether the prompts of these rows, the last of which has no slot yet, can be read together."""
+def _fit_one_pass(rows: Sequence[_RequestRow], most: int) -> bool:
+    """Whether the prompts of these rows, the last of which has no slot yet, can be read in one forward pass."""
     *others, last = rows
-    size = -(-max(len(row.unread) for row in rows) // CHUNK_STEP) * CHUNK_STEP
+    size = round_up(max(len(row.unread) for row in rows), CHUNK_STEP)
     is_copied = any(row.group is last.group and row.prompt == last.prompt for row in others)
     are_alike = all(row.unread and not row.is_scored for row in rows)
     return not others or (are_alike and size * len(rows) <= most and not is_copied)

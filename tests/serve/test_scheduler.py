@@ -527,7 +527,7 @@ def test_a_long_prompt_keeps_the_others_waiting_for_two_steps_at_most(
 
 
 def test_prompts_that_wait_are_read_together(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward pass instead of one for each; the replies are those of each prompt alone."""
+    """One forward pass reads several prompts, and each reply equals the one to its prompt alone."""
     engine = make_engine()
     scheduler = running(engine, slots=12, queue=12, prefill_chunk=64)
     read: list[list[int]] = []
@@ -551,7 +551,7 @@ def test_prompts_that_wait_are_read_together(running: Any, monkeypatch: pytest.M
     assert [tokens_of(stream) for stream in choices] == [alone[5]] * 3
     assert tokens_of(echo) == alone[0]
     assert read[0] == [8, 16, 2]  # 48 of at most 64 tokens, padded; the next prompt has nothing to read
-    # Of a request's choices one reads the prompt, and an echoed prompt is read by `Slots.score`.
+    # Only one of a request's choices reads the prompt, and `Slots.score` reads an echoed prompt.
     assert sum(map(sum, read)) == sum(length - 1 for length in [*lengths, lengths[5]])
 
 
@@ -559,8 +559,8 @@ def test_prompts_that_wait_are_read_together(running: Any, monkeypatch: pytest.M
 def test_how_many_are_read_while_others_wait_is_learned(
     disturbed: int | None, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in steps, on a clock that only the work of the model moves: a pass over one prompt takes a step, and
-    each further token a hundredth of one. A pass that was disturbed, once, is forgotten after a while."""
+    """Counted in steps, on a clock that only the model's work advances: a pass over one prompt takes a step, and each
+    further token a hundredth of one. A single disturbed pass is forgotten after a while."""
     clock = [0.0]
     monkeypatch.setattr(schedulers, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
     scheduler = running(make_engine(sequence_len=512), slots=24, queue=24, prefill_chunk=256)
