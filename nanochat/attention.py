@@ -58,6 +58,10 @@ class Segments:
         """Copy the segments to another device: `move` copies one tensor (`Device.to_device`)."""
         return Segments(move(self.numbers), self.ends, move(self.bounds))
 
+    def follows(self, tokens: int, device: torch.device) -> Tensor:
+        """(B, T): whether the token before is of the same document."""
+        return F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))  # padded by False
+
     def first_key(self, start: int) -> int:
         """The earliest token of a row that its queries from `start` on may attend to, in any of the rows."""
         # Places count through all rows. With ends of 3, 6, 10, 12 and rows of 6, query 4 of row 1 is at place 10. Three
@@ -69,6 +73,26 @@ class Segments:
             begin = self.ends[document - 1] if document else 0
             earliest = min(earliest, begin - row_start)
         return earliest
+
+
+def row_follows(tokens: int, device: torch.device) -> Tensor:
+    """`Segments.follows` of rows that are one document each: (1, T)."""
+    return torch.arange(tokens, device=device)[None] > 0
+
+
+def offset_masks(
+    tokens: int, head_dim: int, segments: Segments | None, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """For keys whose slow channels come from the token before (`TorchKernels.offset_keys`): 1 where a channel of a key
+    is its own, (D,), and 1 where it is of the token before, (B or 1, T, 1, D). At the beginning of a document neither
+    is 1 in the slow channels.
+    """
+    # The rotation turns pairs of channels i and i + D/2, the fast pairs first. So the channels in four quarters are
+    # fast, slow, fast, slow.
+    quarter = torch.arange(head_dim, device=device) // (head_dim // 4)  # computed there, so that nothing waits
+    own = (quarter % 2 == 0).to(dtype)
+    follows = row_follows(tokens, device) if segments is None else segments.follows(tokens, device)
+    return own, follows[..., None, None] * (1 - own)
 
 
 def causal_mask(
@@ -180,6 +204,10 @@ def blockwise_attention(
 #
 # So a head's keys are one matrix (S, D), which products read where it lies, and one number per head names the place of
 # a new token: row 1 writes to 16 + 2 and 24 + 2.
+#
+# A key whose slow channels are those of the token before (`GPTConfig.key_offset`) needs no other state: a token writes
+# its fast channels to its own place and its slow ones to the next, where the next token completes the key. Place 0 has
+# zeros there. A row of n tokens then has n + 1 places.
 
 
 @dataclass
@@ -197,7 +225,7 @@ class KVCache:
     position: Tensor
     # Two constants, created once instead of in every step. (B, K): 0, 1, 2, ..., the key heads, for `indices`.
     heads: Tensor
-    # (capacity,): 0, 1, 2, ..., the places of the keys, for `masks`.
+    # (places of a head,): 0, 1, 2, ..., for `masks`.
     places: Tensor
     # S: the places of a head, at most the capacity (`lay_out`).
     stride: int
@@ -208,11 +236,14 @@ class KVCache:
     # Later positions are clamped to this, and to a head's last place: a padded piece of a prompt writes its padding
     # there, a slot without a row what a recording computes for it. None: positions are never later.
     max_position: int | None = None
+    # Where the four quarters of a key go, in quarters from the beginning of its place: 0, 5, 2, 7. The second and the
+    # last are slow channels, which go to the next place. None: a key lies in one piece.
+    quarters: Tensor | None = None
 
     @classmethod
     def empty(
         cls, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int,
-        device: torch.device | str, dtype: torch.dtype,
+        device: torch.device | str, dtype: torch.dtype, key_offset: bool = False,
     ) -> "KVCache":  # fmt: skip
         shape = (layers, batch * kv_heads * capacity, head_dim)
         return cls(
@@ -223,11 +254,17 @@ class KVCache:
             places=torch.arange(capacity, device=device),
             stride=capacity,
             attended_len=capacity,
+            quarters=torch.tensor([0, 5, 2, 7], device=device) if key_offset else None,
         )
 
     @property
     def capacity(self) -> int:
         return len(self.places)
+
+    @property
+    def spare(self) -> int:
+        """Places that a row needs after its tokens."""
+        return 0 if self.quarters is None else 1
 
     def view(self, first: int, end: int) -> "KVCache":
         """The rows `first` to `end` (exclusive), in this cache's memory, until it is laid out anew."""
@@ -260,10 +297,13 @@ class KVCache:
                 tokens = self.by_head(layer)[:, :, :kept].clone()
                 layer[: B * K * stride].view(B, K, stride, -1)[:, :, :kept] = tokens
         self.stride = self.attended_len = stride
+        if self.quarters is not None and not kept:
+            self.by_head(self.keys)[..., 0, :] = 0  # no token writes the slow channels here
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copy the first `tokens` keys and values of the rows `sources` (B,) to the rows `targets` (B,); both may
         overlap."""
+        tokens += self.spare
         # Indexing gathers the right side into new memory first, so a row may be both source and target.
         for memory in (self.by_head(self.keys), self.by_head(self.values)):
             memory[:, targets, :, :tokens] = memory[:, sources, :, :tokens]
@@ -274,7 +314,7 @@ class KVCache:
         if tokens > 1:  # for one token this saves two launches
             positions = positions + torch.arange(tokens, device=self.position.device)
         if self.max_position is not None:
-            positions = positions.clamp(max=min(self.max_position, self.stride - 1))
+            positions = positions.clamp(max=min(self.max_position, self.stride - 1 - self.spare))
         return positions
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
@@ -285,17 +325,27 @@ class KVCache:
         # Layers of the same window share one mask.
         return {window: causal & (distance < window) if window else causal for window in set(windows)}
 
-    def indices(self, positions: Tensor) -> Tensor:
-        """(B, T, K): where the keys and values of tokens at `positions` (B, T) go in the memory of every layer."""
-        return torch.add(positions[:, :, None], self.heads[:, None], alpha=self.stride)  # position + head S
+    def indices(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Where the keys and the values of tokens at `positions` (B, T) go in the memory of every layer: (B, T, K)
+        each, or for keys whose quarters go to different places (B, T, K, 4)."""
+        places = torch.add(positions[:, :, None], self.heads[:, None], alpha=self.stride)  # position + head S
+        if self.quarters is None:
+            return places, places
+        return torch.add(self.quarters, places.unsqueeze(-1), alpha=4), places
 
-    def write(self, layer: int, k: Tensor, v: Tensor, indices: Tensor) -> None:
-        """Store k and v (B, T, K, D) at `indices` (B, T, K)."""
+    def write(self, layer: int, k: Tensor, v: Tensor, indices: tuple[Tensor, Tensor]) -> None:
+        """Store k and v (B, T, K, D) at their `indices`."""
         # index_put_ takes 0.04 ms; scatter_, which copies the whole cache, takes 1.3 ms (docs/archive.md). One index
         # for one axis: with indices for axes that are apart, an NPU writes on its slow AI CPU (source: CANN's
         # aclnnIndexPutImpl), 24 times a token at depth 12.
-        self.keys[layer].index_put_((indices,), k.to(self.keys.dtype))
-        self.values[layer].index_put_((indices,), v.to(self.values.dtype))
+        keys = self.keys[layer]
+        k = k.to(keys.dtype)
+        if self.quarters is not None:
+            keys = keys.view(-1, keys.size(-1) // 4)
+            k = k.unflatten(-1, (4, -1))
+        key_indices, value_indices = indices
+        keys.index_put_((key_indices,), k)
+        self.values[layer].index_put_((value_indices,), v.to(self.values.dtype))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """The first `attended_len` keys and values of a layer, (B, K, attended_len, D) each."""

@@ -426,8 +426,8 @@ class Slots:
         self.prefill_chunk = prefill_chunk
         self.rows: list[Row] = []
         self.cache = KVCache.empty(
-            config.n_layer, size, round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim, device,
-            engine.device.dtype,
+            config.n_layer, size, places_of(config, capacity), config.n_kv_head, config.head_dim, device,
+            engine.device.dtype, config.key_offset,
         )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
@@ -454,7 +454,7 @@ class Slots:
     @staticmethod
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
         # Twice, for keys and values; one vector of head_dim per layer, token and key head.
-        values = 2 * c.n_layer * round_up(c.sequence_len, CACHE_STEP) * c.n_kv_head * c.head_dim
+        values = 2 * c.n_layer * places_of(c, c.sequence_len) * c.n_kv_head * c.head_dim
         return values * dtype.itemsize
 
     # ---- prompts
@@ -785,6 +785,7 @@ class Slots:
         if self.engine.graphs:
             tokens += 1  # a place after a prompt for what a recording writes to its slot, see `_step`
         if self.engine.graphs or kernels.reads_whole_cache:
+            tokens += self.cache.spare
             rounded = _power_of_two(round_up(tokens, CACHE_STEP))
         else:
             rounded = round_up(tokens, ATTENDED_STEP)
@@ -797,9 +798,9 @@ class Slots:
 
     def shrink(self, longest: int) -> None:
         """Attend to fewer tokens from now on, where that helps. No slot in use has more than `longest`."""
-        stride = max(CACHE_STEP, _power_of_two(longest + 1))
+        stride = max(CACHE_STEP, _power_of_two(longest + 1 + self.cache.spare))
         if stride * 4 <= self.cache.stride:
-            self._lay_out(stride, kept=longest)
+            self._lay_out(stride, kept=longest + self.cache.spare)
 
     def _lay_out(self, stride: int, kept: int = 0) -> None:
         if self.engine.model.kernels.reads_whole_cache:
@@ -815,6 +816,11 @@ def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
     logprob = logits.log_softmax(dim=-1)
     best = logprob.topk(min(alternatives, logprob.size(-1)), dim=-1)
     return torch.cat((logprob.gather(1, tokens[:, None]), best.values, best.indices.float()), dim=1)
+
+
+def places_of(config: GPTConfig, tokens: int) -> int:
+    """Places of a head in a cache for rows of so many tokens."""
+    return round_up(tokens + config.key_offset, CACHE_STEP)
 
 
 def round_up(tokens: int, step: int) -> int:

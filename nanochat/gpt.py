@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanochat import device as devices
-from nanochat.attention import KVCache, Segments
+from nanochat.attention import KVCache, Segments, offset_masks
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
 from nanochat.operators import TorchKernels
 from nanochat.rotary import RopeScaling, rotary_tables
@@ -81,6 +81,11 @@ class GPTConfig:
     # token, the next head at the token before it. With such heads later layers continue what occurred earlier in the
     # text (source: Olsson et al. 2022, In-context Learning and Induction Heads); a model takes a while to learn them.
     lookback_heads: int = 0
+    # The slow half of a key's channels, those that the rotation hardly turns, is taken from the key of the token
+    # before. A query that has its own token in these channels then finds what followed the token's last occurrence, in
+    # any layer (source: modded-nanogpt, pull request 169). Without it that takes a head that looks back in an earlier
+    # layer.
+    key_offset: bool = False
     # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate:
     # 0.3 and 0.008 at depth 12 (scaling.py).
     tied_head: bool = False
@@ -120,6 +125,8 @@ class GPTConfig:
                 f"--head_dim {self.head_dim} is odd, and rotary positions turn pairs of channels: use an even number, "
                 f"such as {self.head_dim + 1}"
             )
+        if self.key_offset and self.head_dim % 4:
+            raise ValueError(f"key_offset divides channels into four quarters, and head_dim is {self.head_dim}")
         if not self.window_pattern or set(self.window_pattern) - set("SL"):
             raise ValueError(f"--window_pattern {self.window_pattern!r}: letters S (short) and L (long), e.g. SSSL")
 
@@ -166,8 +173,9 @@ class ForwardContext:
     cos: Tensor
     sin: Tensor
     segments: Segments | None = None
+    offset_masks: tuple[Tensor, Tensor] | None = None  # see `GPTConfig.key_offset`; None: with a cache, or without it
     cache: KVCache | None = None
-    indices: Tensor | None = None  # (B, T, K), where the new keys and values go in the cache
+    indices: tuple[Tensor, Tensor] | None = None  # where the new keys and values go in the cache
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window; empty: attend to the new tokens only
 
 
@@ -266,7 +274,9 @@ class Attention(nn.Module):
 
         # The new tokens attend to each other, and with a cache to the tokens before them.
         if context.cache is None:
-            y = self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
+            y = self.kernels.row_attention(
+                q, k, v, context.offset_masks, scale=self.scale, window=self.window, segments=context.segments
+            )
         else:
             # The cache receives the new keys and values first, so that a token finds itself there. Then the queries
             # attend to everything that the cache holds of their rows.
@@ -688,6 +698,8 @@ class GPT(nn.Module):
         # cos and sin of each position, with an axis that all heads share.
         cos, sin = rotary.to(dtype).unsqueeze(-2)
         context = ForwardContext(cos, sin, segments=segments, cache=cache)
+        if cache is None and self.config.key_offset:
+            context.offset_masks = offset_masks(T, self.config.head_dim, segments, cos.device, dtype)
         if cache is not None and positions is not None:
             context.indices = cache.indices(positions)
             windows = [self.config.window(layer) for layer in range(self.config.n_layer)]

@@ -124,6 +124,11 @@ class TorchKernels:
         low, high = x.chunk(2, dim=-1)
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
+    def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
+        """Keys (B, T, K, D) whose slow channels are those of the token before; the masks are of `offset_masks`."""
+        own, before = masks
+        return torch.addcmul(k * own, k.roll(1, dims=1), before)
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
     ) -> Tensor:
@@ -136,6 +141,14 @@ class TorchKernels:
         if 0 < window < q.size(1) or segments is not None:
             return blockwise_attention(q, k, v, scale=scale, window=window, segments=segments)
         return fused_attention(q, k, v, scale=scale, is_causal=True)
+
+    def row_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, offset_masks: tuple[Tensor, Tensor] | None, **options: Any
+    ) -> Tensor:
+        """`attention`, with the options of that, after `offset_keys` if there are masks for it."""
+        if offset_masks is not None:
+            k = self.offset_keys(k, offset_masks)
+        return self.attention(q, k, v, **options)
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
         """The mask in the form for `cached_attention`; called once per forward pass and window, not once per layer."""

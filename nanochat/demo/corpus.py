@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from nanochat.demo.plots import OPEN_ROLES, SLOT, lexicon, plots, pronouns_of, words_in_use
+from nanochat.demo.plots import OPEN_ROLES, SLOT, lexicon, plots, pronouns_of, story_words, words_in_use
 
 Split = Literal["train", "val"]
 T = TypeVar("T")
@@ -132,12 +132,12 @@ def made_up_name(rng: random.Random) -> str:
 
 
 def made_up_kind(rng: random.Random) -> str:
-    """A kind that nobody has heard of: syllables (tamoop), or the halves of two others (pengaroo). It is never a word
-    of the grammar."""
+    """A kind that nobody has heard of: syllables (tamoop), or the halves of two words (lantunny). It is never a word of
+    the grammar."""
     while True:
         kind = made_up_name(rng).lower()
         if rng.random() < 0.5:
-            first, second = (_choose(rng, lexicon()["kind"] + lexicon()["rare kind"]) for _ in range(2))
+            first, second = (_choose(rng, story_words()) for _ in range(2))
             kind = first[: (len(first) + 1) // 2] + second[len(second) // 2 :]
         if len(kind) > 3 and kind not in words_in_use():
             return kind

@@ -87,6 +87,16 @@ def words_in_use() -> frozenset[str]:
     return frozenset(re.findall("[a-z]+", " ".join(tables().values()).lower()))
 
 
+@cache
+def story_words() -> tuple[str, ...]:
+    """The words of three letters or more that stories are written with, without names and without those kinds that no
+    document has."""
+    sources = [table for name, table in tables().items() if name not in ("openers", "fillers", "questions")]
+    lines = [line[NAME_COLUMN:] for line in "\n".join(sources).splitlines()]  # the tables' right column
+    text = re.sub(r"\{\+?\w+\}", " ", " ".join(lines))  # without slots
+    return tuple(sorted(set(re.findall(r"\b[a-z]{3,}\b", text)) - {*lexicon()["new kind"]}))
+
+
 def gender_of(name: str) -> str | None:
     """Whose pronouns a hero or a friend has, "she" or "he"; None for a name that no table has."""
     for pronoun in PRONOUNS:

@@ -68,7 +68,7 @@ class Attention(nn.Module):
         if config.qk_norm == "after_rotary" and config.rotary_scaling:
             self.scale *= config.rotary_scaling["gain"] ** 2
 
-    def forward(self, x, value, cos, sin, mask, cache):
+    def forward(self, x, value, cos, sin, mask, begins, cache):
         c = self.config
         B, T, _ = x.shape
         q, k, v = (
@@ -90,6 +90,10 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, K, S, D)
+        if c.key_offset:  # of each half of the channels, the second half is that of the token before
+            earlier = k.roll(1, dims=2).masked_fill(begins, 0)
+            quarters = zip(*(part.chunk(4, dim=-1) for part in (k, earlier)), strict=True)
+            k = torch.cat([own if i % 2 == 0 else before for i, (own, before) in enumerate(quarters)], dim=-1)
         grouped = c.n_head != c.n_kv_head
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
         return self.output(y.transpose(1, 2).reshape(B, T, -1))
@@ -187,8 +191,8 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config, config.width)
         self.mlp = Experts(config) if getattr(config, "experts", 0) else MLP(config, config.mlp_width)
 
-    def forward(self, x, value, cos, sin, mask, cache):
-        x = x + self.attention(self.attention_norm(x), value, cos, sin, mask, cache)
+    def forward(self, x, value, cos, sin, mask, begins, cache):
+        x = x + self.attention(self.attention_norm(x), value, cos, sin, mask, begins, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -268,6 +272,9 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.embedding(input_ids)
         cos, sin = self._angles(position_ids, x.dtype)
         masks = self._masks(places, seen, attention_mask)
+        begins = (places == 0)[None]  # (B or 1, S), the first token of each row
+        if attention_mask is not None:
+            begins = begins | (attention_mask.roll(1, dims=1) == 0)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         first = x
@@ -277,7 +284,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             value = None
             if str(layer) in self.value_embeddings:
                 value = self.value_embeddings[str(layer)](input_ids)
-            x = block(x, value, cos, sin, masks[self._window(layer)], cache)
+            x = block(x, value, cos, sin, masks[self._window(layer)], begins[:, None, :, None], cache)
         x = self.norm(x)
         if isinstance(logits_to_keep, int) and logits_to_keep:
             x = x[:, -logits_to_keep:]

@@ -325,7 +325,8 @@ def family_of(config: GPTConfig) -> str | None:
     """The family that computes this config, the most widespread one; None: none does."""
     windows = [config.window(layer) for layer in range(config.n_layer)]
     plain = config.mlp == "swiglu" and config.norm_weight and not config.logit_cap
-    additions = config.embedding_norm or config.value_embeddings or config.residual_scales or config.lookback_heads
+    additions = config.embedding_norm or config.value_embeddings or config.residual_scales
+    additions = additions or config.lookback_heads or config.key_offset
     if not plain or additions or (config.qk_norm != "none" and config.qk_scale != 1):
         return None
     if config.experts:

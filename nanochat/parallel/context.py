@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.attention import Segments
+from nanochat.attention import Segments, row_follows
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.exchange import Exchange
@@ -61,9 +61,15 @@ class RowPart:
     # It reaches attention inside the model's own arguments, so that recomputed activations find it, too. It is not a
     # dataclass: FSDP would search its fields for gradients.
 
-    def __init__(self, start: int, documents: Segments | None):
+    def __init__(self, start: int, documents: Segments | None, ranks: int):
         self.start = start
         self.documents = documents  # the documents of whole rows; None: each row is one document
+        self.ranks = ranks
+
+    def follows(self, tokens: int, device: torch.device) -> Tensor:
+        """`Segments.follows` for the whole rows of which each rank has `tokens`: attention is to whole rows."""
+        tokens *= self.ranks
+        return row_follows(tokens, device) if self.documents is None else self.documents.follows(tokens, device)
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,7 @@ def _forward(
     tokens = tokens[:, start:end].contiguous()
     if targets is not None:
         targets = targets[:, start:end].contiguous()
-    part: Any = RowPart(start, segments)
+    part: Any = RowPart(start, segments, row.ranks)
     result = forward(tokens, targets, segments=part, **options)
     parts = _Gather.apply(row, result)  # (R, ...)
     # A sum of losses, or the numbers of single tokens: (R, B, T/R, ...) -> (B, T, ...)
@@ -154,27 +160,28 @@ class SharedRowsKernels:
     def __getattr__(self, name: str) -> Any:  # everything but attention is unchanged
         return getattr(self._kernels, name)
 
-    def attention(
+    def row_attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        offset_masks: tuple[Tensor, Tensor] | None,
         *,
         scale: float,
         window: int = 0,
         segments: Segments | RowPart | None = None,
     ) -> Tensor:
         """q (B, T/R, H, D), k and v (B, T/R, K, D) -> (B, T/R, H, D), as the operator of the device computes it."""
-        attend = functools.partial(self._kernels.attention, scale=scale, window=window)
+        attend = functools.partial(self._kernels.row_attention, scale=scale, window=window)
         if not isinstance(segments, RowPart):
-            return attend(q, k, v, segments=segments)
+            return attend(q, k, v, offset_masks, segments=segments)
         # 6 query heads on 6 ranks with 2 key heads: each rank needs one key head, so each key head travels 3 times.
         K = k.size(2)
         copies = math.lcm(K, self._row.ranks) // K
         if copies > 1:
             k, v = (x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3) for x in (k, v))
         q, k, v = _Exchange.apply(self._row, to_heads, to_tokens, q, k, v)
-        y = attend(q, k, v, segments=segments.documents)  # (B, T, H/R, D)
+        y = attend(q, k, v, offset_masks, segments=segments.documents)  # (B, T, H/R, D)
         return _Exchange.apply(self._row, to_tokens, to_heads, y)[0]
 
 

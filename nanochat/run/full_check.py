@@ -335,7 +335,7 @@ def operators(kind: str, sizes: Sizes, record: Path) -> None:
     V = 151_936  # Qwen3's vocabulary
     C = 768
     listed = [
-        Operator("cache write", lambda device: write_cache(device, rows, tokens), 0.0, 4 * rows * C * 2, 3),
+        Operator("cache write", lambda device: write_cache(device, rows, tokens), 0.0, 4 * rows * C * 2, 4),
         Operator(f"top 50 of {V:,}", lambda device: top_of(device, rows, V), 0.0, 4 * rows * V, times_copy=16),
         Operator(
             f"cumulative sum of {V:,}",
@@ -446,9 +446,9 @@ def write_cache(device: Device, rows: int, capacity: int) -> Callable[[], Tensor
     """A token of each row into one layer of the cache, each row at its own position."""
     H = 6
     D = 128
-    cache = KVCache.empty(1, rows, capacity, H, D, device.torch_device, torch.bfloat16)
+    cache = KVCache.empty(1, rows, capacity, H, D, device.torch_device, torch.bfloat16, key_offset=True)
     k = device.to_device(draw(rows, 1, H, D).bfloat16())
-    positions = device.to_device(torch.arange(rows)[:, None] * 7 % capacity)
+    positions = device.to_device(torch.arange(rows)[:, None] * 7 % (capacity - 1))
 
     def work() -> Tensor:
         cache.write(0, k, k, cache.indices(positions))

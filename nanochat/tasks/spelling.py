@@ -10,7 +10,7 @@ from functools import cache
 
 from nanochat.conversation import Part, text_of
 from nanochat.demo.corpus import held_out
-from nanochat.demo.plots import NAME_COLUMN, lexicon, tables
+from nanochat.demo.plots import story_words
 from nanochat.task import Example, GeneratedTask, Split, turn
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -88,9 +88,6 @@ class LetterCount(Spelling):
 @cache
 def words(split: Split) -> tuple[str, ...]:
     """Words of three letters or more, in a fixed order without a pattern."""
-    sources = [table for name, table in tables().items() if name not in ("openers", "fillers", "questions")]
-    lines = [line[NAME_COLUMN:] for line in "\n".join(sources).splitlines()]  # the tables' right column
-    text = re.sub(r"\{\+?\w+\}", " ", " ".join(lines))  # without slots
-    found = sorted(set(re.findall(r"\b[a-z]{3,}\b", text)) - {*lexicon()["new kind"]})  # those stay new
+    found = list(story_words())
     random.Random("words").shuffle(found)
     return tuple(word for word in found if held_out("word", word) == (split == "test"))

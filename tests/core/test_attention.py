@@ -33,6 +33,13 @@ def random_qkv(B: int, T: int, H: int, K: int, D: int = 4) -> tuple[Tensor, Tens
     return torch.randn(B, T, H, D), torch.randn(B, T, K, D), torch.randn(B, T, K, D)
 
 
+def with_offset(k: Tensor) -> Tensor:
+    """Keys (B, T, K, 4) whose slow channels, the second and the last, are those of the token before; 0 for the first
+    token."""
+    before = torch.cat((torch.zeros_like(k[:, :1]), k[:, :-1]), dim=1)
+    return torch.stack((k[..., 0], before[..., 1], k[..., 2], before[..., 3]), dim=-1)
+
+
 # ---------------------------------------------------------------------- whole rows
 
 
@@ -180,6 +187,9 @@ def test_bfloat16_is_near(kernels: TorchKernels) -> None:
 # ---------------------------------------------------------------------- with a cache
 
 
+both_keys = pytest.mark.parametrize("key_offset", [False, True], ids=["own_keys", "key_offset"])
+
+
 def cached_attention(
     cache: KVCache, q: Tensor, k: Tensor, v: Tensor, window: int, layer: int = 0, scale: float = 0.7
 ) -> Tensor:
@@ -214,21 +224,24 @@ def test_decoding_in_bf16_is_right_on_every_processor(has_amx: bool) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 5])
 @pytest.mark.parametrize("chunks", [[12], [5, 1, 1, 1, 1, 1, 1, 1], [4, 4, 4], [1] * 12, [7, 5], [2, 1, 6, 3]])
-def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int) -> None:
+@both_keys
+def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int, key_offset: bool) -> None:
     q, k, v = random_qkv(2, 12, 4, 2)
-    cache = KVCache.empty(2, 2, 16, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(2, 2, 13 if key_offset else 12, 2, 4, "cpu", torch.float32, key_offset)
     parts = list(zip(*(x.split(chunks, dim=1) for x in (q, k, v)), strict=True))
     out = torch.cat([cached_attention(cache, *part, window, layer=1) for part in parts], dim=1)
+    k = with_offset(k) if key_offset else k
     torch.testing.assert_close(out, reference(q, k, v, 0.7, window), **CLOSE)
     assert cache.position.tolist() == [12, 12]
     assert not cache.keys[0].any(), "the other layer was written"
 
 
 @pytest.mark.parametrize("window", [0, 3])
-def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
+@both_keys
+def test_rows_of_different_lengths_do_not_see_the_filling(window: int, key_offset: bool) -> None:
     lengths, decoded = torch.tensor([5, 2, 7]), 4
     q, k, v = random_qkv(3, 11, 4, 2)  # row r is q[r, : lengths[r] + decoded]
-    cache = KVCache.empty(1, 3, 12, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(1, 3, 12, 2, 4, "cpu", torch.float32, key_offset)
     filling = torch.arange(7) >= lengths[:, None]  # behind the short rows, as a batch of prompts has it
     prompt = [x[:, :7].masked_fill(filling[..., None, None], 99.0) for x in (q, k, v)]
     cached_attention(cache, *prompt, window)
@@ -238,6 +251,7 @@ def test_rows_of_different_lengths_do_not_see_the_filling(window: int) -> None:
     for _ in range(decoded):
         at = cache.position.clone()
         outs.append(cached_attention(cache, *(x[rows, at][:, None] for x in (q, k, v)), window)[:, 0])
+    k = with_offset(k) if key_offset else k
     for row, length in enumerate(lengths.tolist()):
         end = length + decoded
         alone = reference(*(x[row : row + 1, :end] for x in (q, k, v)), 0.7, window)[0, length:]
@@ -255,17 +269,21 @@ def test_keys_beyond_attended_len_are_not_read() -> None:
     assert cache.masks(cache.positions(1), [0])[0].shape == (1, 1, 1, 5)
 
 
-def test_a_cache_that_is_laid_out_anew_reads_the_same() -> None:
+@both_keys
+def test_a_cache_that_is_laid_out_anew_reads_the_same(key_offset: bool) -> None:
     """For more and for fewer tokens, in the same memory, with a token between; what no longer fits is lost."""
     q, k, v = random_qkv(3, 9, 4, 2)
-    cache = KVCache.empty(2, 3, 16, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(2, 3, 17, 2, 4, "cpu", torch.float32, key_offset)
+    cache.keys.fill_(9.0)  # of earlier rows
     memory = cache.keys.data_ptr(), cache.values.data_ptr()
     outs = []
     for stride, first, end in ((6, 0, 4), (6, 4, 5), (16, 5, 7), (8, 7, 8), (12, 8, 9)):
-        cache.lay_out(stride, kept=first)
+        stride += cache.spare
+        cache.lay_out(stride, kept=first + cache.spare if first else 0)
         assert cache.by_head(cache.keys).shape == (2, 3, 2, stride, 4) and cache.attended_len == stride
         outs.append(cached_attention(cache, *(x[:, first:end] for x in (q, k, v)), 0, layer=1))
         assert cache.read(1)[0].is_contiguous()  # one matrix after the other: nothing is copied to multiply it
+    k = with_offset(k) if key_offset else k
     torch.testing.assert_close(torch.cat(outs, dim=1), reference(q, k, v, 0.7), **CLOSE)
     assert (cache.keys.data_ptr(), cache.values.data_ptr()) == memory
 
@@ -281,9 +299,10 @@ def test_masks_are_made_once_for_each_window() -> None:
     assert masks[2][1, 0].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
 
 
-def test_rows_copied_from_one_begin_alike_and_part() -> None:
+@both_keys
+def test_rows_copied_from_one_begin_alike_and_part(key_offset: bool) -> None:
     q, k, v = random_qkv(1, 6, 4, 2)
-    cache = KVCache.empty(1, 4, 10, 2, 4, "cpu", torch.float32)
+    cache = KVCache.empty(1, 4, 10, 2, 4, "cpu", torch.float32, key_offset)
     cached_attention(cache.view(1, 2), *(x[:, :4] for x in (q, k, v)), 0)
     cache.copy_rows(torch.tensor([1, 1, 1]), torch.tensor([0, 2, 3]), 4)
     cache.position.fill_(4)
@@ -291,7 +310,20 @@ def test_rows_copied_from_one_begin_alike_and_part() -> None:
     out = cached_attention(cache, *ends, 0)
     for row in range(4):
         whole = [torch.cat((x[:, :4], end[row : row + 1]), dim=1) for x, end in zip((q, k, v), ends, strict=True)]
+        whole[1] = with_offset(whole[1]) if key_offset else whole[1]
         torch.testing.assert_close(out[row], reference(*whole, 0.7)[0, 4:], **CLOSE)
+
+
+def test_padding_does_not_reach_the_keys_of_other_heads_and_rows() -> None:
+    """It lands on the last positions that no token of the row has; its slow channels go one place further."""
+    cache = KVCache.empty(1, 2, 8, 2, 4, "cpu", torch.float32, key_offset=True)
+    cache.max_position = 40
+    cache.position.fill_(4)
+    _, k, v = random_qkv(2, 6, 4, 2)
+    positions = cache.positions(6)
+    assert positions.tolist() == [[4, 5, 6, 6, 6, 6]] * 2
+    cache.write(0, k, v, cache.indices(positions))
+    assert not cache.by_head(cache.keys)[..., :4, :].any()
 
 
 def test_a_cache_of_lower_precision_rounds_what_it_keeps() -> None:

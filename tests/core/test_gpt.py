@@ -70,6 +70,10 @@ def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
         q, k = turn(q), turn(k)
         if c.qk_norm == "after_rotary":
             q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
+        if c.key_offset:  # of each half of the channels, the second half is the last token's
+            k = k.clone()
+            for slow in (slice(D // 4, D // 2), slice(3 * D // 4, D)):
+                k[..., slow] = torch.cat((torch.zeros_like(k[:, :1, :, slow]), k[:, :-1, :, slow]), dim=1)
         if c.qk_norm != "none":
             q, k = c.qk_scale * q, c.qk_scale * k
         if c.value_embeddings and (c.n_layer - 1 - i) % 2 == 0:
@@ -121,7 +125,9 @@ def greedy(model: GPT, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
 def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tuple[Tensor, Tensor]:
     """The same against a cache; the prompt goes in by `chunks`."""
     c = model.config
-    cache = KVCache.empty(c.n_layer, len(prompt), c.sequence_len, c.n_kv_head, c.head_dim, "cpu", torch.float32)
+    cache = KVCache.empty(
+        c.n_layer, len(prompt), c.sequence_len, c.n_kv_head, c.head_dim, "cpu", torch.float32, c.key_offset
+    )
     out: list[Tensor] = []
     for tokens in prompt.split(chunks, dim=1):
         last = model(tokens, cache=cache)[:, -1]
@@ -173,10 +179,11 @@ def test_no_token_sees_a_later_one(shape: str, at: int) -> None:
     assert (before[:, at:] != after[:, at:]).any(dim=-1).all(), "a later token does not see the change"
 
 
-def test_a_window_hides_what_lies_behind_it() -> None:
+@pytest.mark.parametrize("key_offset", [False, True])
+def test_a_window_hides_what_lies_behind_it(key_offset: bool) -> None:
     """Two layers: the first sees 8 tokens. The only way of token 0 to token 20 is then the last layer's one hop, so
-    without that layer's attention nothing of it arrives."""
-    model = lively_model(tiny_config(n_layer=2, window_pattern="S"))
+    without that layer's attention nothing of it arrives. A key with channels of the token before sees one more."""
+    model = lively_model(tiny_config(n_layer=2, window_pattern="S", key_offset=key_offset))
     assert [model.config.window(layer) for layer in range(2)] == [8, 0]
     with torch.no_grad():
         model.blocks[1].attention.output.weight.zero_()  # type: ignore[union-attr]
@@ -184,8 +191,8 @@ def test_a_window_hides_what_lies_behind_it() -> None:
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % 100
     different = (model(tokens) != model(changed)).any(dim=-1)[0]
-    assert different[:8].all()
-    assert not different[8:].any()
+    assert different[: 8 + key_offset].all()
+    assert not different[8 + key_offset :].any()
 
 
 def test_windows_follow_the_pattern_and_the_last_layer_sees_all() -> None:
@@ -368,6 +375,7 @@ def test_written_out_gradients_refuse_to_have_gradients() -> None:
         lambda x: gradients.mix(x, x, scale, scale)[0],
         lambda x: gradients.rms_norm(x, 0.1),
         lambda x: gradients.rotate(x, table, table),
+        lambda x: WrittenKernels().offset_keys(x, (scale, scale)),
     ):
         first = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)[0]
         with pytest.raises(RuntimeError, match="once_differentiable"):
