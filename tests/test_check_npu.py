@@ -827,4 +827,4 @@ def test_the_full_report_makes_calls_that_the_adapters_take(tmp_path: Path):
     assert len(lines) == 8 + 5 + 8 + 1
     assert not {name: line.traceback for name, line in lines.items() if line.traceback}
     trained = lines["train depth 20"]
-    assert trained.outcome == "PASS" and 42 < trained.figures["peak_gib"] < 44, trained
+    assert trained.outcome == "PASS" and 42 < trained.figures["peak_gib"] < 45, trained

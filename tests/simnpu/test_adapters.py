@@ -73,8 +73,8 @@ def waits(records: list[Record]) -> int:
 
 def test_launches_and_waits(depth_12: Measured):
     _, log = depth_12
-    assert launches(log["step"]) <= 878 and waits(log["step"]) == 0
-    assert launches(log["token"]) <= 240 and waits(log["token"]) == 1
+    assert launches(log["step"]) <= 959 and waits(log["step"]) == 0
+    assert launches(log["token"]) <= 241 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
@@ -97,7 +97,7 @@ def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measur
         call("step", depth=2, rows=8, tokens=2048), call("step", depth=2, rows=8, tokens=2048, document=128)
     )
     whole, packed = (result["allocated"] for result in results)
-    assert packed <= whole + (1 << 20)
+    assert packed <= whole + (5 << 20)  # where documents begin: a mask as large as a head of the keys
 
 
 def test_a_recorded_token_under_the_second_level_of_the_queue(measure):
@@ -216,7 +216,7 @@ def test_memory_is_addresses_alone(depth_12: Measured):
 
 def test_memory_kept_for_each_token(depth_12: Measured):
     results, _ = depth_12
-    assert results[2] <= 379 * 1024
+    assert results[2] <= 395 * 1024
 
 
 def test_a_gated_mlp_is_one_operator(measure):
@@ -238,7 +238,7 @@ def by_formula(depth: int, rows: int, ranks: int) -> float:
     tokens = rows * 2048
     matrices = 12 * depth * width**2
     tables = (2 + depth // 2) * 32768 * width  # embedding, head, and value embeddings in every other layer
-    size = 42 * depth * width * tokens + (6 + 4 / ranks) * matrices + (4 + 8 / ranks) * tables
+    size = 44 * depth * width * tokens + (6 + 4 / ranks) * matrices + (4 + 8 / ranks) * tables
     return (size + 4 * 32768 * width + 0.9e9) / GIB
 
 
@@ -260,13 +260,13 @@ def test_the_formula_of_memory_is_the_allocators(measure):
 def test_peak_memory_at_depth_20(measure):
     """16 rows of 2,048 tokens. Less what CANN takes for itself: a card of 64 GB has some 61 GiB for both."""
     ((peak,), _) = measure(call("step", depth=20, rows=16, tokens=2048))
-    assert peak["allocated"] <= 44 * GIB and peak["reserved"] <= 46 * GIB
+    assert peak["allocated"] <= 45 * GIB and peak["reserved"] <= 47 * GIB
     assert by_formula(20, 16, 1) == pytest.approx(peak["allocated"] / GIB, rel=0.02)
 
 
 def test_peak_memory_of_one_of_eight_ranks(measure):
     ((peak,), log) = measure(call("step", depth=20, rows=16, tokens=2048, ranks=8))
-    assert peak["allocated"] <= 40 * GIB and peak["reserved"] <= 41 * GIB
+    assert peak["allocated"] <= 41 * GIB and peak["reserved"] <= 42 * GIB
     assert by_formula(20, 16, 8) == pytest.approx(peak["allocated"] / GIB, rel=0.02)
     assert sum(record.kind == "collective" for record in log["step"]) <= 204 and waits(log["step"]) == 0
 
