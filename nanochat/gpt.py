@@ -1,8 +1,8 @@
 """The model: a decoder-only transformer, written by hand. Every architectural choice is a field of GPTConfig.
 
 Tokens go in; logits come out, or with targets the summed cross-entropy. The defaults are the fast from-scratch preset
-(source: nanochat and modded-nanogpt, unless a line names another), except `lookback_heads`. Qwen and Llama shapes are
-other values of the same fields. `scaling.py` turns a depth into a config.
+(source: nanochat and modded-nanogpt, unless a line names another), except `lookback_heads` and `key_offset`. Qwen and
+Llama shapes are other values of the same fields. `scaling.py` turns a depth into a config.
 
 How a token becomes a loss, in `hidden` and `forward`: embedding -> blocks (attention, MLP, each added to the residual
 stream) -> norm -> head -> cross-entropy.

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # fall. A change that makes one smaller by more than SPARE_LINES lowers its number.
 SPARE_LINES = 200
 CLOSURES = {
-    "base_train": 9638,
-    "mid_train": 10736,
-    "chat_sft": 10350,
-    "chat_dpo": 10435,
-    "chat_rl": 12170,
-    "chat_cli": 7510,
+    "base_train": 9714,
+    "mid_train": 10812,
+    "chat_sft": 10426,
+    "chat_dpo": 10511,
+    "chat_rl": 12252,
+    "chat_cli": 7591,
 }
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}
