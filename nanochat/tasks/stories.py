@@ -14,6 +14,7 @@ from nanochat.demo import corpus as demo
 from nanochat.demo.checker import StoryCheck, check_story
 from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
 from nanochat.task import Example, GeneratedTask, Split, turn
+from nanochat.tasks import identity
 from nanochat.tasks.typed import as_typed
 
 # Orders that leave everything open, and orders that name what the story has to have: the roles in their slots. A story
@@ -91,6 +92,7 @@ DETAILED_ORDERS = (
     "Tell me a story about {hero} and a {obstacle}.",
     "Tell me a story about a {kind} with a {food}.",
 )
+LATER_SHARE = 0.25  # share of the stories to order, in training, that are ordered in the middle of a chat
 WHO = {"hero", "kind", "trait"}  # the roles that most orders name
 WHO_IS_NEW = (("hero",), ("kind",), ("hero", "kind"))  # the roles whose words a story draws from outside the corpus
 COPIED_SHARE = 0.45  # share of the stories to order, in training, that have a made-up name or kind
@@ -108,7 +110,11 @@ class Stories(GeneratedTask):
     def example(self, index: int) -> Example:
         rng, named, story = self._draw(index)
         question, asked = order(rng, story, named)
-        return Example(turn(question, story.text), asked)
+        earlier: list[Message] = []
+        if self.split == "train" and rng.random() < LATER_SHARE:
+            for _ in range(rng.choice((1, 1, 2, 3))):
+                earlier += identity.earlier_turn(rng)
+        return Example([*earlier, *turn(question, story.text)], asked)
 
     def wrong(self, index: int) -> str:
         """The story, but its hero has another name from the middle on: the typical mistake of a small model."""

@@ -178,3 +178,13 @@ def test_questions_go_on_after_a_story_and_say_what_it_leaves_out():
 )
 def test_articles(text: str, right: str):
     assert with_articles(text) == right
+
+
+def test_some_stories_are_ordered_in_the_middle_of_a_chat():
+    task = Stories("train")
+    examples = [task.example(index) for index in range(1000)]
+    turns = [len(example.messages) // 2 for example in examples]
+    assert set(turns) == {1, 2, 3, 4} and 0.2 < sum(count > 1 for count in turns) / len(turns) < 0.3
+    for example in examples[:200]:
+        assert task.grade(example, parts_of(example.messages[-1]["content"]))
+    assert all(len(Stories("test").example(index).messages) == 2 for index in range(200))
