@@ -9,6 +9,7 @@ place) occurs there only, so a model that scores well on it has learned the gram
 
 import contextlib
 import random
+import re
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ MADE_UP_SHARE = 0.6  # share of those names that are syllables without a meaning
 ONSETS = ("b", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "dr", "gl", "st", "tr")
 VOWELS = ("a", "e", "i", "o", "u", "oo", "ee")
 CODAS = ("", "", "b", "k", "l", "m", "n", "p", "r", "s", "t", "x")
+# Syllables and halves of words also make words that nobody wants to read. A made-up word has none of these in it.
+RUDE = re.compile(
+    "anal|anus|arse|ass|bastar|bitch|boob|butt|chink|cock|cok|coon|crap|cum|cunt|dick|dik|dyke|fag|fart|fuck|fuk|"
+    "gay|gook|heil|homo|jap|jew|kike|kok|lesb|nazi|neeg|neg|nig|nud|orgas|paki|peni|pimp|piss|poo|porn|pric|puss|"
+    "rape|rapi|seks|sex|shit|slav|slut|spic|suck|tard|teet|tit|turd|twat|vagi|wank|whor|wog"
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def made_up_name(rng: random.Random) -> str:
     """A name of one to three syllables that mean nothing: Tamoop, Gliba. It is never a word of the grammar."""
     syllables = (_choose(rng, ONSETS) + _choose(rng, VOWELS) for _ in range(_choose(rng, (1, 2, 2, 3))))
     name = ("".join(syllables) + _choose(rng, CODAS)).capitalize()
-    return made_up_name(rng) if name.lower() in words_in_use() else name
+    return made_up_name(rng) if name.lower() in words_in_use() or RUDE.search(name.lower()) else name
 
 
 def made_up_kind(rng: random.Random) -> str:
@@ -139,7 +146,7 @@ def made_up_kind(rng: random.Random) -> str:
         if rng.random() < 0.5:
             first, second = (_choose(rng, story_words()) for _ in range(2))
             kind = first[: (len(first) + 1) // 2] + second[len(second) // 2 :]
-        if len(kind) > 3 and kind not in words_in_use():
+        if len(kind) > 3 and kind not in words_in_use() and not RUDE.search(kind):
             return kind
 
 

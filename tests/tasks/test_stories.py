@@ -1,5 +1,6 @@
 """Stories to order: what an order names is graded, new words are in no document, and how varied the replies are."""
 
+import random
 import re
 
 import pytest
@@ -92,6 +93,28 @@ def test_no_task_trains_on_new_words_or_their_plurals(name: str):
 def test_a_name_without_a_meaning_is_no_word_of_the_stories():
     names = {demo.made_up_name(Stories("train").rng(index)) for index in range(20_000)}
     assert len(names) > 5000 and not {"So", "But", "He", "Him", "For", "Soon", "Tom", "Zed"} & names
+
+
+def test_a_word_without_a_meaning_is_fit_for_children():
+    rng = random.Random(0)
+    drawn = {draw(rng).lower() for draw in (demo.made_up_name, demo.made_up_kind) for _ in range(30_000)}
+    rude = (
+        "cock",
+        "dick",
+        "poop",
+        "penis",
+        "slut",
+        "whore",
+        "tits",
+        "piss",
+        "nig",
+        "fag",
+        "shit",
+        "ass",
+        "cunt",
+        "porn",
+    )
+    assert len(drawn) > 20_000 and not [word for word in drawn if any(part in word for part in rude)]
 
 
 def test_names_and_kinds_are_often_unusual():
