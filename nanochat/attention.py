@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Places of a head after those of its tokens, if keys have an offset: one is needed, 16 keep vectors whole.
+SPARE_PLACES = 16
 # Queries per block in `blockwise_attention`. Blocks of 128 compute fewer scores but take longer, because they add up
 # the gradients of the keys in more parts (docs/archive.md).
 BLOCK = 256
@@ -58,7 +60,8 @@ class Segments:
         """Copy the segments to another device: `move` copies one tensor (`Device.to_device`)."""
         return Segments(move(self.numbers), self.ends, move(self.bounds))
 
-    def follows(self, tokens: int, device: torch.device) -> Tensor:
+    @property
+    def follows(self) -> Tensor:
         """(B, T): whether the token before is of the same document."""
         return F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))  # padded by False
 
@@ -75,23 +78,22 @@ class Segments:
         return earliest
 
 
-def row_follows(tokens: int, device: torch.device) -> Tensor:
-    """`Segments.follows` of rows that are one document each: (1, T)."""
-    return torch.arange(tokens, device=device)[None] > 0
+def row_follows(tokens: Tensor) -> Tensor:
+    """`Segments.follows` of rows that are one document each, for tokens (B, T): (1, T)."""
+    return torch.arange(tokens.size(1), device=tokens.device)[None] > 0
 
 
-def offset_masks(
-    tokens: int, head_dim: int, segments: Segments | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """For keys whose slow channels come from the token before (`TorchKernels.offset_keys`): 1 where a channel of a key
-    is its own, (D,), and 1 where it is of the token before, (B or 1, T, 1, D). At the beginning of a document neither
-    is 1 in the slow channels.
+def offset_masks(tokens: Tensor, segments: Segments | None, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """For keys of tokens (B, T) whose slow channels come from the token before (`TorchKernels.offset_keys`): 1 where a
+    channel of a key is its own, (D,), and 1 where it is of the token before, (B or 1, T, 1, D).
+
+    At the beginning of a document neither is 1 in the slow channels.
     """
     # The rotation turns pairs of channels i and i + D/2, the fast pairs first. So the channels in four quarters are
-    # fast, slow, fast, slow.
-    quarter = torch.arange(head_dim, device=device) // (head_dim // 4)  # computed there, so that nothing waits
+    # fast, slow, fast, slow. They are computed on the device, because a copy from the host would wait.
+    quarter = torch.arange(head_dim, device=tokens.device) // (head_dim // 4)
     own = (quarter % 2 == 0).to(dtype)
-    follows = row_follows(tokens, device) if segments is None else segments.follows(tokens, device)
+    follows = row_follows(tokens) if segments is None else segments.follows
     return own, follows[..., None, None] * (1 - own)
 
 
@@ -227,14 +229,14 @@ class KVCache:
     heads: Tensor
     # (places of a head,): 0, 1, 2, ..., for `masks`.
     places: Tensor
-    # S: the places of a head, at most the capacity (`lay_out`).
+    # S: the places of a head, at most as many as there are (`lay_out`).
     stride: int
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
     # Whether the launches of a pass are recorded for replay: some operators must not be recorded.
     is_recorded: bool = False
-    # Later positions are clamped to this, and to a head's last place: a padded piece of a prompt writes its padding
-    # there, a slot without a row what a recording computes for it. None: positions are never later.
+    # Later positions are clamped to this, and to a head's last place for a token: a padded piece of a prompt writes its
+    # padding there, a slot without a row what a recording computes for it. None: positions are never later.
     max_position: int | None = None
     # Where the four quarters of a key go, in quarters from the beginning of its place: 0, 5, 2, 7. The second and the
     # last are slow channels, which go to the next place. None: a key lies in one piece.
@@ -245,20 +247,27 @@ class KVCache:
         cls, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int,
         device: torch.device | str, dtype: torch.dtype, key_offset: bool = False,
     ) -> "KVCache":  # fmt: skip
-        shape = (layers, batch * kv_heads * capacity, head_dim)
+        places = cls.places_for(capacity, key_offset)
+        shape = (layers, batch * kv_heads * places, head_dim)
         return cls(
             keys=torch.zeros(shape, device=device, dtype=dtype),
             values=torch.zeros(shape, device=device, dtype=dtype),
             position=torch.zeros(batch, device=device, dtype=torch.long),
             heads=torch.arange(batch * kv_heads, device=device).view(batch, kv_heads),
-            places=torch.arange(capacity, device=device),
-            stride=capacity,
-            attended_len=capacity,
+            places=torch.arange(places, device=device),
+            stride=places,
+            attended_len=places,
             quarters=torch.tensor([0, 5, 2, 7], device=device) if key_offset else None,
         )
 
+    @staticmethod
+    def places_for(capacity: int, key_offset: bool) -> int:
+        """The places of a head for so many tokens."""
+        return capacity + SPARE_PLACES if key_offset else capacity
+
     @property
     def capacity(self) -> int:
+        """The places of a head, of which the last are not for tokens if keys have an offset."""
         return len(self.places)
 
     @property
@@ -292,6 +301,8 @@ class KVCache:
         places of a head there (operators.py: `reads_whole_cache`). While all rows are short, these are few.
         """
         B, K = self.heads.shape
+        if kept:
+            kept = min(kept + self.spare, self.stride, stride)
         for memory in (self.keys, self.values):
             for layer in memory if kept else ():  # one at a time: it is copied, because old and new places overlap
                 tokens = self.by_head(layer)[:, :, :kept].clone()

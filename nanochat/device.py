@@ -230,7 +230,7 @@ class Device:
         inside a recording fails. Raises RuntimeError: when the device cannot record it.
         """
         # In eager mode the host launches each operator separately, and a small model's operators are shorter than
-        # their launches. A simulated NPU counts 240 launches for a decoded token, and 9 with a recording
+        # their launches. A simulated NPU counts 241 launches for a decoded token, and 9 with a recording
         # (docs/archive.md).
         graph = self.module.NPUGraph() if self.kind == "npu" else self.module.CUDAGraph()
         # "thread_local": a server's other threads may use the device meanwhile.

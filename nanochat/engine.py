@@ -426,7 +426,7 @@ class Slots:
         self.prefill_chunk = prefill_chunk
         self.rows: list[Row] = []
         self.cache = KVCache.empty(
-            config.n_layer, size, places_of(config, capacity), config.n_kv_head, config.head_dim, device,
+            config.n_layer, size, round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim, device,
             engine.device.dtype, config.key_offset,
         )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
@@ -454,7 +454,8 @@ class Slots:
     @staticmethod
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
         # Twice, for keys and values; one vector of head_dim per layer, token and key head.
-        values = 2 * c.n_layer * places_of(c, c.sequence_len) * c.n_kv_head * c.head_dim
+        places = KVCache.places_for(round_up(c.sequence_len, CACHE_STEP), c.key_offset)
+        values = 2 * c.n_layer * places * c.n_kv_head * c.head_dim
         return values * dtype.itemsize
 
     # ---- prompts
@@ -727,7 +728,7 @@ class Slots:
                 self._running = replace(self.cache.view(0, B), max_position=None)
             self._running.attended_len = attended_len
             return self._forward(self._running)
-        # Recorded, a token takes 9 launches instead of 240 (depth 12, simulated NPU, docs/archive.md).
+        # Recorded, a token takes 9 launches instead of 241 (depth 12, simulated NPU, docs/archive.md).
         # A recording has fixed shapes, so the numbers of rows and of attended tokens are rounded up to powers of two:
         # few recordings are made, and each is replayed often. A recording also computes slots without a row. Their
         # results are not read. Each writes to its own places only, and after the prompt that it may hold, where the
@@ -798,9 +799,9 @@ class Slots:
 
     def shrink(self, longest: int) -> None:
         """Attend to fewer tokens from now on, where that helps. No slot in use has more than `longest`."""
-        stride = max(CACHE_STEP, _power_of_two(longest + 1 + self.cache.spare))
+        stride = max(CACHE_STEP, _power_of_two(longest + 1))
         if stride * 4 <= self.cache.stride:
-            self._lay_out(stride, kept=longest + self.cache.spare)
+            self._lay_out(stride, kept=longest)
 
     def _lay_out(self, stride: int, kept: int = 0) -> None:
         if self.engine.model.kernels.reads_whole_cache:
@@ -816,11 +817,6 @@ def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
     logprob = logits.log_softmax(dim=-1)
     best = logprob.topk(min(alternatives, logprob.size(-1)), dim=-1)
     return torch.cat((logprob.gather(1, tokens[:, None]), best.values, best.indices.float()), dim=1)
-
-
-def places_of(config: GPTConfig, tokens: int) -> int:
-    """Places of a head in a cache for rows of so many tokens."""
-    return round_up(tokens + config.key_offset, CACHE_STEP)
 
 
 def round_up(tokens: int, step: int) -> int:

@@ -82,9 +82,8 @@ class GPTConfig:
     # text (source: Olsson et al. 2022, In-context Learning and Induction Heads); a model takes a while to learn them.
     lookback_heads: int = 0
     # The slow half of a key's channels, those that the rotation hardly turns, is taken from the key of the token
-    # before. A query that has its own token in these channels then finds what followed the token's last occurrence, in
-    # any layer (source: modded-nanogpt, pull request 169). Without it that takes a head that looks back in an earlier
-    # layer.
+    # before. A query that looks for its own token there finds what followed that token the last time, in any layer
+    # (source: modded-nanogpt, pull request 169). Otherwise this takes a head that looks back, in an earlier layer.
     key_offset: bool = False
     # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate:
     # 0.3 and 0.008 at depth 12 (scaling.py).
@@ -173,7 +172,7 @@ class ForwardContext:
     cos: Tensor
     sin: Tensor
     segments: Segments | None = None
-    offset_masks: tuple[Tensor, Tensor] | None = None  # see `GPTConfig.key_offset`; None: with a cache, or without it
+    offset_masks: tuple[Tensor, Tensor] | None = None  # for `row_attention`, if the config has a key_offset
     cache: KVCache | None = None
     indices: tuple[Tensor, Tensor] | None = None  # where the new keys and values go in the cache
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window; empty: attend to the new tokens only
@@ -699,7 +698,7 @@ class GPT(nn.Module):
         cos, sin = rotary.to(dtype).unsqueeze(-2)
         context = ForwardContext(cos, sin, segments=segments, cache=cache)
         if cache is None and self.config.key_offset:
-            context.offset_masks = offset_masks(T, self.config.head_dim, segments, cos.device, dtype)
+            context.offset_masks = offset_masks(tokens, segments, self.config.head_dim, dtype)
         if cache is not None and positions is not None:
             context.indices = cache.indices(positions)
             windows = [self.config.window(layer) for layer in range(self.config.n_layer)]

@@ -90,10 +90,12 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, K, S, D)
-        if c.key_offset:  # of each half of the channels, the second half is that of the token before
-            earlier = k.roll(1, dims=2).masked_fill(begins, 0)
-            quarters = zip(*(part.chunk(4, dim=-1) for part in (k, earlier)), strict=True)
-            k = torch.cat([own if i % 2 == 0 else before for i, (own, before) in enumerate(quarters)], dim=-1)
+        if getattr(c, "key_offset", False):  # the second half of each half of the channels is of the token before
+            own = k.unflatten(-1, (2, 2, -1))  # (B, K, S, half, quarter of it, D / 4)
+            k = own.clone()
+            k[:, :, 1:, :, 1] = own[:, :, :-1, :, 1]
+            k[..., 1, :].masked_fill_(begins[..., None], 0)
+            k = k.flatten(-3)
         grouped = c.n_head != c.n_kv_head
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
         return self.output(y.transpose(1, 2).reshape(B, T, -1))

@@ -61,15 +61,15 @@ class RowPart:
     # It reaches attention inside the model's own arguments, so that recomputed activations find it, too. It is not a
     # dataclass: FSDP would search its fields for gradients.
 
-    def __init__(self, start: int, documents: Segments | None, ranks: int):
+    def __init__(self, start: int, documents: Segments | None, tokens: Tensor):
         self.start = start
         self.documents = documents  # the documents of whole rows; None: each row is one document
-        self.ranks = ranks
+        self.tokens = tokens  # (B, T), of whole rows
 
-    def follows(self, tokens: int, device: torch.device) -> Tensor:
-        """`Segments.follows` for the whole rows of which each rank has `tokens`: attention is to whole rows."""
-        tokens *= self.ranks
-        return row_follows(tokens, device) if self.documents is None else self.documents.follows(tokens, device)
+    @property
+    def follows(self) -> Tensor:
+        """`Segments.follows` of whole rows, because attention is to whole rows."""
+        return row_follows(self.tokens) if self.documents is None else self.documents.follows
 
 
 @dataclass(frozen=True)
@@ -140,10 +140,10 @@ def _forward(
     assert T % row.ranks == 0, f"{row.ranks} ranks share rows of {T} tokens"
     start = row.rank * T // row.ranks
     end = start + T // row.ranks
+    part: Any = RowPart(start, segments, tokens)
     tokens = tokens[:, start:end].contiguous()
     if targets is not None:
         targets = targets[:, start:end].contiguous()
-    part: Any = RowPart(start, segments, row.ranks)
     result = forward(tokens, targets, segments=part, **options)
     parts = _Gather.apply(row, result)  # (R, ...)
     # A sum of losses, or the numbers of single tokens: (R, B, T/R, ...) -> (B, T, ...)
@@ -157,7 +157,7 @@ class SharedRowsKernels:
         self._kernels = kernels
         self._row = row
 
-    def __getattr__(self, name: str) -> Any:  # everything but attention is unchanged
+    def __getattr__(self, name: str) -> Any:  # everything but `row_attention` is unchanged
         return getattr(self._kernels, name)
 
     def row_attention(

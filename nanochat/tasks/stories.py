@@ -96,7 +96,7 @@ LATER_SHARE = 0.25  # share of the stories to order, in training, that are order
 WHO = {"hero", "kind", "trait"}  # the roles that most orders name
 WHO_IS_NEW = (("hero",), ("kind",), ("hero", "kind"))  # the roles whose words a story draws from outside the corpus
 COPIED_SHARE = 0.45  # share of the stories to order, in training, that have a made-up name or kind
-# Their roles, one of these. Documents have made-up names, but no made-up kinds, which are to be learned here alone.
+# Their roles, one of these. Documents have made-up names, but no made-up kinds.
 WHO_IS_MADE_UP = (("hero",), ("kind",), ("kind",), ("hero", "kind"))
 GRAM = 4  # words of a sequence, for the measure of variety
 TEXTS_AT_ONCE = 60  # texts that are compared: among more, a sequence is more likely to occur again

@@ -227,7 +227,7 @@ def test_decoding_in_bf16_is_right_on_every_processor(has_amx: bool) -> None:
 @both_keys
 def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int, key_offset: bool) -> None:
     q, k, v = random_qkv(2, 12, 4, 2)
-    cache = KVCache.empty(2, 2, 13 if key_offset else 12, 2, 4, "cpu", torch.float32, key_offset)
+    cache = KVCache.empty(2, 2, 12, 2, 4, "cpu", torch.float32, key_offset)
     parts = list(zip(*(x.split(chunks, dim=1) for x in (q, k, v)), strict=True))
     out = torch.cat([cached_attention(cache, *part, window, layer=1) for part in parts], dim=1)
     k = with_offset(k) if key_offset else k
@@ -273,13 +273,13 @@ def test_keys_beyond_attended_len_are_not_read() -> None:
 def test_a_cache_that_is_laid_out_anew_reads_the_same(key_offset: bool) -> None:
     """For more and for fewer tokens, in the same memory, with a token between; what no longer fits is lost."""
     q, k, v = random_qkv(3, 9, 4, 2)
-    cache = KVCache.empty(2, 3, 17, 2, 4, "cpu", torch.float32, key_offset)
+    cache = KVCache.empty(2, 3, 16, 2, 4, "cpu", torch.float32, key_offset)
     cache.keys.fill_(9.0)  # of earlier rows
     memory = cache.keys.data_ptr(), cache.values.data_ptr()
     outs = []
     for stride, first, end in ((6, 0, 4), (6, 4, 5), (16, 5, 7), (8, 7, 8), (12, 8, 9)):
         stride += cache.spare
-        cache.lay_out(stride, kept=first + cache.spare if first else 0)
+        cache.lay_out(stride, kept=first)
         assert cache.by_head(cache.keys).shape == (2, 3, 2, stride, 4) and cache.attended_len == stride
         outs.append(cached_attention(cache, *(x[:, first:end] for x in (q, k, v)), 0, layer=1))
         assert cache.read(1)[0].is_contiguous()  # one matrix after the other: nothing is copied to multiply it
@@ -317,6 +317,7 @@ def test_rows_copied_from_one_begin_alike_and_part(key_offset: bool) -> None:
 def test_padding_does_not_reach_the_keys_of_other_heads_and_rows() -> None:
     """It lands on the last positions that no token of the row has; its slow channels go one place further."""
     cache = KVCache.empty(1, 2, 8, 2, 4, "cpu", torch.float32, key_offset=True)
+    cache.lay_out(8, kept=0)
     cache.max_position = 40
     cache.position.fill_(4)
     _, k, v = random_qkv(2, 6, 4, 2)

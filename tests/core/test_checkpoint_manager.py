@@ -171,6 +171,15 @@ def test_a_default_that_changed_has_a_name_in_the_message():
         saver._refuse_changes(saved, now, ["tasks"], Path("step"))
 
 
+def test_a_run_from_before_keys_had_an_offset_is_not_continued_with_it():
+    """The weights have the same shapes, so that nothing else would say that the model is another one."""
+    saved = {"model": {"n_layer": 2}, "tokenizer": "", "config": {}}
+    now = {**saved, "model": {"n_layer": 2, "key_offset": True}}
+    with pytest.raises(UserError, match="with key_offset False, not True: continue it with the version that began it"):
+        saver._refuse_changes(saved, now, [], Path("step"))
+    assert saver._refuse_changes(saved, saved, [], Path("step")) == []
+
+
 def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, capsys):
     save_step(folder, 2)
     leftover = folder / "step_000003.tmp"

@@ -399,6 +399,25 @@ def recording_engine(shape: str = "fast", whole_cache: bool = True, **changes: A
     return engine, device
 
 
+@pytest.mark.parametrize("whole_cache", [True, False])
+@pytest.mark.parametrize("context", [63, 64, 65])
+def test_a_prompt_as_long_as_the_context_is_scored_exactly(context: int, whole_cache: bool) -> None:
+    """Its padding has no places after it."""
+    engine = make_engine(sequence_len=context)
+    engine.model.kernels = copy.copy(engine.model.kernels)
+    engine.model.kernels.reads_whole_cache = whole_cache
+    prompt = prompt_of(context)
+    with torch.no_grad():
+        exact = engine.model(torch.tensor([prompt]))[0].log_softmax(dim=-1)
+    for first in (context, 6, 17):  # in one piece, or with a beginning that was read before
+        slots = Slots(engine, 2)
+        scored = slots.score(0, prompt[:first], 0, 0)
+        if first < context:
+            scored += slots.score(0, prompt[first - 1 :], first - 1, 0)
+        expected = exact[torch.arange(context - 1), torch.tensor(prompt[1:])]
+        torch.testing.assert_close(torch.tensor(scored)[:, 0], expected, rtol=1e-4, atol=1e-4)
+
+
 LONG = [prompt_of(length, seed=length) for length in (9, 1, 30, 12, 12, 40, 100)]
 
 

@@ -195,6 +195,21 @@ def test_a_window_hides_what_lies_behind_it(key_offset: bool) -> None:
     assert not different[8 + key_offset :].any()
 
 
+@pytest.mark.parametrize("kernels", [TorchKernels(), CpuKernels()], ids=["torch", "cpu"])
+def test_documents_of_a_row_are_as_each_alone(kernels: TorchKernels) -> None:
+    """Also documents of one token, at the beginning, in the middle and at the end; keys take nothing from another."""
+    model = lively_model(tiny_config(lookback_heads=1), kernels=kernels)
+    lengths = ((1, 9, 1, 20, 1), (17, 3, 12))
+    tokens = random_tokens(model, 2, 32)
+    numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+    with torch.no_grad():
+        packed = model(tokens, segments=Segments.from_numbers(numbers))
+        for row, documents in enumerate(lengths):
+            parts = zip(tokens[row].split(documents), packed[row].split(documents), strict=True)
+            for document, logits in parts:
+                torch.testing.assert_close(logits, model(document[None])[0], rtol=1e-4, atol=1e-4)
+
+
 def test_windows_follow_the_pattern_and_the_last_layer_sees_all() -> None:
     config = tiny_config(n_layer=6, window_pattern="SSL", sequence_len=64)
     assert [config.window(layer) for layer in range(6)] == [16, 16, 0, 16, 16, 0]
@@ -675,6 +690,7 @@ def test_the_seed_decides_the_weights() -> None:
         ({"n_head": 4, "n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
         ({"head_dim": 7}, "head_dim 7 is odd"),
         ({"lookback_heads": 3}, "lookback_heads 3 are more than the 2 key heads"),
+        ({"head_dim": 6, "key_offset": True}, "four quarters, and head_dim is 6"),
         ({"window_pattern": "SXL"}, "--window_pattern 'SXL'"),
         ({"window_pattern": ""}, "--window_pattern ''"),
     ],
