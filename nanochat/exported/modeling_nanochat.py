@@ -90,15 +90,31 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, K, S, D)
-        if getattr(c, "key_offset", False):  # the second half of each half of the channels is of the token before
-            own = k.unflatten(-1, (2, 2, -1))  # (B, K, S, half, quarter of it, D / 4)
-            k = own.clone()
-            k[:, :, 1:, :, 1] = own[:, :, :-1, :, 1]
-            k[..., 1, :].masked_fill_(begins[..., None], 0)
-            k = k.flatten(-3)
-        grouped = c.n_head != c.n_kv_head
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
+        if getattr(c, "key_offset", False):
+            y = offset_attention(q, k, v, mask, begins, self.scale)
+        else:
+            grouped = c.n_head != c.n_kv_head
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
         return self.output(y.transpose(1, 2).reshape(B, T, -1))
+
+
+def offset_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, begins: Tensor, scale: float) -> Tensor:
+    """Attention to keys whose slow channels are those of the token before: q (B, H, T, D), k and v (B, K, S, D).
+
+    `begins` (B or 1, 1, S, 1) is True where no token is before.
+    """
+    B, H, T, D = q.shape
+    K = k.size(1)
+    slow = torch.arange(D, device=k.device) // (D // 4) % 2 == 1  # fast, slow, fast, slow
+    if T > 1:
+        k = torch.where(slow, k.roll(1, dims=2).masked_fill(begins, 0), k)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != K)
+    # One query: its products with the slow channels move one place, not all keys of a cache for every new token.
+    q = q.view(B, K, H // K, D)
+    moved = ((q * slow) @ k.mT).roll(1, dims=-1).masked_fill(begins.mT, 0)  # (B, K, H / K, S)
+    scores = ((q * ~slow) @ k.mT + moved).float() * scale
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+    return (weights.to(v.dtype) @ v).view(B, H, T, D)
 
 
 def has_value_embedding(config, layer: int) -> bool:
