@@ -54,11 +54,10 @@ PRELOADED = [
 PLAIN = {
     "window_pattern": "L", "mlp": "swiglu", "mlp_width": 48, "rope_theta": 10_000.0, "qk_scale": 1.0,
     "norm_weight": True, "embedding_norm": False, "value_embeddings": False, "residual_scales": False, "logit_cap": 0.0,
-    "key_offset": False,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "fast": {},
-    "ungrouped": {"n_kv_head": 4, "norm_weight": True, "lookback_heads": 3, "key_offset": False},
+    "fast": {"key_offset": True},
+    "ungrouped": {"n_kv_head": 4, "norm_weight": True, "lookback_heads": 3},
     "qwen3": {**PLAIN, "qk_norm": "before_rotary", "head_dim": 16, "tied_head": True},
     "qwen2": {**PLAIN, "qk_norm": "none", "attention_bias": True, "tied_head": True},
     "llama": {**PLAIN, "qk_norm": "none"},
@@ -75,7 +74,7 @@ EXPERT_SHAPES: dict[str, dict[str, Any]] = {
 def tiny_config(**changes: Any) -> GPTConfig:
     """The fast preset in milliseconds: windows of 8, two query heads to a key head, a vocabulary that is padded."""
     sizes = {"vocab_size": 100, "sequence_len": 32, "n_layer": 3, "width": 32, "n_head": 4, "n_kv_head": 2}
-    return GPTConfig(**{**sizes, "window_pattern": "SSL", "key_offset": True, **changes})
+    return GPTConfig(**{**sizes, "window_pattern": "SSL", **changes})
 
 
 def lively_model(config: GPTConfig, seed: int = 0, kernels: TorchKernels | None = None) -> GPT:

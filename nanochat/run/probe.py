@@ -22,11 +22,12 @@ from nanochat import scaling
 from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.operators import TorchKernels
 from nanochat.run.random_model import add_noise
 from nanochat.train import make_optimizer, next_token_loss, train_step
 
 # The operators of a device (nanochat/kernels/). They are functions, not modules, and the first suspects on a new card.
-KERNELS = ("rms_norm", "add_rms_norm", "rotate", "attention", "swiglu")
+KERNELS = ("rms_norm", "add_rms_norm", "rotate", "offset_keys", "attention", "swiglu")
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class WatchedKernels:
     def __init__(self, kernels: Any):
         self.kernels = kernels
         self.report: Callable[[str, Any], None] = lambda name, output: None
+
+    row_attention: Any = TorchKernels.row_attention  # by the kernels that are watched
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.kernels, name)

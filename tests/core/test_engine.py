@@ -403,7 +403,7 @@ def recording_engine(shape: str = "fast", whole_cache: bool = True, **changes: A
 @pytest.mark.parametrize("context", [63, 64, 65])
 def test_a_prompt_as_long_as_the_context_is_scored_exactly(context: int, whole_cache: bool) -> None:
     """Its padding has no places after it."""
-    engine = make_engine(sequence_len=context)
+    engine = make_engine(sequence_len=context)  # a model with key_offset
     engine.model.kernels = copy.copy(engine.model.kernels)
     engine.model.kernels.reads_whole_cache = whole_cache
     prompt = prompt_of(context)

@@ -158,7 +158,7 @@ def test_cached_greedy_decoding_is_exact(shape: str, chunks: list[int]) -> None:
     "changes", [{}, {"n_kv_head": 1}, {"n_kv_head": 4}, {"window_pattern": "S"}, {"lookback_heads": 2}], ids=str
 )
 def test_cached_greedy_decoding_is_exact_for_heads_and_windows(changes: dict[str, Any]) -> None:
-    model = lively_model(tiny_config(**changes), seed=5)
+    model = lively_model(tiny_config(key_offset=True, **changes), seed=5)
     prompt = random_tokens(model, 2, 7)
     assert torch.equal(greedy_cached(model, prompt, 20, [7])[0], greedy(model, prompt, 20)[0])
 
@@ -198,7 +198,7 @@ def test_a_window_hides_what_lies_behind_it(key_offset: bool) -> None:
 @pytest.mark.parametrize("kernels", [TorchKernels(), CpuKernels()], ids=["torch", "cpu"])
 def test_documents_of_a_row_are_as_each_alone(kernels: TorchKernels) -> None:
     """Also documents of one token, at the beginning, in the middle and at the end; keys take nothing from another."""
-    model = lively_model(tiny_config(lookback_heads=1), kernels=kernels)
+    model = lively_model(tiny_config(lookback_heads=1, key_offset=True), kernels=kernels)
     lengths = ((1, 9, 1, 20, 1), (17, 3, 12))
     tokens = random_tokens(model, 2, 32)
     numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
@@ -719,7 +719,7 @@ def test_a_row_longer_than_the_context_is_refused() -> None:
 def test_plain_operators_compute_what_the_written_out_ones_do(norm: Any, options: dict[str, Any]) -> None:
     """Loss and every gradient of whole models: separate queries and keys against joined ones, and autograd's gradients
     against those that are written out."""
-    config = tiny_config(qk_norm=norm, lookback_heads=1, **options)
+    config = tiny_config(qk_norm=norm, lookback_heads=1, key_offset=True, **options)
     tokens = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(0))
     found = []
     for kernels in (TorchKernels(), WrittenKernels()):

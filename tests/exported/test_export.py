@@ -106,7 +106,7 @@ def test_a_mistake_costs_one_line(base, capsys, argv, code, message):
 
 
 SHAPES_OF_OURS = {
-    "fast": {"norm_weight": False, "lookback_heads": 1},
+    "fast": {"norm_weight": False, "lookback_heads": 1, "key_offset": True},
     # With a context that was extended from 16 tokens.
     "gated": {
         **tiny.SHAPES["qwen3"],

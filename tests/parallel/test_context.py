@@ -49,7 +49,7 @@ from nanochat.train import LossFunction, make_adamw, next_token_loss, train_step
 slow = pytest.mark.slow
 Stats = list[tuple[float, ...]]
 # Windows, documents, grouped heads, value embeddings, recomputed activations: all in one.
-PACKED = tiny_config(sequence_len=16, lookback_heads=2)
+PACKED = tiny_config(sequence_len=16, lookback_heads=2, key_offset=True)
 MOST_VARIANTS = [name for name in VARIANTS if name != "fast"]  # which is muon
 LONG = tiny_config(sequence_len=256, window_pattern="L")
 

@@ -24,7 +24,7 @@ CHAIN = str(ROOT / "tests/simnpu/chain.py")
 
 def recording(kernels: WrittenKernels | None = None) -> list[dict[str, Any]]:
     watched: Any = WatchedKernels(kernels or WrittenKernels())
-    model = lively_model(tiny_config(), kernels=watched)
+    model = lively_model(tiny_config(key_offset=True), kernels=watched)
     tokens = torch.randint(100, (2, 17), generator=torch.Generator().manual_seed(0))
     probe = Probe(model)
     loss, _ = next_token_loss(model, (tokens[:, :-1], tokens[:, 1:]))
@@ -58,6 +58,7 @@ def test_two_recordings_of_the_same_run_agree():
     ("operator", "number", "expected"),
     [
         ("rotate", 2, "forward, blocks.1.attention: rotate"),
+        ("offset_keys", 2, "forward, blocks.1.attention: offset_keys"),
         ("attention", 3, "forward, blocks.2.attention: attention"),
         ("rms_norm", 1, "forward, embedding_norm: rms_norm"),
         ("rms_norm", 6, "forward, blocks.1.attention.q_norm: rms_norm"),
