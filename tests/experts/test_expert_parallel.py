@@ -347,8 +347,9 @@ def test_killed_runs_resume_with_and_without_whole_experts(start):  # noqa: F811
     )
     assert one.keys() == many.keys()
     for name, tensor in one.items():
-        # As a whole, because AdamW makes a full step of a gradient that is nothing but rounding.
-        assert (many[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
+        # As a whole, because AdamW makes a full step of a gradient that is nothing but rounding. One process with
+        # another micro-batch, which adds up in another order, differs by 4.6e-4.
+        assert (many[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
     loads = [[line["expert_max_tokens"] for line in metrics(start, "base", tag)] for tag in ("one", "many")]
     assert loads[0] == loads[1]
 
