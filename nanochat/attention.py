@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Places of a head after those of its tokens, if keys have an offset: one is needed, 16 keep vectors whole.
+# Extra places at the end of each head's cache when keys have an offset. One is needed; 16 keep lengths aligned.
 SPARE_PLACES = 16
 # Queries per block in `blockwise_attention`. Blocks of 128 compute fewer scores but take longer, because they add up
 # the gradients of the keys in more parts (docs/archive.md).
@@ -62,7 +62,7 @@ class Segments:
 
     @property
     def follows(self) -> Tensor:
-        """(B, T): whether the token before is of the same document."""
+        """(B, T): whether the previous token belongs to the same document."""
         return F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))  # padded by False
 
     def first_key(self, start: int) -> int:
@@ -84,10 +84,10 @@ def row_follows(tokens: Tensor) -> Tensor:
 
 
 def offset_masks(tokens: Tensor, segments: Segments | None, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """For keys of tokens (B, T) whose slow channels come from the token before (`TorchKernels.offset_keys`): 1 where a
-    channel of a key is its own, (D,), and 1 where it is of the token before, (B or 1, T, 1, D).
+    """The two masks of `TorchKernels.offset_keys` for tokens (B, T): 1 where a key keeps its own channel, (D,), and 1
+    where it takes the channel of the previous token, (B or 1, T, 1, D).
 
-    At the beginning of a document neither is 1 in the slow channels.
+    Both are 0 in the slow channels of a document's first token.
     """
     # The rotation turns pairs of channels i and i + D/2, the fast pairs first. So the channels in four quarters are
     # fast, slow, fast, slow. They are computed on the device, because a copy from the host would wait.
@@ -207,9 +207,9 @@ def blockwise_attention(
 # So a head's keys are one matrix (S, D), which products read where it lies, and one number per head names the place of
 # a new token: row 1 writes to 16 + 2 and 24 + 2.
 #
-# A key whose slow channels are those of the token before (`GPTConfig.key_offset`) needs no other state: a token writes
-# its fast channels to its own place and its slow ones to the next, where the next token completes the key. Place 0 has
-# zeros there. A row of n tokens then has n + 1 places.
+# With `GPTConfig.key_offset` the slow channels of a key come from the previous token. Decoding needs no other state for
+# this: a token writes its fast channels to its own place and its slow channels to the next place, where the next token
+# adds its fast ones. In place 0 the slow channels are zero. A row of n tokens then takes n + 1 places.
 
 
 @dataclass
@@ -238,8 +238,8 @@ class KVCache:
     # Later positions are clamped to this, and to a head's last place for a token: a padded piece of a prompt writes its
     # padding there, a slot without a row what a recording computes for it. None: positions are never later.
     max_position: int | None = None
-    # Where the four quarters of a key go, in quarters from the beginning of its place: 0, 5, 2, 7. The second and the
-    # last are slow channels, which go to the next place. None: a key lies in one piece.
+    # Where the four quarters of a key are written, counted in quarters from the start of its place: 0, 5, 2, 7. The
+    # second and the last hold slow channels and go to the next place. None: no key offset.
     quarters: Tensor | None = None
 
     @classmethod
@@ -262,17 +262,17 @@ class KVCache:
 
     @staticmethod
     def places_for(capacity: int, key_offset: bool) -> int:
-        """The places of a head for so many tokens."""
+        """How many places a head needs for `capacity` tokens."""
         return capacity + SPARE_PLACES if key_offset else capacity
 
     @property
     def capacity(self) -> int:
-        """The places of a head, of which the last are not for tokens if keys have an offset."""
+        """The number of places per head. With a key offset the last ones hold no token."""
         return len(self.places)
 
     @property
     def spare(self) -> int:
-        """Places that a row needs after its tokens."""
+        """How many places a row needs beyond its tokens."""
         return 0 if self.quarters is None else 1
 
     def view(self, first: int, end: int) -> "KVCache":
@@ -338,7 +338,7 @@ class KVCache:
 
     def indices(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Where the keys and the values of tokens at `positions` (B, T) go in the memory of every layer: (B, T, K)
-        each, or for keys whose quarters go to different places (B, T, K, 4)."""
+        each, or for keys with an offset (B, T, K, 4), one index for each quarter."""
         places = torch.add(positions[:, :, None], self.heads[:, None], alpha=self.stride)  # position + head S
         if self.quarters is None:
             return places, places

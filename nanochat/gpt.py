@@ -81,8 +81,8 @@ class GPTConfig:
     # token, the next head at the token before it. With such heads later layers continue what occurred earlier in the
     # text (source: Olsson et al. 2022, In-context Learning and Induction Heads); a model takes a while to learn them.
     lookback_heads: int = 0
-    # The slow half of a key's channels, those that the rotation hardly turns, is taken from the key of the token
-    # before. A query that looks for its own token there finds what followed that token the last time, in any layer
+    # Take half of each key's channels, the slow ones that the rotation hardly turns, from the key of the previous
+    # token. A query that looks for its own token there finds what followed that token the last time, in any layer
     # (source: modded-nanogpt, pull request 169). Otherwise this takes a head that looks back, in an earlier layer.
     key_offset: bool = False
     # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate:

@@ -125,7 +125,7 @@ class TorchKernels:
         return x * cos + torch.cat((-high, low), dim=-1) * sin
 
     def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
-        """Keys (B, T, K, D) whose slow channels are those of the token before; the masks are of `offset_masks`."""
+        """Keys (B, T, K, D) with their slow channels taken from the previous token, by the masks of `offset_masks`."""
         own, before = masks
         return torch.addcmul(k * own, k.roll(1, dims=1), before)
 
@@ -145,7 +145,7 @@ class TorchKernels:
     def row_attention(
         self, q: Tensor, k: Tensor, v: Tensor, offset_masks: tuple[Tensor, Tensor] | None, **options: Any
     ) -> Tensor:
-        """`attention`, with the options of that, after `offset_keys` if there are masks for it."""
+        """`attention` with these options, after `offset_keys` if there are masks."""
         if offset_masks is not None:
             k = self.offset_keys(k, offset_masks)
         return self.attention(q, k, v, **options)

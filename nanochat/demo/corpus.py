@@ -31,7 +31,7 @@ MADE_UP_SHARE = 0.6  # share of those names that are syllables without a meaning
 ONSETS = ("b", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "dr", "gl", "st", "tr")
 VOWELS = ("a", "e", "i", "o", "u", "oo", "ee")
 CODAS = ("", "", "b", "k", "l", "m", "n", "p", "r", "s", "t", "x")
-# Syllables and halves of words also make words that nobody wants to read. A made-up word has none of these in it.
+# Joined syllables or halves of words can turn out obscene. Made-up words that contain one of these are drawn again.
 RUDE = re.compile(
     "anal|anus|arse|ass|bastar|bitch|boob|butt|chink|cock|cok|coon|crap|cum|cunt|dick|dik|dyke|fag|fart|fuck|fuk|"
     "gay|gook|heil|homo|jap|jew|kike|kok|lesb|nazi|neeg|neg|nig|nud|orgas|paki|peni|pimp|piss|poo|porn|pric|puss|"

@@ -89,8 +89,7 @@ def words_in_use() -> frozenset[str]:
 
 @cache
 def story_words() -> tuple[str, ...]:
-    """The words of three letters or more that stories are written with, without names and without those kinds that no
-    document has."""
+    """The words of three letters or more in stories, without names and without the kinds held out of all documents."""
     sources = [table for name, table in tables().items() if name not in ("openers", "fillers", "questions")]
     lines = [line[NAME_COLUMN:] for line in "\n".join(sources).splitlines()]  # the tables' right column
     text = re.sub(r"\{\+?\w+\}", " ", " ".join(lines))  # without slots

@@ -99,9 +99,9 @@ class Attention(nn.Module):
 
 
 def offset_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, begins: Tensor, scale: float) -> Tensor:
-    """Attention to keys whose slow channels are those of the token before: q (B, H, T, D), k and v (B, K, S, D).
+    """Attention whose keys take their slow channels from the previous token: q (B, H, T, D), k and v (B, K, S, D).
 
-    `begins` (B or 1, 1, S, 1) is True where no token is before.
+    `begins` (B or 1, 1, S, 1) is True for the first token of each row.
     """
     B, H, T, D = q.shape
     K = k.size(1)
@@ -109,7 +109,7 @@ def offset_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, begins: Tens
     if T > 1:
         k = torch.where(slow, k.roll(1, dims=2).masked_fill(begins, 0), k)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != K)
-    # One query: its products with the slow channels move one place, not all keys of a cache for every new token.
+    # Decoding: shift the query's products with the slow channels, instead of all cached keys for every new token.
     q = q.view(B, K, H // K, D)
     moved = ((q * slow) @ k.mT).roll(1, dims=-1).masked_fill(begins.mT, 0)  # (B, K, H / K, S)
     scores = ((q * ~slow) @ k.mT + moved).float() * scale

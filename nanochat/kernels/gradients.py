@@ -276,7 +276,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
 
 
 class _OffsetKeys(torch.autograd.Function):
-    """`TorchKernels.offset_keys`. The backward pass is its mirror image, in 3 operators; autograd takes 6."""
+    """`TorchKernels.offset_keys`. The backward pass shifts the other way, in 3 operators."""
 
     @staticmethod
     def forward(ctx, k: Tensor, own: Tensor, before: Tensor) -> Tensor:

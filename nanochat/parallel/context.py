@@ -68,7 +68,7 @@ class RowPart:
 
     @property
     def follows(self) -> Tensor:
-        """`Segments.follows` of whole rows, because attention is to whole rows."""
+        """`Segments.follows` of the whole rows, which are what attention reads."""
         return row_follows(self.tokens) if self.documents is None else self.documents.follows
 
 

@@ -62,7 +62,7 @@ class WatchedKernels:
         self.kernels = kernels
         self.report: Callable[[str, Any], None] = lambda name, output: None
 
-    row_attention: Any = TorchKernels.row_attention  # by the kernels that are watched
+    row_attention: Any = TorchKernels.row_attention  # it calls offset_keys and attention here, where they are watched
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.kernels, name)

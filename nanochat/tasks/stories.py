@@ -92,11 +92,11 @@ DETAILED_ORDERS = (
     "Tell me a story about {hero} and a {obstacle}.",
     "Tell me a story about a {kind} with a {food}.",
 )
-LATER_SHARE = 0.25  # share of the stories to order, in training, that are ordered in the middle of a chat
+LATER_SHARE = 0.25  # share of the stories to order, in training, that come after other turns of a chat
 WHO = {"hero", "kind", "trait"}  # the roles that most orders name
 WHO_IS_NEW = (("hero",), ("kind",), ("hero", "kind"))  # the roles whose words a story draws from outside the corpus
 COPIED_SHARE = 0.45  # share of the stories to order, in training, that have a made-up name or kind
-# Their roles, one of these. Documents have made-up names, but no made-up kinds.
+# Which roles are made up in such a story, drawn evenly. More kinds than names: the corpus has made-up names already.
 WHO_IS_MADE_UP = (("hero",), ("kind",), ("kind",), ("hero", "kind"))
 GRAM = 4  # words of a sequence, for the measure of variety
 TEXTS_AT_ONCE = 60  # texts that are compared: among more, a sequence is more likely to occur again

@@ -34,8 +34,7 @@ def random_qkv(B: int, T: int, H: int, K: int, D: int = 4) -> tuple[Tensor, Tens
 
 
 def with_offset(k: Tensor) -> Tensor:
-    """Keys (B, T, K, 4) whose slow channels, the second and the last, are those of the token before; 0 for the first
-    token."""
+    """Keys (B, T, K, 4) with their slow channels, the second and the last, from the previous token; 0 for the first."""
     before = torch.cat((torch.zeros_like(k[:, :1]), k[:, :-1]), dim=1)
     return torch.stack((k[..., 0], before[..., 1], k[..., 2], before[..., 3]), dim=-1)
 
@@ -274,7 +273,7 @@ def test_a_cache_that_is_laid_out_anew_reads_the_same(key_offset: bool) -> None:
     """For more and for fewer tokens, in the same memory, with a token between; what no longer fits is lost."""
     q, k, v = random_qkv(3, 9, 4, 2)
     cache = KVCache.empty(2, 3, 16, 2, 4, "cpu", torch.float32, key_offset)
-    cache.keys.fill_(9.0)  # of earlier rows
+    cache.keys.fill_(9.0)  # what earlier rows left there
     memory = cache.keys.data_ptr(), cache.values.data_ptr()
     outs = []
     for stride, first, end in ((6, 0, 4), (6, 4, 5), (16, 5, 7), (8, 7, 8), (12, 8, 9)):

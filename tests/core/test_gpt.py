@@ -70,7 +70,7 @@ def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
         q, k = turn(q), turn(k)
         if c.qk_norm == "after_rotary":
             q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
-        if c.key_offset:  # of each half of the channels, the second half is the last token's
+        if c.key_offset:  # the second and the last quarter of the channels come from the previous token
             k = k.clone()
             for slow in (slice(D // 4, D // 2), slice(3 * D // 4, D)):
                 k[..., slow] = torch.cat((torch.zeros_like(k[:, :1, :, slow]), k[:, :-1, :, slow]), dim=1)
@@ -197,7 +197,7 @@ def test_a_window_hides_what_lies_behind_it(key_offset: bool) -> None:
 
 @pytest.mark.parametrize("kernels", [TorchKernels(), CpuKernels()], ids=["torch", "cpu"])
 def test_documents_of_a_row_are_as_each_alone(kernels: TorchKernels) -> None:
-    """Also documents of one token, at the beginning, in the middle and at the end; keys take nothing from another."""
+    """Including documents of one token at the beginning, in the middle and at the end of a row."""
     model = lively_model(tiny_config(lookback_heads=1, key_offset=True), kernels=kernels)
     lengths = ((1, 9, 1, 20, 1), (17, 3, 12))
     tokens = random_tokens(model, 2, 32)
