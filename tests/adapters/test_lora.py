@@ -192,7 +192,7 @@ def test_recomputed_blocks_draw_the_same_dropout():
 
 
 def test_without_adapters_is_the_base_and_they_come_back():
-    plain = lively_model(tiny_config())
+    plain = lively_model(tiny_config(**SHAPES["fast"]))
     model = adapted_model()
     inputs, targets = tokens_of(plain.config)
     adapted = model(inputs)
