@@ -89,6 +89,9 @@ class RequestLog:
         self.folder = folder
         (folder / "log").mkdir(parents=True, exist_ok=True)
         (folder / "state").mkdir(exist_ok=True)
+        for path in (folder / "log").iterdir():  # now: later it may be one that `append` is writing
+            if UNFINISHED_NAME.fullmatch(path.name):  # never acknowledged
+                path.unlink()
 
     def append(self, entry: Entry) -> None:
         """Returns once it is on the disk."""
@@ -140,9 +143,9 @@ class RequestLog:
         found = []
         for path in sorted((self.folder / "log").iterdir()):
             match = ENTRY_NAME.fullmatch(path.name)
-            if UNFINISHED_NAME.fullmatch(path.name):  # never acknowledged; 000000001.tmp looks like an entry, too
-                path.unlink()
-            elif match:
+            if UNFINISHED_NAME.fullmatch(path.name):  # 000000001.tmp looks like an entry, too
+                continue
+            if match:
                 found.append((match, path))
             else:
                 warn(f"{path} is not a request of this server, and is left alone")

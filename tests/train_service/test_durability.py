@@ -16,6 +16,7 @@ from nanochat import storage
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import service as service_module
 from nanochat.train_service import wire
+from nanochat.train_service.log import Entry, RequestLog
 from nanochat.train_service.service import Limits, Service
 from nanochat.train_service.tenants import Base, Trained, TrainedModel
 
@@ -175,6 +176,22 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
     assert again.models[client.model_id].next == 3 and not list(folder.glob("models/*/log/*.tmp"))
     with pytest.raises(ApiError, match="cannot be read"):
         again.create_model(OWNER, other.session, 0, Trained(2), None)
+
+
+def test_the_log_is_read_while_a_request_is_written_to_it(tmp_path, monkeypatch):
+    """A model that comes back into memory reads its log, and its client goes on sending."""
+    log = RequestLog(tmp_path)
+    log.append(Entry(1, "optim_step", b"1"))
+    write_file = storage.write_file
+
+    def write_and_read(path: Path, parts: list[bytes]) -> None:
+        write_file(path, parts)
+        assert [entry.number for entry in log.entries()[0]] == [1]
+        log.end_snapshot()
+
+    monkeypatch.setattr(storage, "write_file", write_and_read)
+    log.append(Entry(2, "optim_step", b"2"))
+    assert [entry.number for entry in log.entries()[0]] == [1, 2]
 
 
 # ---------------------------------------------------------------------- checkpoints that change
