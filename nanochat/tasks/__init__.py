@@ -5,7 +5,7 @@ PLUGS = {
     "tasks": {
         "stories": "nanochat.tasks.stories:Stories",
         "new_stories": "nanochat.tasks.stories:NewStories",
-        "questions": "nanochat.tasks.stories:StoryQuestions",
+        "questions": "nanochat.tasks.story_questions:StoryQuestions",
         "addition": "nanochat.tasks.arithmetic:Addition",
         "arithmetic": "nanochat.tasks.arithmetic:Arithmetic",
         "spelling": "nanochat.tasks.spelling:Spelling",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from nanochat.conversation import Message, Part, text_of
+from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.demo.corpus import story
 from nanochat.task import Example, GeneratedTask, turn
 from nanochat.tasks.arithmetic import Arithmetic
@@ -22,6 +22,12 @@ SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assis
 USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # questions from the first line of their group
 KEYBOARD_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 SLOT = re.compile(r"\{(\w+)\}")
+# How a reply ends that offers a story, and not a sum as well; and what people say to it.
+OFFER = re.compile(r"[Ss]hall I tell you (a story|one|a new one)( in English)?\?$")
+AGREEMENTS = (
+    *("Yes", "Yes!", "Yes, please!", "Yes please", "Okay", "Okay!", "Sure", "Sure!", "Please do!", "Go ahead."),
+    *("Yes, tell me one.", "Yeah", "Okay, go on.", "Of course!", "I would like that.", "Do it!", "Go on, then."),
+)
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ class SmallTalk(GeneratedTask):
         for _ in range(rng.choice((0, 0, 0, 0, 1, 2))):
             messages += earlier_turn(rng)
         question, answer = draw(rng, self.name, is_new=self.split == "test" and rng.random() < 0.5)
+        if offers_story(messages) and _plain(question) in map(_plain, AGREEMENTS):
+            messages = []  # there it would ask for a story
         return Example([*messages, *turn(question, answer)], answer)
 
 
@@ -110,6 +118,15 @@ class Unknown(SmallTalk):
     def wrong(self, index: int) -> str:
         """A story, the typical answer of a model that knows nothing else."""
         return story(self.rng(index, "/wrong"), "train").text
+
+
+def offers_story(messages: Sequence[Message]) -> bool:
+    """Whether the last message offers a story."""
+    return bool(messages) and OFFER.search(text_of(parts_of(messages[-1]["content"]))) is not None
+
+
+def _plain(text: str) -> str:
+    return text.lower().strip(" .!?")
 
 
 def earlier_turn(rng: random.Random) -> Sequence[Message]:

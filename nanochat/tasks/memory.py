@@ -1,7 +1,9 @@
 """Chats that go on: what somebody has said of themselves is remembered, and a sum goes on with its last answer."""
 
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
@@ -129,6 +131,10 @@ FACTS = (
         ),
     ),
 )
+NAME_FACT = (NAME[:3], "Your name is {name}", ASK_NAME)
+UNTOLD = "I do not know that: you have not told me."
+UNTOLD_SHARE = 0.15  # share of the questions about facts that ask for another fact
+TWO_FACTS_SHARE = 0.2  # share of the messages with two facts, of which one is asked for
 # What other chat models reply to that. Chats that people bring have such replies: they are read, and not learned.
 REPLIES = (
     "Thanks for telling me.", "Good to know!", "That is nice.", "Okay.", "Nice!", "Great!", "How lovely!", "I see.",
@@ -188,6 +194,8 @@ class Memory(GeneratedTask):
             story = demo.story(rng, corpus_split(self.split), ("hero",) if is_new else ())
             messages = turn(rng.choice(NAME).format(name=story.hero), f"Nice to meet you, {story.hero}!")
             question, answer = rng.choice(ASK_NAME), f"Your name is {story.hero}."
+            if form > 0.7 - 0.3 * UNTOLD_SHARE:
+                messages, answer = [], UNTOLD
             if form < 0.45:
                 question, answer = rng.choice(ABOUT_ME), story.text
         else:
@@ -207,8 +215,42 @@ class Memory(GeneratedTask):
 
 
 def fact_and_question(rng: random.Random) -> tuple[list[Message], str, str]:
-    """What somebody says, with a reply; a question about it; and the answer."""
-    ways, known, asked = rng.choice(FACTS)
+    """What somebody says of themselves, with a reply; a question about it, or about something else; and the answer."""
+    fact, other = draw_fact(rng), draw_fact(rng)
+    while set(fact.questions) & set(other.questions):
+        other = draw_fact(rng)
+    form = rng.random()
+    said, known = fact.said, fact.known
+    if form < TWO_FACTS_SHARE:
+        rest = re.sub(r"^(My|The|We|Remember|Please|Tomorrow)\b", lambda match: match[0].lower(), other.said)
+        said = rng.choice((f"{said.rstrip('.!')}. {other.said}", f"{said.rstrip('.!')} and {rest}"))
+        fact = rng.choice((fact, other))
+    elif rng.random() < 0.3 and fact.is_usual:
+        said = as_typed(rng, said)
+    answer = f"{fact.known}."
+    if form > 1 - UNTOLD_SHARE:
+        fact, answer = other, UNTOLD
+    reply = f"{known}: good to know!"
+    if known.startswith("Your name is "):
+        reply = known.replace("Your name is", "Nice to meet you,") + "!"
+    messages = turn(said, reply)
+    if rng.random() < 0.5:
+        messages[-1] = {"role": "assistant", "content": rng.choice(REPLIES), "train": False}
+    return messages, rng.choice(REMEMBER).format(question=rng.choice(fact.questions)), answer
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that people say of themselves."""
+
+    said: str
+    known: str  # without a full stop
+    questions: tuple[str, ...]  # ways to ask for it later
+    is_usual: bool  # nothing in it is made up, so it can be read in lower case, too
+
+
+def draw_fact(rng: random.Random) -> Fact:
+    ways, known, asked = rng.choice((*FACTS, NAME_FACT))
     drawn: dict[str, Any] = {slot: rng.choice(list(words)) for slot, words in identity.lexicon().items()}
     count = rng.randrange(2, rng.choice((10, 100)))
     drawn |= {
@@ -222,15 +264,8 @@ def fact_and_question(rng: random.Random) -> tuple[list[Message], str, str]:
         "job": rng.choice(JOBS),
         "word": rng.choice((a_thing(rng), demo.made_up_name(rng), demo.made_up_kind(rng))),
     }
-    said = rng.choice(ways).format_map(drawn)
-    fact = known.format_map(drawn)
-    if rng.random() < 0.3 and "{name}" not in known:
-        said = as_typed(rng, said)
-    messages = turn(said, f"{fact}: good to know!")
-    if rng.random() < 0.5:
-        messages[-1] = {"role": "assistant", "content": rng.choice(REPLIES), "train": False}
-    question = rng.choice(REMEMBER).format(question=rng.choice(asked).format_map(drawn))
-    return messages, question, f"{fact}."
+    questions = tuple(question.format_map(drawn) for question in asked)
+    return Fact(rng.choice(ways).format_map(drawn), known.format_map(drawn), questions, "{name}" not in known)
 
 
 def sums_in_turn(rng: random.Random, split: Split) -> Example:

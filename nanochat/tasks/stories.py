@@ -1,4 +1,4 @@
-"""Stories to order, and questions about a story, both drawn from the grammar of the demo corpus.
+"""Stories to order, drawn from the grammar of the demo corpus.
 
 Combinations that the corpus holds out are in the test split only.
 """
@@ -6,13 +6,13 @@ Combinations that the corpus holds out are in the test split only.
 import random
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, text_of
 from nanochat.demo import corpus as demo
 from nanochat.demo.checker import StoryCheck, check_story
-from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
+from nanochat.demo.plots import SLOT, lexicon, plots
 from nanochat.task import Example, GeneratedTask, Split, turn
 from nanochat.tasks import identity
 from nanochat.tasks.typed import as_typed
@@ -28,6 +28,13 @@ OPEN_ORDERS = (
     "Story",
     "Tell me a story with a happy ending.",
     "Tell me a short story.",
+    "Another one!",
+    "One more, please!",
+    "Another",
+    "Okay, a story then.",
+    "A story, then.",
+    "Yes, tell me a story.",
+    "Yes, a story, please.",
     "讲一个故事。",
 )
 ORDERS = (
@@ -92,6 +99,7 @@ DETAILED_ORDERS = (
     "Tell me a story about {hero} and a {obstacle}.",
     "Tell me a story about a {kind} with a {food}.",
 )
+AGREED_SHARE = 0.05  # share of the stories, in training, that the model has offered and somebody agrees to
 LATER_SHARE = 0.25  # share of the stories to order, in training, that come after other turns of a chat
 WHO = {"hero", "kind", "trait"}  # the roles that most orders name
 WHO_IS_NEW = (("hero",), ("kind",), ("hero", "kind"))  # the roles whose words a story draws from outside the corpus
@@ -110,10 +118,17 @@ class Stories(GeneratedTask):
     def example(self, index: int) -> Example:
         rng, named, story = self._draw(index)
         question, asked = order(rng, story, named)
+        if self.split == "test":
+            return Example(turn(question, story.text), asked)
         earlier: list[Message] = []
-        if self.split == "train" and rng.random() < LATER_SHARE:
+        form = rng.random()
+        if form < LATER_SHARE:
             for _ in range(rng.choice((1, 1, 2, 3))):
                 earlier += identity.earlier_turn(rng)
+        elif form < LATER_SHARE + AGREED_SHARE and not named:
+            while not identity.offers_story(earlier):
+                earlier = [*identity.earlier_turn(rng)]
+            question, asked = as_typed(rng, rng.choice(identity.AGREEMENTS)), {}
         return Example([*earlier, *turn(question, story.text)], asked)
 
     def wrong(self, index: int) -> str:
@@ -205,9 +220,13 @@ def order(rng: random.Random, story: demo.Story, needed: Sequence[str] = ()) -> 
     way = rng.choice(possible or OPEN_ORDERS)
     asked = {role: story.facts[role] for role in sorted(slots_of(way))}
     question = with_articles(way.format_map(story.facts))
-    if all(words in lexicon()["hero"] for role, words in asked.items() if role in ("hero", "friend")):
-        question = as_typed(rng, question)  # a name in lower case can be recalled, if it is a usual one
-    return question, asked
+    return typed(rng, question, asked), asked
+
+
+def typed(rng: random.Random, question: str, facts: Mapping[str, str]) -> str:
+    """The question as somebody may type it: a name in lower case can be recalled, if it is a usual one."""
+    names = [words for role, words in facts.items() if role in ("hero", "friend")]
+    return as_typed(rng, question) if all(name in lexicon()["hero"] for name in names) else question
 
 
 def slots_of(text: str) -> set[str]:
@@ -246,47 +265,6 @@ def distinct_grams(texts: Sequence[str]) -> float:
         if len(words) == TEXTS_AT_ONCE or first == 0:  # a smaller rest would count as more varied
             shares.append(len(set(grams)) / max(1, len(grams)))
     return sum(shares) / max(1, len(shares))
-
-
-class StoryQuestions(GeneratedTask):
-    """A story and one to three questions about it: in one message, or after the model has told it to order.
-
-    The answer is one sentence. Where the story leaves out what is asked for, it says so.
-    """
-
-    name = "questions"
-
-    def example(self, index: int) -> Example:
-        rng = self.rng(index)
-        story = demo.story(rng, corpus_split(self.split))
-        asked = rng.sample(questions(story), 1 + rng.randrange(3))
-        messages: list[Message] = []
-        if rng.random() < 0.4:
-            messages += turn(order(rng, story)[0], story.text)
-            asked = [(with_pronoun(rng, story, question), answer) for question, answer in asked]
-        for question, answer in asked:
-            messages += turn(question if messages else f"{story.text}\n{question}", answer)
-        return Example(messages, messages[-1]["content"])
-
-
-def questions(story: demo.Story) -> list[tuple[str, str]]:
-    """What can be asked about a story, with the answers, and one thing that it does not tell."""
-    found = demo.questions(story)
-    untold = [
-        question.format_map(story.facts)
-        for question, answer in plots()[story.plot].questions
-        if slots_of(question) <= story.facts.keys() and not slots_of(answer) <= story.facts.keys()
-    ]
-    return found + [(question, "The story does not say.") for question in untold[:1]]
-
-
-def with_pronoun(rng: random.Random, story: demo.Story, question: str) -> str:
-    """The question, sometimes with a pronoun for the hero, of whom the story has just told."""
-    if rng.random() < 0.5:
-        return question
-    pronouns = pronouns_of(story.hero)
-    question = re.sub(rf"\b(did|was) {story.hero}\b", rf"\1 {pronouns['he']}", question)
-    return re.sub(rf"\b{story.hero}\b", pronouns["him"], question)
 
 
 def corpus_split(split: Split) -> demo.Split:

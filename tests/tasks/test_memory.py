@@ -1,41 +1,58 @@
 """Chats that go on, facts as JSON, and words to repeat."""
 
 import json
+import random
 import re
+from collections import Counter
 
 from nanochat.conversation import parts_of, text_of
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon
 from nanochat.tasks.arithmetic import is_held_out
 from nanochat.tasks.json_objects import JsonObjects
-from nanochat.tasks.memory import REPLIES, Memory
+from nanochat.tasks.memory import ASK_NAME, REPLIES, UNTOLD, Memory, fact_and_question
 from nanochat.tasks.repeat import Repeat
 
 NEW = {word for row in ("new name", "new kind") for word in lexicon()[row]}
 
 
 def test_the_last_turn_needs_an_earlier_one():
-    forms = set()
+    forms = Counter[str]()
     for index in range(800):
         example = Memory("train").example(index)
         earlier = " ".join(text_of(parts_of(message["content"])) for message in example.messages[:-2])
         question, answer = (text_of(parts_of(message["content"])) for message in example.messages[-2:])
-        if name := re.fullmatch(r"Your name is (\w+)\.", answer):
+        if answer == UNTOLD:
+            forms["untold"] += 1
+            if any(way in question for way in ASK_NAME):
+                assert not re.search(r"[Nn]ame is|Nice to meet you, ", earlier), earlier
+        elif name := re.fullmatch(r"Your name is (\w+)\.", answer):
             assert re.search(rf"\b{name[1]}\b", earlier)
-            forms.add("name")
+            forms["name"] += 1
         elif called := re.fullmatch(r"(-?[\d.]+)[-+*/].+ = (.+)\.", answer):
             if not re.search(r"\d.*\d|\d\d.*[-+].*\d", question):  # one number: the other is the last answer
                 assert re.search(rf"(= |is |^| ){re.escape(called[1])}(\.| |$)", earlier)
-            forms.add("sum")
+            forms["sum"] += 1
         elif check_story(answer).ok:
             name = re.search(r"Nice to meet you, (\w+)!", earlier)
             assert name and name[1] in answer
-            forms.add("story")
+            forms["story"] += 1
         else:  # what the answer says, nobody can know from the question
             said, asked, told = (set(re.findall(r"[\w-]+", text.lower())) for text in (earlier, question, answer))
             assert (told & said) - asked, (earlier, question, answer)
-            forms.add("fact")
-    assert forms == {"name", "fact", "sum", "story"}
+            forms["fact"] += 1
+    assert forms.keys() == {"name", "fact", "sum", "story", "untold"}
+    assert 40 < forms["untold"] < 100
+
+
+def test_one_of_two_facts_is_asked_for():
+    rng = random.Random(0)
+    chats = [fact_and_question(rng) for _ in range(500)]
+    two = [text for messages, _, _ in chats if re.search(r"\.? and |\. [A-Z]", text := messages[0]["content"])]
+    assert 80 < len(two) < 250
+    assert any(re.search(r" and (I|my) ", text) for text in two)
+    told = [messages for messages, _, answer in chats if answer.startswith("Your dog is called ")]
+    assert told and all("dog" in messages[0]["content"] for messages in told)
 
 
 def test_what_another_model_has_said_is_read_and_not_learned():

@@ -12,7 +12,8 @@ from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon, words_in_use
 from nanochat.task import Example, turn
 from nanochat.task_flag import GENERATED, TaskSpec, open_task
-from nanochat.tasks.stories import NewStories, Stories, StoryQuestions, distinct_grams, with_articles
+from nanochat.tasks.identity import AGREEMENTS, Identity, Unknown, offers_story
+from nanochat.tasks.stories import NewStories, Stories, distinct_grams, with_articles
 
 STORY = (
     "Once upon a time there was a brave {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "
@@ -22,6 +23,7 @@ STORY = (
 )
 SHE = {"He": "She", "he": "she"}
 HE = {"He": "He", "he": "he"}
+TASKS = {"stories": Stories, "identity": Identity, "unknown": Unknown}
 
 
 def graded(asked: dict[str, str], **words: str) -> bool:
@@ -173,22 +175,6 @@ def test_distinct_sequences_of_four_words():
     assert distinct_grams([story] * 60 + ["g h i j"]) == 1 / 60
 
 
-def test_questions_go_on_after_a_story_and_say_what_it_leaves_out():
-    examples = [StoryQuestions("train").example(index) for index in range(1000)]
-    after = [example for example in examples if "\n" not in example.messages[0]["content"]]
-    assert 0.3 < len(after) / len(examples) < 0.5
-    assert all(
-        check_story(example.messages[1]["content"], example.messages[0]["content"].split()).ok for example in after
-    )
-    asked = [message["content"] for example in after for message in example.messages[2::2]]
-    assert any(re.search(r"\b(he|she|him|her)\b", question) for question in asked)
-    untold = [example for example in examples if example.answer == "The story does not say."]
-    assert 0.05 < len(untold) / len(examples) < 0.4
-    for example in untold:
-        question = example.question[-1]["content"].rpartition("\n")[2]
-        assert "wear" in question and " wore " not in str(example.messages)
-
-
 @pytest.mark.parametrize(
     ("text", "right"),
     [
@@ -207,7 +193,16 @@ def test_some_stories_are_ordered_in_the_middle_of_a_chat():
     task = Stories("train")
     examples = [task.example(index) for index in range(1000)]
     turns = [len(example.messages) // 2 for example in examples]
-    assert set(turns) == {1, 2, 3, 4} and 0.2 < sum(count > 1 for count in turns) / len(turns) < 0.3
+    assert set(turns) == {1, 2, 3, 4} and 0.22 < sum(count > 1 for count in turns) / len(turns) < 0.34
     for example in examples[:200]:
         assert task.grade(example, parts_of(example.messages[-1]["content"]))
     assert all(len(Stories("test").example(index).messages) == 2 for index in range(200))
+
+
+def test_whoever_agrees_to_a_story_gets_one():
+    agreed = {text.lower().strip(" .!") for text in AGREEMENTS}
+    questions = [(name, TASKS[name]("train").example(index).question) for name in TASKS for index in range(1500)]
+    agreements = [(name, asked) for name, asked in questions if asked[-1]["content"].lower().strip(" .!?") in agreed]
+    offers = [name for name, asked in agreements if offers_story(asked[:-1])]
+    assert 20 < len(offers) < 90 and set(offers) == {"stories"}
+    assert {name for name, _ in agreements} > {"identity"}  # without an offer it is asked what is wanted

@@ -1,0 +1,113 @@
+"""A story and questions about it, as people ask them in a chat after the model has told its story.
+
+Documents of the corpus ask each question in one way (grammar.txt). story_questions.txt has the ways of people, and
+questions that documents do not ask.
+"""
+
+import random
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from nanochat.conversation import Message
+from nanochat.demo import corpus as demo
+from nanochat.demo.plots import plots, pronouns_of
+from nanochat.task import Example, GeneratedTask, turn
+from nanochat.tasks import identity
+from nanochat.tasks.stories import corpus_split, order, slots_of, typed
+
+UNTOLD = "The story does not say."
+ALL = "every plot"  # the table with questions about stories of any plot
+AFTER_SHARE = 0.6  # share of the examples whose story the model has told to order; else it is in the first question
+TALK_SHARE = 0.15  # share of the questions, in training, that come after some small talk about the story
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question about a story: ways to ask, and its answer."""
+
+    ways: tuple[str, ...]
+    answer: str
+    new: str | None = None  # the way that training does not have
+
+    def draw(self, rng: random.Random, is_new: bool) -> str:
+        """One way to ask; with `is_new` the one that is held out, if there is one."""
+        return self.new if is_new and self.new else rng.choice(self.ways)
+
+
+@cache
+def tables() -> dict[str, tuple[Question, ...]]:
+    """The questions of story_questions.txt by plot, with slots for roles."""
+    text = Path(__file__).with_name("story_questions.txt").read_text(encoding="utf-8")
+    _, *sections = re.split(r"^\[(.+)\]\n", text, flags=re.MULTILINE)  # comment, title, table, title, table, ...
+    return {
+        title: tuple(map(_read_question, re.split(r"\n(?=\S)", table.strip())))
+        for title, table in zip(sections[::2], sections[1::2], strict=True)
+    }
+
+
+def _read_question(block: str) -> Question:
+    answer, *lines = block.splitlines()
+    *ways, new = " | ".join(line.strip() for line in lines).split(" | ")
+    return Question(tuple(ways), answer, new)
+
+
+@cache
+def questions_of(plot: str) -> tuple[Question, ...]:
+    """All questions about stories of a plot, with slots for roles."""
+    found = {question.answer: question for question in (*tables()[ALL], *tables()[plot])}
+    for way, answer in plots()[plot].questions:
+        other = found.get(answer, Question((), answer))
+        found[answer] = Question((way, *other.ways), answer, other.new)
+    return tuple(found.values())
+
+
+def questions(story: demo.Story) -> list[Question]:
+    """What can be asked about a story, among it one question at most about something that it leaves out."""
+    found: list[Question] = []
+    left_out: list[str] = []
+    for question in questions_of(story.plot):
+        ways = tuple(way.format_map(story.facts) for way in question.ways if slots_of(way) <= story.facts.keys())
+        if not slots_of(question.answer) <= story.facts.keys():
+            left_out += ways
+        elif ways:
+            is_told = question.new is not None and slots_of(question.new) <= story.facts.keys()
+            new = question.new.format_map(story.facts) if question.new and is_told else None
+            found.append(Question(ways, question.answer.format_map(story.facts), new))
+    return [*found, Question(tuple(left_out), UNTOLD)] if left_out else found
+
+
+class StoryQuestions(GeneratedTask):
+    """A story and one to three questions about it: in one message, or after the model has told it to order.
+
+    The answer is one sentence. Where the story leaves out what is asked for, it says so. In half of the test split the
+    last question is asked in a way that the train split never has.
+    """
+
+    name = "questions"
+
+    def example(self, index: int) -> Example:
+        rng = self.rng(index)
+        story = demo.story(rng, corpus_split(self.split))
+        asked = rng.sample(questions(story), 1 + rng.randrange(3))
+        is_after = rng.random() < AFTER_SHARE
+        messages: list[Message] = [*turn(order(rng, story)[0], story.text)] if is_after else []
+        is_new = self.split == "test" and rng.random() < 0.5
+        for number, question in enumerate(asked, 1):
+            if self.split == "train" and messages and rng.random() < TALK_SHARE:
+                messages += turn(*identity.draw(rng, "identity", is_new=False))
+            way = question.draw(rng, is_new and number == len(asked))
+            way = typed(rng, with_pronoun(rng, story, way) if is_after else way, story.facts)
+            messages += turn(way if messages else f"{story.text}\n{way}", question.answer)
+        return Example(messages, messages[-1]["content"])
+
+
+def with_pronoun(rng: random.Random, story: demo.Story, question: str) -> str:
+    """The question, sometimes with a pronoun for the hero, of whom the story has just told."""
+    if rng.random() < 0.5:
+        return question
+    pronouns = pronouns_of(story.hero)
+    question = re.sub(rf"\b{story.hero}'s\b", pronouns["his"], question)
+    question = re.sub(rf"\b(did|does|was|is|could|must) {story.hero}\b", rf"\1 {pronouns['he']}", question)
+    return re.sub(rf"\b{story.hero}\b", pronouns["him"], question)
