@@ -72,8 +72,9 @@ def questions(story: demo.Story) -> list[Question]:
         if not slots_of(question.answer) <= story.facts.keys():
             left_out += ways
         elif ways:
-            is_told = question.new is not None and slots_of(question.new) <= story.facts.keys()
-            new = question.new.format_map(story.facts) if question.new and is_told else None
+            new = None
+            if question.new and slots_of(question.new) <= story.facts.keys():
+                new = question.new.format_map(story.facts)
             found.append(Question(ways, question.answer.format_map(story.facts), new))
     return [*found, Question(tuple(left_out), UNTOLD)] if left_out else found
 
