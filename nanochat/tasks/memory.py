@@ -133,7 +133,7 @@ FACTS = (
 )
 NAME_FACT = (NAME[:3], "Your name is {name}", ASK_NAME)
 UNTOLD = "I do not know that: you have not told me."
-UNTOLD_SHARE = 0.15  # share of the questions about facts that ask for another fact
+UNTOLD_SHARE = 0.12  # share of the questions about facts that ask for another fact
 TWO_FACTS_SHARE = 0.2  # share of the messages with two facts, of which one is asked for
 # What other chat models reply to that. Chats that people bring have such replies: they are read, and not learned.
 REPLIES = (

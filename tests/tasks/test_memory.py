@@ -25,7 +25,7 @@ def test_the_last_turn_needs_an_earlier_one():
         if answer == UNTOLD:
             forms["untold"] += 1
             if any(way in question for way in ASK_NAME):
-                assert not re.search(r"[Nn]ame is|Nice to meet you, ", earlier), earlier
+                assert not re.search(r"[Nn]ame is (?!nanochat)|Nice to meet you, ", earlier), earlier
         elif name := re.fullmatch(r"Your name is (\w+)\.", answer):
             assert re.search(rf"\b{name[1]}\b", earlier)
             forms["name"] += 1
