@@ -92,7 +92,7 @@ case $profile in
     sft=(--device_batch_size 4 --target_examples_per_step 16 --num_iterations 30 --lr_scale 0.1 --eval_every 0
       --save_every 30)
     rl=(--device_batch_size 4 --loss dr_grpo --kl 0.05 --num_iterations 60 --examples_per_step 8 --num_samples 8
-      --lr_scale 0.25 --eval_every 0 --eval_examples 200 --save_every 10)
+      --lr_scale 0.12 --eval_every 0 --eval_examples 200 --save_every 10)
     eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories,new_stories
     ;;
   *) # the depth that this many devices train in an evening; the batch by their memory

@@ -11,7 +11,7 @@ HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:
 CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 # A model loses what it is not rewarded for: rewarded for stories alone it gets more sums wrong, 1 in 5 where it was
 # 1 in 17, and forgets small talk. So half of the questions are everything else that it has learned (docs/archive.md).
-BUILT_IN_RL_TASKS = "stories:6,arithmetic:2,unknown:1,memory:1,questions:1,identity:2"
+BUILT_IN_RL_TASKS = "stories:6,arithmetic:2,unknown:1,memory:1,questions:2,identity:2"
 
 
 def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
