@@ -118,16 +118,17 @@ class RequestLog:
         name = f"{entry.number:09d}.{entry.kind}.{_entry_sum(entry.number, entry.kind, entry.content)}"
         return self.folder / "log" / (name + ".early" * entry.is_early)
 
-    def entries(self) -> tuple[list[Entry], str]:
+    def entries(self, last: int | None = None) -> tuple[list[Entry], str]:
         """Those after the snapshot, in order, up to the first damage, and what that is; empty: nothing is damaged.
 
+        `last`: the number of the last one to read. While clients send requests, later entries may be renamed.
         An entry that did not come early says that all before it had been acknowledged: a missing one is seen.
         """
         found: list[Entry] = []
         covered = self.covered
         for match, path in self._logged():
             number = int(match[1])
-            if number <= covered:
+            if number <= covered or (last is not None and number > last):
                 continue
             before = found[-1].number if found else covered
             if number != before + 1 and not match[4]:

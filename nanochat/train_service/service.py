@@ -634,10 +634,10 @@ class Service:
 
     def _repeat(self, model: Model) -> None:
         """Run what has run since the snapshot again: the model left the memory without a new one."""
-        entries, damage = model.log.entries()
         try:
+            entries, damage = model.log.entries(last=model.done)
             for entry in entries:
-                if entry.number <= model.done and not entry.kind.startswith("save_weights"):
+                if not entry.kind.startswith("save_weights"):
                     try:
                         self._compute(model, entry)
                     except Exception:

@@ -194,6 +194,59 @@ def test_the_log_is_read_while_a_request_is_written_to_it(tmp_path, monkeypatch)
     assert [entry.number for entry in log.entries()[0]] == [1, 2]
 
 
+def test_a_log_is_run_again_while_an_early_request_takes_its_turn(start, monkeypatch):
+    """The entry of an early request is renamed while the worker, which has listed it, reads the others."""
+    service = start(models=1)
+    client, other = Client(service), Client(service, 1)
+    client.train()
+    client.submit("forward_backward", shift=0)
+    client.result(client.number)
+    other.train()
+    assert service.models[client.model_id].live is None
+    last, logged = client.number, RequestLog._logged
+
+    def list_and_submit(log: RequestLog) -> list:
+        found = logged(log)
+        if log is service.models[client.model_id].log and last + 2 not in sent:
+            sent.append(last + 2)
+            service.submit(OWNER, client.model_id, last + 2, "optim_step", json.dumps(ADAM).encode())
+        return found
+
+    sent: list[int] = []
+    early = batch(client.model_id, last + 3)
+    service.submit(OWNER, client.model_id, last + 3, "forward_backward", early)
+    monkeypatch.setattr(RequestLog, "_logged", list_and_submit)
+    service.submit(OWNER, client.model_id, last + 1, "optim_step", json.dumps(ADAM).encode())
+    for number in (1, 2, 3):
+        client.result(last + number)
+    live = service.models[client.model_id].live
+    assert sent == [last + 2] and live is not None and live.steps == 2
+
+
+def test_a_log_that_cannot_be_read_leaves_no_model_half_restored(start, monkeypatch):
+    service = start(models=1)
+    client, other = Client(service), Client(service, 1)
+    client.train()
+    client.submit("forward_backward", shift=0)
+    client.result(client.number)
+    other.train()
+    entries, fails = RequestLog.entries, [True]
+
+    def read(log: RequestLog, **settings):
+        if fails:
+            fails.clear()
+            raise FileNotFoundError("it is gone for a moment")
+        return entries(log, **settings)
+
+    monkeypatch.setattr(RequestLog, "entries", read)
+    client.submit("forward_backward", shift=1)
+    assert "failed" in client.result(client.number)["error"]
+    assert service.models[client.model_id].live is None
+    assert "error" not in client.run("optim_step", **ADAM)
+    live = service.models[client.model_id].live
+    assert live is not None and live.steps == 2
+
+
 # ---------------------------------------------------------------------- checkpoints that change
 
 
