@@ -11,7 +11,7 @@ import contextlib
 import random
 import re
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -70,11 +70,17 @@ def words(role: str) -> tuple[str, ...]:
 # ---------------------------------------------------------------------- stories
 
 
-def story(rng: random.Random, split: Split, new: Collection[str] = (), made_up: Collection[str] = ()) -> Story:
+def story(
+    rng: random.Random,
+    split: Split,
+    new: Collection[str] = (),
+    made_up: Collection[str] = (),
+    given: Mapping[str, str] | None = None,
+) -> Story:
     """Draw a story whose combination belongs to `split`.
 
     `new`: the roles among `hero` and `kind` that get a word which no document of the corpus has. `made_up`: those that
-    get a word without a meaning.
+    get a word without a meaning. `given`: the words of some of these roles.
     """
     # Draw until the combination (plot, kind of hero, want, obstacle, place) falls into the split.
     while True:
@@ -86,7 +92,9 @@ def story(rng: random.Random, split: Split, new: Collection[str] = (), made_up: 
                 facts[draw.role] = _choose(rng, draw.words)
         for role in OPEN_ROLES:
             rare_share = RARE_KIND_SHARE if role.endswith("kind") else RARE_NAME_SHARE
-            if role in facts and role in made_up:
+            if given and role in given:
+                facts[role] = given[role]
+            elif role in facts and role in made_up:
                 facts[role] = made_up_name(rng) if role == "hero" else made_up_kind(rng)
             elif role in facts and (role in new or rng.random() < rare_share):
                 facts[role] = _unusual(rng, role, role in new, facts)

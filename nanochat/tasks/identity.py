@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.demo.corpus import story
@@ -22,11 +23,13 @@ SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assis
 USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # questions from the first line of their group
 KEYBOARD_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 SLOT = re.compile(r"\{(\w+)\}")
-# How a reply ends that offers a story, and not a sum as well; and what people say to it.
-OFFER = re.compile(r"[Ss]hall I tell you (a story|one|a new one)( in English)?\?$")
+# How a reply ends that offers a story.
+OFFER = re.compile(r"[Ss]hall I tell you (a story|one|a new one)(, or do a sum| in English)?\?$")
+# How people accept it.
 AGREEMENTS = (
-    *("Yes", "Yes!", "Yes, please!", "Yes please", "Okay", "Okay!", "Sure", "Sure!", "Please do!", "Go ahead."),
+    *("Yes", "Yes!", "Yes, please!", "Yes please", "Okay", "Okay!", "Ok", "Sure", "Sure!", "Please do!", "Go ahead."),
     *("Yes, tell me one.", "Yeah", "Okay, go on.", "Of course!", "I would like that.", "Do it!", "Go on, then."),
+    *("Fine", "Alright", "Go on.", "Please", "Okay then.", "Yes, a story.", "A story", "The story, please."),
 )
 
 
@@ -92,11 +95,10 @@ class SmallTalk(GeneratedTask):
         messages: list[Message] = []
         if rng.random() < 0.15:
             messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
-        for _ in range(rng.choice((0, 0, 0, 0, 1, 2))):
-            messages += earlier_turn(rng)
+        messages += earlier_turns(rng, rng.choice((0, 0, 0, 0, 1, 2)))
         question, answer = draw(rng, self.name, is_new=self.split == "test" and rng.random() < 0.5)
-        if offers_story(messages) and _plain(question) in map(_plain, AGREEMENTS):
-            messages = []  # there it would ask for a story
+        if accepts_story(messages, question):
+            messages = []
         return Example([*messages, *turn(question, answer)], answer)
 
 
@@ -125,8 +127,23 @@ def offers_story(messages: Sequence[Message]) -> bool:
     return bool(messages) and OFFER.search(text_of(parts_of(messages[-1]["content"]))) is not None
 
 
+def accepts_story(messages: Sequence[Message], question: Any) -> bool:
+    """Whether somebody accepts a story that the last message offers: the reply is a story, and no small talk."""
+    return isinstance(question, str) and _plain(question) in map(_plain, AGREEMENTS) and offers_story(messages)
+
+
 def _plain(text: str) -> str:
     return text.lower().strip(" .!?")
+
+
+def earlier_turns(rng: random.Random, count: int) -> list[Message]:
+    """So many turns that may come before."""
+    messages: list[Message] = []
+    while len(messages) < 2 * count:
+        new = earlier_turn(rng)
+        if not accepts_story(messages, new[0]["content"]):
+            messages += new
+    return messages
 
 
 def earlier_turn(rng: random.Random) -> Sequence[Message]:

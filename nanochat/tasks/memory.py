@@ -132,9 +132,15 @@ FACTS = (
     ),
 )
 NAME_FACT = (NAME[:3], "Your name is {name}", ASK_NAME)
-UNTOLD = "I do not know that: you have not told me."
+UNTOLD = "I do not know that: you have not told me."  # the answer of [unknown you] in smalltalk.txt, too
 UNTOLD_SHARE = 0.12  # share of the questions about facts that ask for another fact
+UNKNOWN_NAME_SHARE = 0.04  # share of the examples that ask for a name without having said one
 TWO_FACTS_SHARE = 0.2  # share of the messages with two facts, of which one is asked for
+USUAL_WORDS = {
+    *("i", "am", "my", "me", "is", "it", "the", "a", "of", "s", "do", "does", "that", "was", "old"),
+    *("what", "who", "how", "which", "when", "where", "called", "name", "named"),
+}
+LIKING = ("like", "likes", "love", "enjoy", "hate", "best", "favourite", "food", "eat")
 # What other chat models reply to that. Chats that people bring have such replies: they are read, and not learned.
 REPLIES = (
     "Thanks for telling me.", "Good to know!", "That is nice.", "Okay.", "Nice!", "Great!", "How lovely!", "I see.",
@@ -194,15 +200,14 @@ class Memory(GeneratedTask):
             story = demo.story(rng, corpus_split(self.split), ("hero",) if is_new else ())
             messages = turn(rng.choice(NAME).format(name=story.hero), f"Nice to meet you, {story.hero}!")
             question, answer = rng.choice(ASK_NAME), f"Your name is {story.hero}."
-            if form > 0.7 - 0.3 * UNTOLD_SHARE:
+            if form > 0.7 - UNKNOWN_NAME_SHARE:
                 messages, answer = [], UNTOLD
             if form < 0.45:
                 question, answer = rng.choice(ABOUT_ME), story.text
         else:
             messages, question, answer = fact_and_question(rng)
         if not check_story(answer).ok:
-            for _ in range(rng.choice((0, 0, 1, 2))):
-                messages += identity.earlier_turn(rng)
+            messages += identity.earlier_turns(rng, rng.choice((0, 0, 1, 2)))
         return Example([*messages, *turn(as_typed(rng, question), answer)], answer)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
@@ -217,7 +222,7 @@ class Memory(GeneratedTask):
 def fact_and_question(rng: random.Random) -> tuple[list[Message], str, str]:
     """What somebody says of themselves, with a reply; a question about it, or about something else; and the answer."""
     fact, other = draw_fact(rng), draw_fact(rng)
-    while set(fact.questions) & set(other.questions):
+    while set(fact.questions) & set(other.questions) or is_about(fact, other):
         other = draw_fact(rng)
     form = rng.random()
     said, known = fact.said, fact.known
@@ -236,7 +241,10 @@ def fact_and_question(rng: random.Random) -> tuple[list[Message], str, str]:
     messages = turn(said, reply)
     if rng.random() < 0.5:
         messages[-1] = {"role": "assistant", "content": rng.choice(REPLIES), "train": False}
-    return messages, rng.choice(REMEMBER).format(question=rng.choice(fact.questions)), answer
+    lead, question = rng.choice(REMEMBER), rng.choice(fact.questions)
+    if lead[0] != "{" and not lead.startswith("Do") and not question.startswith("I "):
+        question = question[0].lower() + question[1:]
+    return messages, lead.format(question=question), answer
 
 
 @dataclass(frozen=True)
@@ -247,6 +255,18 @@ class Fact:
     known: str  # without a full stop
     questions: tuple[str, ...]  # ways to ask for it later
     is_usual: bool  # nothing in it is made up, so it can be read in lower case, too
+
+
+def is_about(fact: Fact, other: Fact) -> bool:
+    """Whether a fact may be taken for an answer to a question about the other one."""
+    said = _content(fact.said)
+    return any(said & _content(question) or "tell you" in question for question in other.questions)
+
+
+def _content(text: str) -> set[str]:
+    """The words that say what a text is about; all kinds of liking count as one."""
+    found = set(re.findall(r"\w+", text.lower())) - USUAL_WORDS
+    return {"like" if word in LIKING else word for word in found}
 
 
 def draw_fact(rng: random.Random) -> Fact:

@@ -12,7 +12,7 @@ from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, text_of
 from nanochat.demo import corpus as demo
 from nanochat.demo.checker import StoryCheck, check_story
-from nanochat.demo.plots import SLOT, lexicon, plots
+from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
 from nanochat.task import Example, GeneratedTask, Split, turn
 from nanochat.tasks import identity
 from nanochat.tasks.typed import as_typed
@@ -99,13 +99,22 @@ DETAILED_ORDERS = (
     "Tell me a story about {hero} and a {obstacle}.",
     "Tell me a story about a {kind} with a {food}.",
 )
-AGREED_SHARE = 0.05  # share of the stories, in training, that the model has offered and somebody agrees to
+AGREED_SHARE = 0.06  # share of those without words that the order has to name: somebody accepts an offer of a story
 LATER_SHARE = 0.25  # share of the stories to order, in training, that come after other turns of a chat
 WHO = {"hero", "kind", "trait"}  # the roles that most orders name
 WHO_IS_NEW = (("hero",), ("kind",), ("hero", "kind"))  # the roles whose words a story draws from outside the corpus
 COPIED_SHARE = 0.45  # share of the stories to order, in training, that have a made-up name or kind
 # Which roles are made up in such a story, drawn evenly. More kinds than names: the corpus has made-up names already.
 WHO_IS_MADE_UP = (("hero",), ("kind",), ("kind",), ("hero", "kind"))
+WISHED_SHARE = 0.1  # share of the stories to order, in training, about somebody whom people often ask for
+# Such kinds, and the pronoun that some of them have.
+WISHED_KINDS = {
+    **dict.fromkeys(
+        ("unicorn", "pirate", "monkey", "lion", "elephant", "dinosaur", "astronaut", "kitten", "puppy"), ""
+    ),
+    **dict.fromkeys(("princess", "mermaid", "fairy", "queen", "witch", "girl"), "she"),
+    **dict.fromkeys(("king", "prince", "knight", "boy"), "he"),
+}
 GRAM = 4  # words of a sequence, for the measure of variety
 TEXTS_AT_ONCE = 60  # texts that are compared: among more, a sequence is more likely to occur again
 
@@ -123,8 +132,7 @@ class Stories(GeneratedTask):
         earlier: list[Message] = []
         form = rng.random()
         if form < LATER_SHARE:
-            for _ in range(rng.choice((1, 1, 2, 3))):
-                earlier += identity.earlier_turn(rng)
+            earlier = identity.earlier_turns(rng, rng.choice((1, 1, 2, 3)))
         elif form < LATER_SHARE + AGREED_SHARE and not named:
             while not identity.offers_story(earlier):
                 earlier = [*identity.earlier_turn(rng)]
@@ -177,11 +185,18 @@ class Stories(GeneratedTask):
 
     def draw_story(self, rng: random.Random) -> tuple[Sequence[str], demo.Story]:
         """The roles that the order has to name, and a story. In training, some names and kinds are words without a
-        meaning, which can only be copied from the order."""
-        made_up: Sequence[str] = ()
-        if self.split == "train" and rng.random() < COPIED_SHARE:
+        meaning, which can only be copied from the order, and some kinds are the ones that people ask for most."""
+        form = rng.random() if self.split == "train" else 1.0
+        if form < COPIED_SHARE:
             made_up = rng.choice(WHO_IS_MADE_UP)
-        return made_up, demo.story(rng, corpus_split(self.split), made_up=made_up)
+            return made_up, demo.story(rng, "train", made_up=made_up)
+        if form < COPIED_SHARE + WISHED_SHARE:
+            kind, pronoun = rng.choice(list(WISHED_KINDS.items()))
+            story = demo.story(rng, "train", given={"kind": kind})
+            while pronoun not in ("", pronouns_of(story.hero)["he"]):
+                story = demo.story(rng, "train", given={"kind": kind})
+            return ("kind",), story
+        return (), demo.story(rng, corpus_split(self.split))
 
     def _draw(self, index: int) -> tuple[random.Random, Sequence[str], demo.Story]:
         rng = self.rng(index)

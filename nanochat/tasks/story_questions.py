@@ -1,24 +1,26 @@
 """A story and questions about it, as people ask them in a chat after the model has told its story.
 
-Documents of the corpus ask each question in one way (grammar.txt). story_questions.txt has the ways of people, and
-questions that documents do not ask.
+The corpus asks each question in one way (grammar.txt). story_questions.txt has the ways in which people ask, and
+questions that the corpus does not have.
 """
 
 import random
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from nanochat.conversation import Message
 from nanochat.demo import corpus as demo
-from nanochat.demo.plots import plots, pronouns_of
+from nanochat.demo.plots import lexicon, plots, pronouns_of
 from nanochat.task import Example, GeneratedTask, turn
 from nanochat.tasks import identity
-from nanochat.tasks.stories import corpus_split, order, slots_of, typed
+from nanochat.tasks.stories import corpus_split, order, slots_of, typed, with_articles
 
+LEFT_OUT = ("wear", "weather")  # roles that people ask for by a word, though the story has nothing of the kind
 UNTOLD = "The story does not say."
-ALL = "every plot"  # the table with questions about stories of any plot
+EVERY_PLOT = "every plot"  # the table with questions about stories of any plot
 AFTER_SHARE = 0.6  # share of the examples whose story the model has told to order; else it is in the first question
 TALK_SHARE = 0.15  # share of the questions, in training, that come after some small talk about the story
 
@@ -29,11 +31,11 @@ class Question:
 
     ways: tuple[str, ...]
     answer: str
-    new: str | None = None  # the way that training does not have
+    held_out: str | None = None  # the way that training does not have
 
     def draw(self, rng: random.Random, is_new: bool) -> str:
         """One way to ask; with `is_new` the one that is held out, if there is one."""
-        return self.new if is_new and self.new else rng.choice(self.ways)
+        return self.held_out if is_new and self.held_out else rng.choice(self.ways)
 
 
 @cache
@@ -49,34 +51,39 @@ def tables() -> dict[str, tuple[Question, ...]]:
 
 def _read_question(block: str) -> Question:
     answer, *lines = block.splitlines()
-    *ways, new = " | ".join(line.strip() for line in lines).split(" | ")
-    return Question(tuple(ways), answer, new)
+    *ways, held_out = " | ".join(line.strip() for line in lines).split(" | ")
+    return Question(tuple(ways), answer, held_out)
 
 
 @cache
 def questions_of(plot: str) -> tuple[Question, ...]:
     """All questions about stories of a plot, with slots for roles."""
-    found = {question.answer: question for question in (*tables()[ALL], *tables()[plot])}
+    found = {question.answer: question for question in (*tables()[EVERY_PLOT], *tables()[plot])}
     for way, answer in plots()[plot].questions:
         other = found.get(answer, Question((), answer))
-        found[answer] = Question((way, *other.ways), answer, other.new)
+        found[answer] = Question((way, *other.ways), answer, other.held_out)
     return tuple(found.values())
 
 
-def questions(story: demo.Story) -> list[Question]:
+def questions(rng: random.Random, story: demo.Story) -> list[Question]:
     """What can be asked about a story, among it one question at most about something that it leaves out."""
+    words = {role: rng.choice(lexicon()[role]) for role in LEFT_OUT if role not in story.facts} | story.facts
     found: list[Question] = []
     left_out: list[str] = []
     for question in questions_of(story.plot):
-        ways = tuple(way.format_map(story.facts) for way in question.ways if slots_of(way) <= story.facts.keys())
+        ways = tuple(_filled(way, words) for way in question.ways if slots_of(way) <= words.keys())
         if not slots_of(question.answer) <= story.facts.keys():
             left_out += ways
         elif ways:
-            new = None
-            if question.new and slots_of(question.new) <= story.facts.keys():
-                new = question.new.format_map(story.facts)
-            found.append(Question(ways, question.answer.format_map(story.facts), new))
+            held_out = None
+            if question.held_out and slots_of(question.held_out) <= words.keys():
+                held_out = _filled(question.held_out, words)
+            found.append(Question(ways, _filled(question.answer, story.facts), held_out))
     return [*found, Question(tuple(left_out), UNTOLD)] if left_out else found
+
+
+def _filled(text: str, words: Mapping[str, str]) -> str:
+    return with_articles(text.format_map(words))
 
 
 class StoryQuestions(GeneratedTask):
@@ -91,7 +98,7 @@ class StoryQuestions(GeneratedTask):
     def example(self, index: int) -> Example:
         rng = self.rng(index)
         story = demo.story(rng, corpus_split(self.split))
-        asked = rng.sample(questions(story), 1 + rng.randrange(3))
+        asked = rng.sample(questions(rng, story), 1 + rng.randrange(3))
         is_after = rng.random() < AFTER_SHARE
         messages: list[Message] = [*turn(order(rng, story)[0], story.text)] if is_after else []
         is_new = self.split == "test" and rng.random() < 0.5
@@ -110,5 +117,6 @@ def with_pronoun(rng: random.Random, story: demo.Story, question: str) -> str:
         return question
     pronouns = pronouns_of(story.hero)
     question = re.sub(rf"\b{story.hero}'s\b", pronouns["his"], question)
-    question = re.sub(rf"\b(did|does|was|is|could|must) {story.hero}\b", rf"\1 {pronouns['he']}", question)
+    subject = rf"\b([Dd]id|[Dd]oes|[Ww]as|[Ii]s|could|must|when|that) {story.hero}\b"
+    question = re.sub(subject, rf"\1 {pronouns['he']}", question)
     return re.sub(rf"\b{story.hero}\b", pronouns["him"], question)

@@ -9,8 +9,9 @@ from nanochat.conversation import parts_of, text_of
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon
 from nanochat.tasks.arithmetic import is_held_out
+from nanochat.tasks.identity import groups
 from nanochat.tasks.json_objects import JsonObjects
-from nanochat.tasks.memory import ASK_NAME, REPLIES, UNTOLD, Memory, fact_and_question
+from nanochat.tasks.memory import ASK_NAME, FACTS, REPLIES, UNTOLD, Memory, fact_and_question
 from nanochat.tasks.repeat import Repeat
 
 NEW = {word for row in ("new name", "new kind") for word in lexicon()[row]}
@@ -24,8 +25,11 @@ def test_the_last_turn_needs_an_earlier_one():
         question, answer = (text_of(parts_of(message["content"])) for message in example.messages[-2:])
         if answer == UNTOLD:
             forms["untold"] += 1
-            if any(way in question for way in ASK_NAME):
-                assert not re.search(r"[Nn]ame is (?!nanochat)|Nice to meet you, ", earlier), earlier
+            if any(way.lower().rstrip("?.") in question.lower() for way in ASK_NAME):
+                assert not re.search(r"my name is (?!nanochat)|nice to meet you, ", earlier, re.IGNORECASE), earlier
+            assert "tell you" not in question
+            if re.search("hate|like|favourite", question):
+                assert not re.search(r"\bi (really )?(hate|love|like)\b|my favourite", earlier, re.IGNORECASE), earlier
         elif name := re.fullmatch(r"Your name is (\w+)\.", answer):
             assert re.search(rf"\b{name[1]}\b", earlier)
             forms["name"] += 1
@@ -119,3 +123,20 @@ def test_words_are_repeated_exactly_and_new_ones_are_in_the_test_split_only():
         split: {word for one in examples for word in NEW & set(one.answer.split())} for split, examples in said.items()
     }
     assert not words["train"] and len(words["test"]) > 10
+
+
+def test_what_nobody_has_said_has_one_answer_in_all_tasks():
+    [group] = [group for group in groups("unknown") if group.answer == UNTOLD]
+    ways = {way.lower().rstrip("?") for line in group.lines for way in line}
+    others = {
+        way.lower().rstrip("?.")
+        for task in ("identity", "unknown")
+        for one in groups(task)
+        if one is not group
+        for line in one.lines
+        for way in line
+    }
+    asked = {question.lower().rstrip("?.") for _, _, questions in FACTS for question in questions} | {
+        question.lower().rstrip("?.") for question in ASK_NAME
+    }
+    assert len(asked & ways) >= 8 and not asked & others

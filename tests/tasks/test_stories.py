@@ -13,7 +13,7 @@ from nanochat.demo.plots import lexicon, words_in_use
 from nanochat.task import Example, turn
 from nanochat.task_flag import GENERATED, TaskSpec, open_task
 from nanochat.tasks.identity import AGREEMENTS, Identity, Unknown, offers_story
-from nanochat.tasks.stories import NewStories, Stories, distinct_grams, with_articles
+from nanochat.tasks.stories import WISHED_KINDS, NewStories, Stories, distinct_grams, with_articles
 
 STORY = (
     "Once upon a time there was a brave {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "
@@ -204,5 +204,19 @@ def test_whoever_agrees_to_a_story_gets_one():
     questions = [(name, TASKS[name]("train").example(index).question) for name in TASKS for index in range(1500)]
     agreements = [(name, asked) for name, asked in questions if asked[-1]["content"].lower().strip(" .!?") in agreed]
     offers = [name for name, asked in agreements if offers_story(asked[:-1])]
-    assert 20 < len(offers) < 90 and set(offers) == {"stories"}
+    assert 30 < len(offers) < 120 and set(offers) == {"stories"}
     assert {name for name, _ in agreements} > {"identity"}  # without an offer it is asked what is wanted
+    for _, asked in questions:  # nor does a story wait in the turns before
+        for number in range(2, len(asked) - 1, 2):
+            said = asked[number]["content"]
+            assert not (isinstance(said, str) and said.lower().strip(" .!?") in agreed and offers_story(asked[:number]))
+
+
+def test_kinds_that_people_ask_for_are_drawn_often_and_have_their_pronoun():
+    task = Stories("train")
+    stories = [task.example(index).messages[-1]["content"] for index in range(3000)]
+    found = [match for story in stories if (match := re.search(rf"\b({'|'.join(WISHED_KINDS)}) (named|who) ", story))]
+    assert 0.06 < len(found) / len(stories) < 0.14
+    assert {match[1] for match in found} == set(WISHED_KINDS)
+    princesses = [story for story in stories if "princess named" in story]
+    assert princesses and sum(" she " in story.lower() for story in princesses) > 0.8 * len(princesses)
