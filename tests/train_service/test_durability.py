@@ -194,8 +194,8 @@ def test_the_log_is_read_while_a_request_is_written_to_it(tmp_path, monkeypatch)
     assert [entry.number for entry in log.entries()[0]] == [1, 2]
 
 
-def test_a_log_is_run_again_while_an_early_request_takes_its_turn(start, monkeypatch):
-    """The entry of an early request is renamed while the worker, which has listed it, reads the others."""
+def put_aside(start: Any) -> tuple[Service, Client]:
+    """A client whose model has left the memory with gradients that no snapshot has: its log is run again."""
     service = start(models=1)
     client, other = Client(service), Client(service, 1)
     client.train()
@@ -203,6 +203,12 @@ def test_a_log_is_run_again_while_an_early_request_takes_its_turn(start, monkeyp
     client.result(client.number)
     other.train()
     assert service.models[client.model_id].live is None
+    return service, client
+
+
+def test_a_log_is_run_again_while_an_early_request_takes_its_turn(start, monkeypatch):
+    """The entry of an early request is renamed while the worker, which has listed it, reads the others."""
+    service, client = put_aside(start)
     last, logged = client.number, RequestLog._logged
 
     def list_and_submit(log: RequestLog) -> list:
@@ -224,12 +230,7 @@ def test_a_log_is_run_again_while_an_early_request_takes_its_turn(start, monkeyp
 
 
 def test_a_log_that_cannot_be_read_leaves_no_model_half_restored(start, monkeypatch):
-    service = start(models=1)
-    client, other = Client(service), Client(service, 1)
-    client.train()
-    client.submit("forward_backward", shift=0)
-    client.result(client.number)
-    other.train()
+    service, client = put_aside(start)
     entries, fails = RequestLog.entries, [True]
 
     def read(log: RequestLog, **settings):
