@@ -59,7 +59,12 @@ class Plot:
 @cache
 def tables() -> dict[str, str]:
     """The tables of the grammar by name: `lexicon`, `opening`, `plot quest`, ..."""
-    text = Path(__file__).with_name("grammar.txt").read_text(encoding="utf-8")
+    return read_tables(Path(__file__).with_name("grammar.txt"))
+
+
+def read_tables(path: Path) -> dict[str, str]:
+    """The tables of a text file by the names in brackets above them; what comes before the first one is a comment."""
+    text = path.read_text(encoding="utf-8")
     _, *sections = re.split(r"^\[(.+)\]\n", text, flags=re.MULTILINE)  # comment, name, table, name, table, ...
     return dict(zip(sections[::2], sections[1::2], strict=True))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.demo.corpus import story
+from nanochat.demo.plots import read_tables
 from nanochat.task import Example, GeneratedTask, turn
 from nanochat.tasks.arithmetic import Arithmetic
 from nanochat.tasks.typed import as_typed
@@ -45,9 +46,7 @@ class Group:
 @cache
 def tables() -> dict[str, str]:
     """The tables of smalltalk.txt by title: `identity hello`, ..., `lexicon`."""
-    text = Path(__file__).with_name("smalltalk.txt").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^\[(.+)\]\n", text, flags=re.MULTILINE)  # comment, title, table, title, table, ...
-    return dict(zip(sections[::2], sections[1::2], strict=True))
+    return read_tables(Path(__file__).with_name("smalltalk.txt"))
 
 
 @cache
@@ -128,7 +127,7 @@ def offers_story(messages: Sequence[Message]) -> bool:
 
 
 def accepts_story(messages: Sequence[Message], question: Any) -> bool:
-    """Whether somebody accepts a story that the last message offers: the reply is a story, and no small talk."""
+    """Whether a question accepts the story that the last message offers. Then the reply has to be a story."""
     return isinstance(question, str) and _plain(question) in map(_plain, AGREEMENTS) and offers_story(messages)
 
 
@@ -137,7 +136,7 @@ def _plain(text: str) -> str:
 
 
 def earlier_turns(rng: random.Random, count: int) -> list[Message]:
-    """So many turns that may come before."""
+    """`count` turns that may come before a question."""
     messages: list[Message] = []
     while len(messages) < 2 * count:
         new = earlier_turn(rng)

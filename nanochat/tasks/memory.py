@@ -242,7 +242,7 @@ def fact_and_question(rng: random.Random) -> tuple[list[Message], str, str]:
     if rng.random() < 0.5:
         messages[-1] = {"role": "assistant", "content": rng.choice(REPLIES), "train": False}
     lead, question = rng.choice(REMEMBER), rng.choice(fact.questions)
-    if lead[0] != "{" and not lead.startswith("Do") and not question.startswith("I "):
+    if lead.startswith(("So, ", "Tell me: ")):  # the sentence goes on
         question = question[0].lower() + question[1:]
     return messages, lead.format(question=question), answer
 

@@ -192,10 +192,10 @@ class Stories(GeneratedTask):
             return made_up, demo.story(rng, "train", made_up=made_up)
         if form < COPIED_SHARE + WISHED_SHARE:
             kind, pronoun = rng.choice(list(WISHED_KINDS.items()))
-            story = demo.story(rng, "train", given={"kind": kind})
-            while pronoun not in ("", pronouns_of(story.hero)["he"]):
+            while True:
                 story = demo.story(rng, "train", given={"kind": kind})
-            return ("kind",), story
+                if pronoun in ("", pronouns_of(story.hero)["he"]):
+                    return ("kind",), story
         return (), demo.story(rng, corpus_split(self.split))
 
     def _draw(self, index: int) -> tuple[random.Random, Sequence[str], demo.Story]:

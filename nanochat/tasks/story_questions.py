@@ -13,12 +13,12 @@ from pathlib import Path
 
 from nanochat.conversation import Message
 from nanochat.demo import corpus as demo
-from nanochat.demo.plots import lexicon, plots, pronouns_of
+from nanochat.demo.plots import lexicon, plots, pronouns_of, read_tables
 from nanochat.task import Example, GeneratedTask, turn
 from nanochat.tasks import identity
 from nanochat.tasks.stories import corpus_split, order, slots_of, typed, with_articles
 
-LEFT_OUT = ("wear", "weather")  # roles that people ask for by a word, though the story has nothing of the kind
+LEFT_OUT = ("wear", "weather")  # roles that some stories lack and people ask about by name: "What colour was the hat?"
 UNTOLD = "The story does not say."
 EVERY_PLOT = "every plot"  # the table with questions about stories of any plot
 AFTER_SHARE = 0.6  # share of the examples whose story the model has told to order; else it is in the first question
@@ -41,12 +41,11 @@ class Question:
 @cache
 def tables() -> dict[str, tuple[Question, ...]]:
     """The questions of story_questions.txt by plot, with slots for roles."""
-    text = Path(__file__).with_name("story_questions.txt").read_text(encoding="utf-8")
-    _, *sections = re.split(r"^\[(.+)\]\n", text, flags=re.MULTILINE)  # comment, title, table, title, table, ...
-    return {
-        title: tuple(map(_read_question, re.split(r"\n(?=\S)", table.strip())))
-        for title, table in zip(sections[::2], sections[1::2], strict=True)
-    }
+    found: dict[str, tuple[Question, ...]] = {}
+    for plot, table in read_tables(Path(__file__).with_name("story_questions.txt")).items():
+        blocks = re.split(r"\n(?=\S)", table.strip())  # an answer begins its line, ways to ask are indented
+        found[plot] = tuple(_read_question(block) for block in blocks)
+    return found
 
 
 def _read_question(block: str) -> Question:
@@ -66,7 +65,7 @@ def questions_of(plot: str) -> tuple[Question, ...]:
 
 
 def questions(rng: random.Random, story: demo.Story) -> list[Question]:
-    """What can be asked about a story, among it one question at most about something that it leaves out."""
+    """What can be asked about a story. At most one of the questions is about something that the story leaves out."""
     words = {role: rng.choice(lexicon()[role]) for role in LEFT_OUT if role not in story.facts} | story.facts
     found: list[Question] = []
     left_out: list[str] = []
@@ -90,7 +89,7 @@ class StoryQuestions(GeneratedTask):
     """A story and one to three questions about it: in one message, or after the model has told it to order.
 
     The answer is one sentence. Where the story leaves out what is asked for, it says so. In half of the test split the
-    last question is asked in a way that the train split never has.
+    last question is asked in a way that the train split never has, if it has one.
     """
 
     name = "questions"

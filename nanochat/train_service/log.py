@@ -89,8 +89,9 @@ class RequestLog:
         self.folder = folder
         (folder / "log").mkdir(parents=True, exist_ok=True)
         (folder / "state").mkdir(exist_ok=True)
-        for path in (folder / "log").iterdir():  # now: later it may be one that `append` is writing
-            if UNFINISHED_NAME.fullmatch(path.name):  # never acknowledged
+        # What a kill left unfinished was never acknowledged. Later an unfinished file may belong to a running `append`.
+        for path in (folder / "log").iterdir():
+            if UNFINISHED_NAME.fullmatch(path.name):
                 path.unlink()
 
     def append(self, entry: Entry) -> None:

@@ -132,9 +132,14 @@ def test_a_pronoun_takes_the_case_of_the_name(pronoun: str):
                 found.add(re.sub(r"\b(the|a|to) [a-z ]+", "", asked))
     subject = rf"\b(did|does|was|is|could|must|when|that) {pronoun}\b"
     for asked in found:
-        # A form of the pronoun that ends a question, or that a noun follows, is no subject.
+        # After these words the name was the subject.
         assert not re.search(rf"\b(did|does|must|could|when|that) {him}\b", asked, re.IGNORECASE), asked
         if re.search(rf"\b{pronoun}\b", asked):
             assert re.search(subject, asked, re.IGNORECASE), asked
-    assert {f"Where is {his} home?", f"Where did {pronoun} live?", f"Who helped {him}?", f"Who is {pronoun}?"} & found
+    assert {
+        f"Where was {his} home?",
+        f"Where does {pronoun} live?",
+        f"Who helped {him}?",
+        f"Who is {pronoun}?",
+    } <= found
     assert any(f"Does {pronoun} have" in asked for asked in found)
