@@ -235,7 +235,6 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
     end_with_launcher()
     atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second
     config = parse(config_type)
-    main = getattr(config, "replace_main", lambda main: main)(main)  # a flag may run something else
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
         main(config)
         return

@@ -4,7 +4,7 @@ An annotation states a flag's range, and `Frozen` that a resumed run must not ch
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, Size, UserError
 
@@ -35,7 +35,6 @@ class TrainFlags:
     resume: bool = False  # continue from the newest whole checkpoint of this tag
     dry_run: bool = False  # print how much memory a step takes on each device, and end
     dry_run_devices: Positive = 1  # with --dry_run: count for one of this many devices, which need not be here
-    plan: str | None = None  # with --dry_run, CARDSxGB such as 8x64: count layouts on these cards, name one that fits
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
@@ -65,12 +64,6 @@ class TrainFlags:
         from nanochat import rooms
 
         return rooms.find("help", "elsewhere")()
-
-    def replace_main(self, main: Any) -> Any:
-        """The function that a command calls with its flags: a script's `main`, or with --plan one that counts by it."""
-        from nanochat import rooms
-
-        return main if self.plan is None else lambda config: rooms.find("attendants", "plan")(main, config)
 
     @property
     def kept_as(self) -> "StateFormat":

@@ -73,7 +73,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     device = devices.init(config.device, config.dtype, config.deterministic)
     if not device.can_train:
         raise UserError(f"{device.name} is made for inference and cannot train: train elsewhere, and chat here")
-    if config.offload_optimizer and device.kind == "cpu" and not config.plan:
+    if config.offload_optimizer and device.kind == "cpu":
         raise UserError("--offload_optimizer: on a CPU the state is in main memory already: leave the flag out")
     device.seed(config.seed)
     if config.dry_run_devices > 1 and not config.dry_run:
@@ -81,7 +81,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
             f"--dry_run_devices {config.dry_run_devices} belongs to --dry_run: to train on that many devices, "
             f"python -m nanochat.run.launch --nproc_per_node={config.dry_run_devices} -m scripts.NAME -- ..."
         )
-    if config.dry_run_devices > 1 or config.plan:
+    if config.dry_run_devices > 1:
         device = rooms.find("attendants", "pretend")(device, config.dry_run_devices)
     device = dataclasses.replace(device, context_ranks=config.context_parallel)
     layout = lay_out(device, config.parallel, config.replicate, config.expert_parallel)

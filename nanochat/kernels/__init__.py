@@ -7,7 +7,6 @@ PLUGS = {
         "npu": "nanochat.kernels.choice:for_npu",
         "cuda": "nanochat.kernels.choice:for_cuda",
         "cpu": "nanochat.kernels.choice:for_cpu",
-        "counted": "nanochat.kernels.choice:for_counts",
     },
     "products": {"fp8": "nanochat.kernels.fp8:use_fp8"},
 }

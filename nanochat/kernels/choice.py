@@ -35,10 +35,6 @@ def for_cpu(dtype: torch.dtype, name: str) -> TorchKernels:
     return CpuKernels(dtype)
 
 
-def for_counts(dtype: torch.dtype, name: str) -> TorchKernels:
-    return importlib.import_module("nanochat.kernels.counted").CountedKernels(dtype)
-
-
 def _has_varlen(dtype: torch.dtype) -> bool:
     """Whether torch has attention for rows of several documents, with windows, and this GPU runs it in this dtype."""
     if not importlib.util.find_spec("torch.nn.attention.varlen"):  # before torch 2.10

@@ -8,7 +8,6 @@ PLUGS = {
         "compile": "nanochat.run.compiling:compile_model",
         "dry_run": "nanochat.run.memory:begin",
         "pretend": "nanochat.run.memory:pretend",
-        "plan": "nanochat.run.plan:run",
         "check_track": "nanochat.run.trackers:check_trackers",
         "track": "nanochat.run.trackers:start_trackers",
     },

@@ -26,7 +26,7 @@ GROUPS = {
     "evaluation and log": "eval_every eval_tokens eval_examples log_every run track profile",
     "memory": """
         device_batch_size gradient_accumulation_steps rollout_rows parallel replicate context_parallel
-        expert_parallel activation_checkpointing optimizer_dtype offload_optimizer dry_run dry_run_devices plan""",
+        expert_parallel activation_checkpointing optimizer_dtype offload_optimizer dry_run dry_run_devices""",
     "device": "device dtype fp8 compile graphs deterministic seed hang_seconds",
 }
 

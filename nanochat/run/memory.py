@@ -11,11 +11,10 @@ The tests compare the count with the peak of the device's allocator: they agree 
 (tests/simnpu/test_adapters.py).
 
 With `--dry_run_devices N` one process counts for N devices: it is rank 0 of N, whose part is the largest, in a process
-group in which nothing travels. `--plan` counts several layouts so (plan.py).
+group in which nothing travels.
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -55,41 +54,23 @@ def pretend(device: Device, ranks: int) -> Device:
     if dist.is_initialized():  # from an earlier count of this process
         dist.destroy_process_group()
     dist.init_process_group(PRETENDED, store=fake_pg.FakeStore(), rank=0, world_size=ranks)
-    return dataclasses.replace(method.get().device(device), world_size=ranks)
+    return dataclasses.replace(device, world_size=ranks)
 
 
 def begin(device: Device, *models: Any) -> "Ledger":
     """Place models from the meta device on the device, and count everything that follows."""
-    ledger = method.get().ledger(device)
+    ledger = Ledger(device)
     # Existing models and batches are real tensors: they enter the count when an operator reads them.
     ledger.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     ledger.modes.enter_context(ledger.resizing())
     ledger.modes.enter_context(ledger)
     for model in models:
-        ledger.prepare(model)
         model.to_empty(device=device.torch_device)
     return ledger
 
 
-class Method:
-    """How a dry run counts: this is the way of --dry_run, a plan has another one (plan.py)."""
-
-    def device(self, device: Device) -> Device:
-        """The device that is counted for."""
-        return device
-
-    def ledger(self, device: Device) -> "Ledger":
-        return Ledger(device)
-
-
-# A plan calls the scripts' own `main`, whose arguments are flags: its method comes to the code below by this variable.
-method: contextvars.ContextVar[Method] = contextvars.ContextVar("method", default=Method())  # noqa: B039
-
-
 class Ledger(TorchDispatchMode):
     """The bytes of a device's tensors in each phase of a step; from `begin` to `report` tensors have no data."""
-
-    counts_updates = True  # whether a counted step ends with the update of the weights
 
     def __init__(self, device: Device):
         super().__init__()
@@ -100,9 +81,6 @@ class Ledger(TorchDispatchMode):
         self.peaks: dict[str, int] = {}  # peak bytes of each phase
         self._sizes: dict[int, int] = {}  # bytes of each live storage
         self.modes = contextlib.ExitStack()
-
-    def prepare(self, model: Any) -> None:
-        """Change a model, which is on the meta device, before it is counted."""
 
     # ------------------------------------------------------------------ counting
 
@@ -224,8 +202,7 @@ class _CountedOptimizer:
 
     def step(self, *inputs: Any, **options: Any) -> None:
         self.ledger.enter("update")
-        if self.ledger.counts_updates:
-            self.optimizer.step(*inputs, **options)
+        self.optimizer.step(*inputs, **options)
         self.ledger.enter("end")
 
 
