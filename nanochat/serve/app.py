@@ -1,10 +1,10 @@
-"""The HTTP server: OpenAI's routes, some of Ollama's (ollama.py), and the chat page. How a request becomes a reply:
+"""The HTTP server: OpenAI's routes, and the chat page. How a request becomes a reply:
 
     bytes on a socket
       connection.py   bounds the headers, in size and time
       middleware.py   checks host, origin and key; refuses with 4xx before the body is read
       app.py          the route reads the body (`read_limited`), at most 1 MiB
-      schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked (responses.py: -> `ChatBody`)
+      schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked
       grammar.py      if the reply follows a JSON schema: schema -> which tokens may come next
       bounds.py       so that each field of it gets its share of the tokens
       closing.py      and the document ends before they do
@@ -16,8 +16,8 @@
       replies.py      chunks -> the event loop -> OpenAI's JSON, whole or as server-sent events
     bytes on a socket
 
-An error at any step is an `ApiError` and leaves in OpenAI's form, on Ollama's routes in Ollama's. The event loop
-only waits and formats; longer work runs on other threads. The text of users is never logged.
+An error at any step is an `ApiError` and leaves in OpenAI's form. The event loop only waits and formats; longer work
+runs on other threads. The text of users is never logged.
 """
 
 import asyncio
@@ -37,13 +37,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from nanochat.cli import UserError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.sampling import NEUTRAL
-from nanochat.serve import ollama, prompts
+from nanochat.serve import prompts
 from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
-from nanochat.serve.ollama import OllamaBody, OllamaSerializer, ShowBody
 from nanochat.serve.page import content_policy, load_page
-from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Serializer, Waker
-from nanochat.serve.responses import ResponsesBody, ResponsesSerializer
+from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Waker
 from nanochat.serve.schema import (
     ApiError,
     ChatBody,
@@ -57,10 +55,7 @@ from nanochat.serve.schema import (
 from nanochat.serve.state import STUCK_SECONDS, LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
-BODIES = (
-    ChatBody, CompletionBody, ResponsesBody, OllamaBody, ShowBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody,
-)  # fmt: skip
-BodyType = type[ChatBody] | type[CompletionBody] | type[ResponsesBody] | type[OllamaBody]
+BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody)
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 GRACE_SECONDS = 7.0  # running replies have so long to finish when the server closes; see state.EXIT_SECONDS
@@ -104,7 +99,6 @@ def create_app(
         origins=tuple(origins),
         open_paths=("/health", "/ready", *files),
         content_policy=content_policy(files["/"].content.decode()),
-        plain_errors=ollama.ROUTES,
     )
 
     # ------------------------------------------------------------------ errors
@@ -113,7 +107,7 @@ def create_app(
     async def http_error(request: Request, error: HTTPException) -> Response:
         if not isinstance(error, ApiError):  # from Starlette: the route is unknown, or does not take this method
             error = ApiError(error.status_code, error.detail, headers=error.headers)
-        return error_response(error, request.url.path.startswith(ollama.ROUTES))
+        return error_response(error)
 
     # ------------------------------------------------------------------ the page, and routes for monitoring
 
@@ -163,30 +157,6 @@ def create_app(
     @app.post("/v1/completions", openapi_extra=_describe(CompletionBody))
     async def completions(request: Request) -> Response:
         return await generate(request, CompletionBody)
-
-    @app.post("/v1/responses", openapi_extra=_describe(ResponsesBody))
-    async def responses(request: Request) -> Response:
-        return await generate(request, ResponsesBody)
-
-    # ------------------------------------------------------------------ Ollama's routes
-
-    @app.get("/api/version")
-    async def version() -> dict[str, str]:
-        return ollama.VERSION
-
-    @app.get("/api/tags")
-    async def tags() -> dict[str, Any]:
-        # Without base models: they continue text, and no route of Ollama's here does.
-        return {"models": [ollama.listed(one) for one in state.ready_model().all if one.chats]}
-
-    @app.post("/api/show", openapi_extra=_describe(ShowBody, "Ollama"))
-    async def show(request: Request) -> dict[str, Any]:
-        name = read_body(ShowBody, await read_limited(request)).model.removesuffix(ollama.LATEST)
-        return ollama.shown(prompts.choose_model(state.ready_model(), name))
-
-    @app.post("/api/chat", openapi_extra=_describe(OllamaBody, "Ollama"))
-    async def ollama_chat(request: Request) -> Response:
-        return await generate(request, OllamaBody)
 
     # ------------------------------------------------------------------ routes of vLLM and SGLang
 
@@ -238,19 +208,18 @@ def create_app(
         except UserError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
 
-    async def generate(request: Request, body_type: BodyType) -> Response:
+    async def generate(request: Request, body_type: type[ChatBody] | type[CompletionBody]) -> Response:
         # 1. Read the body. FastAPI could read and check it, but it would describe every mistake in it: a body with
         #    100,000 unknown fields would hold the event loop for seconds.
         content = await read_limited(request)
 
         # 2. Check its fields and tokenize its prompts.
-        def parse() -> tuple[LoadedModel, Any, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
-            received = read_body(body_type, content)
-            body = received.chat() if isinstance(received, ResponsesBody | OllamaBody) else received
+        def parse() -> tuple[LoadedModel, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
+            body = read_body(body_type, content)
             loaded = prompts.choose_model(state.ready_model(), body.model)
-            return loaded, received, body, prompts.encode_prompts(loaded, body)
+            return loaded, body, prompts.encode_prompts(loaded, body)
 
-        loaded, received, body, encoded = await parsed(content, parse)
+        loaded, body, encoded = await parsed(content, parse)
 
         # A schema becomes a grammar, also one at a time: compiling takes a whole core.
         grammar = None
@@ -264,12 +233,8 @@ def create_app(
         streams = prompts.submit(loaded, body, encoded, grammar, queue.put)
 
         # 4. Write the chunks in the route's format, as they arrive or in one piece.
-        serializer: Serializer
-        if isinstance(received, ResponsesBody):
-            serializer = ResponsesSerializer(loaded, received, body)
-        elif isinstance(received, OllamaBody):
-            serializer = OllamaSerializer(received)
-        elif isinstance(body, ChatBody):
+        serializer: ChatSerializer | CompletionSerializer
+        if isinstance(body, ChatBody):
             serializer = ChatSerializer(
                 loaded, body.include_usage, encoded[0].first_message_read, body.calls, body.family_calls
             )
@@ -302,10 +267,10 @@ def create_app(
     return app
 
 
-def _describe(body: type[Strict], form: str = "OpenAI") -> dict[str, Any]:
+def _describe(body: type[Strict]) -> dict[str, Any]:
     """The description in /openapi.json of a route that reads its body itself."""
     schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    errors = {str(status): {"description": f"an error, in {form}'s form"} for status in (400, 401, 404, 413, 429, 503)}
+    errors = {str(status): {"description": "an error, in OpenAI's form"} for status in (400, 401, 404, 413, 429, 503)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}, "responses": errors}
 
 

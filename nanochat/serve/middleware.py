@@ -40,7 +40,6 @@ class AccessMiddleware:
     `hosts` are the names that a request's Host header may contain, () for any. ANY_ADDRESS among them allows every IP
     address: a browser sends an address only to the server that has it. `origins` are the other sites whose pages may
     use the server, such as "https://chat.example.org". `open_paths` need no key, and reveal nothing about the model.
-    Errors of the paths that begin with `plain_errors` have Ollama's form, all others OpenAI's; see `error_response`.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class AccessMiddleware:
         origins: tuple[str, ...],
         open_paths: Collection[str],
         content_policy: str,
-        plain_errors: str | None = None,
     ):
         self.app = app
         self.state = state
@@ -68,7 +66,6 @@ class AccessMiddleware:
                 self.answer_caller, origins, methods, allow_headers=("*",), expose_headers=("retry-after",)
             )
         self.open_paths = open_paths
-        self.plain_errors = plain_errors
         self.response_headers = {**SECURITY_HEADERS, "content-security-policy": content_policy}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,24 +93,20 @@ class AccessMiddleware:
             if refusal is None:
                 await self.answer(scope, receive, send_with_headers)
             else:
-                await _refuse(self.error_response(refusal, scope), receive, send_with_headers)
+                await _refuse(error_response(refusal), receive, send_with_headers)
         except Exception as error:
             log_failure("a request failed", error)  # Starlette would log the whole exception
             if started:
                 raise RuntimeError("a request failed after its response had begun") from None
             failure = ApiError(500, "the server failed on this request; its log names the line")
-            await self.error_response(failure, scope)(scope, receive, send_with_headers)
+            await error_response(failure)(scope, receive, send_with_headers)
 
     async def answer_caller(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self.check_key(scope)
         if refusal is None:
             await self.app(scope, receive, send)
         else:
-            await _refuse(self.error_response(refusal, scope), receive, send)
-
-    def error_response(self, error: ApiError, scope: Scope) -> JSONResponse:
-        is_plain = self.plain_errors is not None and scope["path"].startswith(self.plain_errors)
-        return error_response(error, is_plain)
+            await _refuse(error_response(refusal), receive, send)
 
     def check_origin(self, scope: Scope) -> ApiError | None:
         """Returns the error that refuses this request because of its origin, or None."""
@@ -176,9 +169,8 @@ def _too_large(most: int = MAX_BODY) -> ApiError:
     return ApiError(413, message, code="too_large", headers={"connection": "close"})
 
 
-def error_response(error: ApiError, is_plain: bool = False) -> JSONResponse:
-    """The error in OpenAI's form; plain: in Ollama's, `{"error": "text"}`."""
-    return JSONResponse(error.plain_body if is_plain else error.body, error.status_code, headers=error.headers)
+def error_response(error: ApiError) -> JSONResponse:
+    return JSONResponse(error.body, error.status_code, headers=error.headers)
 
 
 async def _refuse(response: JSONResponse, receive: Receive, send: Send) -> None:

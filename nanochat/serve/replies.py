@@ -1,8 +1,8 @@
 """From the scheduler's chunks to an HTTP response: one JSON object, or server-sent events as the chunks arrive.
 
 One HTTP request has one or more streams (`n` choices of each prompt). A `ChunkQueue` carries their chunks from the
-scheduler's thread to the event loop, a `Serializer` writes them in the form of a route of OpenAI's API, and a `Reply`
-sends the result. A client that leaves, or stops reading, cancels its streams, and so frees their slots.
+scheduler's thread to the event loop, a `ChoicesSerializer` writes them in the form of a route of OpenAI's API, and a
+`Reply` sends the result. A client that leaves, or stops reading, cancels its streams, and so frees their slots.
 
 The largest reply in one piece has megabytes of logprobs. If it were written at the end, it would block the event loop,
 and so every other client, for seconds. So each chunk becomes JSON when it arrives, a few at a time, and the end only
@@ -20,7 +20,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.responses import Response
@@ -142,24 +142,6 @@ def _merged(chunks: Sequence[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
 # ---------------------------------------------------------------------- OpenAI's JSON
 
 
-class Serializer(Protocol):
-    """The form of the replies of one route; `number` identifies a stream. responses.py and ollama.py have one more."""
-
-    # A reply in one piece, which `whole` yields in pieces, so that nothing large is copied at every join.
-    def add(self, number: int, chunk: Chunk) -> object: ...
-    def whole(self, usage: dict[str, Any]) -> Iterator[bytes]: ...
-
-    # A stream of events, in the form `media_type`. `event` is empty if a chunk has nothing to show. `heartbeat` is sent
-    # while there are no chunks.
-    media_type: str
-
-    def begin(self, streams: int) -> bytes: ...
-    def event(self, number: int, chunk: Chunk) -> bytes: ...
-    def heartbeat(self) -> bytes: ...
-    def end(self, usage: dict[str, Any]) -> bytes: ...
-    def fail(self, error: ApiError) -> bytes: ...
-
-
 @dataclass
 class WholeChoice:
     """A choice of a reply in one piece, with the chunks so far."""
@@ -171,16 +153,7 @@ class WholeChoice:
     limit: str = ""
 
 
-class EventsSerializer:
-    """The common part of the routes that stream server-sent events."""
-
-    media_type = "text/event-stream; charset=utf-8"
-
-    def heartbeat(self) -> bytes:
-        return b": waiting\n\n"  # a comment: clients skip it
-
-
-class _ChoicesSerializer(EventsSerializer):
+class ChoicesSerializer:
     """The common part of the two routes whose replies are a list of choices."""
 
     prefix = ""  # the beginning of the response's id
@@ -304,7 +277,7 @@ class _ChoicesSerializer(EventsSerializer):
         return {**_token_fields(self.tokenizer.decode_bytes([token])), "logprob": max(-9999.0, logprob)}
 
 
-class ChatSerializer(_ChoicesSerializer):
+class ChatSerializer(ChoicesSerializer):
     """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`.
 
     Calls for the client are in `tool_calls` instead: `calls` selects them (tools.py).
@@ -387,7 +360,7 @@ class ChatSerializer(_ChoicesSerializer):
         return {"content": content, "refusal": None}
 
 
-class CompletionSerializer(_ChoicesSerializer):
+class CompletionSerializer(ChoicesSerializer):
     """/v1/completions."""
 
     prefix = "cmpl"
@@ -452,7 +425,7 @@ class Reply(Response):
     wait for it for ever.
     """
 
-    serializer: Serializer
+    serializer: ChoicesSerializer
     queue: ChunkQueue
     streams: Sequence[Stream]
     prompt_tokens: Sequence[int]  # for each prompt, whose choices are neighbours in `streams`
@@ -509,7 +482,7 @@ class Reply(Response):
             finally:
                 timer.cancel()
 
-        headers = [(b"content-type", self.serializer.media_type.encode()), (b"x-accel-buffering", b"no")]  # for nginx
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]  # for nginx
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         serializer = self.serializer
         events = serializer.begin(len(self.streams))
@@ -518,7 +491,7 @@ class Reply(Response):
                 await write(events)
                 chunks = await self._take()
                 written = [serializer.event(number, chunk) for number, chunk in chunks]
-                events = b"".join(written) if chunks else serializer.heartbeat()
+                events = b"".join(written) if chunks else HEARTBEAT
             events += serializer.end(self.usage())
         except ApiError as error:
             events = serializer.fail(error)
@@ -574,3 +547,4 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 DONE = b"data: [DONE]\n\n"
+HEARTBEAT = b": waiting\n\n"  # a comment: clients skip it

@@ -39,8 +39,7 @@ SEED_BITS = 64  # the sampler's seeds are whole numbers below 2**64
 CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody reads the response
 
 # pydantic holds Python's lock while it reads a body, so another thread would not keep the event loop free. Bounds on
-# its content limit the time: a body of 1 MiB takes at most 60 ms. Without them 350,000 empty lists took 0.4 s, and
-# 10,000 items of /v1/responses 0.12 s (docs/archive.md).
+# its content limit the time: a body of 1 MiB takes at most 60 ms. Without them 350,000 empty lists took 0.4 s.
 MAX_CONTAINERS = 20_000  # lists and objects in a body; 5,000 messages of one part each have 15,000
 MAX_ERRORS = 100  # errors to describe in one body; pydantic takes seconds to describe 100,000
 
@@ -49,12 +48,11 @@ MAX_ERRORS = 100  # errors to describe in one body; pydantic takes seconds to de
 
 
 class ApiError(HTTPException):
-    """A response with an error status. `body` has OpenAI's form; `plain_body` has Ollama's, for its routes."""
+    """A response with an error status. `body` has OpenAI's form."""
 
     def __init__(self, status: int, message: str, *, headers: Mapping[str, str] | None = None, **fields: str | None):
         super().__init__(status, message, headers)
         self.body = error_body(status, message, **fields)
-        self.plain_body = {"error": message}
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -466,7 +464,7 @@ class ChatBody(RequestBody):
             if message.role in ("system", "developer"):
                 continue
             last: Message = messages[-1] if messages else {}
-            # A reply and its calls may be several messages (the items of /v1/responses).
+            # A client may send a reply and its calls as several messages.
             joins = last.get("role") == message.role
             if unanswered and not (joins and message.tool_calls):
                 _check_answered(unanswered)
@@ -620,10 +618,10 @@ def read_body(body_type: type[Body], content: bytes) -> Body:
     try:
         return body_type.model_validate_json(content)
     except ValidationError as error:
-        raise first_mistake(error, body_type) from None  # the error itself quotes what the user wrote
+        raise _first_mistake(error, body_type) from None  # the error itself quotes what the user wrote
 
 
-def first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiError:
+def _first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiError:
     """The mistake in a body that most probably matters to its author."""
     if error.error_count() > MAX_ERRORS:
         return ApiError(400, f"the body has {error.error_count():,} mistakes", code="invalid_value")

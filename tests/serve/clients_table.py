@@ -110,40 +110,6 @@ def openai_required(url: str) -> None:
     assert City.model_validate_json(call.function.arguments)
 
 
-def openai_responses(url: str) -> None:
-    answer = client(url).responses.create(model=MODEL, input="hello", instructions="be brief", max_output_tokens=40)
-    assert answer.status in ("completed", "incomplete") and answer.output_text is not None
-
-
-def openai_responses_stream(url: str) -> None:
-    with client(url).responses.stream(
-        model=MODEL, input="hello", text_format=City, max_output_tokens=MAX_TOKENS
-    ) as stream:
-        kinds = [event.type for event in stream]
-        assert isinstance(stream.get_final_response().output_parsed, City)
-    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
-
-
-def openai_responses_tools(url: str) -> None:
-    tools = [{"type": "function", **CITY_TOOL}]
-    answer = client(url).responses.create(
-        model=MODEL, input="hello", tools=tools, tool_choice="required", max_output_tokens=MAX_TOKENS
-    )
-    (call,) = answer.output
-    assert call.type == "function_call" and City.model_validate_json(call.arguments)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "found"}
-    history = [{"role": "user", "content": "hello"}, call, result]
-    client(url).responses.create(model=MODEL, input=history, tools=tools, max_output_tokens=9)
-
-
-def openai_stored(url: str) -> None:
-    client(url).responses.create(model=MODEL, input="hello", store=True)
-
-
-def openai_previous(url: str) -> None:
-    client(url).responses.create(model=MODEL, input="hello", previous_response_id="resp_1")
-
-
 def openai_image(url: str) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
     chat(url, messages=[{"role": "user", "content": [part]}])
@@ -186,35 +152,31 @@ def langchain_stream(url: str) -> None:
     assert list(model.stream("hello"))
 
 
-def agents(responses: bool) -> Callable[[str], None]:
-    def run(url: str) -> None:
-        import agents
-        import openai
+def agents(url: str) -> None:
+    import agents
+    import openai
 
-        called: list[str] = []
+    called: list[str] = []
 
-        @agents.function_tool
-        def find_city(name: Literal["Bern", "Rome"]) -> str:
-            """Find a city."""
-            called.append(name)
-            return "found"
+    @agents.function_tool
+    def find_city(name: Literal["Bern", "Rome"]) -> str:
+        """Find a city."""
+        called.append(name)
+        return "found"
 
-        kind: Any = agents.OpenAIResponsesModel if responses else agents.OpenAIChatCompletionsModel
-        settings = agents.ModelSettings(tool_choice="required", max_tokens=60)
+    settings = agents.ModelSettings(tool_choice="required", max_tokens=60)
 
-        async def go() -> Any:
-            async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as connection:
-                model = kind(model=MODEL, openai_client=connection)
-                agent = agents.Agent(
-                    "finder", instructions="Find it.", model=model, tools=[find_city], model_settings=settings
-                )
-                return await agents.Runner.run(agent, "hello", max_turns=3)
+    async def go() -> Any:
+        async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as connection:
+            model: Any = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=connection)
+            agent = agents.Agent(
+                "finder", instructions="Find it.", model=model, tools=[find_city], model_settings=settings
+            )
+            return await agents.Runner.run(agent, "hello", max_turns=3)
 
-        agents.set_tracing_disabled(True)
-        result = asyncio.run(go())
-        assert called in (["Bern"], ["Rome"]) and isinstance(result.final_output, str)
-
-    return run
+    agents.set_tracing_disabled(True)
+    result = asyncio.run(go())
+    assert called in (["Bern"], ["Rome"]) and isinstance(result.final_output, str)
 
 
 def pydantic_ai(url: str) -> None:
@@ -323,11 +285,6 @@ CALLS = (
     Call("openai", "openai", "`chat.completions.parse`", openai_parse),
     Call("openai", "openai", "`tools`, `tool_choice` `auto`", openai_auto),
     Call("openai", "openai", "`tools`, `tool_choice` `required`", openai_required),
-    Call("openai", "openai", "`responses.create`", openai_responses),
-    Call("openai", "openai", "`responses.stream(text_format=...)`", openai_responses_stream),
-    Call("openai", "openai", "`responses.create(tools=...)`, result sent back", openai_responses_tools),
-    Call("openai", "openai", "`responses.create(store=True)`", openai_stored, "store"),
-    Call("openai", "openai", "`responses.create(previous_response_id=...)`", openai_previous, "previous_response_id"),
     Call("openai", "openai", "images in a message", openai_image, "type"),
     Call("openai", "openai", "`functions`, before there were tools", openai_functions, "functions"),
     Call("instructor", "instructor", "`Mode.TOOLS`", instructor_create("TOOLS")),
@@ -340,8 +297,7 @@ CALLS = (
         langchain("function_calling"),
     ),
     Call("LangChain", "langchain-openai", "`stream`", langchain_stream),
-    Call("OpenAI Agents", "openai-agents", "tools, `OpenAIChatCompletionsModel`", agents(False)),
-    Call("OpenAI Agents", "openai-agents", "tools, `OpenAIResponsesModel`", agents(True)),
+    Call("OpenAI Agents", "openai-agents", "tools, `OpenAIChatCompletionsModel`", agents),
     Call("Pydantic AI", "pydantic-ai-slim", "`Agent(output_type=...)`", pydantic_ai),
     Call("Pydantic AI", "pydantic-ai-slim", "`NativeOutput`", pydantic_ai_native),
     Call("LiteLLM", "litellm", "`completion(response_format=...)`", litellm_format),

@@ -173,20 +173,6 @@ def test_without_tools_and_with_none_nothing_is_parsed(client: Any):
         assert message.tool_calls is None
 
 
-def test_a_response_may_be_a_call_and_its_result_is_read(client: Any, family: str):
-    tools = [{"type": "function", **WEATHER}]
-    settings = {"model": "nanochat", "tools": tools, "temperature": 0, "max_output_tokens": 120}
-    answer = client.responses.create(input=QUESTION, **settings)
-    *before, call = answer.output
-    assert [item.type for item in before] == (["message"] if family == "qwen" else [])
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", ARGUMENTS)
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": RESULT["content"]}
-    history = [*QUESTION, *(item.model_dump(exclude_none=True) for item in answer.output), result]
-    assert client.responses.create(input=history, **settings).output_text.endswith("it has 9 degrees.")
-    kinds = [event.type for event in client.responses.create(input=QUESTION, stream=True, **settings)]
-    assert kinds.count("response.function_call_arguments.done") == 1 and kinds[-1] == "response.completed"
-
-
 @pytest.mark.parametrize(
     ("messages", "why"),
     [

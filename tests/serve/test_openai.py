@@ -3,7 +3,6 @@ description allows makes the server fail. A tiny model of random weights answers
 
 import asyncio
 import json
-import re
 import typing
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pydantic
 import pytest
 import tiny
 import torch
-from test_serve import CHAT, CONTEXT, KEY, FakeScheduler, client_of, error_of, make_app, serving, until
+from test_serve import CONTEXT, KEY, FakeScheduler, client_of, error_of, make_app, serving, until
 
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine, SamplingParams
@@ -403,55 +402,6 @@ def test_without_its_calculator_tools_leave_a_free_reply_as_it_is(client: Any):
         assert answer.message.content == plain and answer.message.tool_calls is None
 
 
-# ---------------------------------------------------------------------- responses
-
-IN_SHORT: dict[str, Any] = {"model": MODEL, "input": "hello", "instructions": "be brief", "temperature": 0}
-
-
-def test_a_response_is_the_chats_reply(client: Any):
-    answer = client.responses.create(**IN_SHORT, max_output_tokens=24)
-    same = chat(client, messages=[{"role": "system", "content": "be brief"}, *HELLO])
-    assert answer.output_text == same.choices[0].message.content and answer.model == MODEL
-    assert answer.usage.input_tokens == same.usage.prompt_tokens
-    assert answer.usage.output_tokens == same.usage.completion_tokens
-    reasons = {"completed": "stop", "incomplete": "length"}
-    assert reasons[answer.status] == same.choices[0].finish_reason
-
-
-def test_the_events_of_a_response_add_up_to_it(client: Any):
-    settings = {**IN_SHORT, "text": {"format": {"type": "json_schema", "name": "sum", "schema": SUM}}}
-    whole = client.responses.create(**settings)
-    assert whole.status == "completed" and set(json.loads(whole.output_text)) == {"sum", "sure"}
-    events = list(client.responses.create(**settings, stream=True))
-    assert [event.sequence_number for event in events] == list(range(len(events)))
-    kinds = [event.type for event in events if not event.type.endswith("delta")]
-    item, part = "response.output_item", "response.content_part"
-    assert kinds == [
-        *("response.created", "response.in_progress", f"{item}.added", f"{part}.added"),
-        *("response.output_text.done", f"{part}.done", f"{item}.done", "response.completed"),
-    ]
-    deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
-    assert deltas == whole.output_text == events[-1].response.output_text
-    assert events[-1].response.usage == whole.usage
-
-
-def test_a_response_may_be_a_call(client: Any):
-    tools = [{"type": "function", "name": "weather", "parameters": PLACE, "strict": True}]
-    settings = {**IN_SHORT, "tools": tools, "tool_choice": "required"}
-    (call,) = client.responses.create(**settings).output
-    *_, last = events = list(client.responses.create(**settings, stream=True))
-    assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Bern", "Rome")
-    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
-    assert "".join(deltas) == call.arguments == last.response.output[0].arguments
-    # Sent back with its result, it is what the chat route reads.
-    history = [*HELLO, call, {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}]
-    answer = client.responses.create(model=MODEL, input=history, tools=tools, max_output_tokens=4)
-    function = {"name": "weather", "arguments": call.arguments}
-    turn = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", "function": function}]}
-    same = chat(client, messages=[*HELLO, turn, {"role": "tool", "tool_call_id": "a", "content": "rain"}])
-    assert answer.usage.input_tokens == same.usage.prompt_tokens
-
-
 # ---------------------------------------------------------------------- completions
 
 
@@ -680,122 +630,6 @@ def test_the_asynchronous_client(port: int, client: Any):
     assert together == [chat(client, seed=seed, temperature=1).choices[0].message.content for seed in range(8)]
 
 
-# ---------------------------------------------------------------------- Ollama's routes
-
-
-@pytest.fixture(scope="module")
-def ollama(port: int) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=KEY_HEADER) as client:
-        yield client
-
-
-def ollama_error(answer: httpx.Response) -> str:
-    """The text of an error response; checks Ollama's form."""
-    error = answer.json()
-    assert answer.status_code >= 400 and list(error) == ["error"] and isinstance(error["error"], str), answer.text
-    assert error["error"] and "\n" not in error["error"]
-    return error["error"]
-
-
-def test_ollamas_chat_is_ours_in_lines_of_json(client: Any, ollama: httpx.Client):
-    options = {"temperature": 0, "num_predict": 12, "top_k": 3, "num_ctx": 2048, "mirostat": 1}
-    body = {"model": f"{MODEL}:latest", "messages": HELLO, "options": options, "keep_alive": "5m", "think": False}
-    ours = chat(client, temperature=0, max_tokens=12)
-    text = ours.choices[0].message.content
-    assert len(text) > 3
-    with ollama.stream("POST", "/api/chat", json=body) as answer:
-        assert answer.headers["content-type"] == "application/x-ndjson"
-        lines = [json.loads(line) for line in answer.iter_lines()]
-    *middle, last = lines
-    assert len(middle) > 1 and not any(line["done"] for line in middle)
-    assert "".join(line["message"]["content"] for line in lines) == text and last["message"]["content"] == ""
-    assert all(line["model"] == body["model"] and line["message"]["role"] == "assistant" for line in lines)
-    assert (last["done"], last["done_reason"]) == (True, ours.choices[0].finish_reason)
-    counts = (last["prompt_eval_count"], last["eval_count"])
-    assert counts == (ours.usage.prompt_tokens, ours.usage.completion_tokens)
-    assert 0 < last["prompt_eval_duration"] + last["eval_duration"] <= last["total_duration"]
-    (whole,) = ollama.post("/api/chat", json={**body, "stream": False}).text.splitlines()
-    whole = json.loads(whole)
-    assert whole["message"]["content"] == text and whole["done"] and whole["eval_count"] == last["eval_count"]
-
-
-def test_ollamas_format_is_a_schema(ollama: httpx.Client):
-    body = {"model": MODEL, "messages": HELLO, "stream": False, "options": {"num_predict": 60}}
-    for form in ("json", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}):
-        content = json.loads(ollama.post("/api/chat", json={**body, "format": form}).json()["message"]["content"])
-        assert isinstance(content, dict) and (form == "json" or isinstance(content["a"], int))
-
-
-def test_ollamas_list_and_description(ollama: httpx.Client):
-    assert re.fullmatch(r"[\d.]+", ollama.get("/api/version").json()["version"])
-    (listed,) = ollama.get("/api/tags").json()["models"]
-    assert listed["name"] == listed["model"] == f"{MODEL}:latest" and listed["digest"] == "0123"
-    shown = ollama.post("/api/show", json={"model": listed["name"]}).json()
-    assert shown["model_info"]["nanochat.context_length"] == CONTEXT and shown["details"] == listed["details"]
-
-
-def test_what_ollamas_routes_refuse_is_named(ollama: httpx.Client):
-    body = {"model": MODEL, "messages": HELLO}
-    impossible = {"type": "object", "properties": {"a": {"type": "string", "minLength": 60}}, "required": ["a"]}
-    for more, status, named in (
-        ({"model": "llama3"}, 404, "the model does not exist"),
-        ({"tools": [{"type": "function"}]}, 400, "tools: "),
-        ({"messages": [{"role": "user", "content": "", "images": ["x"]}]}, 400, "messages.0.images: "),
-        ({"options": {"temperature": 9}}, 400, "options.temperature: "),
-        ({"options": {"repeat_penalty": 0}}, 400, "options.repeat_penalty: "),
-        ({"options": {"num_predict": "many"}}, 400, "options.num_predict: "),
-        ({"options": {"num_predict": 9}, "format": impossible}, 400, "and 9 are left: allow a longer reply"),
-        ({"messages": []}, 400, "messages: "),
-        ({"format": 3}, 400, "format: "),
-    ):
-        answer = ollama.post("/api/chat", json={**body, **more})
-        assert answer.status_code == status and named in ollama_error(answer), (more, answer.text)
-    assert "does not exist" in ollama_error(ollama.post("/api/show", json={"model": "llama3"}))
-
-
-def test_errors_of_ollamas_routes_have_its_form():
-    """Wherever they are made: before a route, in it, by the framework, in a stream. Other routes keep OpenAI's."""
-    body = {"model": MODEL, "messages": HELLO}
-    scheduler = FakeScheduler()
-    with client_of(make_app(scheduler, api_key=KEY)) as ask:
-        assert ollama_error(ask("GET", "/api/tags")) == "the API key is missing or wrong"
-        settings: Any = {"headers": KEY_HEADER}
-        assert ollama_error(ask("POST", "/api/chat", content=b"{", **settings)).startswith("the body is not JSON")
-        assert ollama_error(ask("POST", "/api/generate", json=body, **settings)) == "Not Found"
-        foreign = {**KEY_HEADER, "origin": "https://evil.example"}
-        assert "other sites" in ollama_error(ask("POST", "/api/chat", json=body, headers=foreign))
-        assert error_of(ask("POST", CHAT, content=b"{", **settings))["code"] == "invalid_json"
-        scheduler.fails = True
-        last = ask("POST", "/api/chat", json=body, **settings).text.splitlines()[-1]
-        assert json.loads(last) == {"error": "out of memory"}
-        assert ollama_error(ask("POST", "/api/chat", json={**body, "stream": False}, **settings)) == "out of memory"
-        scheduler.raises = "a mistake of ours"
-        assert ollama_error(ask("POST", "/api/chat", json=body, **settings)).startswith("the server failed")
-
-
-def test_null_is_an_absent_field_of_ollamas(ollama: httpx.Client):
-    greedy = {"model": MODEL, "messages": HELLO, "options": {"temperature": 0, "num_predict": 6}}
-    expected = "".join(
-        json.loads(line)["message"]["content"] for line in ollama.post("/api/chat", json=greedy).iter_lines()
-    )
-    nulls = {"stream": None, "format": None, "tools": None, "think": None, "keep_alive": None}
-    nothing = dict.fromkeys(("stop", "seed", "top_k", "repeat_penalty", "num_ctx"))
-    lines = ollama.post(
-        "/api/chat", json={**greedy, **nulls, "options": {**greedy["options"], **nothing}}
-    ).text.splitlines()
-    assert len(lines) > 1 and "".join(json.loads(line)["message"]["content"] for line in lines) == expected
-    silent = {"role": "assistant", "content": None, "images": None, "tool_calls": None}
-    messages = [*HELLO, silent, *HELLO]
-    answer = ollama.post("/api/chat", json={"model": MODEL, "messages": messages, "options": None})
-    assert answer.status_code == 200, answer.text
-
-
-def test_a_base_model_is_not_in_ollamas_list():
-    with client_of(make_app(chats=False)) as ask:
-        assert ask("GET", "/api/tags").json() == {"models": []}
-        assert len(ask("GET", "/v1/models").json()["data"]) == 1
-
-
 # ---------------------------------------------------------------------- what the description allows
 
 
@@ -818,7 +652,6 @@ def test_the_description_names_every_route(port: int):
     paths = {
         "/v1/chat/completions",
         "/v1/completions",
-        "/v1/responses",
         "/v1/models",
         "/v1/models/{model}",
         "/health",
@@ -852,7 +685,7 @@ def test_nothing_that_the_description_allows_makes_it_fail(port: int, examples: 
             if answer.status_code >= 500:
                 failures.append(f"{case.method} {case.path} {case.body!r}: {answer.status_code} {answer.text}")
             elif answer.status_code >= 400:
-                (ollama_error if case.path.startswith("/api/") else error_of)(answer)
+                error_of(answer)
 
         ask()
     assert not failures, "\n".join(failures[:5])

@@ -374,7 +374,6 @@ CALLS = tuple(
     {"type": "function", "function": {"name": name, "parameters": {"type": kind}}}
     for name, kind in (("f", "object"), ("g", "strin"))
 )
-INPUT = {"input": "hello"}
 MANY = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
 
 
@@ -451,18 +450,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": [[]] * MAX_CONTAINERS}, "", "20,000"),
         ({"prompt": [[]] * (MAX_CONTAINERS - 5)}, "prompt.0", ""),
     ],
-    "/v1/responses": [
-        ({"store": True}, "store", ""),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", ""),
-        ({"background": True}, "background", ""),
-        ({"input": []}, "input", ""),
-        ({"input": [{"type": "message", "role": "user"}]}, "input", ""),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type", ""),
-        ({"max_output_tokens": 0}, "max_output_tokens", ""),
-        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"not": {}}}}}, "response_format", ""),
-    ],
 }  # fmt: skip
-BODIES = {CHAT: HELLO, COMPLETIONS: PROMPT, "/v1/responses": INPUT}
+BODIES = {CHAT: HELLO, COMPLETIONS: PROMPT}
 
 
 @pytest.mark.parametrize("path", REFUSED)
