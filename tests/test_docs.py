@@ -15,12 +15,12 @@ import pytest
 
 import check_npu
 from nanochat import device as devices
+from nanochat.demo.stories import WHO
 from nanochat.evals.chat import CHAT_TRIES
 from nanochat.paths import SCRIPTS, STAGES
 from nanochat.report.summary import further_shares
 from nanochat.run import full_report
 from nanochat.run.trackers import TRACKERS
-from nanochat.tasks.stories import WHO
 from scripts.report import WATCH_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -31,6 +31,7 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.cli import UserError
 from nanochat.conversation import Part, text_of
 from nanochat.cross_entropy import IGNORE
+from nanochat.demo.arithmetic import Addition
 from nanochat.engine import Engine
 from nanochat.gpt import Block
 from nanochat.log import REQUIRED
@@ -42,7 +43,6 @@ from nanochat.packing import pack_pairs
 from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
 from nanochat.stop import Stop
 from nanochat.task import Example, Task
-from nanochat.tasks.arithmetic import Addition
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, make_optimizer, train_step
 

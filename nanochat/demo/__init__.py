@@ -1,8 +1,24 @@
-"""The built-in corpus: its grammar, its stories and their checker."""
+"""The demo: a corpus of stories and sums that never ends, the tasks that go with it, and a checker of stories."""
 
 # The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "corpora": {
-        "demo": "nanochat.demo.corpus:DemoCorpus",
+        "demo": "nanochat.demo.writer:DemoCorpus",
+    },
+    "tasks": {
+        "stories": "nanochat.demo.stories:Stories",
+        "new_stories": "nanochat.demo.stories:NewStories",
+        "questions": "nanochat.demo.story_questions:StoryQuestions",
+        "addition": "nanochat.demo.arithmetic:Addition",
+        "arithmetic": "nanochat.demo.arithmetic:Arithmetic",
+        "identity": "nanochat.demo.small_talk:Identity",
+        "unknown": "nanochat.demo.small_talk:Unknown",
+        "memory": "nanochat.demo.follow_ups:Memory",
+        "repeat": "nanochat.demo.repeat:Repeat",
+        "json": "nanochat.demo.json_objects:JsonObjects",
+    },
+    "task files": {
+        "first_questions": "nanochat.demo.first_questions:FirstQuestions",
+        "second_questions": "nanochat.demo.first_questions:SecondQuestions",
     },
 }

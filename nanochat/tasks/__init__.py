@@ -3,18 +3,8 @@
 # The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "tasks": {
-        "stories": "nanochat.tasks.stories:Stories",
-        "new_stories": "nanochat.tasks.stories:NewStories",
-        "questions": "nanochat.tasks.story_questions:StoryQuestions",
-        "addition": "nanochat.tasks.arithmetic:Addition",
-        "arithmetic": "nanochat.tasks.arithmetic:Arithmetic",
         "spelling": "nanochat.tasks.spelling:Spelling",
         "letters": "nanochat.tasks.spelling:LetterCount",
-        "identity": "nanochat.tasks.identity:Identity",
-        "unknown": "nanochat.tasks.identity:Unknown",
-        "memory": "nanochat.tasks.memory:Memory",
-        "repeat": "nanochat.tasks.repeat:Repeat",
-        "json": "nanochat.tasks.json_objects:JsonObjects",
     },
     "environments": {
         "nim": "nanochat.tasks.nim:Nim",
@@ -29,10 +19,6 @@ PLUGS = {
         "smoltalk": "nanochat.tasks.smoltalk:SmolTalk",
         "smoltalk_zh": "nanochat.tasks.smoltalk:SmolTalkChinese",
         "ultrafeedback": "nanochat.tasks.ultrafeedback:UltraFeedback",
-    },
-    "task files": {
-        "first_questions": "nanochat.tasks.first_questions:FirstQuestions",
-        "second_questions": "nanochat.tasks.first_questions:SecondQuestions",
     },
     "file forms": {
         "conversations": "nanochat.tasks.conversations:Conversations",

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from nanochat.conversation import Part, text_of
-from nanochat.demo.corpus import held_out
 from nanochat.demo.plots import story_words
+from nanochat.demo.writer import held_out
 from nanochat.task import Example, GeneratedTask, Split, turn
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"

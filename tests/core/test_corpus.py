@@ -267,7 +267,7 @@ def test_a_folder_of_one_file_splits_it(tmp_path):
 
 
 def test_demo_is_without_end_and_passes_the_split(monkeypatch):
-    monkeypatch.setattr("nanochat.demo.corpus.block", lambda index, split: [f"{index} {split}"])
+    monkeypatch.setattr("nanochat.demo.writer.block", lambda index, split: [f"{index} {split}"])
     train, val = open_corpus("demo")
     assert train.block_count() is None and val.block_count() is None
     assert (train.read_block(7), val.read_block(8)) == (["7 train"], ["8 val"])

@@ -17,7 +17,7 @@ from nanochat.cli import UserError
 from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
-from nanochat.demo.corpus import held_out_pair
+from nanochat.demo.writer import held_out_pair
 from nanochat.families.chat_format import TemplateFormat
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.loader import segments_of
@@ -319,9 +319,11 @@ IMPORTS = "import sys, nanochat.mixture as m; m.open_mixture('stories', 'train')
 def test_a_task_is_imported_when_it_is_requested():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True)
-    loaded = [name for name in done.stdout.split() if name.startswith(("nanochat.tasks.", "nanochat.data."))]
-    wanted = {"stories", "typed", "identity", "arithmetic"}  # other turns of a chat may come before a story
-    assert set(loaded) == {f"nanochat.tasks.{name}" for name in wanted}
+    rooms_of_tasks = ("nanochat.demo.", "nanochat.tasks.", "nanochat.data.")
+    loaded = [name for name in done.stdout.split() if name.startswith(rooms_of_tasks)]
+    # Stories are written, and checked; other turns of a chat may come before one.
+    wanted = {"stories", "writer", "plots", "checker", "typed", "small_talk", "arithmetic"}
+    assert set(loaded) == {f"nanochat.demo.{name}" for name in wanted}
 
 
 @pytest.mark.parametrize("name", [*GENERATED, *FROM_HUB])

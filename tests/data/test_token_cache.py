@@ -13,7 +13,7 @@ from test_loader import rows_of, take, through_tensors
 from nanochat.corpus import Part, WeightedCorpora, open_corpus
 from nanochat.data import token_cache
 from nanochat.data.token_cache import CachedCorpus, cached, read
-from nanochat.demo.corpus import DemoCorpus
+from nanochat.demo.writer import DemoCorpus
 from nanochat.loader import Loader
 from nanochat.tokenizer import Tokenizer
 

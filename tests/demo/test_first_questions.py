@@ -10,12 +10,12 @@ from tiny import complaint
 
 from nanochat import rooms
 from nanochat.conversation import text_of
-from nanochat.demo.corpus import story
+from nanochat.demo.first_questions import FirstQuestions, SecondQuestions
 from nanochat.demo.plots import OPEN_ROLES, plots
+from nanochat.demo.small_talk import SLOT, groups
+from nanochat.demo.stories import ORDERS
+from nanochat.demo.writer import story
 from nanochat.task_flag import TaskSpec, open_task, parse_tasks
-from nanochat.tasks.first_questions import FirstQuestions, SecondQuestions
-from nanochat.tasks.identity import SLOT, groups
-from nanochat.tasks.stories import ORDERS
 
 LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"
 SECOND = LIST.with_name("second_questions.jsonl")

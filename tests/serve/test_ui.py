@@ -25,10 +25,10 @@ from test_scripts import call
 
 from nanochat import rooms
 from nanochat.demo.plots import lexicon
+from nanochat.demo.stories import ORDERS
 from nanochat.serve.page import PAGE, VENDOR, content_policy, load_page
 from nanochat.tasks.conversations import Conversations
 from nanochat.tasks.preferences import Preferences
-from nanochat.tasks.stories import ORDERS
 from nanochat.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow  # a server and a browser

@@ -19,7 +19,7 @@ from nanochat.calculator import calculate
 from nanochat.cli import UserError
 from nanochat.conversation import Part, check_messages, parts_of, text_of
 from nanochat.data import catalog, hub
-from nanochat.demo.corpus import held_out
+from nanochat.demo.writer import held_out
 from nanochat.mixture import open_mixture
 from nanochat.task import Example, Pair, Task
 from nanochat.task_flag import TaskSpec, open_task

@@ -5,11 +5,11 @@ import re
 
 import pytest
 
-from nanochat.demo import corpus as demo
+from nanochat.demo import writer
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import plots, pronouns_of
-from nanochat.tasks.stories import slots_of
-from nanochat.tasks.story_questions import (
+from nanochat.demo.stories import slots_of
+from nanochat.demo.story_questions import (
     EVERY_PLOT,
     UNTOLD,
     StoryQuestions,
@@ -78,13 +78,13 @@ def test_what_an_answer_says_is_in_its_story(plot: str):
                 assert said <= told, (question, story.text)
 
 
-def corpus_answers(story: demo.Story) -> set[tuple[str, str]]:
-    return {(story.plot, answer) for _, answer in demo.questions(story)}
+def corpus_answers(story: writer.Story) -> set[tuple[str, str]]:
+    return {(story.plot, answer) for _, answer in writer.questions(story)}
 
 
-def stories_of(plot: str) -> list[demo.Story]:
+def stories_of(plot: str) -> list[writer.Story]:
     rng = random.Random(0)
-    return [story for story in (demo.story(rng, "train") for _ in range(4000)) if story.plot == plot]
+    return [story for story in (writer.story(rng, "train") for _ in range(4000)) if story.plot == plot]
 
 
 def test_no_held_out_way_is_in_training_for_another_plot():
@@ -120,7 +120,7 @@ def test_ways_that_are_held_out_are_in_the_test_split_alone():
 def test_a_pronoun_takes_the_case_of_the_name(pronoun: str):
     rng = random.Random(1)
     stories = [
-        story for story in (demo.story(rng, "train") for _ in range(400)) if pronouns_of(story.hero)["he"] == pronoun
+        story for story in (writer.story(rng, "train") for _ in range(400)) if pronouns_of(story.hero)["he"] == pronoun
     ]
     him, his = pronouns_of(stories[0].hero)["him"], pronouns_of(stories[0].hero)["his"]
     found = set()

@@ -6,13 +6,13 @@ import re
 from collections import Counter
 
 from nanochat.conversation import parts_of, text_of
+from nanochat.demo.arithmetic import is_held_out
 from nanochat.demo.checker import check_story
+from nanochat.demo.follow_ups import ASK_NAME, FACTS, REPLIES, UNTOLD, Memory, fact_and_question
+from nanochat.demo.json_objects import JsonObjects
 from nanochat.demo.plots import lexicon
-from nanochat.tasks.arithmetic import is_held_out
-from nanochat.tasks.identity import groups
-from nanochat.tasks.json_objects import JsonObjects
-from nanochat.tasks.memory import ASK_NAME, FACTS, REPLIES, UNTOLD, Memory, fact_and_question
-from nanochat.tasks.repeat import Repeat
+from nanochat.demo.repeat import Repeat
+from nanochat.demo.small_talk import groups
 
 NEW = {word for row in ("new name", "new kind") for word in lexicon()[row]}
 

@@ -2,10 +2,10 @@
 
 import random
 
-from nanochat.demo import corpus as demo
+from nanochat.demo import writer
 from nanochat.demo.plots import lexicon
+from nanochat.demo.stories import corpus_split
 from nanochat.task import Example, GeneratedTask, turn
-from nanochat.tasks.stories import corpus_split
 
 WAYS = (
     "Say {said}.",
@@ -39,7 +39,7 @@ class Repeat(GeneratedTask):
         said = " ".join(self._word(rng) for _ in range(rng.choice((1, 1, 2, 3, 4))))
         form = rng.random()
         if form < 0.35:
-            words = demo.story(rng, corpus_split(self.split)).text.replace('"', "").split()
+            words = writer.story(rng, corpus_split(self.split)).text.replace('"', "").split()
             first = rng.randrange(len(words) - 7)
             said = " ".join(words[first : first + rng.randint(2, 7)]).rstrip(".!?,")
         elif form < 0.45:
@@ -52,7 +52,7 @@ class Repeat(GeneratedTask):
     def _word(self, rng: random.Random) -> str:
         form = rng.random()
         if form < 0.5:
-            name = demo.made_up_name(rng)
+            name = writer.made_up_name(rng)
             return name if rng.random() < 0.6 else name.lower()
         if form < 0.65:
             return str(rng.randrange(10 ** rng.randrange(1, 8)))

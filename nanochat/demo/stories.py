@@ -10,12 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, text_of
-from nanochat.demo import corpus as demo
+from nanochat.demo import small_talk, writer
 from nanochat.demo.checker import StoryCheck, check_story
 from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
+from nanochat.demo.typed import as_typed
 from nanochat.task import Example, GeneratedTask, Split, turn
-from nanochat.tasks import identity
-from nanochat.tasks.typed import as_typed
 
 # Orders that leave everything open, and orders that name what the story has to have: the roles in their slots. A story
 # is ordered in any way whose roles it has.
@@ -132,11 +131,11 @@ class Stories(GeneratedTask):
         earlier: list[Message] = []
         form = rng.random()
         if form < LATER_SHARE:
-            earlier = identity.earlier_turns(rng, rng.choice((1, 1, 2, 3)))
+            earlier = small_talk.earlier_turns(rng, rng.choice((1, 1, 2, 3)))
         elif form < LATER_SHARE + AGREED_SHARE and not named:
-            while not identity.offers_story(earlier):
-                earlier = [*identity.earlier_turn(rng)]
-            question, asked = as_typed(rng, rng.choice(identity.AGREEMENTS)), {}
+            while not small_talk.offers_story(earlier):
+                earlier = [*small_talk.earlier_turn(rng)]
+            question, asked = as_typed(rng, rng.choice(small_talk.AGREEMENTS)), {}
         return Example([*earlier, *turn(question, story.text)], asked)
 
     def wrong(self, index: int) -> str:
@@ -146,7 +145,7 @@ class Stories(GeneratedTask):
         hero = re.compile(rf"\b{story.hero}\b")
         places = [match.start() for match in hero.finditer(story.text)]
         middle = next((place for place in places if place > len(story.text) // 2), places[-1])
-        names = demo.words("hero")
+        names = writer.words("hero")
         for name in rng.sample(names, len(names)):
             if name in story.text:
                 continue
@@ -183,22 +182,22 @@ class Stories(GeneratedTask):
             "distinct_4grams": distinct_grams([text_of(reply) for _, reply in replies]),
         }
 
-    def draw_story(self, rng: random.Random) -> tuple[Sequence[str], demo.Story]:
+    def draw_story(self, rng: random.Random) -> tuple[Sequence[str], writer.Story]:
         """The roles that the order has to name, and a story. In training, some names and kinds are words without a
         meaning, which can only be copied from the order, and some kinds are the ones that people ask for most."""
         form = rng.random() if self.split == "train" else 1.0
         if form < COPIED_SHARE:
             made_up = rng.choice(WHO_IS_MADE_UP)
-            return made_up, demo.story(rng, "train", made_up=made_up)
+            return made_up, writer.story(rng, "train", made_up=made_up)
         if form < COPIED_SHARE + WISHED_SHARE:
             kind, pronoun = rng.choice(list(WISHED_KINDS.items()))
             while True:
-                story = demo.story(rng, "train", given={"kind": kind})
+                story = writer.story(rng, "train", given={"kind": kind})
                 if pronoun in ("", pronouns_of(story.hero)["he"]):
                     return ("kind",), story
-        return (), demo.story(rng, corpus_split(self.split))
+        return (), writer.story(rng, corpus_split(self.split))
 
-    def _draw(self, index: int) -> tuple[random.Random, Sequence[str], demo.Story]:
+    def _draw(self, index: int) -> tuple[random.Random, Sequence[str], writer.Story]:
         rng = self.rng(index)
         return rng, *self.draw_story(rng)
 
@@ -216,12 +215,12 @@ class NewStories(Stories):
             raise UserError("new_stories is for chat_eval: a word that training has seen is not new; train on stories")
         super().__init__(split, path, hub)
 
-    def draw_story(self, rng: random.Random) -> tuple[Sequence[str], demo.Story]:
+    def draw_story(self, rng: random.Random) -> tuple[Sequence[str], writer.Story]:
         new = rng.choice(WHO_IS_NEW)
-        return new, demo.story(rng, corpus_split(self.split), new)
+        return new, writer.story(rng, corpus_split(self.split), new)
 
 
-def order(rng: random.Random, story: demo.Story, needed: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
+def order(rng: random.Random, story: writer.Story, needed: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
     """A way to ask for a story, and what it names: role -> its words. It names the roles in `needed`."""
     roles = set(story.facts)
     form = rng.random()
@@ -282,6 +281,6 @@ def distinct_grams(texts: Sequence[str]) -> float:
     return sum(shares) / max(1, len(shares))
 
 
-def corpus_split(split: Split) -> demo.Split:
+def corpus_split(split: Split) -> writer.Split:
     """The corpus holds combinations out for its own validation split: they are our test split."""
     return "train" if split == "train" else "val"

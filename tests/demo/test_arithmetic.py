@@ -7,10 +7,10 @@ from functools import cache
 import pytest
 
 from nanochat.conversation import text_of
-from nanochat.demo.corpus import held_out_pair
+from nanochat.demo.arithmetic import AROUND, NAMED, TOLD, Arithmetic
+from nanochat.demo.typed import as_typed
+from nanochat.demo.writer import held_out_pair
 from nanochat.task import Example, Split
-from nanochat.tasks.arithmetic import AROUND, NAMED, TOLD, Arithmetic
-from nanochat.tasks.typed import as_typed
 
 
 @cache

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
-from nanochat.demo import corpus as demo
+from nanochat.demo import small_talk, writer
+from nanochat.demo.arithmetic import Arithmetic, a_thing, in_letters, is_held_out, sum_example
 from nanochat.demo.checker import check_story
+from nanochat.demo.stories import corpus_split
+from nanochat.demo.typed import as_typed
 from nanochat.task import Example, GeneratedTask, Split, turn
-from nanochat.tasks import identity
-from nanochat.tasks.arithmetic import Arithmetic, a_thing, in_letters, is_held_out, sum_example
-from nanochat.tasks.stories import corpus_split
-from nanochat.tasks.typed import as_typed
 
 NAME = (
     "My name is {name}.",
@@ -40,7 +39,7 @@ ASK_NAME = (
     "Do you know who I am?",
 )
 ABOUT_ME = ("Tell me a story about me.", "Tell me a story about somebody with my name.", "I want to be in the story!")
-# What somebody says, what is known after it, and how they ask for it later. smalltalk.txt has the words of the slots;
+# What somebody says, what is known after it, and how they ask for it later. small_talk.txt has the words of the slots;
 # those of {name}, {number}, {count}, {kind}, {things}, {month}, {job}, {shade} and {word} are drawn.
 FACTS = (
     (("I like {animal}.", "I love {animal}!", "I really like {animal}."), "You like {animal}", ("What do I like?",)),
@@ -132,7 +131,7 @@ FACTS = (
     ),
 )
 NAME_FACT = (NAME[:3], "Your name is {name}", ASK_NAME)
-UNTOLD = "I do not know that: you have not told me."  # the answer of [unknown you] in smalltalk.txt, too
+UNTOLD = "I do not know that: you have not told me."  # the answer of [unknown you] in small_talk.txt, too
 UNTOLD_SHARE = 0.12  # share of the questions about facts that ask for another fact
 UNKNOWN_NAME_SHARE = 0.04  # share of the examples that ask for a name without having said one
 TWO_FACTS_SHARE = 0.2  # share of the messages with two facts, of which one is asked for
@@ -197,7 +196,7 @@ class Memory(GeneratedTask):
             return sums_in_turn(rng, self.split)
         if form < 0.7:
             is_new = self.split == "test" and rng.random() < 0.5
-            story = demo.story(rng, corpus_split(self.split), ("hero",) if is_new else ())
+            story = writer.story(rng, corpus_split(self.split), ("hero",) if is_new else ())
             messages = turn(rng.choice(NAME).format(name=story.hero), f"Nice to meet you, {story.hero}!")
             question, answer = rng.choice(ASK_NAME), f"Your name is {story.hero}."
             if form > 0.7 - UNKNOWN_NAME_SHARE:
@@ -207,7 +206,7 @@ class Memory(GeneratedTask):
         else:
             messages, question, answer = fact_and_question(rng)
         if not check_story(answer).ok:
-            messages += identity.earlier_turns(rng, rng.choice((0, 0, 1, 2)))
+            messages += small_talk.earlier_turns(rng, rng.choice((0, 0, 1, 2)))
         return Example([*messages, *turn(as_typed(rng, question), answer)], answer)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
@@ -271,18 +270,18 @@ def _content(text: str) -> set[str]:
 
 def draw_fact(rng: random.Random) -> Fact:
     ways, known, asked = rng.choice((*FACTS, NAME_FACT))
-    drawn: dict[str, Any] = {slot: rng.choice(list(words)) for slot, words in identity.lexicon().items()}
+    drawn: dict[str, Any] = {slot: rng.choice(list(words)) for slot, words in small_talk.lexicon().items()}
     count = rng.randrange(2, rng.choice((10, 100)))
     drawn |= {
-        "name": demo.story(rng, "train").hero,
+        "name": writer.story(rng, "train").hero,
         "kind": rng.choice(KIN if rng.random() < 0.4 else PETS),
         "number": rng.randrange(3, 100),
         "count": in_letters(count) if rng.random() < 0.2 else count,
         "things": f"{a_thing(rng) if rng.random() < 0.5 else rng.choice(PETS[:8])}s",
         "month": rng.choice(MONTHS),
-        "shade": rng.choice(demo.words("colour")),
+        "shade": rng.choice(writer.words("colour")),
         "job": rng.choice(JOBS),
-        "word": rng.choice((a_thing(rng), demo.made_up_name(rng), demo.made_up_kind(rng))),
+        "word": rng.choice((a_thing(rng), writer.made_up_name(rng), writer.made_up_kind(rng))),
     }
     questions = tuple(question.format_map(drawn) for question in asked)
     return Fact(rng.choice(ways).format_map(drawn), known.format_map(drawn), questions, "{name}" not in known)

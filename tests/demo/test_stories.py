@@ -7,13 +7,13 @@ import pytest
 
 from nanochat.cli import UserError
 from nanochat.conversation import parts_of
-from nanochat.demo import corpus as demo
+from nanochat.demo import writer
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon, words_in_use
+from nanochat.demo.small_talk import AGREEMENTS, Identity, Unknown, offers_story
+from nanochat.demo.stories import WISHED_KINDS, NewStories, Stories, distinct_grams, with_articles
 from nanochat.task import Example, turn
 from nanochat.task_flag import GENERATED, TaskSpec, open_task
-from nanochat.tasks.identity import AGREEMENTS, Identity, Unknown, offers_story
-from nanochat.tasks.stories import WISHED_KINDS, NewStories, Stories, distinct_grams, with_articles
 
 STORY = (
     "Once upon a time there was a brave {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "
@@ -68,7 +68,7 @@ def test_somebody_with_an_unknown_name_keeps_the_first_pronoun():
 
 def test_new_words_are_in_no_document_and_in_the_orders_of_new_stories_only():
     new = {word for row in ("new name", "new kind") for word in lexicon()[row]}
-    documents = " ".join(text for index in range(60) for text in demo.block(index, "train"))
+    documents = " ".join(text for index in range(60) for text in writer.block(index, "train"))
     stories = [Stories(split).example(index) for split in ("train", "test") for index in range(500)]
     asked = " ".join(str(message["content"]) for example in stories for message in example.messages)
     for word in new:
@@ -93,13 +93,13 @@ def test_no_task_trains_on_new_words_or_their_plurals(name: str):
 
 
 def test_a_name_without_a_meaning_is_no_word_of_the_stories():
-    names = {demo.made_up_name(Stories("train").rng(index)) for index in range(20_000)}
+    names = {writer.made_up_name(Stories("train").rng(index)) for index in range(20_000)}
     assert len(names) > 5000 and not {"So", "But", "He", "Him", "For", "Soon", "Tom", "Zed"} & names
 
 
 def test_a_word_without_a_meaning_is_fit_for_children():
     rng = random.Random(0)
-    drawn = {draw(rng).lower() for draw in (demo.made_up_name, demo.made_up_kind) for _ in range(30_000)}
+    drawn = {draw(rng).lower() for draw in (writer.made_up_name, writer.made_up_kind) for _ in range(30_000)}
     rude = [
         "cock",
         "dick",
@@ -120,7 +120,7 @@ def test_a_word_without_a_meaning_is_fit_for_children():
 
 
 def test_names_and_kinds_are_often_unusual():
-    stories = [demo.story(Stories("train").rng(index), "train") for index in range(2000)]
+    stories = [writer.story(Stories("train").rng(index), "train") for index in range(2000)]
     for role, row, least in (("hero", "hero", 0.21), ("kind", "kind", 0.11)):
         share = sum(story.facts[role] not in lexicon()[row] for story in stories) / len(stories)
         assert least < share < least + 0.08, role

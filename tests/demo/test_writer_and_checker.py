@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 import pytest
 
-from nanochat.demo import corpus as demo
+from nanochat.demo import writer
 from nanochat.demo.checker import check_story, cut_to_story
-from nanochat.demo.corpus import Story
 from nanochat.demo.plots import SENTENCE_END, lexicon, plots, tables
+from nanochat.demo.writer import Story
 
 STORIES = 300
 REFUSED_AT_LEAST = 0.95
@@ -24,22 +24,22 @@ PRONOUN_SWAPS = {"he": "she", "she": "he", "him": "her", "his": "her", "her": "h
 @pytest.fixture(scope="module")
 def stories() -> list[Story]:
     rng = random.Random(1)
-    return [demo.story(rng, "train" if i % 2 else "val") for i in range(STORIES)]
+    return [writer.story(rng, "train" if i % 2 else "val") for i in range(STORIES)]
 
 
 # ---------------------------------------------------------------------- the corpus
 
 
 def test_a_block_depends_on_its_arguments_only():
-    block = demo.block(7, "train", seed=3)
-    assert len(block) == demo.BLOCK_DOCUMENTS
-    assert block == demo.block(7, "train", seed=3)
+    block = writer.block(7, "train", seed=3)
+    assert len(block) == writer.BLOCK_DOCUMENTS
+    assert block == writer.block(7, "train", seed=3)
     others = [(8, "train", 3), (7, "val", 3), (7, "train", 0), (10**15, "train", 3)]
-    assert all(not set(block) & set(demo.block(*arguments)) for arguments in others)
+    assert all(not set(block) & set(writer.block(*arguments)) for arguments in others)
 
 
 def test_documents_are_clean_and_mixed():
-    documents = [document for index in range(15) for document in demo.block(index, "train")]
+    documents = [document for index in range(15) for document in writer.block(index, "train")]
     assert all(document and document == document.strip() for document in documents)
     assert all(document.isascii() and "{" not in document and "  " not in document for document in documents)
     stories = [document for document in documents if check_story(document).ok]
@@ -49,10 +49,10 @@ def test_documents_are_clean_and_mixed():
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_every_story_passes_the_checker(split: demo.Split):
+def test_every_story_passes_the_checker(split: writer.Split):
     rng = random.Random(0)
     for _ in range(800):
-        story = demo.story(rng, split)
+        story = writer.story(rng, split)
         check = check_story(story.text)
         assert check.ok and check.problems == [], (story.text, check.problems)
         assert check.plot == story.plot
@@ -60,7 +60,7 @@ def test_every_story_passes_the_checker(split: demo.Split):
 
 def test_stories_are_many_short_and_of_few_words():
     rng = random.Random(5)
-    stories = [demo.story(rng, "train") for _ in range(3000)]
+    stories = [writer.story(rng, "train") for _ in range(3000)]
     texts = [story.text for story in stories]
     lengths = [len(text.split()) for text in texts]
     # In lower case as they stand: names are open, the other words are few.
@@ -81,11 +81,11 @@ def combination(story: Story) -> tuple[str, ...]:
 
 def test_validation_combinations_never_occur_in_training():
     rng = random.Random(4)
-    train = {combination(demo.story(rng, "train")) for _ in range(4000)}
-    val = {combination(demo.story(rng, "val")) for _ in range(1500)}
+    train = {combination(writer.story(rng, "train")) for _ in range(4000)}
+    val = {combination(writer.story(rng, "val")) for _ in range(1500)}
     assert len(train) > 2000 and len(val) > 400
     assert not train & val
-    share = statistics.mean(demo.held_out("quest", i, i * i) for i in range(20000))
+    share = statistics.mean(writer.held_out("quest", i, i * i) for i in range(20000))
     assert 0.09 < share < 0.11
 
 
@@ -100,10 +100,10 @@ def test_facts_and_answers_are_in_the_story():
     rng = random.Random(6)
     kinds = set()
     for _ in range(300):
-        story = demo.story(rng, "train")
+        story = writer.story(rng, "train")
         assert story.hero in story.text and helper(story) in story.text
         assert all(words in story.text for words in story.facts.values()), (story.facts, story.text)
-        for question, answer in demo.questions(story):
+        for question, answer in writer.questions(story):
             assert question.endswith("?") and answer.endswith((".", '."'))
             assert any(words in answer for words in story.facts.values())
             kinds.add(re.sub(r"\b[A-Z]\w+\b", "", question))
@@ -113,9 +113,9 @@ def test_facts_and_answers_are_in_the_story():
 def test_numbers_are_right_and_held_out():
     rng = random.Random(9)
     pairs: dict[str, set[tuple[int, int]]] = {"train": set(), "val": set()}
-    split: demo.Split
+    split: writer.Split
     for split in ("train", "val"):
-        lines = [line for _ in range(400) for line in demo.number_text(rng, split).splitlines()]
+        lines = [line for _ in range(400) for line in writer.number_text(rng, split).splitlines()]
         for line in lines:
             numbers = [int(number) for number in re.findall(r"\d+", line)]
             if " + " in line:
@@ -135,8 +135,8 @@ def test_numbers_are_right_and_held_out():
 
 
 def test_prompts_open_held_out_stories():
-    prompts = demo.prompts(50, seed=1)
-    assert prompts == demo.prompts(50, seed=1) != demo.prompts(50, seed=2)
+    prompts = writer.prompts(50, seed=1)
+    assert prompts == writer.prompts(50, seed=1) != writer.prompts(50, seed=2)
     assert all(6 <= len(prompt.split()) <= 12 for prompt in prompts)
     assert all(not check_story(prompt).ok for prompt in prompts)
 
@@ -266,7 +266,7 @@ def drop_word(story: Story, rng: random.Random) -> str:
 
 
 def splice_two_stories(story: Story, rng: random.Random) -> str:
-    other = sentences(demo.story(rng, "train").text)
+    other = sentences(writer.story(rng, "train").text)
     return " ".join(sentences(story.text)[:5] + other[5:])
 
 
@@ -367,7 +367,7 @@ def test_word_chains_do_not_pass(stories: list[Story]):
     rng = random.Random(13)
     chain: dict[tuple[str, ...], list[str]] = {}
     for _ in range(3000):
-        words = ["", "", "", *demo.story(rng, "train").text.split(), ""]
+        words = ["", "", "", *writer.story(rng, "train").text.split(), ""]
         for i in range(3, len(words)):
             chain.setdefault(tuple(words[i - 3 : i]), []).append(words[i])
     passed = 0

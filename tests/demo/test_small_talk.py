@@ -5,8 +5,8 @@ import re
 
 import pytest
 
+from nanochat.demo.small_talk import SLOT, Identity, Unknown, fill, groups, lexicon
 from nanochat.task import Split
-from nanochat.tasks.identity import SLOT, Identity, Unknown, fill, groups, lexicon
 
 DRAWN = {"number", "noise"}
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from nanochat.conversation import Part, text_of
-from nanochat.demo import corpus as demo
+from nanochat.demo import writer
+from nanochat.demo.arithmetic import a_thing
+from nanochat.demo.stories import corpus_split
 from nanochat.task import Example, GeneratedTask, turn
-from nanochat.tasks.arithmetic import a_thing
-from nanochat.tasks.stories import corpus_split
 
 ASK = (
     "{said} Answer in JSON with the keys {keys}.",
@@ -72,7 +72,7 @@ class JsonObjects(GeneratedTask):
         rng = self.rng(index)
         if rng.random() < 0.35:
             return given_object(rng)
-        story = demo.story(rng, corpus_split(self.split))
+        story = writer.story(rng, corpus_split(self.split))
         said, facts = statement(rng, story)
         keys = rng.sample(sorted(facts), rng.randint(1, len(facts)))
         found = {key: facts[key] for key in keys}
@@ -102,11 +102,13 @@ def given_object(rng: random.Random) -> Example:
         if form < 0.35:
             found[key] = rng.randrange(rng.choice((10, 100, 1000)))
         elif form < 0.6:
-            found[key] = demo.made_up_name(rng)
+            found[key] = writer.made_up_name(rng)
         elif form < 0.75:
-            found[key] = demo.made_up_kind(rng)
+            found[key] = writer.made_up_kind(rng)
         else:
-            found[key] = rng.choice((a_thing(rng), rng.choice(demo.words("hero")), rng.choice(demo.words("colour"))))
+            found[key] = rng.choice(
+                (a_thing(rng), rng.choice(writer.words("hero")), rng.choice(writer.words("colour")))
+            )
     is_quoted = rng.random() < 0.3
     written = {key: json.dumps(value) if is_quoted else str(value) for key, value in found.items()}
     if len(keys) == 1 and rng.random() < 0.6:
@@ -118,11 +120,11 @@ def given_object(rng: random.Random) -> Example:
     return Example(turn(question, json.dumps(found)), found)
 
 
-def statement(rng: random.Random, story: demo.Story) -> tuple[str, dict[str, Any]]:
+def statement(rng: random.Random, story: writer.Story) -> tuple[str, dict[str, Any]]:
     """A sentence or two, and what they say: key -> value."""
     name, kind, trait = (story.facts[role] for role in ("hero", "kind", "trait"))
     thing = a_thing(rng)
-    colour = rng.choice(demo.words("colour"))
+    colour = rng.choice(writer.words("colour"))
     number = rng.randrange(2, rng.choice((10, 100)))
     form = rng.randrange(6)
     if form == 0:
@@ -136,7 +138,7 @@ def statement(rng: random.Random, story: demo.Story) -> tuple[str, dict[str, Any
             "name": name, "count": number, "colour": colour, "thing": thing,
         }  # fmt: skip
     if form == 3:
-        friends = rng.sample(demo.words("hero"), rng.randint(2, 3))
+        friends = rng.sample(writer.words("hero"), rng.randint(2, 3))
         return f"The friends of {name} are {', '.join(friends[:-1])} and {friends[-1]}.", {
             "name": name, "friends": friends,
         }  # fmt: skip

@@ -1,6 +1,6 @@
 """Small talk and honesty: who the model is, and that it does not know what it has not learned.
 
-The tables are in smalltalk.txt, which explains itself. A model that has only seen stories and sums answers everything
+The tables are in small_talk.txt, which explains itself. A model that has only seen stories and sums answers everything
 with a story or a sum. It learns where its knowledge ends from many subjects that it has never heard of, so that it
 says so for the next one too. Bring your own identity as a .jsonl of conversations instead.
 """
@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
-from nanochat.demo.corpus import story
+from nanochat.demo.arithmetic import Arithmetic
 from nanochat.demo.plots import read_tables
+from nanochat.demo.typed import as_typed
+from nanochat.demo.writer import story
 from nanochat.task import Example, GeneratedTask, turn
-from nanochat.tasks.arithmetic import Arithmetic
-from nanochat.tasks.typed import as_typed
 
 SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assistant.", "You are a helpful assistant.")
 USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # questions from the first line of their group
@@ -45,8 +45,8 @@ class Group:
 
 @cache
 def tables() -> dict[str, str]:
-    """The tables of smalltalk.txt by title: `identity hello`, ..., `lexicon`."""
-    return read_tables(Path(__file__).with_name("smalltalk.txt"))
+    """The tables of small_talk.txt by title: `identity hello`, ..., `lexicon`."""
+    return read_tables(Path(__file__).with_name("small_talk.txt"))
 
 
 @cache

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from nanochat.calculator import calculate
 from nanochat.conversation import Part, text_of
-from nanochat.demo.corpus import held_out_pair, words
+from nanochat.demo.typed import as_typed
+from nanochat.demo.writer import held_out_pair, words
 from nanochat.task import Example, GeneratedTask, turn
-from nanochat.tasks.typed import as_typed
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from functools import cache
 from pathlib import Path
 
 from nanochat.conversation import Message
-from nanochat.demo import corpus as demo
+from nanochat.demo import small_talk, writer
 from nanochat.demo.plots import lexicon, plots, pronouns_of, read_tables
+from nanochat.demo.stories import corpus_split, order, slots_of, typed, with_articles
 from nanochat.task import Example, GeneratedTask, turn
-from nanochat.tasks import identity
-from nanochat.tasks.stories import corpus_split, order, slots_of, typed, with_articles
 
 LEFT_OUT = ("wear", "weather")  # roles that some stories lack and people ask about by name: "What colour was the hat?"
 UNTOLD = "The story does not say."
@@ -64,7 +63,7 @@ def questions_of(plot: str) -> tuple[Question, ...]:
     return tuple(found.values())
 
 
-def questions(rng: random.Random, story: demo.Story) -> list[Question]:
+def questions(rng: random.Random, story: writer.Story) -> list[Question]:
     """What can be asked about a story. At most one of the questions is about something that the story leaves out."""
     words = {role: rng.choice(lexicon()[role]) for role in LEFT_OUT if role not in story.facts} | story.facts
     found: list[Question] = []
@@ -96,21 +95,21 @@ class StoryQuestions(GeneratedTask):
 
     def example(self, index: int) -> Example:
         rng = self.rng(index)
-        story = demo.story(rng, corpus_split(self.split))
+        story = writer.story(rng, corpus_split(self.split))
         asked = rng.sample(questions(rng, story), 1 + rng.randrange(3))
         is_after = rng.random() < AFTER_SHARE
         messages: list[Message] = [*turn(order(rng, story)[0], story.text)] if is_after else []
         is_new = self.split == "test" and rng.random() < 0.5
         for number, question in enumerate(asked, 1):
             if self.split == "train" and messages and rng.random() < TALK_SHARE:
-                messages += turn(*identity.draw(rng, "identity", is_new=False))
+                messages += turn(*small_talk.draw(rng, "identity", is_new=False))
             way = question.draw(rng, is_new and number == len(asked))
             way = typed(rng, with_pronoun(rng, story, way) if is_after else way, story.facts)
             messages += turn(way if messages else f"{story.text}\n{way}", question.answer)
         return Example(messages, messages[-1]["content"])
 
 
-def with_pronoun(rng: random.Random, story: demo.Story, question: str) -> str:
+def with_pronoun(rng: random.Random, story: writer.Story, question: str) -> str:
     """The question, sometimes with a pronoun for the hero, of whom the story has just told."""
     if rng.random() < 0.5:
         return question
