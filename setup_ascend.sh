@@ -131,7 +131,7 @@ target=.${extras:+[$extras]}
 locks=()
 if [[ $use_locks == yes ]]; then
   locks=(locks/core.lock)
-  for extra in chat families hub report samplers serve eval ray service dev clients; do
+  for extra in chat families hub report samplers serve ray service dev clients; do
     [[ ,$extras, != *,$extra,* ]] || locks+=("locks/$extra.lock")
   done
 fi

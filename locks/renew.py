@@ -17,7 +17,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 PROJECT = FOLDER.parent / "pyproject.toml"
-EXTRAS = ["chat", "families", "hub", "report", "samplers", "serve", "eval", "ray", "service", "dev"]
+EXTRAS = ["chat", "families", "hub", "report", "samplers", "serve", "ray", "service", "dev"]
 # The package index has these only as source. lm-eval needs them; setuptools, which builds them, is in core.lock.
 SOURCES = {"rouge-score", "sqlitedict", "word2number"}
 

@@ -17,7 +17,6 @@ EXTRAS = {
     "uvicorn": "serve",
     "uvloop": "serve",
     "google": "service",  # the package protobuf
-    "lm_eval": "eval",
     "modelscope": "modelscope",
     "ray": "ray",
     "swanlab": "track",
