@@ -114,7 +114,6 @@ class TextFlags(TrainFlags):
     head_lr: Rate | None = None  # learning rate of the output head; default: by rule
     weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
     warmdown_fraction: Fraction = 0.65  # the last part of the run, in which the rates fall
-    fp8: Frozen[bool] = False  # compute the products of the blocks in 8 bits (FP8), where the device has it
     # evaluation, device
     eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation

@@ -82,8 +82,6 @@ SEAMS = {
     "blocks",
     # Other sizes of a new model, by flags: (config, flags) -> config.
     "sizes",
-    # Other products for the blocks of a model, by flag: (device, model) -> a description of them for the log.
-    "products",
 }
 
 

@@ -93,9 +93,6 @@ def main(config: Config) -> None:
     else:
         model.to_empty(device=device.torch_device)
         model.init_weights(config.seed)
-    if config.fp8:
-        use_fp8 = rooms.find("products", "fp8")
-        print0(f"products: {use_fp8(device, model)}")
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 

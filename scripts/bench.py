@@ -74,7 +74,6 @@ class Train(ModelFlags):
     document_tokens: Count = 0  # pack rows with documents of this many tokens; 0: a row is one document
     optimizer: Literal["muon", "adamw"] = "muon"  # for the matrices; with --source it is fine-tuning's AdamW
     steps: Positive = 20  # steps to measure, each followed by a measurement of the bare product
-    fp8: bool = False  # compute the products of the blocks in 8 bits (FP8), where the device has it
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
 
 
@@ -187,7 +186,6 @@ def train(config: Train) -> dict[str, Any]:
     from nanochat import scaling
     from nanochat.attention import Segments
     from nanochat.gpt import GPT
-    from nanochat.kernels.fp8 import use_fp8
     from nanochat.report.benchmark import warn_of
     from nanochat.run.compiling import compile_blocks
     from nanochat.run.neighbours import Neighbours
@@ -210,8 +208,6 @@ def train(config: Train) -> dict[str, Any]:
         model.init_weights()
         learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
         optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
-    if config.fp8:
-        print0(f"products: {use_fp8(device, model)}")
     compiled, how = compile_blocks(device, model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model_config.vocab_size, (rows, tokens + 1), generator=generator)
@@ -270,7 +266,6 @@ def train(config: Train) -> dict[str, Any]:
         f"model: depth {model_config.n_layer}, width {model_config.width}, vocabulary {model_config.vocab_size}, "
         f"{rows} rows of {tokens} tokens, {'adamw' if config.source else config.optimizer}"
     )
-    # The share of the nominal bf16 peak, for a step with FP8 products too: so the two can be compared.
     mfu = step_rate / device.peak_flops if device.peak_flops else None
     peak = "" if mfu is None else f", {mfu:.1%} of the device's nominal peak"
     print0(

@@ -53,8 +53,6 @@ class Config(TextFlags, TuningFlags):
             for flag in ("lr_scale", "matrix_lr", "embedding_lr", "value_embedding_lr", "head_lr"):
                 if getattr(self, flag) is not None:
                     raise UserError(f"{chosen_by} is absolute, for all parameters: leave --{flag} out")
-        if self.lora_rank and self.fp8:
-            raise UserError("--fp8 is for training the whole model: leave it out, or --lora_rank")
 
 
 # Flags for new models. This command does not create one.
@@ -69,7 +67,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import rooms, scaling
+    from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.data.token_cache import cached, count_tokens
@@ -90,9 +88,6 @@ def main(config: Config) -> None:
     device = start.device
     model = start.model
     tokenizer = start.tokenizer
-    if config.fp8:
-        use_fp8 = rooms.find("products", "fp8")
-        print0(f"products: {use_fp8(device, model)}")
     counts = scaling.parameter_counts(model)
     print0(f"model: {counts['total']:,} parameters ({', '.join(f'{k} {v:,}' for k, v in counts.items() if v)})")
 

@@ -466,7 +466,6 @@ def test_flags_that_resume_refuses():
         "val_data",
         "shards",
         "optimizer",
-        "fp8",
         *model,
     }
     shape = {"depth", "head_dim", "window_pattern", "mlp", "logit_cap", *experts}

@@ -112,7 +112,7 @@ def parts(commands: list[dict], speedrun: Speedrun) -> tuple[list[dict], list[di
 
 
 def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(speedrun):
-    commands, out, err = speedrun.run(NANOCHAT_BASE_TRAIN="--fp8")
+    commands, out, err = speedrun.run(NANOCHAT_BASE_TRAIN="--activation_checkpointing")
     rehearsed, ran = parts(commands, speedrun)
     assert tuple(one["script"] for one in ran) == RUN and err == ""
     # All of the run's commands, but for two evaluations by the same script as the third.
@@ -125,9 +125,9 @@ def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(
     evaluations = [one["command"] for one in ran if one["script"] == "chat_eval"]
     assert ["--table_only" in command for command in evaluations] == ["rl" not in command for command in evaluations]
     # The user's flags stay, the run has no others.
-    assert {one["script"]: one["flags"] for one in ran if one["flags"]} == {"base_train": "--fp8"}
+    assert {one["script"]: one["flags"] for one in ran if one["flags"]} == {"base_train": "--activation_checkpointing"}
     flags = {one["script"]: shlex.split(one["flags"]) for one in rehearsed}
-    assert flags["base_train"][0] == "--fp8"
+    assert flags["base_train"][0] == "--activation_checkpointing"
     for script in ("base_train", "mid_train", "chat_sft", "chat_rl"):
         assert flags[script][flags[script].index("--num_iterations") + 1] == "2"
     assert resumed["flags"].endswith("--num_iterations 3")

@@ -8,5 +8,4 @@ PLUGS = {
         "cuda": "nanochat.kernels.choice:for_cuda",
         "cpu": "nanochat.kernels.choice:for_cpu",
     },
-    "products": {"fp8": "nanochat.kernels.fp8:use_fp8"},
 }

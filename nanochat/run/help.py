@@ -27,7 +27,7 @@ GROUPS = {
     "memory": """
         device_batch_size gradient_accumulation_steps rollout_rows parallel replicate context_parallel
         expert_parallel activation_checkpointing optimizer_dtype offload_optimizer dry_run dry_run_devices""",
-    "device": "device dtype fp8 compile graphs deterministic seed hang_seconds",
+    "device": "device dtype compile graphs deterministic seed hang_seconds",
 }
 
 

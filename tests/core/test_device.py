@@ -204,7 +204,7 @@ def test_float32_has_no_bfloat16_peak(vendors: Any) -> None:
         (("",), "--device '': one of auto"),
         (("cpu:x",), "or one with an index such as npu:0"),
         (("cpu:-1",), "or one with an index such as npu:0"),
-        (("cpu", "fp8"), "--dtype 'fp8': one of auto, bfloat16, float32"),
+        (("cpu", "int8"), "--dtype 'int8': one of auto, bfloat16, float32"),
         (("npu",), "--device npu: none found here; run `python check_npu.py`"),
         (("cuda:0",), "--device cuda: none found here; .*or use --device cpu"),
     ],

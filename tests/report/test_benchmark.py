@@ -293,7 +293,13 @@ def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_m
 
 @pytest.mark.parametrize(
     "words",
-    ["train --batches 1", "serve --steps 3", "serve --fp8", "compare a.json b.json --json out.json", "compare a"],
+    [
+        "train --batches 1",
+        "serve --steps 3",
+        "serve --optimizer muon",
+        "compare a.json b.json --json out.json",
+        "compare a",
+    ],
 )
 def test_a_flag_of_another_measurement_is_refused(words, capsys):
     with pytest.raises(SystemExit) as leaving:
