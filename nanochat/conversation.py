@@ -257,7 +257,7 @@ def fit_prompt(
     The system message and the last message always stay; if they are longer than that, the reply gets the rest.
     """
     # Half: with an eighth, 32 of the demo's 256 tokens, 7 of 12 second stories in a chat ended in mid-sentence
-    # (docs/archive.md). Losing old turns costs less than a reply that the model cannot finish.
+    # (2026-11-22). Losing old turns costs less than a reply that the model cannot finish.
     room = min(reply_tokens or context, context // 2)
     return chat_format(tokenizer).shorten(messages, context - room, settings, tools)
 

@@ -189,8 +189,8 @@ class Engine:
         copied.to_empty(device=self.device.torch_device).fill_rotary()
         # FSDP leaves each rank a part of every weight. They are gathered once here, and not at every decoded token.
         _copy_weights(copied, model)
-        # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16
-        # (docs/archive.md).
+        # Weights packed for a CPU: the products of one token take 0.36 instead of 0.70 ms in bf16 (depth 4, two cores
+        # of an AMD EPYC, 2026-11-21).
         if packs and adapted is None:
             copied = model.kernels.pack(copied, may_round=self.device.may_round)
         return copied.eval()
@@ -728,7 +728,7 @@ class Slots:
                 self._running = replace(self.cache.view(0, B), max_position=None)
             self._running.attended_len = attended_len
             return self._forward(self._running)
-        # Recorded, a token takes 9 launches instead of 241 (depth 12, simulated NPU, docs/archive.md).
+        # Recorded, a token takes 9 launches instead of 241 (depth 12, simulated NPU, 2026-11-27).
         # A recording has fixed shapes, so the numbers of rows and of attended tokens are rounded up to powers of two:
         # few recordings are made, and each is replayed often. A recording also computes slots without a row. Their
         # results are not read. Each writes to its own places only, and after the prompt that it may hold, where the

@@ -257,7 +257,7 @@ def group_deviation(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarr
     """
     # Dr. GRPO (Liu et al. 2025) leaves the division out: it gives questions that are nearly always right or nearly
     # always wrong a larger weight, as the second row above shows. In the demo Dr. GRPO learns stories as well (88.5%
-    # against 86.5% after RL) and forgets less (docs/archive.md).
+    # against 86.5% of 200 after RL) and forgets less (arithmetic 85.0% against 81.5%, 2026-11-20).
     deviation = rewards.std(axis=1, keepdims=True) + 1e-6
     deviation[~has_signal(rewards)] = 1.0  # only penalties are left, which keep their size
     return group_mean(rewards, penalties) / deviation
@@ -416,7 +416,7 @@ def dpo_loss(
     #
     # The gradient is sigmoid(-margin) times beta: a pair that the model already separates hardly moves it. Nothing
     # keeps the chosen reply's own probability up. At too high a rate both replies become less likely and stories get
-    # worse (docs/archive.md, "Rates for DPO").
+    # worse: 32 of 100 hold together at five times the default rate, 48 at the default, 44 before (2026-11-21).
     right = torch.nn.functional.logsigmoid(margin)
     wrong = torch.nn.functional.logsigmoid(-margin)
     losses = -(1 - label_smoothing) * right - label_smoothing * wrong

@@ -116,7 +116,7 @@ class Mixture:
         """The messages before example `index` of this task: one in three generated examples follows another, as in a
         chat."""
         # People ask for several things in one chat. After SFT and RL on single questions only, 5 of 12 stories that
-        # came after a sum ended with their first sentence or were refused (docs/archive.md).
+        # came after a sum ended with their first sentence or were refused (2026-11-22).
         if index % 3 or not isinstance(task, GeneratedTask) or example.messages[0]["role"] == "system":
             return []
         other, number = self.draw(FAR_DRAW + index)

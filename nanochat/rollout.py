@@ -263,7 +263,7 @@ def play(
     #        rank 0   A0    A2    B1
     #        rank 1      A1    B0    B2
     #
-    #    In a simulation of 8 ranks ranks then idle 3 to 9% of the time instead of 26 to 39% (docs/archive.md).
+    #    In a simulation of 8 ranks (2026-11-21) they then idle 3 to 9% of the time instead of 26 to 39%.
     by_length = sorted(range(len(prompts)), key=lambda question: len(prompts[question]))
     wanted: list[tuple[int, int]] = []
     for question in by_length:

@@ -187,7 +187,7 @@ def rates(config: GPTConfig, batch: int, tokens: int, matrices: Literal["muon", 
         )
     # Batch. Four times the batch has half the noise in its gradient, and allows steps twice as long (source: Malladi
     # et al. 2022, On the SDEs and scaling rules for adaptive gradient algorithms). The floor: at B = 4,096 the square
-    # root would give the matrices only 0.0018, where 0.01 and 0.02 are best (docs/archive.md).
+    # root would give the matrices only 0.0018, where 0.01 and 0.02 are best (depth 4, 200 steps, 2026-11-20).
     by_batch = max(SMALLEST_BY_BATCH, math.sqrt(batch / REFERENCE_BATCH))
     # Width. In a wider model every output adds up more inputs, so AdamW's equal steps add up to more. Muon's orthogonal
     # updates keep their size (source: nanochat).
@@ -196,14 +196,14 @@ def rates(config: GPTConfig, batch: int, tokens: int, matrices: Literal["muon", 
     matrix = 0.02 * by_batch
     # Horizon. A run forgets its early weights at the speed rate x decay: keep rate x decay x steps (source: Wang and
     # Aitchison 2024, arXiv 2405.13698). At depth 20: 0.2 / 1.41 x 2,520 / 4,980 steps = 0.07. Without weight decay the
-    # demo ends at 0.2082 bits per byte, with it at 0.2000 (docs/archive.md).
+    # demo ends at 0.2082 bits per byte, with it at 0.2000 (depth 4, 200 steps of 4,096 tokens, 2026-11-20).
     steps = tokens / batch
     reference_steps = reference_tokens() / REFERENCE_BATCH
     weight_decay = 0.2 / by_batch * reference_steps / steps
     # Each step of AdamW moves every element of a matrix by about the rate, so that an output, a sum over the width,
     # moves the more the wider the model is: the rate falls as 1 / width (source: Yang et al. 2022, Tensor Programs V).
-    # 0.0015 was found at depth 2 and 3 (docs/archive.md); a decay of 0.1 is the usual one (source: Brown et al.
-    # 2020, GPT-3).
+    # 0.0015 was found at depth 2 and 3, on the demo and on pydoc (2026-11-22); a decay of 0.1 is the usual one (source:
+    # Brown et al. 2020, GPT-3).
     if matrices == "adamw":
         matrix = 0.0015 * by_batch * REFERENCE_WIDTH / config.width
         weight_decay = 0.1
@@ -215,7 +215,7 @@ def rates(config: GPTConfig, batch: int, tokens: int, matrices: Literal["muon", 
         value_embedding=0.15 * by_width * by_batch,
         head=0.008 * by_width * by_batch,
         # Gates and norms. At ten times this rate, rounding parts two runs of the same rows by 1e-3 in 20 steps; at
-        # this one by 1e-4 (docs/archive.md).
+        # this one by 1e-4 (depth 3, fp32, two cores of an AMD EPYC, 2026-11-20).
         vector=0.05 * by_batch,
         residual_scale=0.005 * by_batch,
         weight_decay=min(weight_decay, LARGEST_DECAY / matrix),

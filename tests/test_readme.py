@@ -24,10 +24,8 @@ def commands(text: str) -> list[str]:
     return [re.split(r"\s+#|\s\|", one.replace("\\\n", " "))[0].strip() for one in found]
 
 
-# docs/extending.md is run by test_extending.py: its commands exist in the extended copy of the code only. The archive
-# has the commands of earlier days.
-NOT_TODAY = ("archive.md", "extending.md")
-ALL_COMMANDS = sorted({one for name, text in DOCUMENTS.items() if name not in NOT_TODAY for one in commands(text)})
+# docs/extending.md is run by test_extending.py: its commands exist in the extended copy of the code only.
+ALL_COMMANDS = sorted({one for name, text in DOCUMENTS.items() if name != "extending.md" for one in commands(text)})
 
 
 def test_there_are_commands_to_check():
@@ -51,14 +49,14 @@ def test_every_script_is_in_both_lists_of_commands():
 
 @pytest.mark.parametrize("words", [*sorted({*SCRIPTS} - {"bench"}), "bench train", "bench serve"])
 def test_every_flag_is_in_a_document(words):
-    """By its name, `--flag`, outside of the archive of measurements."""
+    """By its name, `--flag`, outside of the measurements."""
     script, *subcommand = words.split()
     help_text = io.StringIO()
     with contextlib.redirect_stdout(help_text), pytest.raises(SystemExit):
         parse(importlib.import_module(f"scripts.{script}").Config, [*subcommand, "--help"])
     flags = set(re.findall(r"--\w+", help_text.getvalue()))
     flags -= {flag for flag in flags if flag.startswith("--no_")}
-    pages = "".join(text for name, text in DOCUMENTS.items() if name not in ("measurements.md", "archive.md"))
+    pages = "".join(text for name, text in DOCUMENTS.items() if name != "measurements.md")
     assert flags and not flags - set(re.findall(r"--\w+", pages))
 
 

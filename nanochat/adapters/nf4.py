@@ -9,8 +9,8 @@ factor, its largest absolute value: an outlier only spoils the resolution of its
     nearest value      0.441   -0.185    0.000   -1.000      the values number 12, 5, 7 and 0
     read back          0.026   -0.011    0.000   -0.060
 
-The widest gap, from -1 to -0.70, bounds the error: at most 0.152 of the block's largest weight. Of normal weights the
-error is 9.2% of their root mean square (docs/archive.md).
+The widest gap, from -1 to -0.70, bounds the error: at most 0.152 of the block's largest weight. For a million normal
+weights the error is 9.2% of their root mean square (2026-11-22).
 """
 
 import math

@@ -119,8 +119,8 @@ class DdpShare(Share):
 
     def send_gradient(self) -> None:
         # The parameter drops its gradient before the next one is sent, so that only a few are in memory at once. On 4
-        # simulated NPUs the peak fell from 185.0 to 167.7 MB when gradients travelled early (docs/archive.md). A
-        # gradient that no loss reached is sent as zeros: the other ranks wait for it.
+        # simulated NPUs the peak fell from 185.0 to 167.7 MB when gradients travelled early (2026-11-21). A gradient
+        # that no loss reached is sent as zeros: the other ranks wait for it.
         self.take_gradient()
         if self.is_part:
             # 5 rows on 2 ranks: padded to 6, summed over the ranks, 3 to each rank. The last row is padding.

@@ -27,7 +27,7 @@ from nanochat.train import Meter
 
 LONG_RUN_SECONDS = 86400.0  # if the estimate is longer, the run begins with a warning
 TIMED_STEPS = 2
-COMPILER_SECONDS = 25  # an estimate: 21 to 25 s on two cores (docs/archive.md)
+COMPILER_SECONDS = 25  # an estimate: 21 to 25 s on two cores with AMX (2026-11-23)
 
 
 def compile_model(
@@ -75,7 +75,7 @@ def _warn_of_days(run: Run, step_flops: int, is_compiled: bool) -> None:
     product_flops = compiler.product_flops(run.device) if run.device.is_main else None
     if product_flops is None:
         return
-    # On a CPU a compiled step reaches half of a bare product's speed, an eager one a quarter (docs/archive.md).
+    # On a CPU in bf16 a compiled step reaches half of a bare product's speed, an eager one a quarter (2026-11-20).
     share = 0.5 if is_compiled else 0.25
     step_seconds = step_flops / (share * product_flops * run.device.world_size)
     seconds = step_seconds * (run.last - run.progress.step)
@@ -129,9 +129,9 @@ class CompiledBlocks:
         model.compute_block = self._compute
         try:
             # Always use autograd, even if the caller needs no gradient. Without it the compiler makes another program,
-            # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03
-            # (docs/archive.md). With one program, a policy and its reference, or an earlier policy, differ only by
-            # their weights.
+            # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03 (two cores of an
+            # Intel Xeon, 2026-11-22). With one program, a policy and its reference, or an earlier policy, differ only
+            # by their weights.
             with torch.enable_grad():
                 result = model(tokens, targets, segments=segments, **options)
         finally:

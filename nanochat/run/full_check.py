@@ -311,7 +311,7 @@ def memory_of_decoding(kind: str, depth: int) -> Found:
 
 REPEATS = 7
 # A slower operator is not limited by its bytes: its algorithm is wrong for the card, or it runs on a slow AI CPU. Those
-# that sort, add in order or scatter may take twice as many times as on an NVIDIA H200 (docs/archive.md).
+# that sort, add in order or scatter may take twice as many times as on an NVIDIA H200 (2026-11-27).
 TIMES_COPY = 3.0
 
 

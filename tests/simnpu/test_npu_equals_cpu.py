@@ -157,7 +157,7 @@ def test_a_seed_decides_what_is_sampled(simulated: On):
 
 
 def test_how_much_is_launched_and_waited_for(simulated: On):
-    """docs/archive.md has the figures; these are what must not be crossed."""
+    """Bounds on the counts of docs/measurements.md."""
     figures = simulated("launches")
     assert figures["step"][0] <= 950 and figures["step"][1] == 0
     assert figures["log line"][1] == 1
