@@ -231,6 +231,8 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    if shows_progress:
+        sys.stdout, sys.stderr = screen.Output(sys.stdout), screen.Output(sys.stderr)
     ignore_exported_ranks()
     end_with_launcher()
     atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second

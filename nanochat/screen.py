@@ -14,11 +14,13 @@ HEARTBEAT_SECONDS without any other line, and again after twice and four times a
 """
 
 import contextlib
+import errno
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,6 +33,44 @@ LOOK_SECONDS = 1.0  # between two checks whether a heartbeat is due
 WIDE_COLUMNS = 80  # a narrower terminal has no bars but their numbers
 FACT_COLUMNS = 38
 NAME_COLUMNS = 13  # so that bars do not move when an inner one appears
+
+
+# Called with SIGPIPE or SIGHUP when nobody reads the output any more; without it, a write then raises.
+on_lost: Callable[[int], None] | None = None
+
+
+class Output:
+    """Standard output or error during a training run: the run must save before it ends for want of a reader.
+
+    A reader that is gone (`| tee` after a Ctrl-C, a terminal that was closed) is reported once to `on_lost`, and later
+    text is dropped. A disk that is full is not reported: the run goes on.
+    """
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+        self._is_lost = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, call: Callable[[], object]) -> None:
+        if self._is_lost:
+            return
+        try:
+            call()
+        except OSError as error:
+            if on_lost is None or error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
+                raise
+            if error.errno != errno.ENOSPC:
+                self._is_lost = True
+                on_lost(signal.SIGPIPE if error.errno == errno.EPIPE else signal.SIGHUP)
 
 
 @dataclass

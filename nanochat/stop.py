@@ -1,13 +1,14 @@
-"""SIGINT and SIGTERM: a run saves and leaves, and all of its ranks leave at the same step.
+"""SIGINT, SIGTERM and SIGHUP: a run saves and leaves, and all of its ranks leave at the same step.
 
-`Stop` hears the signals. The loop calls `boundary` once a step, and long work between two boundaries calls
-`should_stop` now and then. Neither waits for the device. The ranks talk through a TCPStore and not through the
-collective library, whose calls wait for the device.
+`Stop` hears the signals, and output that nobody reads counts as one. The loop calls `boundary` once a step, and
+long work between two boundaries calls `should_stop` now and then. Neither waits for the device. The ranks talk through
+a TCPStore and not through the collective library, whose calls wait for the device.
 
 The agreement: a step counts as passed when a rank has begun it. The first rank that knows of a signal adds one to the
 highest step that any rank has passed, and all ranks stop there, however far their hosts had run ahead of each other.
 """
 
+import contextlib
 import os
 import random
 import signal
@@ -30,12 +31,13 @@ from nanochat.device import Device
 from nanochat.log import print0
 
 ASK_SECONDS = 0.5  # `should_stop` asks the store for other ranks' signals this often
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed; nohup ignores it
 STORE_SECONDS = 20.0  # for the store to answer a request
 AT_ONCE_SECONDS = 1.0  # a second Ctrl-C within this is the first one, sent twice for one key press
 
 
 class Stop:
-    """Hears SIGINT and SIGTERM in a `with` block, and agrees with the other ranks; all ranks construct it together.
+    """Hears SIGNALS in a `with` block, and agrees with the other ranks; all ranks construct it together.
 
     `step` is the number of finished steps.
     """
@@ -136,7 +138,7 @@ class Stop:
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
         self._handlers = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, lambda *_: None)
         self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
@@ -145,6 +147,7 @@ class Stop:
         # That thread takes the signals; this one blocks them, and a child process inherits that. A Ctrl-C goes to the
         # whole process group: it would kill the C++ compiler that torch.compile started, and the step with it.
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, self._handlers)
+        screen.on_lost = self.request  # also after the block: the last lines may find no reader either
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -181,5 +184,6 @@ def end_process(line: str, status: int, print_it: bool = True) -> NoReturn:
     if print_it:
         begin = "\n" if screen.has_bars() else ""  # after the bar
         kind = "stopped" if status > 128 else "error"
-        os.write(2, f"{begin}{kind}: {line}\n".encode())
+        with contextlib.suppress(OSError):  # nobody may read it
+            os.write(2, f"{begin}{kind}: {line}\n".encode())
     os._exit(status)

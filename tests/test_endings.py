@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import ROOT, environment, lasting, running, sha256, until_gone, wait_for, workers_of
+from runs import ROOT, environment, kill, lasting, running, sha256, until_gone, wait_for, workers_of
 from test_stages import DPO, RL, SFT, pretrained, tutored  # noqa: F401 (fixtures)
 from tiny import run_command
 
@@ -118,7 +118,7 @@ def trial(
     expected, seconds, begin = straight(ranks, stage)
     shutil.copytree(begin, base)
     flags = flags_of(stage, begin)
-    number = chance.choice((signal.SIGTERM, signal.SIGINT))
+    number = chance.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
     with running(base, command(ranks, stage, *flags)) as (process, output):
         if early:
             wait_for(output, "^horizon: ", process)
@@ -176,6 +176,56 @@ def test_a_signal_in_later_stages_costs_nothing(straight, tmp_path, stage, ranks
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.soak)])
 def test_a_signal_while_the_first_replies_are_sampled_costs_nothing(straight, tmp_path, ranks):
     print(trial(tmp_path / "base", straight, ranks, random.Random(ranks), "rl", early=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_of_nohup_outlives_its_terminal(home, tmp_path, ranks):
+    base = tmp_path / "base"
+    shutil.copytree(home, base)
+    with running(base, ["nohup", *command(ranks, "base", *RUN)]) as (process, output):
+        wait_for(output, "^base +3/", process)
+        for pid in [process.pid, *(workers_of(process) if ranks > 1 else [])]:
+            os.kill(pid, signal.SIGHUP)
+        assert process.wait(timeout=300) == 0, output.read_text()
+    assert model_folder.steps(base / "checkpoints/base/d1")[-1] == STEPS["base"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "ranks", "interrupted"), [("base", 1, False), ("base", 2, True), ("rl", 1, True), ("sft", 1, False)]
+)
+def test_a_run_whose_reader_is_gone_saves(home, tutored, tmp_path, stage, ranks, interrupted):  # noqa: F811
+    """`... | tee log` after a Ctrl-C, of which tee dies first, or `... 2>&1 | head`."""
+    begin, base = home if stage == "base" else tutored, tmp_path / "base"
+    shutil.copytree(begin, base)
+    arguments = command(ranks, stage, *flags_of(stage, begin), "--log_every=1", "--num_iterations=100000")
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        process = subprocess.Popen(
+            arguments, cwd=ROOT, env=environment(base), stdout=subprocess.PIPE, text=True, start_new_session=True,
+            stderr=file if interrupted else subprocess.STDOUT,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+    assert process.stdout is not None
+    try:
+        shown = []
+        while not (shown and re.match(f"{stage} +2/", shown[-1])):
+            shown.append(process.stdout.readline())
+            assert shown[-1], (shown, errors.read_text())
+        process.stdout.close()
+        if interrupted:
+            os.killpg(process.pid, signal.SIGINT)
+        status = process.wait(timeout=60)
+    finally:
+        kill(process)
+    text = errors.read_text()
+    assert status in (1 if ranks > 1 else 128 + signal.SIGINT, 128 + signal.SIGPIPE), text
+    assert ranks > 1 or "Traceback" not in text, text  # torchrun has its own
+    folder = base / f"checkpoints/{stage}/{TAGS[stage]}"
+    newest = model_folder.steps(folder)[-1]
+    assert newest > 2 and model_folder.verify(folder / f"step_{newest:06d}")["step"] == newest
+    assert not interrupted or re.search(rf"^stopped by SIG\w+: saved \S*step_{newest:06d}; ", text, re.MULTILINE), text
 
 
 @pytest.mark.soak

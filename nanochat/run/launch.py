@@ -8,6 +8,7 @@ each other's addresses. torchrun's rendezvous listens on every network interface
 listens on 127.0.0.1 at a free port and unpickles nothing.
 """
 
+import signal
 import sys
 from datetime import timedelta
 
@@ -47,6 +48,8 @@ def main() -> None:
     arguments.standalone = False
     arguments.rdzv_backend = BACKEND
     arguments.rdzv_endpoint = store.LOOPBACK
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # started by nohup; torchrun would leave all the same
+        arguments.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     run.run(arguments)
 
 

@@ -6,6 +6,7 @@ import io
 import os
 import pty
 import re
+import signal
 import sys
 import threading
 import time
@@ -86,6 +87,30 @@ def wait_for(terminal: Terminal, words: str) -> str:
 
 def metrics(step: int, **more: float) -> dict:
     return {"step": step, "loss": 5.0 - step, "lr": 0.02, "tokens": (step + 1) * 1000, "tok_per_sec": 500.0, **more}
+
+
+def test_output_without_a_reader_asks_for_a_stop_once_and_raises_no_more(monkeypatch):
+    requests: list[int] = []
+    for number in (signal.SIGPIPE, signal.SIGHUP):
+        reader, writer = os.pipe() if number == signal.SIGPIPE else pty.openpty()
+        output = screen.Output(os.fdopen(writer, "w"))
+        print("read", file=output, flush=True)
+        os.close(reader)
+        monkeypatch.setattr(screen, "on_lost", None)
+        with pytest.raises(OSError):
+            print("outside of a run", file=output, flush=True)
+        monkeypatch.setattr(screen, "on_lost", requests.append)
+        for _ in range(3):
+            print("lost", file=output, flush=True)
+        assert requests.pop() == number and not requests
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")  # noqa: PTH110
+def test_output_to_a_full_disk_ends_nothing(monkeypatch):
+    requests: list[int] = []
+    monkeypatch.setattr(screen, "on_lost", requests.append)
+    print("a line", file=screen.Output(open("/dev/full", "w")), flush=True)  # noqa: SIM115, PTH123
+    assert not requests
 
 
 def test_a_run_in_a_terminal_has_a_bar_and_whole_lines_above_it(monkeypatch, tmp_path):
