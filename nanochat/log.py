@@ -5,6 +5,7 @@ optimizer step that just ran, so a run that resumes at step n keeps the lines be
 """
 
 import datetime
+import errno
 import json
 import math
 import os
@@ -108,7 +109,7 @@ def record(stage: str, tag: str | None, began: float, device: Any = None, steps:
 class RunLog:
     """The log of one run: `step` with the numbers of a training step, `message` for anything else, `close` at the end.
 
-    Writes `folder/metrics.jsonl`, flushed line by line; a full disk raises OSError. Ranks above 0 write and print
+    Writes `folder/metrics.jsonl` line by line; on a full disk the lines wait in memory. Ranks above 0 write and print
     nothing. `advance` after each step moves the bar of a terminal, which shows the newest numbers too. A terminal has
     lines of only some steps, cut to its width.
 
@@ -131,7 +132,8 @@ class RunLog:
         self.total_steps = total_steps
         self.start_step = start_step
         self.rank = rank
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
+        self._waiting = b""  # lines for the file, as long as the disk is full
         self._trackers: dict[str, Any] = {}
         self._bar = screen.begin(stage, total_steps, done=max(0, start_step), is_run=True)
         self._next_line = 0  # the step from which on a terminal has a line again
@@ -143,7 +145,7 @@ class RunLog:
             self._trackers = start_trackers(trackers, run or f"{stage}-{folder.name}", folder, dict(config or {}))
         self._path = folder / "metrics.jsonl"
         _keep_steps_before(self._path, start_step)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = self._path.open("ab", buffering=0)
 
     def step(self, metrics: Metrics) -> None:
         """Log one step: the `REQUIRED` keys that are known, `val_bpb` after an evaluation, and any further number.
@@ -156,9 +158,7 @@ class RunLog:
         finite = {}
         for key, value in values.items():
             finite[key] = None if isinstance(value, float) and not math.isfinite(value) else value
-        with naming(self._path):
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
+        self._write(self._file, json.dumps(finite, allow_nan=False) + "\n")
         known = {key: value for key, value in finite.items() if value is not None}
         self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
         if not screen.has_bars():
@@ -187,6 +187,9 @@ class RunLog:
         if self._file is not None:
             file = self._file
             self._file = None
+            self._write(file, "")
+            if self._waiting:
+                warn(f"{self._path}: the disk is still full: {counted(self._waiting.count(10), 'line')} are lost")
             with naming(self._path):
                 file.close()
 
@@ -195,6 +198,20 @@ class RunLog:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _write(self, file: IO[bytes], line: str) -> None:
+        """Write the lines that wait and this one, as far as the disk has room; warn when the first one has to wait."""
+        is_first = not self._waiting
+        self._waiting += line.encode()
+        try:
+            while self._waiting:  # a disk may have room for a part of a line
+                with naming(self._path):
+                    self._waiting = self._waiting[file.write(self._waiting) :]
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if is_first:
+                warn(f"{self._path}: {error.strerror}: the run goes on, its log lines wait until there is room")
 
     def _call_trackers(self, call: Callable[[Any], object]) -> None:
         for name, tracker in list(self._trackers.items()):

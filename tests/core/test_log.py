@@ -71,21 +71,52 @@ def test_a_torn_line_is_dropped(tmp_path, torn):
     assert read_lines(tmp_path) == [{"step": 0}]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_not_hidden(tmp_path):
+class FullDisk:
+    """A file on a disk that has room for this many bytes."""
+
+    def __init__(self, room: int):
+        self.room = room
+        self.content = b""
+
+    def write(self, data: bytes) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = data[: self.room]
+        self.content += written
+        self.room -= len(written)
+        return len(written)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("makes_room", [True, False])
+def test_lines_wait_while_the_disk_is_full(tmp_path, capsys, makes_room):
     run = RunLog("base", tmp_path, 10)
-    run._file = open("/dev/full", "w")  # noqa: SIM115, PTH123
-    with pytest.raises(OSError, match="No space left"):
-        run.step(metrics(0))
+    disk = FullDisk(250)  # one line, and a part of the second
+    run._file = disk  # pyright: ignore[reportAttributeAccessIssue]
+    for step in range(4):
+        run.step(metrics(step))
+    assert disk.content.count(b"\n") == 1 and len(disk.content) == 250
+    if makes_room:
+        disk.room = 10_000
+    run.close()
+    steps = [json.loads(line)["step"] for line in disk.content.splitlines() if makes_room or line.endswith(b"}")]
+    first, *later = capsys.readouterr().err.splitlines()
+    path = tmp_path / "metrics.jsonl"
+    assert first == f"warning: {path}: No space left on device: the run goes on, its log lines wait until there is room"
+    assert steps == ([0, 1, 2, 3] if makes_room else [0])
+    assert later == ([] if makes_room else [f"warning: {path}: the disk is still full: 3 lines are lost"])
 
 
 class Stale:
     """A file of a network file system whose server has lost it: writes, flushes and closes fail, without a name."""
 
-    def write(self, text: str) -> None:
+    def write(self, data: bytes) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    flush = close = lambda self: self.write("")
+    def close(self) -> None:
+        self.write(b"")
 
 
 def test_a_stale_file_handle_is_named(tmp_path):
