@@ -49,24 +49,24 @@ def rows(text: str) -> list[list[str]]:
 # ---------------------------------------------------------------------- the two languages
 
 
-def test_both_languages_have_the_same_parts():
-    headings = [re.findall(r"^#+(?= )", text, re.MULTILINE) for text in PAGES.values()]
-    assert headings[0] == headings[1] and len(headings[0]) >= 11
-    code = [re.findall(r"```\w*\n(.*?)```", re.sub(r"[ \t]+#.*", "", text), re.DOTALL) for text in PAGES.values()]
-    assert code[0] == code[1]
-    lines = [text.splitlines() for text in PAGES.values()]
-    for english, chinese in zip(*lines, strict=True):  # line for line, though not in the same order of words
-        assert sorted(spans(english)) == sorted(spans(chinese))
-    assert [len(row) for row in rows(ENGLISH)] == [len(row) for row in rows(CHINESE)]
-    bullets = [len(re.findall(r"^- ", text, re.MULTILINE)) for text in PAGES.values()]
-    assert bullets[0] == bullets[1]
+IN_CHINESE = ["README", "docs/ascend", "docs/deploy", "docs/finetune", "docs/guide", "docs/rl"]
 
 
-def test_both_languages_are_as_certain():
-    """The marks and the figures stand at the same places of the same rows and paragraphs."""
-    for pattern in (r"\*\((\w)", r"(?<![\w.])\d+(?:[.,]\d+)*(?![\w.])"):
-        english, chinese = ([re.findall(pattern, line) for line in text.splitlines()] for text in PAGES.values())
-        assert [sorted(found) for found in english] == [sorted(found) for found in chinese]
+@pytest.mark.parametrize("page", IN_CHINESE)
+def test_both_languages_have_the_same_headings_commands_and_flags(page):
+    texts = [(ROOT / f"{page}{kind}.md").read_text(encoding="utf-8") for kind in ("", ".zh")]
+    texts = [re.sub(r"[ \t]+# .*", "", text) for text in texts]  # comments behind commands
+    levels = [re.findall(r"^#+ ", text, re.MULTILINE) for text in texts]
+    assert levels[0] == levels[1]
+    blocks = [re.findall(r"```\w+\n.*?```", text, re.DOTALL) for text in texts]
+    assert blocks[0] == blocks[1]
+    flags = [set(re.findall(r"(?<![\w-])--\w+", text)) for text in texts]
+    assert flags[0] == flags[1]
+
+
+def test_the_chinese_pages_are_these():
+    found = [*ROOT.glob("*.zh.md"), *ROOT.glob("docs/*.zh.md")]
+    assert {path.name for path in found} == {f"{Path(page).name}.zh.md" for page in IN_CHINESE}
 
 
 @each_page
@@ -296,26 +296,12 @@ def test_the_image_is_set_up_without_a_device(tmp_path):
 # ---------------------------------------------------------------------- several hosts
 
 
-@pytest.mark.parametrize("page", ["commands", "faq", "finetune", "guide", "multinode", "deploy", "train_server"])
-def test_a_page_in_both_languages(page):
-    texts = [(ROOT / "docs" / f"{page}{kind}.md").read_text(encoding="utf-8") for kind in ("", ".zh")]
-    code = [re.findall(r"```\w*\n(.*?)```", text, re.DOTALL) for text in texts]
-    assert code[0] == code[1]
-    for english, chinese in zip(*(text.splitlines() for text in texts), strict=True):
-        assert re.findall(r"^#+ |^- |^\|", english) == re.findall(r"^#+ |^- |^\|", chinese)
-        assert sorted(spans(english)) == sorted(spans(chinese))
-        figures = [sorted(re.findall(r"(?<![\w.])\d+(?:[.,]\d+)*(?!\w|\.\d)", line)) for line in (english, chinese)]
-        assert figures[0] == figures[1], english
-
-
-@pytest.mark.parametrize("name", ["faq.md", "faq.zh.md"])
-def test_the_words_that_we_print_are_explained_and_the_comparison_is_true(name):
-    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+def test_the_words_that_we_print_are_explained_and_the_comparison_is_true():
+    text = (ROOT / "docs" / "faq.md").read_text(encoding="utf-8")
     words = {row[0].strip("| ") for row in rows(text.split("\n## ")[-1])}
     shares = {label for _, label in further_shares("stories", {"order_followed": 0.5, "distinct_4grams": 0.7})}
     (order,) = re.findall(r"^\| order followed \| (.*) \|$", text, re.M)
-    roles = {"hero": ("name", "名字"), "kind": ("kind", "种类"), "trait": ("trait", "性格")}
-    assert set(roles) == WHO and all(any(word in order for word in roles[role]) for role in WHO)
+    assert all(word.replace("hero", "name") in order for word in WHO)
     printed = {"ChatCORE", "CORE", "KL", "MFU", "entropy", "advantage", "context", "tag", "`dr_grpo`"} | shares
     assert printed <= words and len(words) >= 25
     stages = next(word for word in words if word.startswith("base, "))
@@ -325,10 +311,10 @@ def test_the_words_that_we_print_are_explained_and_the_comparison_is_true(name):
     measured = (ROOT / "docs" / "measurements.md").read_text(encoding="utf-8")
     for figures in (("1.174", "1.820"), ("1.24", "1.56"), ("0.73", "1.08"), ("0.98", "1.13")):
         assert all(figure in text and figure in measured for figure in figures)
-    (methods,) = re.findall(r"(\d+) (?:methods of RL|种强化学习方法)", text)
+    (methods,) = re.findall(r"(\d+) methods of RL", text)
     section = (ROOT / "docs" / "rl.md").read_text(encoding="utf-8").split("\n## Methods\n")[1].split("\n## ")[0]
     assert int(methods) == len(rows(section)) - 2
-    (lines,) = re.findall(r"(?:a core of some|核心约) (\d+,\d00)", text)
+    (lines,) = re.findall(r"a core of some (\d+,\d00)", text)
     core = sum(path.read_text(encoding="utf-8").count("\n") for path in ROOT.glob("nanochat/*.py"))
     assert abs(int(lines.replace(",", "")) - core) <= 500
 
@@ -342,11 +328,10 @@ def test_what_the_guide_says_of_the_report_and_of_trackers_is_so(name):
 
 
 def test_what_several_hosts_are_told_is_so():
-    for name in ("multinode.md", "multinode.zh.md"):
-        text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-        assert f"| {devices.PROCESS_GROUP_TIMEOUT.total_seconds():.0f} |" in text
-        for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
-            assert f"| {devices.NPU_ENVIRONMENT[name]} | `{name}` |" in text
+    text = (ROOT / "docs" / "multinode.md").read_text(encoding="utf-8")
+    assert f"| {devices.PROCESS_GROUP_TIMEOUT.total_seconds():.0f} |" in text
+    for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
+        assert f"| {devices.NPU_ENVIRONMENT[name]} | `{name}` |" in text
 
 
 def test_a_comment_cites_a_page_that_exists():
