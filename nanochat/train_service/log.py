@@ -2,6 +2,7 @@
 
     models/<model>/model.json                 the trained parts, and the owner
     models/<model>/log/<number>.<kind>.<sum>  the body of each request since the last snapshot; the sum covers all three
+                                              .failed_<left>: it was answered as failed, and is never run again
     models/<model>/state/<number>/step_<n>/   the last snapshot: weights and optimizer after request <number>
     models/<model>/loaded/<number>/step_<n>/  the checkpoint that request <number> loads, since the last snapshot
     models/<model>/state/<number>/results/    the results of the covered requests, for a client that still asks
@@ -31,8 +32,9 @@ from nanochat.log import warn
 
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
 SUM_CHARACTERS = 16  # characters of a sha256 in an entry's name: 64 bits
-# number.kind.sum, and .early for one that came before its turn. Logs of before 2026-11-24 have no sums.
-ENTRY_NAME = re.compile(r"(\d{9})\.([a-z_]+)(?:\.([0-9a-f]{16})(\.early)?)?")
+# number.kind.sum, then .early for one that came before its turn, or .failed_<left> for one that has failed. Logs of
+# before 2026-11-24 have no sums.
+ENTRY_NAME = re.compile(r"(\d{9})\.([a-z_]+)(?:\.([0-9a-f]{16})(?:\.(early|failed_[a-z]+))?)?")
 UNFINISHED_NAME = re.compile(r"\d{9}(?:\.[a-z_]+)?(?:\.[0-9a-f]{16})?(?:\.early)?\.tmp")
 RESULT_NAME = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{16}))?")
 
@@ -80,6 +82,7 @@ class Entry:
     kind: str
     content: bytes
     is_early: bool = False  # it came before one with a smaller number, which may still be missing
+    left: str = ""  # of one that has failed: what it has left behind, see `TrainedModel.after_failure`
 
 
 class RequestLog:
@@ -115,9 +118,17 @@ class RequestLog:
         if entry.is_early and path.exists():
             path.rename(self._path(replace(entry, is_early=False)))
 
+    def fail(self, entry: Entry, left: str) -> None:
+        """Note that a request has failed; returns once this is on the disk. A new name needs no room on a full disk."""
+        path = self._path(replace(entry, is_early=False))
+        path.rename(self._path(replace(entry, is_early=False, left=left)))
+        storage.flush(path.parent)
+
     def _path(self, entry: Entry) -> Path:
         name = f"{entry.number:09d}.{entry.kind}.{_entry_sum(entry.number, entry.kind, entry.content)}"
-        return self.folder / "log" / (name + ".early" * entry.is_early)
+        name += ".early" if entry.is_early else ""
+        name += f".failed_{entry.left}" if entry.left else ""
+        return self.folder / "log" / name
 
     def entries(self, last: int | None = None) -> tuple[list[Entry], str]:
         """Those after the snapshot, in order, up to the first damage, and what that is; empty: nothing is damaged.
@@ -132,12 +143,14 @@ class RequestLog:
             if number <= covered or (last is not None and number > last):
                 continue
             before = found[-1].number if found else covered
-            if number != before + 1 and not match[4]:
+            mark = match[4] or ""
+            if number != before + 1 and mark != "early":
                 return found, f"{path.parent} lacks request {before + 1}"
             content = path.read_bytes()
             if match[3] and _entry_sum(number, match[2], content) != match[3]:
                 return found, f"{path} is damaged"
-            found.append(Entry(number, match[2], content, is_early=match[4] is not None))
+            left = mark.removeprefix("failed_") if mark != "early" else ""
+            found.append(Entry(number, match[2], content, is_early=mark == "early", left=left))
         return found, ""
 
     def _logged(self) -> list[tuple[re.Match[str], Path]]:

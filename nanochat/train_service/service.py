@@ -18,7 +18,7 @@ import shutil
 import threading
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from nanochat.serve.state import EXIT_SECONDS
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import (
     EPHEMERAL,
-    FAILED,
     Job,
     Limits,
     Model,
@@ -66,9 +65,11 @@ KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folders of checkpoints, and what the client calls them
 NEW, OLD, DELETED = ".new", ".old", ".deleted"  # ends the names of folders while a checkpoint is replaced or deleted
-# Marks of requests that save a checkpoint: .<checkpoint>.<request>, and how it ended.
-SAVED, FAILED_SAVE = ".saved", ".failed"
-MARK_NAME = re.compile(r"\.(.*)\.(\d+)(\.saved|\.failed)?")
+# Marks of requests that save a checkpoint: .<checkpoint>.<request>, with SAVED once it is whole.
+SAVED = ".saved"
+MARK_NAME = re.compile(r"\.(.*)\.(\d+)(\.saved)?")
+READ_TRIES = 3  # a network's disk may fail to read for a moment
+READ_PAUSE = 0.2  # seconds between two of them
 
 
 class Service:
@@ -205,7 +206,7 @@ class Service:
         for folder in sorted((self.folder / "models").glob("[!.]*/")):
             if (folder / "model.json").exists():
                 with _named("the model"):
-                    self._restore_model(folder / "model.json")
+                    _read_patiently(lambda path=folder / "model.json": self._restore_model(path))
             elif _has_requests(folder):
                 warn(f"the model is passed over: {folder} has no model.json: restore it from a backup")
 
@@ -223,14 +224,15 @@ class Service:
 
     def _restore_model(self, path: Path) -> None:
         model = self._make_model(path.parent.name, _with_owner(path))
-        self.models[model.id] = model
         model.done = model.log.covered
         model.next = model.done + 1
-        for number, content in model.log.results().items():
+        results = model.log.results()
+        entries, damage = model.log.entries()  # the snapshot is read, and checked, when it is needed
+        self.models[model.id] = model
+        for number, content in results.items():
             self._finish(self._keep(Job(f"{model.id}:{number}", model.owner)), content)
         if not model.done:
             self._finish(self._keep(Job(f"{model.id}:0", model.owner)), created(model))
-        entries, damage = model.log.entries()  # the snapshot is read, and checked, when it is needed
         for entry in entries:
             self._park(model, entry)
         if damage:
@@ -617,32 +619,37 @@ class Service:
         return self.engines[weights]
 
     def _live(self, model: Model) -> TrainedModel:
-        """The model in memory: new, or from its snapshot."""
+        """The model in memory: new, or from its snapshot. Raises DamagedLog: when its files cannot be read."""
         model.used = time.monotonic()
         if model.live is None:
             self._make_room()
-            live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
-            snapshot = model.log.snapshot()
-            if snapshot is not None:
-                live.load(snapshot, with_optimizer=True)
-            elif model.facts["load"]:
-                self._load(model, live, 0, model.facts["load"])
-            model.live = live  # only now: without its checkpoint it would be another model
-            model.saved_steps = live.steps
-            self._repeat(model)
+            try:
+                _read_patiently(lambda: self._restore_live(model))
+            except OSError as error:  # not the request's mistake: it stays in the log
+                raise DamagedLog(f"its files cannot be read ({error.strerror or error})") from error
+        assert model.live is not None
         return model.live
+
+    def _restore_live(self, model: Model) -> None:
+        live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
+        snapshot = model.log.snapshot()
+        if snapshot is not None:
+            live.load(snapshot, with_optimizer=True)
+        elif model.facts["load"]:
+            self._load(model, live, 0, model.facts["load"])
+        model.live = live  # only now: without its checkpoint it would be another model
+        model.saved_steps = live.steps
+        self._repeat(model)
 
     def _repeat(self, model: Model) -> None:
         """Run what has run since the snapshot again: the model left the memory without a new one."""
         try:
             entries, damage = model.log.entries(last=model.done)
             for entry in entries:
-                if not entry.kind.startswith("save_weights"):
-                    try:
-                        self._compute(model, entry)
-                    except Exception:
-                        if not model.results.get(entry.number, b"").startswith(FAILED):  # what failed fails again
-                            raise
+                if entry.left:
+                    self._live(model).repeat_failure(entry.left)
+                elif not entry.kind.startswith("save_weights"):
+                    self._compute(model, entry)
             if damage and model.done > max((entry.number for entry in entries), default=model.log.covered):
                 raise DamagedLog(damage)
         except BaseException:
@@ -659,21 +666,17 @@ class Service:
         in_memory.sort(key=lambda entry: entry[:2])
         for _, _, model in in_memory[: max(0, len(in_memory) + 1 - self.limits.models)]:
             self._snapshot(model)
-            assert model.live is not None
-            if not model.live.lost_gradients:  # what has failed might not fail again
-                model.live = None
+            model.live = None
 
     def _run(self, model: Model, entry: Entry) -> bytes:
         """Run a request of the log."""
         if model.stopped and entry.number > model.stopped_after:
             return failure(UserError(model.stopped))
         try:
-            result = self._compute(model, entry)
+            result = self._outcome(model, entry)
         except DamagedLog as error:  # the request stays in the log
             self._stop(model, str(error), model.done)
             return failure(UserError(model.stopped))
-        except Exception as error:  # any kind: the number of a failed request is used up too
-            result = failure(error)
         model.results[entry.number] = result
         model.done = entry.number
         steps = model.live.steps - model.saved_steps if model.live else 0
@@ -682,6 +685,27 @@ class Service:
             self._snapshot(model)
         return result
 
+    def _outcome(self, model: Model, entry: Entry) -> bytes:
+        """The result of a request. The log knows that it has failed before the client does: it is never run again."""
+        if entry.left:
+            if model.live is not None:
+                model.live.repeat_failure(entry.left)
+            message = "this request failed, and the server has been started again since: send it once more"
+            return failure(UserError(message))
+        try:
+            return self._compute(model, entry)
+        except DamagedLog:
+            raise
+        except Exception as error:  # any kind: the number of a failed request is used up too
+            left = "kept" if model.live is None else model.live.after_failure()
+            if entry.kind == "optim_step" and left == "none" and not isinstance(error, UserError):
+                model.live = None  # the step may have changed some of the weights
+            try:
+                model.log.fail(entry, left)
+            except OSError as failed:
+                raise DamagedLog(f"its log cannot be written ({failed.strerror})") from failed
+            return failure(error)
+
     def _load(self, model: Model, trained: TrainedModel, number: int, body: dict[str, Any]) -> None:
         """Load the checkpoint of request `number`: the same files whenever the log is run again."""
         with self.lock:  # no checkpoint is replaced or deleted meanwhile; links are quick
@@ -689,7 +713,10 @@ class Service:
             step = pinned or model.log.pin(number, self.path_of(model.owner, body["path"])[0])
         try:
             trained.load(step, body["optimizer"])
-        except model_folder.DamagedCheckpoint as error:
+        except Exception as error:
+            model.live = None  # it may have loaded a part
+            if not isinstance(error, model_folder.DamagedCheckpoint):
+                raise
             if pinned is None:  # it was damaged before
                 shutil.rmtree(step.parent, ignore_errors=True)
                 raise
@@ -721,10 +748,10 @@ class Service:
         if body["sampler"] is not None:
             sampler = f"{model.id.partition(':')[0]}:sample:{body['sampler']}"
         # A request that runs again after a restart finds its mark. What it had begun, it does again. What it had
-        # finished it leaves alone: the client may have replaced or deleted that meanwhile. What has failed fails again.
-        begun, saved, failed = (folder.with_name(f".{name}.{entry.number}{end}") for end in ("", SAVED, FAILED_SAVE))
+        # finished it leaves alone: the client may have replaced or deleted that meanwhile.
+        begun, saved = (folder.with_name(f".{name}.{entry.number}{end}") for end in ("", SAVED))
         if not saved.exists():
-            if failed.exists() or _last_saved(folder) > entry.number:
+            if _last_saved(folder) > entry.number:
                 raise UserError("it could not be saved; the server has been started again since: save it once more")
             if model_folder.steps(folder) and not body["overwrite"] and not begun.exists():
                 raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
@@ -732,13 +759,9 @@ class Service:
                 self._require_disk(model.owner)
             folder.parent.mkdir(exist_ok=True)
             begun.touch()
-            try:
-                self._replace(folder, trained, with_optimizer=kind == "weights")
-                if sampler is not None:
-                    self._write("samplers", sampler, {"owner": model.owner, "path": path})
-            except Exception:
-                begun.rename(failed)
-                raise
+            self._replace(folder, trained, with_optimizer=kind == "weights")
+            if sampler is not None:
+                self._write("samplers", sampler, {"owner": model.owner, "path": path})
             begun.rename(saved)
             for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
                 shutil.rmtree(old, ignore_errors=True)
@@ -874,6 +897,18 @@ def _named(what: str) -> Iterator[None]:
         yield
     except (UserError, OSError, ValueError, KeyError, TypeError) as error:
         warn(f"{what} is passed over: {str(error) or type(error).__name__}")
+
+
+def _read_patiently(read: Callable[[], None]) -> None:
+    """Calls `read`, and again after a read error: one that passes must cost no step."""
+    for left in reversed(range(READ_TRIES)):
+        try:
+            read()
+            return
+        except (OSError, DamagedLog):
+            if not left:
+                raise
+            time.sleep(READ_PAUSE)
 
 
 @contextlib.contextmanager

@@ -294,6 +294,23 @@ class TrainedModel:
         self.has_gradients = False
         self.lost_gradients = False
 
+    # ---- failures
+
+    def after_failure(self) -> str:
+        """What a request that has just failed has left behind, in one word."""
+        if self.is_broken:
+            return "broken"
+        if self.lost_gradients:
+            return "lost"
+        return "kept" if self.has_gradients else "none"
+
+    def repeat_failure(self, left: str) -> None:
+        """Become what a failed request has left behind, without running it."""
+        if left in ("broken", "none"):
+            self._drop_gradients()
+        self.is_broken |= left == "broken"
+        self.lost_gradients |= left == "lost"
+
     # ---- on the disk
 
     def save(self, folder: Path, with_optimizer: bool) -> None:

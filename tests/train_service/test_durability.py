@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanochat import storage
+from nanochat.optim import Optimizer
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import service as service_module
 from nanochat.train_service import wire
@@ -229,23 +230,103 @@ def test_a_log_is_run_again_while_an_early_request_takes_its_turn(start, monkeyp
     assert sent == [last + 2] and live is not None and live.steps == 2
 
 
-def test_a_log_that_cannot_be_read_leaves_no_model_half_restored(start, monkeypatch):
+def test_a_log_that_cannot_be_read_loses_no_step(start, killed, monkeypatch):
     service, client = put_aside(start)
+    twin = Client(start(service.folder.with_name("twin"), models=1))
     entries, fails = RequestLog.entries, [True]
 
     def read(log: RequestLog, **settings):
         if fails:
-            fails.clear()
+            fails.pop()
             raise FileNotFoundError("it is gone for a moment")
         return entries(log, **settings)
 
+    # An error that passes costs nothing.
     monkeypatch.setattr(RequestLog, "entries", read)
-    client.submit("forward_backward", shift=1)
-    assert "failed" in client.result(client.number)["error"]
+    for one in (client, twin):
+        if one is twin:
+            one.train()
+            one.submit("forward_backward", shift=0)
+        one.submit("forward_backward", shift=1)
+        assert "error" not in one.run("optim_step", **ADAM)
+    assert not fails
+    assert_same(client.weights(), twin.weights())
+
+    # One that stays stops the model. Its request is in the log, and runs after the next start.
+    client.submit("forward_backward", shift=2)
+    client.result(client.number)
+    Client(service, 2).train()
     assert service.models[client.model_id].live is None
-    assert "error" not in client.run("optim_step", **ADAM)
-    live = service.models[client.model_id].live
-    assert live is not None and live.steps == 2
+    fails += [True] * 100
+    assert "cannot be read" in client.run("optim_step", **ADAM)["error"]
+    assert service.models[client.model_id].live is None
+    fails.clear()
+    again = start(killed())
+    assert b"error" not in again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    twin.submit("forward_backward", shift=2)
+    twin.run("optim_step", **ADAM)
+    assert_same(weights_of(again, client.model_id), twin.weights())
+
+
+@pytest.mark.parametrize("kind", ["load", "memory", "step"])
+@pytest.mark.parametrize("restarted", [True, False])
+def test_what_was_answered_as_failed_is_never_run(start, killed, monkeypatch, kind, restarted):
+    """Also where it would succeed now: the checkpoint has been saved meanwhile, or there is memory again."""
+    service = start(models=1)
+    client, other = Client(service), Client(service, 1)
+    client.train()
+    client.result(client.submit("forward_backward", shift=1))
+    with monkeypatch.context() as full:
+        forward, step = TrainedModel._forward, Optimizer.step
+
+        def forward_and_fail(*given: Any) -> Any:
+            forward(*given)
+            raise torch.OutOfMemoryError("a moment of little memory")
+
+        def step_and_fail(*given: Any, **settings: Any) -> Any:
+            step(*given, **settings)
+            raise torch.OutOfMemoryError("a moment of little memory")
+
+        if kind == "load":
+            path = f"tinker://{other.model_id}/weights/late"
+            assert "does not exist" in client.run("load_weights", path=path, optimizer=True)["error"]
+        elif kind == "memory":
+            full.setattr(TrainedModel, "_forward", forward_and_fail)
+            assert "failed" in client.run("forward_backward", shift=3)["error"]
+        else:
+            full.setattr(Optimizer, "step", step_and_fail)
+            assert "failed" in client.run("optim_step", **ADAM)["error"]
+    # After a load the gradients are still there. Otherwise they are dropped, and so was the step before.
+    assert ("error" in client.run("optim_step", **ADAM)) == (kind != "load")
+    client.train(shift=2)
+    expected = client.weights()
+    client.result(client.submit("forward_backward", shift=4))  # gradients are in no snapshot: the log is run again
+    other.train()
+    assert "error" not in other.save("late")
+    if restarted:
+        again = start(killed())
+        failed = again.promise(OWNER, f"{client.model_id}:4").result.result(30)
+        assert b"send it once more" in failed
+        again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    else:
+        again = service
+        assert service.models[client.model_id].live is None
+        client.result(client.submit("forward_backward", shift=5))
+    assert_same(weights_of(again, client.model_id), expected)
+    assert again.models[client.model_id].live.steps == (3 if kind == "load" else 2)
+
+
+def test_a_failure_that_cannot_be_written_is_no_answer(start, killed, monkeypatch):
+    """The client is told that the model has stopped; the next start runs the request."""
+    service = start()
+    client = Client(service)
+    client.train()
+    with monkeypatch.context() as broken:
+        broken.setattr(TrainedModel, "_forward", lambda *_: 1 / 0)
+        broken.setattr(RequestLog, "fail", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")))
+        assert "cannot be written (broken disk)" in client.run("forward_backward")["error"]
+    again = start(killed())
+    assert b"error" not in again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
 
 
 # ---------------------------------------------------------------------- checkpoints that change
@@ -353,7 +434,7 @@ def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch)
     # A save that has failed does not succeed later, when it might replace a newer one.
     third = start(killed())
     message = third.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
-    assert b"save it once more" in message
+    assert b"send it once more" in message
     # A snapshot lets the marks go.
     marks = again.folder / "models" / client.model_id / "weights"
     assert list(marks.glob(".*"))
