@@ -154,7 +154,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
         fail(f"standard output: {error.strerror}")  # --help could not be printed
     except SystemExit as leaving:
         if leaving.code:
-            moved = {**getattr(config_type, "flags_elsewhere", dict)(), **getattr(module, "MOVED", {})}
+            moved = getattr(config_type, "flags_elsewhere", dict)()
             for word in argv:
                 flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
                 if flag in moved:

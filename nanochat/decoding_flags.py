@@ -13,9 +13,6 @@ T = TypeVar("T")
 # A setting that takes the checkpoint's value if the flag is not set.
 Setting = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: the checkpoint's)")]
 
-# Flags of earlier versions, with what to do instead.
-MOVED = {"--speculate": "guessing tokens is gone, it made the demo 2 to 6% faster: leave it out, replies are the same"}
-
 
 @dataclass(frozen=True)
 class SamplingFlags:

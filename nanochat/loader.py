@@ -99,11 +99,10 @@ class LoaderState:
             for key in tensors:
                 if not key.endswith(".position"):
                     continue
-                name = key.removesuffix(".position")  # "shard.<number>"; the first word differs in older checkpoints
-                number = int(name.split(".")[1])
+                name = key.removesuffix(".position")  # "shard.<number>"
+                number = int(name.removeprefix("shard."))
                 places = tensors[key].view(-1, 2).tolist()
-                # Older checkpoints have no counts, and one corpus, which needs none.
-                read = tensors.get(f"{name}.read", torch.zeros(1, dtype=torch.int64)).tolist()
+                read = tensors[f"{name}.read"].tolist()
                 positions = [Position(block, at, count) for (block, at), count in zip(places, read, strict=True)]
                 lengths = tensors[f"{name}.lengths"].numpy()
                 tokens = tensors[f"{name}.tokens"].numpy()

@@ -413,16 +413,16 @@ def stored_dtype(step_folder: Path) -> torch.dtype:
 
 
 def facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """The facts about a checkpoint for a server, its page and the terminal chat, checked; older ones lack some facts.
+    """The facts about a checkpoint for a server, its page and the terminal chat, checked.
+
+    Where it was saved without settings, a stage or tasks, it counts as a chat model that has learned no task.
 
     Raises ValueError: for facts that our checkpoints never contain.
     """
     params = asdict(CHAT_SAMPLING if "sampling" not in meta else read_settings(meta["sampling"]))
     stage = meta.get("stage", "model")
     tasks = meta.get("tasks", [])
-    trained_at = meta.get("trained_at")
-    if trained_at is None:
-        trained_at = int((folder / "meta.json").stat().st_mtime)
+    trained_at = meta["trained_at"]
     if not isinstance(tasks, list) or len(tasks) > MAX_TASKS:
         raise ValueError(f"tasks in meta.json is not a list of at most {MAX_TASKS} names")
     for text in (stage, *tasks, meta.get("pretraining", {}).get("data", "")):

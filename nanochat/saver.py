@@ -193,9 +193,8 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
         if name not in free:
             flag = "--total_batch_size (tokens a step)" if name == "tokens a step" else name
             was, requested = ("(default)" if value in ("", None) else value for value in (before[name], now))
-            advice = "continue it with the version that began it" if name == "key_offset" else "use its flags"
             raise UserError(
-                f"--resume: {step_folder} was trained with {flag} {was}, not {requested}: {advice}, or another "
+                f"--resume: {step_folder} was trained with {flag} {was}, not {requested}: use its flags, or another "
                 "--model_tag"
             )
         changes.append(f"{name} {before[name]} -> {now}")
@@ -205,16 +204,10 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
 def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     """The facts about a run in its checkpoint's meta data, by the name in a message."""
     facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
-    # Checkpoints from before these flags and fields existed: every token read its whole row, and so on.
-    if meta.get("stage") == "base":
-        facts.setdefault("--document_mask", "off")
-    facts.setdefault("--lora_rank", 0)
-    facts.setdefault("--optimizer_dtype", "float32")
     # Steps draw examples by weight, epochs take each example once: another order.
     facts["the horizon in"] = "steps" if meta["config"].get("num_epochs") is None else "epochs"
     facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
-    model = {"key_offset": False, **meta["model"]}
-    return {**facts, **model, **meta.get("fingerprints", {})}
+    return {**facts, **meta["model"], **meta.get("fingerprints", {})}
 
 
 def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:

@@ -43,13 +43,6 @@ class Config(TextFlags):
             raise cli.UserError(f"--{', --'.join(sizes)} are sizes of experts: add --experts")
 
 
-# Flags of continued pretraining, which is a command now.
-MOVED = dict.fromkeys(
-    ("--source", "--source_tag", "--source_step", "--learning_rate", "--lr_scale", "--rope_scaling"),
-    "use python -m scripts.continue_train --source SOURCE --data TEXT --num_iterations STEPS for continued pretraining",
-)
-
-
 def main(config: Config) -> None:
     began = time.time()
     phase("loading torch")

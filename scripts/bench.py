@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat import decoding_flags, provenance
+from nanochat import provenance
 from nanochat.cli import Count, Positive, Range, UserError, run
 from nanochat.decoding_flags import DecodingFlags
 from nanochat.log import counted, print0
@@ -101,13 +101,6 @@ class Config:
         | Annotated[Serve, tyro.conf.subcommand("serve", prefix_name=False)]
         | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
     ]
-
-
-MOVED = {
-    **decoding_flags.MOVED,
-    "sweep": "use bench train once for each setting, with --json FILE, then bench compare FILE FILE",
-    "--against": "the comparison with transformers is a test, tests/families/test_hf.py: leave the flag out",
-}
 
 
 def main(config: Config) -> None:

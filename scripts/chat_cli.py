@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat import decoding_flags, rooms
+from nanochat import rooms
 from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
 from nanochat.decoding_flags import DecodingFlags, SamplingFlags
@@ -51,9 +51,6 @@ class Config:
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
-MOVED = decoding_flags.MOVED | dict.fromkeys(
-    ("--in", "--out", "--slots"), "use python -m scripts.chat_batch --in PROMPTS.jsonl --out REPLIES.jsonl"
-)
 COMMANDS = {
     "/continue": "go on with a reply that was cut off or stopped",
     "/new": "start a new conversation",

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat import decoding_flags
 from nanochat.cli import Count, Positive, UserError, run
 from nanochat.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.log import counted, print0, print_table, record, warn
@@ -41,9 +40,6 @@ class Config:
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
-
-
-MOVED = decoding_flags.MOVED
 
 
 def main(config: Config) -> None:

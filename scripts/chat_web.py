@@ -28,7 +28,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanochat import decoding_flags
 from nanochat.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
 from nanochat.decoding_flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
@@ -71,9 +70,6 @@ class Config:
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
-
-
-MOVED = decoding_flags.MOVED
 
 
 def main(config: Config) -> None:

@@ -55,13 +55,6 @@ class Config(TextFlags, TuningFlags):
                     raise UserError(f"{chosen_by} is absolute, for all parameters: leave --{flag} out")
 
 
-# Flags for new models. This command does not create one.
-MOVED = dict.fromkeys(
-    ("--depth", "--head_dim", "--mlp", "--logit_cap", "--window_pattern", "--target_param_data_ratio"),
-    "leave it out, --source has its shape; use python -m scripts.base_train for a new model",
-)
-
-
 def main(config: Config) -> None:
     phase("loading torch")
     # The heavy imports are here so that --help answers at once.

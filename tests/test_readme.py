@@ -38,8 +38,7 @@ def test_every_documented_command_has_flags_that_exist(command):
     parse(importlib.import_module(f"scripts.{name}").Config, flags)  # a flag that does not exist exits with 2
 
 
-# chat_rm only names its successor.
-SCRIPTS = sorted({path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__", "chat_rm"})
+SCRIPTS = sorted({path.stem for path in (ROOT / "scripts").glob("*.py")} - {"__init__"})
 
 
 def test_every_script_is_in_the_list_of_commands():

@@ -41,8 +41,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss
 
 ROOT = Path(__file__).resolve().parent.parent
-# chat_rm only names its successor.
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem not in ("__init__", "chat_rm"))
+SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
 STAGE_SCRIPTS = ("base_train", "continue_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
@@ -480,12 +479,6 @@ def test_flags_that_resume_refuses():
         *("loss", "kl", "kl_in", "clip_low", "clip_high", "importance_cap", "refills", "overlong", "teacher"),
         *("staleness", "discount", "gae_lambda", "value_weight", "value_clip"),
     }
-
-
-def test_chat_rm_names_its_successor():
-    done = process("scripts.chat_rm", "--device_batch_size=8")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "python -m scripts.chat_dpo --loss reward" in done.stderr
 
 
 def test_resume_beyond_the_end_and_from_nothing_whole(base, tokenizer, capsys):

@@ -32,11 +32,10 @@ from nanochat.log import warn
 
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
 SUM_CHARACTERS = 16  # characters of a sha256 in an entry's name: 64 bits
-# number.kind.sum, then .early for one that came before its turn, or .failed_<left> for one that has failed. Logs of
-# before 2026-11-24 have no sums.
-ENTRY_NAME = re.compile(r"(\d{9})\.([a-z_]+)(?:\.([0-9a-f]{16})(?:\.(early|failed_[a-z]+))?)?")
-UNFINISHED_NAME = re.compile(r"\d{9}(?:\.[a-z_]+)?(?:\.[0-9a-f]{16})?(?:\.early)?\.tmp")
-RESULT_NAME = re.compile(r"(\d{1,9})(?:\.([0-9a-f]{16}))?")
+# number.kind.sum, then .early for one that came before its turn, or .failed_<left> for one that has failed.
+ENTRY_NAME = re.compile(r"(\d{9})\.([a-z_]+)\.([0-9a-f]{16})(?:\.(early|failed_[a-z]+))?")
+UNFINISHED_NAME = re.compile(r"\d{9}\.tmp")
+RESULT_NAME = re.compile(r"(\d{1,9})\.([0-9a-f]{16})")
 
 
 class DamagedLog(UserError):
@@ -61,14 +60,11 @@ def read_record(path: Path) -> dict[str, Any]:
     """Raises UserError: when the file cannot be read, or is not what `write_record` wrote."""
     try:
         content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("not an object")
-        if content.keys() == {"sha256", "content"}:
-            sha256, content = content["sha256"], content["content"]
-            if hashlib.sha256(json.dumps(content).encode()).hexdigest() != sha256:
-                raise ValueError("its content is not what was written")
-        elif not content.keys() & {"owner", "base_sha256"}:  # the fields of files of before 2026-11-24
+        if not isinstance(content, dict) or content.keys() != {"sha256", "content"}:
             raise ValueError("it is not a record")
+        sha256, content = content["sha256"], content["content"]
+        if hashlib.sha256(json.dumps(content).encode()).hexdigest() != sha256:
+            raise ValueError("its content is not what was written")
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read ({str(error)[:200]}): restore it from a backup") from None
     return content
@@ -147,7 +143,7 @@ class RequestLog:
             if number != before + 1 and mark != "early":
                 return found, f"{path.parent} lacks request {before + 1}"
             content = path.read_bytes()
-            if match[3] and _entry_sum(number, match[2], content) != match[3]:
+            if _entry_sum(number, match[2], content) != match[3]:
                 return found, f"{path} is damaged"
             left = mark.removeprefix("failed_") if mark != "early" else ""
             found.append(Entry(number, match[2], content, is_early=mark == "early", left=left))
@@ -158,7 +154,7 @@ class RequestLog:
         found = []
         for path in sorted((self.folder / "log").iterdir()):
             match = ENTRY_NAME.fullmatch(path.name)
-            if UNFINISHED_NAME.fullmatch(path.name):  # 000000001.tmp looks like an entry, too
+            if UNFINISHED_NAME.fullmatch(path.name):  # of an `append` that runs now
                 continue
             if match:
                 found.append((match, path))
@@ -189,7 +185,7 @@ class RequestLog:
         for path in (self._state(self.covered) / "results").glob("*"):
             match = RESULT_NAME.fullmatch(path.name)
             content = path.read_bytes()
-            if match and (not match[2] or _has_sum(content, match[2])):  # a damaged one is as one that is gone
+            if match and _has_sum(content, match[2]):  # a damaged one is as one that is gone
                 found[int(match[1])] = content
         return found
 

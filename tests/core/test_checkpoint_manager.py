@@ -171,11 +171,11 @@ def test_a_default_that_changed_has_a_name_in_the_message():
         saver._refuse_changes(saved, now, ["tasks"], Path("step"))
 
 
-def test_a_run_from_before_keys_had_an_offset_is_not_continued_with_it():
+def test_a_run_without_a_key_offset_is_not_continued_with_it():
     """The weights have the same shapes, so that nothing else would say that the model is another one."""
-    saved = {"model": {"n_layer": 2}, "tokenizer": "", "config": {}}
+    saved = {"model": {"n_layer": 2, "key_offset": False}, "tokenizer": "", "config": {}}
     now = {**saved, "model": {"n_layer": 2, "key_offset": True}}
-    with pytest.raises(UserError, match="with key_offset False, not True: continue it with the version that began it"):
+    with pytest.raises(UserError, match="with key_offset False, not True: use its flags"):
         saver._refuse_changes(saved, now, [], Path("step"))
     assert saver._refuse_changes(saved, saved, [], Path("step")) == []
 

@@ -310,13 +310,6 @@ def test_a_state_without_leftovers_survives_tensors():
     assert LoaderState.merge([state.to_tensors()]) == state
 
 
-def test_a_state_from_before_there_were_mixtures_is_read():
-    first, second = take(Loader(corpus_of(random_lengths(500, 20)), Numbered(), 2, 15), 2)
-    older = {name: tensor for name, tensor in first.state.to_tensors().items() if not name.endswith(".read")}
-    resumed = Loader(corpus_of(random_lengths(500, 20)), Numbered(), 2, 15, state=LoaderState.merge([older]))
-    assert rows_of(take(resumed, 1)) == rows_of([second])
-
-
 def test_a_missing_share_is_noticed():
     states = world_rows(corpus_of(random_lengths(500, 20)), 15, 2, 1)[1]
     with pytest.raises(AssertionError, match="missing"):

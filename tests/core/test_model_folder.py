@@ -223,7 +223,7 @@ def test_a_tag_never_leaves_its_folder(folder, tag):
 
 
 def test_meta_data_has_what_a_server_shows(folder):
-    """Of an older checkpoint too, which has no settings, no tasks and no date."""
+    """Also where it was saved without settings, stage and tasks."""
     before = int(time.time())
     path = save(
         folder, 1, smallest_model(), {"stage": "sft", "sampling": {"top_k": 4}, "tasks": ["stories"]}, momentum(0), {}
@@ -234,13 +234,13 @@ def test_meta_data_has_what_a_server_shows(folder):
     assert (meta["tasks"], meta["stage"]) == (["stories"], "sft") and before <= meta["trained_at"] <= time.time()
 
     saved = json.loads((path / "meta.json").read_text())
-    for name in ("sampling", "tasks", "trained_at", "stage"):
+    for name in ("sampling", "tasks", "stage"):
         del saved[name]
     (path / "meta.json").write_text(json.dumps(saved))
     rewrite_manifest(path)
     _, _, meta = load_model(path, DEVICE)
     assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"], meta["tasks"]) == (0.8, 0.05, [])
-    assert before <= meta["trained_at"] <= time.time() + 1
+    assert meta["stage"] == "model" and meta["trained_at"] == saved["trained_at"]
 
 
 def test_a_full_device_is_no_damage(folder):
