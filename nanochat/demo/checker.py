@@ -15,6 +15,7 @@ from functools import cache
 from itertools import combinations
 
 from nanochat.demo.plots import (
+    GRAMMAR,
     OPEN_ROLES,
     PRONOUNS,
     SENTENCE_END,
@@ -24,8 +25,8 @@ from nanochat.demo.plots import (
     is_pronoun,
     lexicon,
     plots,
-    tables,
 )
+from nanochat.demo.sections import sections, words_of
 
 TOKEN = re.compile(r"\{\+?\w+\}|'s|[A-Za-z]+|\S")  # a slot, a word or a mark
 A_NAME = "[A-Z][a-z]+"
@@ -266,5 +267,5 @@ def _openers() -> re.Pattern[str]:
 
 
 @cache
-def _phrases(table: str) -> list[str]:
-    return ", ".join(tables()[table].split("\n")).strip(", ").split(", ")
+def _phrases(section: str) -> list[str]:
+    return words_of(sections(GRAMMAR)[section])

@@ -8,59 +8,9 @@ from typing import Any
 from nanochat.conversation import Part, text_of
 from nanochat.demo import writer
 from nanochat.demo.arithmetic import a_thing
+from nanochat.demo.sections import sections, words_of
 from nanochat.demo.stories import corpus_split
 from nanochat.task import Example, GeneratedTask, turn
-
-ASK = (
-    "{said} Answer in JSON with the keys {keys}.",
-    "{said} Give me that as JSON: {keys}.",
-    "Extract {keys} as JSON: {said}",
-    "Make a JSON object with {keys} from this: {said}",
-    "{said}\nJSON with {keys}, please.",
-    "Return {keys} as a JSON object. {said}",
-    "{said} Put it in JSON with the keys {keys}.",
-    "As JSON with the keys {keys}: {said}",
-    "JSON please, keys {keys}: {said}",
-)
-# Keys and values as they are given: `{pairs}` is "a is 1 and b is 2", or "a = 1, b = 2", or `"a": 1`.
-GIVEN = (
-    "Write this as JSON: {pairs}",
-    "As JSON: {pairs}",
-    "Make a JSON object: {pairs}",
-    "A JSON object where {pairs}, please.",
-    "Reply only with a JSON object where {pairs}.",
-    "Turn this into JSON: {pairs}",
-    "JSON: {pairs}",
-)
-ONE_GIVEN = (
-    'Make a JSON object with the key "{key}" and the value {value}.',
-    "Give me JSON with the key {key} and the value {value}.",
-    'Write a JSON object that has {value} as its "{key}".',
-)
-KEYS = (
-    *(
-        "name",
-        "age",
-        "city",
-        "country",
-        "colour",
-        "size",
-        "count",
-        "total",
-        "first",
-        "last",
-        "fruit",
-        "animal",
-        "sound",
-    ),
-    *("title", "price", "day", "food", "number", "a", "b", "x", "y", "id", "word", "friend", "place", "pet", "weight"),
-)
-INVENT = (
-    "Give me a JSON object with {keys}.",
-    "Make up a JSON object with the keys {keys}.",
-    "Write JSON with {keys}.",
-    "Invent somebody as JSON with {keys}.",
-)
 
 
 class JsonObjects(GeneratedTask):
@@ -79,7 +29,8 @@ class JsonObjects(GeneratedTask):
         shown = [f'"{key}"' for key in keys] if rng.random() < 0.3 else keys
         listed = ", ".join(shown[:-1]) + " and " * (len(keys) > 1) + shown[-1]
         is_invented = rng.random() < 0.15
-        question = rng.choice(INVENT if is_invented else ASK).format(said=said, keys=listed)
+        way = rng.choice(ways("invent" if is_invented else "ask"))
+        question = way.format(said=said, keys=listed, newline="\n")
         return Example(turn(question, json.dumps(found)), keys if is_invented else found)
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
@@ -93,9 +44,13 @@ class JsonObjects(GeneratedTask):
         return json.dumps(found, sort_keys=True) == json.dumps(example.answer, sort_keys=True)  # 0 is not false
 
 
+def ways(section: str) -> list[str]:
+    return sections("json_objects.txt")[section]
+
+
 def given_object(rng: random.Random) -> Example:
     """An object whose keys and values are in the question, as they are."""
-    keys = rng.sample(KEYS, rng.choice((1, 1, 2, 2, 3)))
+    keys = rng.sample(words_of(ways("keys")), rng.choice((1, 1, 2, 2, 3)))
     found: dict[str, Any] = {}
     for key in keys:
         form = rng.random()
@@ -112,11 +67,11 @@ def given_object(rng: random.Random) -> Example:
     is_quoted = rng.random() < 0.3
     written = {key: json.dumps(value) if is_quoted else str(value) for key, value in found.items()}
     if len(keys) == 1 and rng.random() < 0.6:
-        question = rng.choice(ONE_GIVEN).format(key=keys[0], value=written[keys[0]])
+        question = rng.choice(ways("one given")).format(key=keys[0], value=written[keys[0]])
     else:
         sign, between = rng.choice(((" is ", ", "), (" is ", " and "), (" = ", ", "), (": ", ", ")))
         pairs = between.join(f"{key}{sign}{value}" for key, value in written.items())
-        question = rng.choice(GIVEN).format(pairs=pairs)
+        question = rng.choice(ways("given")).format(pairs=pairs)
     return Example(turn(question, json.dumps(found)), found)
 
 

@@ -8,10 +8,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
-from pathlib import Path
+from itertools import chain, product
 
-NAME_COLUMN = 14  # characters; the width of a table's left column
+from nanochat.demo.sections import entries, sections, word_lists
+
+GRAMMAR = "grammar.txt"
 
 PRONOUNS = {
     "she": {"he": "she", "him": "her", "his": "her", "He": "She", "His": "Her"},
@@ -57,31 +58,16 @@ class Plot:
 
 
 @cache
-def tables() -> dict[str, str]:
-    """The tables of the grammar by name: `lexicon`, `opening`, `plot quest`, ..."""
-    return read_tables(Path(__file__).with_name("grammar.txt"))
-
-
-def read_tables(path: Path) -> dict[str, str]:
-    """The tables of a text file by the names in brackets above them; what comes before the first one is a comment."""
-    text = path.read_text(encoding="utf-8")
-    _, *sections = re.split(r"^\[(.+)\]\n", text, flags=re.MULTILINE)  # comment, name, table, name, table, ...
-    return dict(zip(sections[::2], sections[1::2], strict=True))
-
-
-@cache
 def plots() -> dict[str, Plot]:
     """The plots by name."""
-    found = [_read_plot(title) for title in tables() if title.startswith("plot ")]
+    found = [_read_plot(title) for title in sections(GRAMMAR) if title.startswith("plot ")]
     return {plot.name: plot for plot in found}
 
 
 @cache
 def lexicon() -> dict[str, tuple[str, ...]]:
     """The words that each role may hold. Roles with the same words share one tuple: `is` compares them."""
-    words: dict[str, tuple[str, ...]] = {}
-    for role, lines in _read_columns(tables()["lexicon"]).items():
-        words[role] = tuple(", ".join(lines).split(", "))
+    words = {role: tuple(found) for role, found in word_lists(GRAMMAR, "lexicon").items()}
     words["hero"] = words["she"] + words["he"]
     return words
 
@@ -89,15 +75,16 @@ def lexicon() -> dict[str, tuple[str, ...]]:
 @cache
 def words_in_use() -> frozenset[str]:
     """Every word of the grammar in lower case, names included."""
-    return frozenset(re.findall("[a-z]+", " ".join(tables().values()).lower()))
+    return frozenset(re.findall("[a-z]+", " ".join(chain(*sections(GRAMMAR).values())).lower()))
 
 
 @cache
 def story_words() -> tuple[str, ...]:
     """The words of three letters or more in stories, without names and without the kinds held out of all documents."""
-    sources = [table for name, table in tables().items() if name not in ("openers", "fillers", "questions")]
-    lines = [line[NAME_COLUMN:] for line in "\n".join(sources).splitlines()]  # the tables' right column
-    text = re.sub(r"\{\+?\w+\}", " ", " ".join(lines))  # without slots
+    others = ("openers", "fillers", "questions")
+    found = [entries(lines) for name, lines in sections(GRAMMAR).items() if name not in others]
+    text = " ".join(line for section in found for lines in section.values() for line in lines)
+    text = re.sub(r"\{\+?\w+\}", " ", text)  # without slots
     return tuple(sorted(set(re.findall(r"\b[a-z]{3,}\b", text)) - {*lexicon()["new kind"]}))
 
 
@@ -122,19 +109,8 @@ def is_pronoun(role: str) -> bool:
     return role.removeprefix("friend_").lower() in ("he", "him", "his")
 
 
-def _read_columns(table: str) -> dict[str, list[str]]:
-    """Left column -> lines of the right column. A name holds until the next one."""
-    columns: dict[str, list[str]] = {}
-    name = ""
-    for line in table.splitlines():
-        name = line[:NAME_COLUMN].strip() or name
-        if line[NAME_COLUMN:]:
-            columns.setdefault(name, []).append(line[NAME_COLUMN:])
-    return columns
-
-
 def _read_plot(title: str) -> Plot:
-    columns = _read_columns("".join(tables()[part] for part in ("opening", title, "ending", "questions")))
+    columns = entries(chain(*(sections(GRAMMAR)[part] for part in ("opening", title, "ending", "questions"))))
     want, obstacle, place = columns.pop("key")[0].split()
     rows = _read_rows(columns.pop("rows", []))
     questions = [line.split(" | ") for line in columns.pop("questions")]

@@ -4,27 +4,10 @@ import random
 
 from nanochat.demo import writer
 from nanochat.demo.plots import lexicon
+from nanochat.demo.sections import sections
 from nanochat.demo.stories import corpus_split
 from nanochat.task import Example, GeneratedTask, turn
 
-WAYS = (
-    "Say {said}.",
-    "Repeat: {said}",
-    "Repeat after me: {said}",
-    "Can you say {said}?",
-    "Please say {said}.",
-    "Write {said}.",
-    "Say it after me: {said}",
-    "Repeat the word {said}.",
-    'Say "{said}"',
-    "Say '{said}'.",
-    "Copy this exactly: {said}",
-    "Copy this: {said}",
-    "Can you say this back to me? {said}",
-    "Please repeat this: {said}",
-    "Echo {said}",
-    "Write this: {said}",
-)
 TIMES = (("two times", 2), ("twice", 2), ("three times", 3), ("3 times", 3), ("four times", 4))
 
 
@@ -47,7 +30,7 @@ class Repeat(GeneratedTask):
             word = self._word(rng)
             repeated = ", ".join([word] * count)
             return Example(turn(f"Say {word} {often}.", repeated), repeated)
-        return Example(turn(rng.choice(WAYS).format(said=said), said), said)
+        return Example(turn(rng.choice(sections("repeat.txt")["ways"]).format(said=said), said), said)
 
     def _word(self, rng: random.Random) -> str:
         form = rng.random()

@@ -10,28 +10,21 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.demo.arithmetic import Arithmetic
-from nanochat.demo.plots import read_tables
+from nanochat.demo.sections import entries, sections
 from nanochat.demo.typed import as_typed
 from nanochat.demo.writer import story
 from nanochat.task import Example, GeneratedTask, turn
 
-SYSTEMS = ("You are nanochat.", "Be friendly.", "You are a small, cheerful assistant.", "You are a helpful assistant.")
+FILE = "small_talk.txt"
 USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # questions from the first line of their group
 KEYBOARD_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 SLOT = re.compile(r"\{(\w+)\}")
 # How a reply ends that offers a story.
 OFFER = re.compile(r"[Ss]hall I tell you (a story|one|a new one)(, or do a sum| in English)?\?$")
-# How people accept it.
-AGREEMENTS = (
-    *("Yes", "Yes!", "Yes, please!", "Yes please", "Okay", "Okay!", "Ok", "Sure", "Sure!", "Please do!", "Go ahead."),
-    *("Yes, tell me one.", "Yeah", "Okay, go on.", "Of course!", "I would like that.", "Do it!", "Go on, then."),
-    *("Fine", "Alright", "Go on.", "Please", "Okay then.", "Yes, a story.", "A story", "The story, please."),
-)
 
 
 @dataclass(frozen=True)
@@ -44,19 +37,13 @@ class Group:
 
 
 @cache
-def tables() -> dict[str, str]:
-    """The tables of small_talk.txt by title: `identity hello`, ..., `lexicon`."""
-    return read_tables(Path(__file__).with_name("small_talk.txt"))
-
-
-@cache
 def groups(task: str) -> tuple[Group, ...]:
     """The groups of questions that belong to a task, `identity` or `unknown`."""
     found: list[Group] = []
-    for title, table in tables().items():
+    for title, lines in sections(FILE).items():
         if title.split()[0] == task:
-            columns = _columns(table)
-            found.append(Group(columns["answer"][0], tuple(tuple(line.split(" | ")) for line in columns["ask"])))
+            group = entries(lines)
+            found.append(Group(group["answer"][0], tuple(tuple(line.split(" | ")) for line in group["ask"])))
     return tuple(found)
 
 
@@ -64,23 +51,12 @@ def groups(task: str) -> tuple[Group, ...]:
 def lexicon() -> dict[str, dict[str, bool]]:
     """The words that each slot may hold, and whether each is held out."""
     words: dict[str, dict[str, bool]] = {}
-    for slot, lines in _columns(tables()["lexicon"]).items():
+    for slot, lines in entries(sections(FILE)["lexicon"]).items():
         words[slot] = {}
         for line in lines:
             words[slot] |= dict.fromkeys(line.split(", "), False)
             words[slot][line.split(", ")[-1]] = True
     return words
-
-
-def _columns(table: str) -> dict[str, list[str]]:
-    """The lines of a table by the name in its left column; a line without a name continues the one above."""
-    columns: dict[str, list[str]] = {}
-    name = ""
-    for line in table.splitlines():
-        if line.strip():
-            name = line.split()[0] if line[0] != " " else name
-            columns.setdefault(name, []).append(line.removeprefix(name).strip())
-    return columns
 
 
 class SmallTalk(GeneratedTask):
@@ -93,7 +69,7 @@ class SmallTalk(GeneratedTask):
         rng = self.rng(index)
         messages: list[Message] = []
         if rng.random() < 0.15:
-            messages.append({"role": "system", "content": rng.choice(SYSTEMS)})
+            messages.append({"role": "system", "content": rng.choice(sections(FILE)["systems"])})
         messages += earlier_turns(rng, rng.choice((0, 0, 0, 0, 1, 2)))
         question, answer = draw(rng, self.name, is_new=self.split == "test" and rng.random() < 0.5)
         if accepts_story(messages, question):
@@ -121,6 +97,11 @@ class Unknown(SmallTalk):
         return story(self.rng(index, "/wrong"), "train").text
 
 
+def agreements() -> list[str]:
+    """How people accept the offer of a story."""
+    return sections(FILE)["agreements"]
+
+
 def offers_story(messages: Sequence[Message]) -> bool:
     """Whether the last message offers a story."""
     return bool(messages) and OFFER.search(text_of(parts_of(messages[-1]["content"]))) is not None
@@ -128,7 +109,7 @@ def offers_story(messages: Sequence[Message]) -> bool:
 
 def accepts_story(messages: Sequence[Message], question: Any) -> bool:
     """Whether a question accepts the story that the last message offers. Then the reply has to be a story."""
-    return isinstance(question, str) and _plain(question) in map(_plain, AGREEMENTS) and offers_story(messages)
+    return isinstance(question, str) and _plain(question) in map(_plain, agreements()) and offers_story(messages)
 
 
 def _plain(text: str) -> str:

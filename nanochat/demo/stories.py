@@ -13,91 +13,10 @@ from nanochat.conversation import Message, Part, text_of
 from nanochat.demo import small_talk, writer
 from nanochat.demo.checker import StoryCheck, check_story
 from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
+from nanochat.demo.sections import sections, word_lists
 from nanochat.demo.typed import as_typed
 from nanochat.task import Example, GeneratedTask, Split, turn
 
-# Orders that leave everything open, and orders that name what the story has to have: the roles in their slots. A story
-# is ordered in any way whose roles it has.
-OPEN_ORDERS = (
-    "Tell me a story.",
-    "A story, please!",
-    "Can you tell me a story?",
-    "I would like to hear a story.",
-    "Another story, please!",
-    "Story",
-    "Tell me a story with a happy ending.",
-    "Tell me a short story.",
-    "Another one!",
-    "One more, please!",
-    "Another",
-    "Okay, a story then.",
-    "A story, then.",
-    "Yes, tell me a story.",
-    "Yes, a story, please.",
-    "讲一个故事。",
-)
-ORDERS = (
-    "Tell me a story about {hero} the {kind}.",
-    "Tell me a story about a {kind} named {hero}.",
-    "Please tell me a story about a {trait} {kind} named {hero}.",
-    "Write a story about {hero}, a {trait} {kind}.",
-    "Can you tell me about {hero} the {kind}?",
-    "I want to hear a story about {hero}.",
-    "Tell me a story about a {kind}.",
-    "A story about a {kind}, please.",
-    "Write a little story about a {trait} {kind}.",
-    "Read me a bedtime story about a {kind}.",
-    "Tell me about a {kind} called {hero}.",
-    "Story about a {trait} {kind}",
-    "A {kind} story, please!",
-    "Can you write a story about a {trait} {kind} called {hero}?",
-    "Make up a story with a {kind} in it.",
-    "Tell me a story with a happy ending about a {kind}.",
-    "Once upon a time there was a {trait} {kind}. Go on.",
-    "Tell me a story. The hero should be called {hero}.",
-    "Tell me a story about a {kind} whose name is {hero}.",
-    "Could you tell a story about a {trait} {kind} whose name is {hero}?",
-    "Make up a story about a {kind} named {hero} who is very {trait}.",
-    "I want a {kind} story! Call the {kind} {hero}.",
-    "Can I have a story about a {kind}?",
-    "Tell my children a story about a {kind} called {hero}.",
-    "My son wants a story about a {kind} with the name {hero}.",
-    "Story: a {trait} {kind} named {hero}",
-    "Now one about a {kind}.",
-    "Another one, please, this time with a {kind} called {hero}.",
-    "Yes, about a {trait} {kind}.",
-    "And now a story about {hero}.",
-)
-DETAILED_ORDERS = (
-    "Tell me a story about a {kind} who lives {home}.",
-    "Tell me a story about {hero}, who lived {home}.",
-    "Tell me a story about a {weather} day.",
-    "Tell me a story about a {kind} on a {weather} day.",
-    "Tell me a story on a {weather} day.",
-    "A bedtime story that happens on a {weather} day, please.",
-    "Tell me about a {kind} named {hero} who has a friend called {friend}.",
-    "A story about a {kind} {place}, please.",
-    "Tell me a story about a {kind} {place}.",
-    "A story about a {kind} who lives {home}",
-    "Tell me a story about a {colour} {object}.",
-    "Tell me a story about {hero} and a {colour} {object}.",
-    "Tell me a story about a {kind} and a {object}.",
-    "Tell me a story about {hero} and {friend}.",
-    "Tell me a story about a {kind} and a {friend_kind}.",
-    "Tell me a story about {hero} the {kind} and {friend} the {friend_kind}.",
-    "Write a story about a {kind} who learns to {skill}.",
-    "Tell me how {hero} learned to {skill}.",
-    "Tell me a story about somebody who is afraid of {fear}.",
-    "Tell me a story about a {kind} who is afraid of {fear}.",
-    "Write a story about {vegetable} soup.",
-    "Tell me a story about a {kind} and a {vegetable}.",
-    "Tell me a story about a {kind} and a {adj} {helper}.",
-    "Tell me a story about a {kind} who was told: do not {rule}.",
-    "Tell me a story about two friends and a {thing}.",
-    "Tell me a story about a {kind} who comes to a {obstacle}.",
-    "Tell me a story about {hero} and a {obstacle}.",
-    "Tell me a story about a {kind} with a {food}.",
-)
 AGREED_SHARE = 0.06  # share of those without words that the order has to name: somebody accepts an offer of a story
 LATER_SHARE = 0.25  # share of the stories to order, in training, that come after other turns of a chat
 WHO = {"hero", "kind", "trait"}  # the roles that most orders name
@@ -106,14 +25,6 @@ COPIED_SHARE = 0.45  # share of the stories to order, in training, that have a m
 # Which roles are made up in such a story, drawn evenly. More kinds than names: the corpus has made-up names already.
 WHO_IS_MADE_UP = (("hero",), ("kind",), ("kind",), ("hero", "kind"))
 WISHED_SHARE = 0.1  # share of the stories to order, in training, about somebody whom people often ask for
-# Such kinds, and the pronoun that some of them have.
-WISHED_KINDS = {
-    **dict.fromkeys(
-        ("unicorn", "pirate", "monkey", "lion", "elephant", "dinosaur", "astronaut", "kitten", "puppy"), ""
-    ),
-    **dict.fromkeys(("princess", "mermaid", "fairy", "queen", "witch", "girl"), "she"),
-    **dict.fromkeys(("king", "prince", "knight", "boy"), "he"),
-}
 GRAM = 4  # words of a sequence, for the measure of variety
 TEXTS_AT_ONCE = 60  # texts that are compared: among more, a sequence is more likely to occur again
 
@@ -135,7 +46,7 @@ class Stories(GeneratedTask):
         elif form < LATER_SHARE + AGREED_SHARE and not named:
             while not small_talk.offers_story(earlier):
                 earlier = [*small_talk.earlier_turn(rng)]
-            question, asked = as_typed(rng, rng.choice(small_talk.AGREEMENTS)), {}
+            question, asked = as_typed(rng, rng.choice(small_talk.agreements())), {}
         return Example([*earlier, *turn(question, story.text)], asked)
 
     def wrong(self, index: int) -> str:
@@ -190,10 +101,10 @@ class Stories(GeneratedTask):
             made_up = rng.choice(WHO_IS_MADE_UP)
             return made_up, writer.story(rng, "train", made_up=made_up)
         if form < COPIED_SHARE + WISHED_SHARE:
-            kind, pronoun = rng.choice(list(WISHED_KINDS.items()))
+            kind, pronoun = rng.choice(wished_kinds())
             while True:
                 story = writer.story(rng, "train", given={"kind": kind})
-                if pronoun in ("", pronouns_of(story.hero)["he"]):
+                if pronoun in ("any", pronouns_of(story.hero)["he"]):
                     return ("kind",), story
         return (), writer.story(rng, corpus_split(self.split))
 
@@ -220,18 +131,29 @@ class NewStories(Stories):
         return new, writer.story(rng, corpus_split(self.split), new)
 
 
+def orders(section: str) -> list[str]:
+    """Ways to ask for a story, with slots for roles: `open`, `usual` or `detailed` ones."""
+    return sections("stories.txt")[section]
+
+
+def wished_kinds() -> list[tuple[str, str]]:
+    """Kinds that people often ask for, each with its pronoun: "she", "he" or "any"."""
+    lists = word_lists("stories.txt", "wished kinds")
+    return [(kind, pronoun) for pronoun, kinds in lists.items() for kind in kinds]
+
+
 def order(rng: random.Random, story: writer.Story, needed: Sequence[str] = ()) -> tuple[str, dict[str, str]]:
     """A way to ask for a story, and what it names: role -> its words. It names the roles in `needed`."""
     roles = set(story.facts)
     form = rng.random()
     if needed or 0.12 <= form < 0.65:
-        ways = ORDERS
+        ways = orders("usual")
     elif form < 0.12:
-        ways = OPEN_ORDERS
+        ways = orders("open")
     else:
-        ways = DETAILED_ORDERS
+        ways = orders("detailed")
     possible = [way for way in ways if set(needed) <= slots_of(way) <= roles]
-    way = rng.choice(possible or OPEN_ORDERS)
+    way = rng.choice(possible or orders("open"))
     asked = {role: story.facts[role] for role in sorted(slots_of(way))}
     question = with_articles(way.format_map(story.facts))
     return typed(rng, question, asked), asked

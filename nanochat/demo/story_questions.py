@@ -9,11 +9,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from nanochat.conversation import Message
 from nanochat.demo import small_talk, writer
-from nanochat.demo.plots import lexicon, plots, pronouns_of, read_tables
+from nanochat.demo.plots import lexicon, plots, pronouns_of
+from nanochat.demo.sections import entries, sections
 from nanochat.demo.stories import corpus_split, order, slots_of, typed, with_articles
 from nanochat.task import Example, GeneratedTask, turn
 
@@ -41,16 +41,10 @@ class Question:
 def tables() -> dict[str, tuple[Question, ...]]:
     """The questions of story_questions.txt by plot, with slots for roles."""
     found: dict[str, tuple[Question, ...]] = {}
-    for plot, table in read_tables(Path(__file__).with_name("story_questions.txt")).items():
-        blocks = re.split(r"\n(?=\S)", table.strip())  # an answer begins its line, ways to ask are indented
-        found[plot] = tuple(_read_question(block) for block in blocks)
+    for plot, lines in sections("story_questions.txt").items():
+        questions = [(answer, " | ".join(asked).split(" | ")) for answer, asked in entries(lines).items()]
+        found[plot] = tuple(Question(tuple(ways[:-1]), answer, ways[-1]) for answer, ways in questions)
     return found
-
-
-def _read_question(block: str) -> Question:
-    answer, *lines = block.splitlines()
-    *ways, held_out = " | ".join(line.strip() for line in lines).split(" | ")
-    return Question(tuple(ways), answer, held_out)
 
 
 @cache

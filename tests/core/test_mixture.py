@@ -322,7 +322,7 @@ def test_a_task_is_imported_when_it_is_requested():
     rooms_of_tasks = ("nanochat.demo.", "nanochat.tasks.", "nanochat.data.")
     loaded = [name for name in done.stdout.split() if name.startswith(rooms_of_tasks)]
     # Stories are written, and checked; other turns of a chat may come before one.
-    wanted = {"stories", "writer", "plots", "checker", "typed", "small_talk", "arithmetic"}
+    wanted = {"stories", "writer", "plots", "sections", "checker", "typed", "small_talk", "arithmetic"}
     assert set(loaded) == {f"nanochat.demo.{name}" for name in wanted}
 
 

@@ -13,7 +13,7 @@ from nanochat.conversation import text_of
 from nanochat.demo.first_questions import FirstQuestions, SecondQuestions
 from nanochat.demo.plots import OPEN_ROLES, plots
 from nanochat.demo.small_talk import SLOT, groups
-from nanochat.demo.stories import ORDERS
+from nanochat.demo.stories import orders
 from nanochat.demo.writer import story
 from nanochat.task_flag import TaskSpec, open_task, parse_tasks
 
@@ -94,7 +94,7 @@ def tells_of(plot, wanted: dict[str, str]) -> bool:
 
 def fixed_ways(*, held_out: bool) -> set[str]:
     """The ways to ask of stories and small talk that have no slots; the last way of each line is held out."""
-    ways = {plain(order) for order in ORDERS}
+    ways = {plain(order) for order in orders("usual")}
     for group in (*groups("identity"), *groups("unknown")):
         for line in group.lines:
             ways |= {plain(way) for way in (line if held_out else line[:-1]) if not SLOT.search(way)}

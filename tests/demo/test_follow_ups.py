@@ -8,10 +8,11 @@ from collections import Counter
 from nanochat.conversation import parts_of, text_of
 from nanochat.demo.arithmetic import is_held_out
 from nanochat.demo.checker import check_story
-from nanochat.demo.follow_ups import ASK_NAME, FACTS, REPLIES, UNTOLD, Memory, fact_and_question
+from nanochat.demo.follow_ups import FILE, UNTOLD, Memory, fact_and_question, facts
 from nanochat.demo.json_objects import JsonObjects
 from nanochat.demo.plots import lexicon
 from nanochat.demo.repeat import Repeat
+from nanochat.demo.sections import sections
 from nanochat.demo.small_talk import groups
 
 NEW = {word for row in ("new name", "new kind") for word in lexicon()[row]}
@@ -25,7 +26,7 @@ def test_the_last_turn_needs_an_earlier_one():
         question, answer = (text_of(parts_of(message["content"])) for message in example.messages[-2:])
         if answer == UNTOLD:
             forms["untold"] += 1
-            if any(way.lower().rstrip("?.") in question.lower() for way in ASK_NAME):
+            if any(way.lower().rstrip("?.") in question.lower() for way in facts()["name"]["asked"]):
                 assert not re.search(r"my name is (?!nanochat)|nice to meet you, ", earlier, re.IGNORECASE), earlier
             assert "tell you" not in question
             if re.search("hate|like|favourite", question):
@@ -64,7 +65,10 @@ def test_what_another_model_has_said_is_read_and_not_learned():
     others = [message for one in examples for message in one.messages if message.get("train") is False]
     assert len(others) > 80 and {message["role"] for message in others} == {"assistant"}
     assert not any(
-        message["content"] in REPLIES for one in examples for message in one.messages if "train" not in message
+        message["content"] in sections(FILE)["replies"]
+        for one in examples
+        for message in one.messages
+        if "train" not in message
     )
     assert all(one.messages[-1].get("train", True) for one in examples)
 
@@ -136,7 +140,5 @@ def test_what_nobody_has_said_has_one_answer_in_all_tasks():
         for line in one.lines
         for way in line
     }
-    asked = {question.lower().rstrip("?.") for _, _, questions in FACTS for question in questions} | {
-        question.lower().rstrip("?.") for question in ASK_NAME
-    }
+    asked = {question.lower().rstrip("?.") for fact in facts().values() for question in fact["asked"]}
     assert len(asked & ways) >= 8 and not asked & others

@@ -10,8 +10,8 @@ from nanochat.conversation import parts_of
 from nanochat.demo import writer
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon, words_in_use
-from nanochat.demo.small_talk import AGREEMENTS, Identity, Unknown, offers_story
-from nanochat.demo.stories import WISHED_KINDS, NewStories, Stories, distinct_grams, with_articles
+from nanochat.demo.small_talk import Identity, Unknown, agreements, offers_story
+from nanochat.demo.stories import NewStories, Stories, distinct_grams, wished_kinds, with_articles
 from nanochat.task import Example, turn
 from nanochat.task_flag import GENERATED, TaskSpec, open_task
 
@@ -200,12 +200,12 @@ def test_some_stories_are_ordered_in_the_middle_of_a_chat():
 
 
 def test_whoever_agrees_to_a_story_gets_one():
-    agreed = {text.lower().strip(" .!") for text in AGREEMENTS}
+    agreed = {text.lower().strip(" .!") for text in agreements()}
     questions = [(name, TASKS[name]("train").example(index).question) for name in TASKS for index in range(1500)]
-    agreements = [(name, asked) for name, asked in questions if asked[-1]["content"].lower().strip(" .!?") in agreed]
-    offers = [name for name, asked in agreements if offers_story(asked[:-1])]
+    accepted = [(name, asked) for name, asked in questions if asked[-1]["content"].lower().strip(" .!?") in agreed]
+    offers = [name for name, asked in accepted if offers_story(asked[:-1])]
     assert 30 < len(offers) < 120 and set(offers) == {"stories"}
-    assert {name for name, _ in agreements} > {"identity"}  # without an offer it is asked what is wanted
+    assert {name for name, _ in accepted} > {"identity"}  # without an offer it is asked what is wanted
     for _, asked in questions:  # nor does a story wait in the turns before
         for number in range(2, len(asked) - 1, 2):
             said = asked[number]["content"]
@@ -215,8 +215,9 @@ def test_whoever_agrees_to_a_story_gets_one():
 def test_kinds_that_people_ask_for_are_drawn_often_and_have_their_pronoun():
     task = Stories("train")
     stories = [task.example(index).messages[-1]["content"] for index in range(3000)]
-    found = [match for story in stories if (match := re.search(rf"\b({'|'.join(WISHED_KINDS)}) (named|who) ", story))]
+    wished = [kind for kind, _ in wished_kinds()]
+    found = [match for story in stories if (match := re.search(rf"\b({'|'.join(wished)}) (named|who) ", story))]
     assert 0.06 < len(found) / len(stories) < 0.14
-    assert {match[1] for match in found} == set(WISHED_KINDS)
+    assert {match[1] for match in found} == set(wished)
     princesses = [story for story in stories if "princess named" in story]
     assert princesses and sum(" she " in story.lower() for story in princesses) > 0.8 * len(princesses)

@@ -13,7 +13,8 @@ import pytest
 
 from nanochat.demo import writer
 from nanochat.demo.checker import check_story, cut_to_story
-from nanochat.demo.plots import SENTENCE_END, lexicon, plots, tables
+from nanochat.demo.plots import SENTENCE_END, lexicon, plots
+from nanochat.demo.sections import sections, words_of
 from nanochat.demo.writer import Story
 
 STORIES = 300
@@ -260,7 +261,9 @@ def gibberish_word(story: Story, rng: random.Random) -> str:
 
 def drop_word(story: Story, rng: random.Random) -> str:
     words = story.text.split()
-    candidates = [i for i, word in enumerate(words) if word not in tables()["fillers"] and word.islower()]
+    candidates = [
+        i for i, word in enumerate(words) if word not in words_of(sections("grammar.txt")["fillers"]) and word.islower()
+    ]
     del words[rng.choice(candidates)]
     return " ".join(words)
 

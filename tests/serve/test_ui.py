@@ -25,7 +25,7 @@ from test_scripts import call
 
 from nanochat import rooms
 from nanochat.demo.plots import lexicon
-from nanochat.demo.stories import ORDERS
+from nanochat.demo.stories import orders
 from nanochat.serve.page import PAGE, VENDOR, content_policy, load_page
 from nanochat.tasks.conversations import Conversations
 from nanochat.tasks.preferences import Preferences
@@ -1420,7 +1420,7 @@ def test_the_ideas_are_what_the_tasks_teach(server, open_page):
         name = next((name for name in words["hero"] if re.search(rf"\b{name}\b", order)), "")
         shape = order.replace(kind, "{kind}")
         shapes.add(shape.replace(name, "{hero}") if name else shape)
-    assert len(shapes) == 3 and shapes <= set(ORDERS)
+    assert len(shapes) == 3 and shapes <= set(orders("usual"))
     assert set(page.evaluate("Object.keys(IDEAS)")) <= {*rooms.names("tasks"), *rooms.names("task datasets")}
 
 
