@@ -154,12 +154,10 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
         fail(f"standard output: {error.strerror}")  # --help could not be printed
     except SystemExit as leaving:
         if leaving.code:
-            moved = getattr(config_type, "flags_elsewhere", dict)()
-            for word in argv:
-                flag = word.partition("=")[0].replace("-", "_").replace("__", "--", 1)
-                if flag in moved:
-                    fail(f"{flag}: {moved[flag]}", code=2)
-            fail(f"{_without_frame(message.getvalue())}; see `{command} --help`", code=2)
+            mistake = _without_frame(message.getvalue())
+            if mistake.startswith("Unrecognized"):  # it lists all unknown flags of the line
+                mistake += "; docs/finetune.md has the flags of ms-swift, LLaMA-Factory and TRL with ours"
+            fail(f"{mistake}; see `{command} --help`", code=2)
         raise  # --help
     return config
 
@@ -220,6 +218,7 @@ def _without_frame(text: str) -> str:
     sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # from a UserError in a config
     for python, plain in NOT_A_NUMBER:
         sections = [re.sub(python, plain, section) for section in sections]
+    sections = [section for section in sections if section != "Unrecognized options"]  # a heading
     return "; ".join(section for section in sections if not section.startswith("For full helptext"))
 
 

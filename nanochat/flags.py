@@ -58,13 +58,6 @@ class TrainFlags:
 
         return rooms.find("help", "training")(text)
 
-    @staticmethod
-    def flags_elsewhere() -> dict[str, str]:
-        """Flags of other trainers, and what does the same here."""
-        from nanochat import rooms
-
-        return rooms.find("help", "elsewhere")()
-
     @property
     def kept_as(self) -> "StateFormat":
         """How the optimizer keeps its state."""

@@ -58,6 +58,16 @@ def test_every_flag_is_in_a_document(words):
     assert flags and not flags - set(re.findall(r"--\w+", pages))
 
 
+def test_the_table_of_other_trainers_flags_names_flags_that_exist():
+    table = re.findall(r"(?m)^\| (`\w+`.*?) \| (.*) \|$", DOCUMENTS["finetune.md"].partition("\n| there | here |\n")[2])
+    assert len(table) > 50
+    ours = set()
+    for script in SCRIPTS:
+        ours |= set(importlib.import_module(f"scripts.{script}").Config.__dataclass_fields__)
+    for _, here in table:
+        assert set(re.findall(r"--(\w+)", here)) <= ours, here
+
+
 def test_both_languages_give_the_same_commands_and_samples():
     code = [re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for text in (ENGLISH, CHINESE)]
     english, chinese = ([re.sub(r"\s*#.*", "", block) for block in blocks] for blocks in code)

@@ -11,8 +11,5 @@ PLUGS = {
         "check_track": "nanochat.run.trackers:check_trackers",
         "track": "nanochat.run.trackers:start_trackers",
     },
-    "help": {
-        "training": "nanochat.run.help:in_groups",
-        "elsewhere": "nanochat.run.elsewhere:flags",
-    },
+    "help": {"training": "nanochat.run.help:in_groups"},
 }

@@ -98,6 +98,23 @@ def test_bad_flags_are_one_line_and_two(argv, named, capsys):
         assert text in err
 
 
+def test_all_unknown_flags_of_a_line_are_named_and_the_page_on_other_trainers_once(capsys):
+    from scripts import chat_sft
+
+    argv = ["--model", "Qwen/Qwen3-0.6B", "--lora_r=8", "--num-train-epochs", "3", "--lora_rank=8"]
+    for config_type in (Config, chat_sft.Config):  # of any command
+        with pytest.raises(SystemExit) as leaving:
+            cli.parse(config_type, argv)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert leaving.value.code == 2 and line.count("docs/finetune.md") == 1
+        assert all(flag in line for flag in ("--model", "--lora_r=8", "--num-train-epochs"))
+        assert line.count("Unrecognized") == 1
+
+    with pytest.raises(SystemExit):
+        cli.parse(Config, ["--ratio=x"])  # known
+    assert "docs/finetune.md" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "limit"),
     [
