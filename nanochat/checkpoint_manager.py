@@ -79,12 +79,14 @@ def save(
     *,
     keep_last: int = 0,
     keep_every: int = 0,
+    replaces: int | None = None,
 ) -> Path:
     """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
 
     `optimizer_state` is `Optimizer.state_dict()`, of which all ranks write a part. `loader_state` is this rank's
     position in the data. The rank's random generators are saved too.
-    `keep_last` steps stay, the newest ones (0: all), and every step that `keep_every` divides (0: none).
+    `keep_last` steps stay, the newest ones (0: all), and every step that `keep_every` divides (0: none). The step that
+    this one `replaces` is deleted.
 
     Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.
     """
@@ -148,25 +150,27 @@ def save(
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)  # give the room back
             raise
-        _retire(final, keep_last, keep_every)
+        _retire(final, keep_last, keep_every, replaces)
 
     decide_on_rank_zero(device, finish)
     return final
 
 
-def _retire(saved: Path, keep_last: int, keep_every: int) -> None:
+def _retire(saved: Path, keep_last: int, keep_every: int, replaces: int | None) -> None:
     """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole."""
-    if not keep_last:
+    if not keep_last and replaces is None:
         return
     # Read the new step back before deleting anything: if the disk damages it, only the old steps are left.
     if not model_folder.is_whole(saved):
         warn(f"{saved} is damaged as soon as it is saved: older steps are all kept, look at the disk")
         return
+    if replaces is not None:
+        _delete(model_folder.step_path(saved.parent, replaces))
     # With keep_last 2 and keep_every 1000, steps 900, 1000, 1100, 1200 and 1300 become 1000, 1200 and 1300.
     # A step after the one just saved is from before a resume that fell back; it stays.
     older = [step for step in model_folder.steps(saved.parent) if step < model_folder.step_of(saved)]
     older.reverse()  # the newest first
-    for step in older[keep_last - 1 :]:
+    for step in older[keep_last - 1 :] if keep_last else []:
         if not (keep_every and step % keep_every == 0):
             _delete(model_folder.step_path(saved.parent, step))
 

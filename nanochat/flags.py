@@ -25,7 +25,8 @@ class TrainFlags:
     # evaluation, logging, saving
     eval_every: Count = 100  # steps between evaluations; 0: only at the beginning and the end
     log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
-    save_every: Count = 0  # steps between checkpoints; 0: only at the end
+    # Steps between checkpoints; 0: only at the end. Default: after ten minutes of training, in place of the one before.
+    save_every: Count | None = None
     keep_last: Count = 0  # how many of the newest checkpoints to keep; 0: all
     keep_every: Count = 0  # also keep checkpoints of steps that are a multiple of this; 0: none
     profile: Count = 0  # steps to record after the first few: a trace and its summary in the run's folder

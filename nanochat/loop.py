@@ -34,6 +34,7 @@ from torch import Tensor
 from nanochat import device as devices
 from nanochat import model_folder, rooms, screen, user_code
 from nanochat.cli import Interrupted, UserError
+from nanochat.collectives import decide_on_rank_zero
 from nanochat.flags import TrainFlags
 from nanochat.log import RunLog, counted, print0, record, warn
 from nanochat.optim import Optimizer
@@ -44,6 +45,7 @@ from nanochat.stop import Stop
 from nanochat.train import Meter, Progress, StepStats
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
+SAVE_EVERY_SECONDS = 600.0  # of training, between saves, unless --save_every is set
 STILL_STEPS = 10  # without a gradient, before a warning
 FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 
@@ -78,6 +80,8 @@ class Due:
         self.progress = saver.progress
         self.last = last  # the run ends when this many steps are finished
         self.stopped = False  # a signal ends the run, or a failure
+        self.saved_at = (self.progress.step, self.progress.seconds)  # of the last save, or of the start
+        self.next_save: int | None = None  # the step at which it is time for the next one
 
     @property
     def evaluate(self) -> bool:
@@ -87,7 +91,7 @@ class Due:
 
     @property
     def save(self) -> bool:
-        due = self.stopped or self.every(self.config.save_every)
+        due = self.stopped or self.every(self.config.save_every or 0) or self.progress.step == self.next_save
         return due and self.progress.step != self.saver.saved_step
 
     @property
@@ -99,7 +103,26 @@ class Due:
         """After a step; steps that are evaluated or saved are always logged."""
         config = self.config
         regular = (self.progress.step - 1) % config.log_every == 0
-        return regular or self.every(config.eval_every) or self.every(config.save_every)
+        return regular or self.every(config.eval_every) or self.every(config.save_every or 0)
+
+    def plan_save(self, has_saved: bool = False) -> None:
+        """Without --save_every: choose the step of the next save, by the time of the steps so far. A collective."""
+        step, seconds = self.saved_at
+        if has_saved:
+            self.saved_at = (self.progress.step, self.progress.seconds)
+        if self.config.save_every is not None or self.progress.step == step:
+            return
+
+        # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.
+        def choose() -> str | None:
+            elapsed = self.progress.seconds - seconds
+            pace = elapsed / (self.progress.step - step)
+            left = SAVE_EVERY_SECONDS - (0 if has_saved else elapsed)
+            steps = max(int(has_saved), int(left / pace))
+            return str(self.progress.step + steps) if self.saver.has_room_in_time() else None
+
+        chosen = decide_on_rank_zero(self.saver.start.device, choose)
+        self.next_save = None if chosen is None else int(chosen)
 
     def every(self, steps: int) -> bool:
         """Whether this is a multiple of `steps` or the end of the run; 0: only the end."""
@@ -130,6 +153,7 @@ class StepLog:
         Raises UserError: when three steps in a row were not finite.
         """
         line = self.read(stats) | more
+        self.due.plan_save()
         if self.progress.step == 1:
             line |= self.progress.initial or {}
         # A step that is due for evaluation has one line for both: kept here, which makes `due.evaluate` true, it is
@@ -364,13 +388,14 @@ class Run:
         self.log.read()  # a signal may have stopped the run between two log lines
         try:
             with self.phase("saving", SAVE_SECONDS), screen.bar("saving"):
-                saved = self.saver.save(loader_state)
+                saved = self.saver.save(loader_state, in_time=self.config.save_every is None and not self.due.leave)
         except (UserError, OSError) as error:
             if self.due.leave:
                 raise
             warn(f"step {self.progress.step} was not saved: {error}")
         else:
             self.log.message(f"saved {saved}")
+            self.due.plan_save(has_saved=True)
         self.meter.restart()
 
     def finish(self, summary: str = "") -> None:

@@ -73,6 +73,8 @@ class Saver:
         self._require_room(steps)
         self.resumed_step = self.progress.step if self.loader_states else None
         self.saved_step = self.resumed_step  # step of the newest checkpoint
+        self._in_time: int | None = None  # the step that was saved because it was time, until a later one is saved
+        self._warned = False
 
     def _require_room(self, steps: int) -> None:
         """Raises UserError: when the disk has no room for a checkpoint; warns when it has none for all of them."""
@@ -83,6 +85,7 @@ class Saver:
             state = self.optimizer.state_dict()
             needed_bytes = checkpoint_manager.bytes_of_checkpoint(self.start.model, state, self.start.device)
             checkpoint_manager.require_room(self.folder, needed_bytes)
+            self._bytes = needed_bytes
             if self.progress.step or not self.config.save_every:
                 return  # of a resumed run some are there, and older ones make room
             count = math.ceil(steps / self.config.save_every)
@@ -97,17 +100,30 @@ class Saver:
 
         decide_on_rank_zero(self.start.device, compare)
 
-    def save(self, loader_state: dict[str, Tensor]) -> Path:
+    def has_room_in_time(self) -> bool:
+        """Whether a save before the end leaves room for the one at the end; warns once if not. Rank 0 calls it."""
+        count = 2 if self._in_time is None else 1
+        if checkpoint_manager.free_bytes(self.folder) > 1.02 * count * self._bytes:
+            return True
+        if not self._warned:
+            warn(f"{self.folder} has room for the checkpoint at the end only: make room, or a crash loses this run")
+        self._warned = True
+        return False
+
+    def save(self, loader_state: dict[str, Tensor], in_time: bool = False) -> Path:
         """Write a checkpoint of the present weights; returns when all ranks have written their part.
 
-        `loader_state` is this rank's position in the data. Raises UserError, OSError: when it cannot be written.
+        `loader_state` is this rank's position in the data. The next save replaces one that is `in_time`, which no flag
+        requested. Raises UserError, OSError: when it cannot be written.
         """
         start = self.start
         meta = {**self.meta, "progress": self.progress.to_dict()}
         saved = checkpoint_manager.save(
             self.folder, self.progress.step, start.model, start.tokenizer, meta, self.optimizer.state_dict(),
             loader_state, start.device, keep_last=self.config.keep_last, keep_every=self.config.keep_every,
+            replaces=None if self.config.keep_last else self._in_time,
         )  # fmt: skip
+        self._in_time = self.progress.step if in_time else None
         self.saved_step = self.progress.step
         return saved
 

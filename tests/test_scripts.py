@@ -27,11 +27,12 @@ import torch
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
-from tiny import run_command
+from tiny import command_on_a_rank, run_command, run_ranks
 
-from nanochat import bpb, checkpoint_manager, cli, loader, train
+from nanochat import bpb, checkpoint_manager, cli, loader, loop, train
 from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
+from nanochat.device import Device
 from nanochat.kernels import compiler
 from nanochat.log import REQUIRED
 from nanochat.model_folder import steps as steps_of
@@ -568,6 +569,46 @@ def test_a_save_that_fails_on_the_way_is_reported_and_the_run_goes_on(base, toke
     call("base_train", *TINY, "--num_iterations=6", "--save_every=2")
     assert "warning: step 2 was not saved: the disk is full" in capsys.readouterr().err
     assert steps_of(base / "checkpoints/base/d1") == [4, 6] and len(losses(base)) == 6
+
+
+def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -> list[int]:
+    """The steps that a run saves whose ten minutes are over at every step, by the clock of rank 0."""
+    saved = []
+    save = checkpoint_manager.save
+
+    def noted(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
+        saved.append(step)
+        return save(folder, step, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "SAVE_EVERY_SECONDS", 0.0 if device.is_main else 1e9)
+        patch.setattr(checkpoint_manager, "save", noted)
+        patch.setattr(checkpoint_manager, "free_bytes", lambda _: room)
+        command_on_a_rank(device, "base_train", flags)
+    return saved
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer, ranks):
+    flags = (*TINY, "--num_iterations=6")
+    run_command("base_train", *flags, "--save_every=0", ranks=ranks)
+    straight = sha256(base, 6)
+    assert run_ranks(saved_in_time, flags, world_size=ranks) == [[1, 2, 3, 4, 5, 6]] * ranks
+    assert steps_of(base / "checkpoints/base/d1") == [6] and sha256(base, 6) == straight
+    assert run_ranks(saved_in_time, (*flags, "--save_every=4"), world_size=ranks) == [[4, 6]] * ranks
+    assert steps_of(base / "checkpoints/base/d1") == [4, 6]
+    assert run_ranks(saved_in_time, (*flags, "--log_every=100"), world_size=ranks) == [[1, 2, 3, 4, 5, 6]] * ranks
+    assert run_ranks(saved_in_time, (*flags, "--keep_last=2"), world_size=ranks) == [[1, 2, 3, 4, 5, 6]] * ranks
+    assert steps_of(base / "checkpoints/base/d1") == [5, 6]
+
+
+def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer):
+    flags = (*TINY, "--num_iterations=3")
+    with pytest.raises(AssertionError, match="a checkpoint needs") as caught:
+        run_ranks(saved_in_time, flags, 5000, world_size=1)
+    needed = int(re.findall(r"a checkpoint needs (\S+) bytes", str(caught.value))[0].replace(",", ""))
+    assert run_ranks(saved_in_time, flags, int(1.5 * needed), world_size=1) == [[3]]
+    assert run_ranks(saved_in_time, flags, int(2.5 * needed), world_size=1) == [[1, 2, 3]]
 
 
 def test_micro_batches_add_up_to_the_batch(base, tokenizer):
