@@ -11,9 +11,10 @@ from functools import cache
 
 from nanochat.calculator import calculate
 from nanochat.conversation import Part, text_of
+from nanochat.demo.plots import lexicon
 from nanochat.demo.sections import entries, sections, word_lists
 from nanochat.demo.typed import as_typed
-from nanochat.demo.writer import held_out_pair, words
+from nanochat.demo.writer import held_out_pair
 from nanochat.task import Example, GeneratedTask, turn
 
 FILE = "arithmetic.txt"
@@ -69,7 +70,7 @@ class Arithmetic(GeneratedTask):
         if form < 0.2 and operator in "+-" and a >= b > 1:
             told = draw_way(rng, f"told {operator}", is_test)
             thing = a_thing(rng)
-            return told.format(a=a, b=b, name=rng.choice(words("hero")), thing=thing), call
+            return told.format(a=a, b=b, name=rng.choice(lexicon()["hero"]), thing=thing), call
         if form < 0.4:
             named = draw_way(rng, f"named {operator}", is_test)
             in_words = named.isascii() and rng.random() < 0.25
@@ -146,7 +147,7 @@ def longer_question(rng: random.Random, around: str) -> tuple[str, str]:
         if call in ("{a}-{b}-{c}", "{a}-{b}*{c}"):
             a += b + c if call == "{a}-{b}-{c}" else b * c  # so that something is left
         thing = a_thing(rng)
-        question = told.format(a=a, b=b, c=c, name=rng.choice(words("hero")), thing=thing)
+        question = told.format(a=a, b=b, c=c, name=rng.choice(lexicon()["hero"]), thing=thing)
         if rng.random() >= 0.5:
             question = as_typed(rng, question)
         return question, call.format(a=a, b=b, c=c)
@@ -155,7 +156,7 @@ def longer_question(rng: random.Random, around: str) -> tuple[str, str]:
         a = b * rng.randrange(1, size)
         thing = a_thing(rng)
         shared = rng.choice(sections(FILE)["shared"])
-        return shared.format(a=a, b=b, name=rng.choice(words("hero")), thing=thing), f"{a}/{b}"
+        return shared.format(a=a, b=b, name=rng.choice(lexicon()["hero"]), thing=thing), f"{a}/{b}"
     if form < 0.47:
         way, call = rng.choice(sections(FILE)["one number"]).split(" | ")
         a = rng.randrange(size)
@@ -165,7 +166,7 @@ def longer_question(rng: random.Random, around: str) -> tuple[str, str]:
 
 
 def a_thing(rng: random.Random) -> str:
-    return rng.choice((*words("object"), *word_lists(FILE, "words")["things"]))
+    return rng.choice((*lexicon()["object"], *word_lists(FILE, "words")["things"]))
 
 
 def written_sum(rng: random.Random, size: int) -> str:

@@ -11,6 +11,7 @@ from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.demo import small_talk, writer
 from nanochat.demo.arithmetic import Arithmetic, a_thing, in_letters, is_held_out, sum_example
 from nanochat.demo.checker import check_story
+from nanochat.demo.plots import lexicon
 from nanochat.demo.sections import entries, sections, word_lists
 from nanochat.demo.stories import corpus_split
 from nanochat.demo.typed import as_typed
@@ -134,7 +135,7 @@ def draw_fact(rng: random.Random) -> Fact:
         "count": in_letters(count) if rng.random() < 0.2 else count,
         "things": f"{a_thing(rng) if rng.random() < 0.5 else rng.choice(words()['pets'][:8])}s",
         "month": rng.choice(words()["months"]),
-        "shade": rng.choice(writer.words("colour")),
+        "shade": rng.choice(lexicon()["colour"]),
         "job": rng.choice(words()["jobs"]),
         "word": rng.choice((a_thing(rng), writer.made_up_name(rng), writer.made_up_kind(rng))),
     }

@@ -8,8 +8,9 @@ from typing import Any
 from nanochat.conversation import Part, text_of
 from nanochat.demo import writer
 from nanochat.demo.arithmetic import a_thing
+from nanochat.demo.plots import lexicon
 from nanochat.demo.sections import sections, words_of
-from nanochat.demo.stories import corpus_split
+from nanochat.demo.stories import corpus_split, slots_of
 from nanochat.task import Example, GeneratedTask, turn
 
 
@@ -61,9 +62,7 @@ def given_object(rng: random.Random) -> Example:
         elif form < 0.75:
             found[key] = writer.made_up_kind(rng)
         else:
-            found[key] = rng.choice(
-                (a_thing(rng), rng.choice(writer.words("hero")), rng.choice(writer.words("colour")))
-            )
+            found[key] = rng.choice((a_thing(rng), rng.choice(lexicon()["hero"]), rng.choice(lexicon()["colour"])))
     is_quoted = rng.random() < 0.3
     written = {key: json.dumps(value) if is_quoted else str(value) for key, value in found.items()}
     if len(keys) == 1 and rng.random() < 0.6:
@@ -76,30 +75,18 @@ def given_object(rng: random.Random) -> Example:
 
 
 def statement(rng: random.Random, story: writer.Story) -> tuple[str, dict[str, Any]]:
-    """A sentence or two, and what they say: key -> value."""
-    name, kind, trait = (story.facts[role] for role in ("hero", "kind", "trait"))
+    """A sentence, and what it says: key -> value."""
     thing = a_thing(rng)
-    colour = rng.choice(writer.words("colour"))
+    colour = rng.choice(lexicon()["colour"])
     number = rng.randrange(2, rng.choice((10, 100)))
-    form = rng.randrange(6)
-    if form == 0:
-        return f"{name} is a {trait} {kind}.", {"name": name, "trait": trait, "kind": kind}
-    if form == 1:
-        return f"{name} is {number} years old and lives {story.facts['home']}.", {
-            "name": name, "age": number, "home": story.facts["home"],
-        }  # fmt: skip
-    if form == 2:
-        return f"{name} has {number} {colour} {thing}s.", {
-            "name": name, "count": number, "colour": colour, "thing": thing,
-        }  # fmt: skip
-    if form == 3:
-        friends = rng.sample(writer.words("hero"), rng.randint(2, 3))
-        return f"The friends of {name} are {', '.join(friends[:-1])} and {friends[-1]}.", {
-            "name": name, "friends": friends,
-        }  # fmt: skip
-    if form == 4:
-        is_happy = rng.random() < 0.5
-        return f"{name} the {kind} is {'' if is_happy else 'not '}happy.", {
-            "name": name, "kind": kind, "happy": is_happy,
-        }  # fmt: skip
-    return f"The {thing} is {colour} and costs {number} dollars.", {"thing": thing, "colour": colour, "price": number}
+    way = rng.choice(ways("statements"))
+    known: dict[str, Any] = {"name": story.hero, **story.facts, "thing": thing, "colour": colour}
+    known |= dict.fromkeys(("age", "count", "price"), number)
+    words = dict(known)
+    if "{friends}" in way:
+        friends = known["friends"] = rng.sample(lexicon()["hero"], rng.randint(2, 3))
+        words["friends"] = f"{', '.join(friends[:-1])} and {friends[-1]}"
+    if "{happy}" in way:
+        known["happy"] = rng.random() < 0.5
+        words["happy"] = "happy" if known["happy"] else "not happy"
+    return way.format_map(words), {key: known[key] for key in slots_of(way)}

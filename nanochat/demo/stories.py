@@ -56,7 +56,7 @@ class Stories(GeneratedTask):
         hero = re.compile(rf"\b{story.hero}\b")
         places = [match.start() for match in hero.finditer(story.text)]
         middle = next((place for place in places if place > len(story.text) // 2), places[-1])
-        names = writer.words("hero")
+        names = lexicon()["hero"]
         for name in rng.sample(names, len(names)):
             if name in story.text:
                 continue
@@ -75,7 +75,7 @@ class Stories(GeneratedTask):
         model have some of both, and the right ones alone would teach little."""
         check = checked(example, reply)
         followed = [check.facts.get(role) == words for role, words in example.answer.items()] or [check.ok]
-        return (check.ok + share(followed)) / 2
+        return (check.ok + sum(followed) / len(followed)) / 2
 
     def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | tuple[int, int]]:
         """How many replies hold together; have the name, the kind and the trait of their order, of those whose order
@@ -183,10 +183,6 @@ def is_followed(example: Example, check: StoryCheck, roles: Collection[str] | No
     """Whether a story has what its order names, or those of it that are among `roles`."""
     asked = {role: words for role, words in example.answer.items() if roles is None or role in roles}
     return all(check.facts.get(role) == words for role, words in asked.items())
-
-
-def share(found: Sequence[bool]) -> float:
-    return sum(found) / max(1, len(found))
 
 
 def distinct_grams(texts: Sequence[str]) -> float:

@@ -62,11 +62,6 @@ def held_out_pair(first: int, second: int) -> bool:
     return held_out("sum", min(first, second), max(first, second))
 
 
-def words(role: str) -> tuple[str, ...]:
-    """The words that a role may hold: `words("hero")`, `words("object")`, ..."""
-    return lexicon()[role]
-
-
 # ---------------------------------------------------------------------- stories
 
 
@@ -208,8 +203,8 @@ def _number_line(rng: random.Random, split: Split) -> str:
     if form == 5:
         return f"Question: What is {first} + {second}? Answer: {total}."
     if form == 6:
-        name = rng.choice(words("hero"))
-        thing = rng.choice(words("object"))
+        name = rng.choice(lexicon()["hero"])
+        thing = rng.choice(lexicon()["object"])
         he = pronouns_of(name)["he"]
         return (
             f"{name} has {_count(first, thing)}. Then {he} gets {_count(second, thing)}. "

@@ -7,12 +7,11 @@
     user         I take 3, 1 left.
     assistant    1                                        the model has won: reward 1
 
-The best play is known: leave a multiple of 4. `chance` computes how often it wins.
+The best play is known: leave a multiple of 4.
 """
 
 import random
 from collections.abc import Sequence
-from functools import cache
 
 from nanochat.conversation import Message, Part, text_of
 from nanochat.environment import Environment, Step
@@ -46,15 +45,3 @@ class Nim(Environment):
 
     def reference_reply(self) -> str:
         return str(self.rng.choice([move for move in MOVES if move <= self.left]))
-
-
-@cache
-def chance(left: int, is_best: bool = True) -> float:
-    """The chance that the model wins with `left` stones before its move: by the best play, or by random moves."""
-    chances = []
-    for move in MOVES[:left]:
-        after = left - move
-        answers = MOVES[:after]
-        won = [chance(after - answer, is_best) if after > answer else 0.0 for answer in answers]
-        chances.append(sum(won) / len(won) if won else 1.0)
-    return max(chances) if is_best else sum(chances) / len(chances)

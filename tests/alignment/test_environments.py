@@ -3,6 +3,7 @@
 import random
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from nanochat.mixture import open_mixture
 from nanochat.samples import Samples
 from nanochat.task import EnvironmentTask, Example, Task
 from nanochat.task_flag import ENVIRONMENTS, TaskSpec, open_task, parse_tasks, require_pairs
-from nanochat.tasks.nim import MOVES, STONES, Nim, chance
+from nanochat.tasks.nim import MOVES, STONES, Nim
 from nanochat.tasks.tool_use import call_in, run_tool
 from nanochat.tokenizer import Tokenizer
 
@@ -44,6 +45,18 @@ def play(seed: int, choose: Any) -> float:
         if not step.messages:
             return step.reward
         left = int(re.findall(r"\d+", said(step))[1])
+
+
+@cache
+def chance(left: int, is_best: bool = True) -> float:
+    """The chance that the model wins with `left` stones before its move: by the best play, or by random moves."""
+    chances = []
+    for move in MOVES[:left]:
+        after = left - move
+        answers = MOVES[:after]
+        won = [chance(after - answer, is_best) if after > answer else 0.0 for answer in answers]
+        chances.append(sum(won) / len(won) if won else 1.0)
+    return max(chances) if is_best else sum(chances) / len(chances)
 
 
 def test_nim_is_worth_what_its_best_play_wins():
