@@ -9,11 +9,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from nanochat import rooms
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, UnrenderableChat, render
 from nanochat.flags import EpochFlags
@@ -26,11 +25,6 @@ WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
 FIRST_EXAMPLES = 100  # a run ends if the model can learn nothing from any of them
-
-
-def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", "rl", "dpo"] = "sft") -> str:
-    """The default of --tasks for a model pretrained on `--data pretraining_data`, from tasks that the hub has."""
-    return rooms.find("default tasks", stage)(pretraining_data, hub)
 
 
 def open_mixture(

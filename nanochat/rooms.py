@@ -70,8 +70,6 @@ SEAMS = {
     "sample schedules",
     # The content of a PATH without a task's name -> a Task.
     "file forms",
-    # The default of --tasks, by stage: (--data of the pretraining, hub) -> the flag's text.
-    "default tasks",
     # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
     # operators.py, or one of its subclasses.
     "kernels",

@@ -67,10 +67,11 @@ def main(config: Config) -> None:
     from nanochat.alignment import preferences
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.loop import Run
-    from nanochat.mixture import Horizon, Mixture, default_tasks, open_mixture
+    from nanochat.mixture import Horizon, Mixture, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.stage import begin, open_optimizer
     from nanochat.task_flag import parse_tasks, require_pairs
+    from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss

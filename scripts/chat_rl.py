@@ -119,11 +119,12 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.engine import Engine
     from nanochat.loop import Run
-    from nanochat.mixture import FIRST_EXAMPLES, Mixture, default_tasks, open_mixture
+    from nanochat.mixture import FIRST_EXAMPLES, Mixture, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.sampling import SamplingParams, seed_of
     from nanochat.stage import begin, open_optimizer
     from nanochat.task import Example, Task
+    from nanochat.tasks.defaults import default_tasks
     from nanochat.train import StepStats, train_step
 
     # ------------------------------------------------------------------ loss, rewards, sampler

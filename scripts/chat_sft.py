@@ -40,13 +40,13 @@ def main(config: Config) -> None:
         FIRST_EXAMPLES,
         Horizon,
         Mixture,
-        default_tasks,
         is_learned,
         open_mixture,
         require_learnable,
     )
     from nanochat.packing import PackedBatch, pack_sequences
     from nanochat.stage import begin, open_optimizer
+    from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data

@@ -42,8 +42,9 @@ def main(config: Config) -> None:
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
-    from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, default_tasks, open_mixture
+    from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, open_mixture
     from nanochat.stage import begin, count_micro_batches
+    from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ model

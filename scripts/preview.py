@@ -52,13 +52,14 @@ def main(config: Config) -> None:
     from nanochat.cross_entropy import IGNORE
     from nanochat.learned_share import report_learned
     from nanochat.log import counted, print0, print_table
-    from nanochat.mixture import default_tasks, is_learned, open_mixture
+    from nanochat.mixture import is_learned, open_mixture
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
     from nanochat.screen import track
     from nanochat.stage import chosen_template
     from nanochat.task import Task
     from nanochat.task_flag import FileForm, parse_tasks, require_pairs
+    from nanochat.tasks.defaults import default_tasks
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
     folder = find_source(config.source, config.source_tag, config.source_step)

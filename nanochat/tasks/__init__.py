@@ -26,9 +26,4 @@ PLUGS = {
         "pairs": "nanochat.tasks.preferences:Preferences",
         "labelled": "nanochat.tasks.preferences:Labelled",
     },
-    "default tasks": {
-        "sft": "nanochat.tasks.defaults:default_tasks",
-        "rl": "nanochat.tasks.defaults:default_rl_tasks",
-        "dpo": "nanochat.tasks.defaults:default_dpo_tasks",
-    },
 }

@@ -1,6 +1,7 @@
 """Which tasks a stage trains on by default: they fit what the model has read."""
 
 from pathlib import Path
+from typing import Literal
 
 from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.log import warn
@@ -15,11 +16,13 @@ CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 BUILT_IN_RL_TASKS = "stories:6,arithmetic:2,unknown:1,memory:1,questions:2,identity:2"
 
 
-def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
-    """The mixture of mid-training and SFT for a model pretrained on `--data pretraining_data`. It has only tasks that
-    the hub has."""
+def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", "rl", "dpo"] = "sft") -> str:
+    """The default of --tasks for a model pretrained on `--data pretraining_data`: the mixture of mid-training and SFT,
+    the tasks that reward it, or the pairs that it compares. The mixture has only tasks that the hub has."""
     if not _from_hub(pretraining_data):
-        return BUILT_IN_TASKS
+        return {"sft": BUILT_IN_TASKS, "rl": BUILT_IN_RL_TASKS, "dpo": "stories"}[stage]
+    if stage != "sft":
+        return {"rl": "gsm8k", "dpo": "ultrafeedback"}[stage]
     is_chinese = any(DATASETS[name].language == "zh" for name in _names(pretraining_data) if name in DATASETS)
     here = []
     for entry in (CHINESE_TASKS if is_chinese else HUB_TASKS).split(","):
@@ -29,16 +32,6 @@ def default_tasks(pretraining_data: str, hub: str = "hf") -> str:
         else:
             here.append(entry)
     return ",".join(here)
-
-
-def default_rl_tasks(pretraining_data: str, hub: str = "hf") -> str:
-    """The tasks that reward such a model."""
-    return "gsm8k" if _from_hub(pretraining_data) else BUILT_IN_RL_TASKS
-
-
-def default_dpo_tasks(pretraining_data: str, hub: str = "hf") -> str:
-    """The pairs from which such a model learns what to prefer."""
-    return "ultrafeedback" if _from_hub(pretraining_data) else "stories"
 
 
 def _from_hub(data: str) -> bool:

@@ -25,12 +25,11 @@ from nanochat.mixture import (
     EpochMixture,
     Mixture,
     MixtureCorpus,
-    default_tasks,
     open_mixture,
 )
 from nanochat.task import Example, Task
 from nanochat.task_flag import FROM_HUB, GENERATED, TaskSpec, open_task, parse_tasks, require_pairs, task_class
-from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS
+from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS, default_tasks
 
 
 class Numbers(Task):
