@@ -95,7 +95,6 @@ class TextFlags(TrainFlags):
     hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
     shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
     dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
-    token_cache_gib: Annotated[float, Range(0, 10**6)] = 8.0  # GiB of tokens of files on the disk, of all runs; 0: none
     document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
     # batch
     device_batch_size: Size = 16  # rows a device computes at once

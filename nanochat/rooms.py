@@ -42,9 +42,6 @@ SEAMS = {
     "corpora",
     # Text that --data names on a hub: (name, hub, shards) -> its files here, of which the last one is validation.
     "hub corpora",
-    # Keeps the tokens of a corpus for the next epoch: (corpus, tokenizer, size in GiB, threads) -> a Corpus of
-    # tokens.
-    "token caches",
     # A task by its name in --tasks, whose examples a program writes: a Task.
     "tasks",
     # A task by its name in --tasks, of episodes of several turns with a reward: an Environment. For RL, and SFT

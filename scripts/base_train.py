@@ -122,12 +122,8 @@ def main(config: Config) -> None:
         "base", config, start, optimizer, steps, token_flops=token_flops,
         fingerprints={"tokens a step": batch_tokens, "what --data names": fingerprint(train_corpus)},
     )  # fmt: skip
-    token_source = train_corpus
-    if config.token_cache_gib:
-        cache = rooms.find("token caches", "disk")
-        token_source = cache(train_corpus, tokenizer, config.token_cache_gib, config.dataloader_num_workers)
     loader = Loader(
-        token_source, tokenizer, config.device_batch_size, row_tokens, rank=device.data_rank,
+        train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.data_rank,
         world_size=device.data_ranks, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask,

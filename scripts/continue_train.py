@@ -63,7 +63,7 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
-    from nanochat.data.token_cache import cached, count_tokens
+    from nanochat.data.passes import count_tokens
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
     from nanochat.stage import begin, count_micro_batches
@@ -95,7 +95,7 @@ def main(config: Config) -> None:
     steps = config.num_iterations or 1
     text = None
     if corpora is not None:
-        text = cached(corpora[0], tokenizer, config.token_cache_gib, config.dataloader_num_workers)
+        text = corpora[0]
         if config.num_epochs is not None:
             text_tokens = count_tokens(text, tokenizer, device, config.dataloader_num_workers)
             # A row takes one token more than the model reads: the last one is only a target.

@@ -87,8 +87,7 @@ def test_rl_asks_every_question_once_an_epoch_and_resumes_exactly(start, tmp_pat
     assert sorted(first) == sorted(second) == list(range(14)) and first != second
 
 
-@pytest.mark.parametrize("data", ["file", "cached"])
-def test_continued_pretraining_counts_its_epochs(start, tmp_path, capsys, data):  # noqa: F811
+def test_continued_pretraining_counts_its_epochs(start, tmp_path, capsys):  # noqa: F811
     text = tmp_path / "mine.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"The boat number {n} has {n * n} sails. " * 3}) for n in range(60)))
     (tmp_path / "val.jsonl").write_text(json.dumps({"text": "A boat has a sail."}))
@@ -98,11 +97,10 @@ def test_continued_pretraining_counts_its_epochs(start, tmp_path, capsys, data):
     steps = math.ceil(2 * tokens / (4 * 129))
     flags = (*CPU, "--source=base", "--source_tag=d1", f"--data={text}", f"--val_data={tmp_path / 'val.jsonl'}")
     flags = (*flags, "--device_batch_size=4", "--total_batch_size=512", "--eval_every=0", "--compile=off")
-    call("continue_train", *flags, "--num_epochs=2", f"--token_cache_gib={int(data == 'cached')}")
+    call("continue_train", *flags, "--num_epochs=2")
     assert f"data: {tokens:,} tokens" in capsys.readouterr().out
     lines = metrics(start, "base", "d1-continued")
     assert len(lines) == steps > 4
-    assert bool(list(start.glob("tokens/*/*.tokens"))) == (data == "cached")
 
 
 def test_what_has_no_epochs_is_one_line(start, capsys, tmp_path):  # noqa: F811

@@ -1,4 +1,4 @@
-"""Text and records beyond the core: downloads, other formats of files, records of tasks, a cache of tokens."""
+"""Text and records beyond the core: downloads, other formats of files, records of tasks."""
 
 # The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
@@ -19,8 +19,5 @@ PLUGS = {
         "fineweb-edu": "nanochat.data.hub:fetch",
         "fineweb-edu-chinese": "nanochat.data.hub:fetch",
         "ORG/NAME": "nanochat.data.hub:fetch",
-    },
-    "token caches": {
-        "disk": "nanochat.data.token_cache:cached",
     },
 }

@@ -9,8 +9,7 @@ GROUPS = {
         shared_experts logit_cap max_seq_len rope_scaling chat_template
         lora_rank lora_alpha lora_rslora lora_dropout lora_targets lora_base""",
     "data": """
-        data val_data tasks columns thoughts hub shards val_share bad_records document_mask dataloader_num_workers
-        token_cache_gib""",
+        data val_data tasks columns thoughts hub shards val_share bad_records document_mask dataloader_num_workers""",
     "length": """
         num_iterations num_epochs target_param_data_ratio total_batch_size target_examples_per_step
         examples_per_step""",
