@@ -78,15 +78,13 @@ def save(
     device: Device,
     *,
     keep_last: int = 0,
-    keep_every: int = 0,
     replaces: int | None = None,
 ) -> Path:
     """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
 
     `optimizer_state` is `Optimizer.state_dict()`, of which all ranks write a part. `loader_state` is this rank's
     position in the data. The rank's random generators are saved too.
-    `keep_last` steps stay, the newest ones (0: all), and every step that `keep_every` divides (0: none). The step that
-    this one `replaces` is deleted.
+    `keep_last` steps stay, the newest ones (0: all). The step that this one `replaces` is deleted.
 
     Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.
     """
@@ -150,13 +148,13 @@ def save(
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)  # give the room back
             raise
-        _retire(final, keep_last, keep_every, replaces)
+        _retire(final, keep_last, replaces)
 
     decide_on_rank_zero(device, finish)
     return final
 
 
-def _retire(saved: Path, keep_last: int, keep_every: int, replaces: int | None) -> None:
+def _retire(saved: Path, keep_last: int, replaces: int | None) -> None:
     """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole."""
     if not keep_last and replaces is None:
         return
@@ -166,13 +164,11 @@ def _retire(saved: Path, keep_last: int, keep_every: int, replaces: int | None) 
         return
     if replaces is not None:
         _delete(model_folder.step_path(saved.parent, replaces))
-    # With keep_last 2 and keep_every 1000, steps 900, 1000, 1100, 1200 and 1300 become 1000, 1200 and 1300.
     # A step after the one just saved is from before a resume that fell back; it stays.
     older = [step for step in model_folder.steps(saved.parent) if step < model_folder.step_of(saved)]
     older.reverse()  # the newest first
     for step in older[keep_last - 1 :] if keep_last else []:
-        if not (keep_every and step % keep_every == 0):
-            _delete(model_folder.step_path(saved.parent, step))
+        _delete(model_folder.step_path(saved.parent, step))
 
 
 def _delete(folder: Path) -> None:

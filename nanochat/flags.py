@@ -28,7 +28,6 @@ class TrainFlags:
     # Steps between checkpoints; 0: only at the end. Default: after ten minutes of training, in place of the one before.
     save_every: Count | None = None
     keep_last: Count = 0  # how many of the newest checkpoints to keep; 0: all
-    keep_every: Count = 0  # also keep checkpoints of steps that are a multiple of this; 0: none
     profile: Count = 0  # steps to record after the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas
@@ -76,7 +75,6 @@ class SourceFlags(TrainFlags):
     # model
     source: str = "base"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
-    source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
     # How to reach a longer context than the source's; auto: yarn, or the source's method.
     rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
@@ -102,9 +100,6 @@ class TextFlags(TrainFlags):
     # optimizer; a rate that is not set follows from depth, batch and horizon (scaling.py)
     optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # the optimizer of the blocks' matrices; AdamW takes the rest
     matrix_lr: Rate | None = None  # learning rate of the blocks' matrices; default: by rule
-    embedding_lr: Rate | None = None  # learning rate of the token embedding; default: by rule
-    value_embedding_lr: Rate | None = None  # learning rate of the value embeddings; default: by rule
-    head_lr: Rate | None = None  # learning rate of the output head; default: by rule
     weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
     warmdown_fraction: Fraction = 0.65  # the last part of the run, in which the rates fall
     # evaluation, device
@@ -114,13 +109,7 @@ class TextFlags(TrainFlags):
 
     def override(self, rates: "Rates") -> "Rates":
         """The rates by the rules, with those that flags set."""
-        chosen = {
-            "matrix": self.matrix_lr,
-            "embedding": self.embedding_lr,
-            "value_embedding": self.value_embedding_lr,
-            "head": self.head_lr,
-            "weight_decay": self.weight_decay,
-        }
+        chosen = {"matrix": self.matrix_lr, "weight_decay": self.weight_decay}
         return replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
 
 
@@ -133,14 +122,13 @@ class TuningFlags(SourceFlags):
     # adapters
     lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train only adapters of this rank; 0: the model itself
     lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # adapters are multiplied by alpha / rank
-    lora_rslora: Frozen[bool] = False  # multiply by alpha / sqrt(rank), for ranks of 64 and more
     lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # dropout on an adapter's input, in training
     lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
     lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
 
     def __post_init__(self):
         if not self.lora_rank:
-            for name in ("lora_alpha", "lora_rslora", "lora_dropout", "lora_targets", "lora_base"):
+            for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_base"):
                 if getattr(self, name) != getattr(TuningFlags, name):
                     raise UserError(f"--{name} needs --lora_rank: without it the model itself is trained, not adapters")
 
@@ -187,10 +175,8 @@ class ChatFlags(StageFlags, TuningFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        scales = {name: getattr(type(self), name, None) for name in ("lr_scale", "table_lr_scale")}
-        for name, default in scales.items():
-            if self.learning_rate is not None and getattr(self, name, None) != default:
-                raise UserError(f"--learning_rate is absolute: leave --{name} out, or --learning_rate")
+        if self.learning_rate is not None and self.lr_scale != type(self).lr_scale:
+            raise UserError("--learning_rate is absolute: leave --lr_scale out, or --learning_rate")
         if self.weight_decay and self.adamw_rate is None:
             raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
 

@@ -40,7 +40,7 @@ class DamagedCheckpoint(UserError):
     """A checkpoint whose files have changed since they were saved; `what` names the file, without the hint."""
 
     def __init__(self, what: str):
-        super().__init__(f"{what}: train it again, or name an older --step")
+        super().__init__(f"{what}: train it again, or name an older step")
         self.what = what
 
 

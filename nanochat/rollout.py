@@ -28,6 +28,8 @@ from nanochat.screen import bar
 from nanochat.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 
+ROWS_AT_ONCE = 256  # replies that a device samples at once
+
 
 def never() -> bool:
     return False

@@ -120,7 +120,7 @@ class Saver:
         meta = {**self.meta, "progress": self.progress.to_dict()}
         saved = checkpoint_manager.save(
             self.folder, self.progress.step, start.model, start.tokenizer, meta, self.optimizer.state_dict(),
-            loader_state, start.device, keep_last=self.config.keep_last, keep_every=self.config.keep_every,
+            loader_state, start.device, keep_last=self.config.keep_last,
             replaces=None if self.config.keep_last else self._in_time,
         )  # fmt: skip
         self._in_time = self.progress.step if in_time else None

@@ -110,7 +110,7 @@ def begin(
     # A dry run reads the shapes of its models, and nothing else of their folders.
     without_weights = config.dry_run
     find_source = functools.partial(model_folder.find_source, device=device, without_weights=without_weights)
-    source = find_source(config.source, source_tag, config.source_step)
+    source = find_source(config.source, source_tag)
     if isinstance(config, TuningFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("preparations", "lora")(config, config.seed)]
     screen.phase("making the model without its weights" if without_weights else "loading the model")

@@ -32,7 +32,6 @@ STORIES_AT_ONCE = 50
 class Config:
     source: str = "base"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     model_tag: str | None = None  # default: the tag written last
-    step: int | None = None  # default: the newest
     data: str = "demo"  # a file, a folder, or a name: demo, pydoc, a hub dataset; or several with weights
     val_data: str | None = None  # held-out text; default: the end of --data
     columns: str = ""  # text=COLUMN, where the text in files has another name
@@ -71,7 +70,7 @@ def main(config: Config) -> None:
     corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns)
     tasks = core.open_bundle(config.core, config.core_examples) if config.core else []
     device = devices.init(config.device, config.dtype)
-    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag)
     tag = tag_of(Path(meta["folder"]))
     print0(f"model: {meta['folder']}, step {meta['step']}")
     results: dict[str, Any] = {"step": meta["step"]}

@@ -5,7 +5,6 @@ python -m scripts.base_train --data demo --depth 4 --device_batch_size 8 --max_s
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --depth=12 --device_batch_size=16
 """
 
-import dataclasses
 import math
 import time
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ class Config(TextFlags):
     experts_per_token: Frozen[Positive] = 2  # experts that a token passes through
     expert_width: Frozen[Annotated[int, Range(0, 10**6)]] = 0  # 0: a token's experts add up to the MLP's width
     shared_experts: Frozen[Annotated[int, Range(0, 64)]] = 0  # experts that every token passes through in addition
-    logit_cap: Frozen[Annotated[float, Range(0, 10_000)]] = 15.0  # soft cap on the logits; 0: off
     # horizon and batch
     num_iterations: Positive | None = None  # steps; default: from --target_param_data_ratio
     target_param_data_ratio: Annotated[float, Range(1e-3, 1e6)] = 12.0  # training tokens per scaling parameter
@@ -76,7 +74,7 @@ def main(config: Config) -> None:
         model_config = rooms.find("sizes", "experts")(model_config, config)
     # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
-        model = GPT(dataclasses.replace(model_config, logit_cap=config.logit_cap), device.kernels)
+        model = GPT(model_config, device.kernels)
     if config.activation_checkpointing:
         model.recompute_activations()
     layout.shard(model, device)

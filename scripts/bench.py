@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from nanochat import provenance
-from nanochat.cli import Count, Positive, Range, UserError, run
+from nanochat.cli import Positive, Range, UserError, run
 from nanochat.decoding_flags import DecodingFlags
 from nanochat.log import counted, print0
 
@@ -38,6 +38,8 @@ Made = TypeVar("Made")
 MeasuredFlags = TypeVar("MeasuredFlags", bound="ModelFlags")
 DefaultSize = Annotated[int, Range(0, 10**7)]  # 0: the default for the device
 
+PROMPT_TOKENS = 16  # of a request in `serve`
+NEW_TOKENS = 128  # of a reply
 PRODUCT = 1024  # width and height of the matrix in the bare product
 PRODUCT_FLOPS = 1e11  # one measurement of the product computes at least this much
 LEARNING_RATE = 1e-5  # for --source, a trained model
@@ -71,7 +73,6 @@ class Train(ModelFlags):
     """Time training steps."""
 
     device_batch_size: DefaultSize = 0  # rows; 0: 16, on a CPU 8
-    document_tokens: Count = 0  # pack rows with documents of this many tokens; 0: a row is one document
     optimizer: Literal["muon", "adamw"] = "muon"  # for the matrices; with --source it is fine-tuning's AdamW
     steps: Positive = 20  # steps to measure, each followed by a measurement of the bare product
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: as in a long run
@@ -82,8 +83,6 @@ class Serve(ModelFlags):
     """Time replies, by the engine and over HTTP."""
 
     batches: tuple[int, ...] = (1, 4, 16, 64)  # requests or clients at once
-    prompt_tokens: Positive = 16  # prompt tokens per request
-    new_tokens: Positive = 128  # generated tokens per request
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
@@ -177,7 +176,6 @@ def train(config: Train) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat import scaling
-    from nanochat.attention import Segments
     from nanochat.gpt import GPT
     from nanochat.report.benchmark import warn_of
     from nanochat.run.compiling import compile_blocks
@@ -205,9 +203,6 @@ def train(config: Train) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model_config.vocab_size, (rows, tokens + 1), generator=generator)
     batch: list[Any] = [device.to_device(ids[:, :-1].contiguous()), device.to_device(ids[:, 1:].contiguous())]
-    if config.document_tokens:
-        numbers = (torch.arange(tokens) // config.document_tokens).expand(rows, tokens)
-        batch.append(Segments.from_numbers(numbers).to(device.to_device))
 
     # ------------------------------------------------------------------ what is timed
     def step() -> None:
@@ -302,25 +297,25 @@ def serve(config: Serve) -> dict[str, Any]:
 
     if not config.batches or min(config.batches) < 1:
         raise UserError("--batches: at least 1 each, such as --batches 1 16")
-    if config.prompt_tokens + config.new_tokens > config.max_seq_len:
-        raise UserError("--prompt_tokens and --new_tokens are more than --max_seq_len: lower them, or raise it")
+    if config.max_seq_len < PROMPT_TOKENS + NEW_TOKENS:
+        raise UserError(f"--max_seq_len {config.max_seq_len}: a request takes {PROMPT_TOKENS + NEW_TOKENS} tokens")
     device = devices.init(config.device, config.dtype)
     torch.set_num_threads(config.threads or torch.get_num_threads())
     engine = on_a_thread(partial(open_engine, config, device))
-    prompt = list(range(300, 300 + config.prompt_tokens))
-    needed = 300 + config.prompt_tokens + max(config.batches)
+    prompt = list(range(300, 300 + PROMPT_TOKENS))
+    needed = 300 + PROMPT_TOKENS + max(config.batches)
     if engine.tokenizer.vocab_size < needed:
-        raise UserError(f"the prompts have {needed} different tokens: raise --vocab_size, or lower --prompt_tokens")
+        raise UserError(f"the prompts have {needed} different tokens: raise --vocab_size")
     measurements: dict[str, Any] = {}
     best_rates: dict[int, float] = {}  # the engine's tokens/s by batch size
     threads = torch.get_num_threads()
     took = counted(threads, "thread")
     depth = engine.model.config.n_layer
-    print0(f"{device}, {took}, depth {depth}, {config.prompt_tokens} tokens in, {config.new_tokens} out")
+    print0(f"{device}, {took}, depth {depth}, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out")
 
     # ------------------------------------------------------------------ the engine without HTTP
     def ours(prompts: list[list[int]]) -> list[list[int]]:
-        return engine.generate(prompts, max_tokens=config.new_tokens, sampling=SamplingParams(temperature=0.0))[0]
+        return engine.generate(prompts, max_tokens=NEW_TOKENS, sampling=SamplingParams(temperature=0.0))[0]
 
     def time_trials(batch: int) -> list[float]:
         """The seconds of each trial."""
@@ -336,14 +331,14 @@ def serve(config: Serve) -> dict[str, Any]:
     neighbours = Neighbours()
     for batch in config.batches:
         seconds = on_a_thread(partial(time_trials, batch))
-        rates = [batch * config.new_tokens / one for one in seconds]
+        rates = [batch * NEW_TOKENS / one for one in seconds]
         best_rates[batch] = max(rates)
         measurements[f"engine, batch {batch}"] = in_unit("tokens/s", rates)
         print0(f"engine, batch {batch:>3}: {best_rates[batch]:>8,.0f} tokens/s")
     others = [neighbours.processors()]
 
     # ------------------------------------------------------------------ over HTTP, the clients in another process
-    body = {"model": "bench", "prompt": prompt, "max_tokens": config.new_tokens, "temperature": 0.0}
+    body = {"model": "bench", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0.0}
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as clients, serving(engine, max(config.batches)) as port:
         neighbours = Neighbours(own=lambda: time.process_time() + clients.apply(time.process_time))

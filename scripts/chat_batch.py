@@ -27,7 +27,6 @@ class Config:
     out: str  # the file for the replies, in the order of the lines; lines that it already has are kept
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
-    step: int | None = None  # default: the newest
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
     slots: Positive = 16  # replies generated at once; each holds a whole context in memory
     system: str = ""  # system message for each conversation without one
@@ -69,9 +68,7 @@ def load(config: Config) -> Any:
 
     device = devices.init(config.device, config.dtype)
     prepare = [MergeAdapters(config.adapter)] if config.adapter else []
-    model, tokenizer, meta = load_model(
-        config.source, device, model_tag=config.model_tag, step=config.step, prepare=prepare
-    )
+    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, prepare=prepare)
     engine = Engine(model, tokenizer, device, **asdict(config.decoding))
     context = fitting_context(engine, config.slots)
     scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots, context=context)

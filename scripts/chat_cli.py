@@ -16,7 +16,6 @@ import io
 import json
 import os
 import sys
-import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -39,13 +38,11 @@ class Config:
     message: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MESSAGE ...]")] = ()
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
-    step: int | None = None  # default: the newest
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None  # the message, as a flag
     system: str = ""  # system message at the start of the conversation
     max_tokens: Positive = 256  # tokens of a reply
     sampling: Annotated[SamplingFlags, tyro.conf.arg(name="")] = SamplingFlags()
-    stats: bool = False  # print tokens and tokens/s after each reply
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
@@ -71,9 +68,7 @@ def main(config: Config) -> None:
 
         device = devices.init(config.device, config.dtype)
         prepare = [rooms.find("preparations", "merge")(config.adapter)] if config.adapter else []
-        model, tokenizer, meta = load_model(
-            config.source, device, model_tag=config.model_tag, step=config.step, prepare=prepare
-        )
+        model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, prepare=prepare)
     stage = meta["stage"]
     sampling = config.sampling.over(meta["sampling"])
     has_turns = stage != "base" and tokenizer.can_chat
@@ -212,7 +207,6 @@ class Chat:
         in_call = False
         stopped = False
         finish_reason = None
-        began = time.perf_counter()
         try:
             for new in self.engine.stream([ids], max_tokens=self.config.max_tokens, sampling=self.sampling):
                 self.show(lead)
@@ -232,7 +226,6 @@ class Chat:
                 in_call = in_call and new.id != self.engine.answer_end
         except KeyboardInterrupt:
             stopped = True
-        seconds = time.perf_counter() - began
         self.is_complete = finish_reason == "stop"
 
         # Complete the output: half a character, an open call, the line.
@@ -245,8 +238,6 @@ class Chat:
         if finish_reason == "length" and self.has_turns:
             at = "--max_tokens" if len(made) == self.config.max_tokens else "the end of the context"
             self.show(f"(cut off at {at}: /continue goes on)\n", aside=True)
-        if self.config.stats:
-            print(f"({len(made)} tokens, {len(made) / seconds:,.1f} tokens/s)", file=sys.stderr)
         self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
         return made, stopped
 

@@ -27,7 +27,6 @@ from nanochat.screen import bar, has_bars, phase
 class Config:
     source: str = "sft"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     model_tag: str | None = None  # default: the tag written last
-    step: int | None = None  # default: the newest
     tasks: str = ""  # NAME[=PATH],NAME,...; default: all built-in tasks that have a right answer
     hub: Literal["hf", "modelscope"] = "hf"  # where to download the other tasks
     max_examples: Positive = 200  # questions per task, at most
@@ -57,7 +56,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ load
     tasks = {choice.name: open_task(choice, "test", config.hub) for choice in graded_choices(config.tasks)}
     device = devices.init(config.device, config.dtype)
-    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, step=config.step)
+    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag)
     sampling = config.sampling.over(meta["sampling"])
     if config.samples > 1 and sampling.is_greedy:
         raise UserError(f"--samples {config.samples}: greedy replies are all the same; set --temperature, such as 0.7")

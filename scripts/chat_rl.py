@@ -17,6 +17,9 @@ from nanochat.flags import ChatFlags, Epochs, forbid_both
 from nanochat.log import counted, print0
 from nanochat.screen import phase, track
 
+# The rates of embeddings and head are scaled once more: less of the rewards' noise is learned there.
+TABLE_LR_SCALE = 0.1
+
 
 @dataclass(frozen=True)
 class Config(ChatFlags):
@@ -30,7 +33,6 @@ class Config(ChatFlags):
     reward: Frozen[str] = "task"  # the task's own, a FILE.py:FUNCTION, or a weighted sum: task:0.8,FILE.py:FUNCTION:0.2
     temperature: Frozen[Annotated[float, Range(0.01, 100)]] = 1.0  # the policy's, in sampling and in the loss
     top_k: Frozen[Count] = 0  # 0: off
-    rollout_rows: Positive = 256  # replies a device samples at once
     # This process's engine, servers (http://HOST:PORT[,http://...] of chat_web --for_rl, vLLM, SGLang), or ray:WORKERS.
     sampler: str = "engine"
     sampler_patience: Positive = 300  # seconds without a reply from a sampler; after them the run saves and ends
@@ -56,13 +58,8 @@ class Config(ChatFlags):
     # The last share of max_tokens, in which a reply's reward falls by up to 1; default: 0, dapo 0.2.
     overlong: Frozen[Fraction | None] = None
     teacher: Frozen[str | None] = None  # --loss distill: the model to learn from; a stage, a folder or hf:ORG/NAME
-    discount: Frozen[Fraction | None] = None  # ppo: weight of the next token's value (default 1)
-    gae_lambda: Frozen[Fraction | None] = None  # ppo: 1: the reward judges all tokens; 0: the next value (default 0.95)
-    value_weight: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: weight of the value loss (default 0.5)
-    value_clip: Frozen[Annotated[float, Range(0)] | None] = None  # ppo: how far a value may move (default 0.2)
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
-    table_lr_scale: Annotated[float, Range(0, 100)] = 0.1  # scales embeddings and head again: less noise there
     # evaluation, logging, device
     eval_every: Count = 20  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 200  # held-out questions, one reply each
@@ -98,12 +95,6 @@ class Config(ChatFlags):
         return 1e-5
 
     @property
-    def critic_settings(self) -> dict[str, float]:
-        """The flags of the value function that the user has set."""
-        settings = {name: getattr(self, name) for name in ("discount", "gae_lambda", "value_weight", "value_clip")}
-        return {name: value for name, value in settings.items() if value is not None}
-
-    @property
     def updates(self) -> int:
         """Weight updates per step."""
         return self.updates_per_step * self.minibatches
@@ -137,7 +128,7 @@ def main(config: Config) -> None:
     importance_cap = config.importance_cap
     if importance_cap is None:
         importance_cap = 2.0 if config.staleness else 0.0
-    critic = None if method.critic is None else method.critic(**config.critic_settings)
+    critic = None if method.critic is None else method.critic()
     kl_in_loss = config.kl if config.kl_in == "loss" else 0.0
     loss_fn = functools.partial(
         losses.policy_loss, method=method, max_tokens=config.max_tokens, kl=kl_in_loss,
@@ -154,7 +145,7 @@ def main(config: Config) -> None:
     reference = start.reference
     row_tokens = model.config.sequence_len
     # Rewards give noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
-    rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, config.table_lr_scale)
+    rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, TABLE_LR_SCALE)
     optimizer, peak_lr = open_optimizer(config, start, rates)
     rewards = rollout.load_rewards(rewards, device)
     if start.ledger is not None:  # --dry_run, which needs no data
@@ -201,10 +192,10 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ samples
     if sampler_kind is None:
         engine = Engine(model, start.tokenizer, device, config.graphs)
-        sampler = rollout.EngineSampler(engine, config.rollout_rows, run.stop.should_stop)
+        sampler = rollout.EngineSampler(engine, rollout.ROWS_AT_ONCE, run.stop.should_stop)
     else:
         sampler = sampler_kind.open(
-            config.sampler, model, start.tokenizer, device, start.tag, rows=config.rollout_rows, graphs=config.graphs,
+            config.sampler, model, start.tokenizer, device, start.tag, rows=rollout.ROWS_AT_ONCE, graphs=config.graphs,
             patience=config.sampler_patience, should_stop=run.stop.should_stop,
             sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
         )  # fmt: skip

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 MAX_NAME = 100  # characters of --name
 
+QUEUE = 64  # requests to a model that may wait for a slot; the next one is refused with 429
+
 
 @dataclass(frozen=True)
 class Config:
@@ -45,7 +47,6 @@ class Config:
     # clients choose one by its name, and the last one is the default.
     source: str = "auto"
     model_tag: str | None = None  # of each stage; default: the tag written last
-    step: int | None = None  # default: the newest
     # [NAME=]PATH, several with commas: checkpoints of adapters, or folders of peft's, that share the source in memory.
     # Clients choose an adapter by its name; default: nanochat-TAG-STAGE, or the folder's name.
     adapter: str = ""
@@ -66,7 +67,6 @@ class Config:
     slots: Positive = 16  # replies generated at once, by each model
     # Tokens of a chat and its reply, at most the model's context; 0: the context, or less if the cache would not fit.
     max_seq_len: Count = 0
-    queue: Positive = 64  # requests to a model that may wait for a slot; the next one is refused with 429
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
@@ -159,14 +159,13 @@ def find_sources(config: Config) -> list[Source]:
         if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME:
             raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
     if len(entries) > 1:
-        for flag, is_set in (("adapter", config.adapter), ("for_rl", config.for_rl), ("step", config.step is not None)):
+        for flag, is_set in (("adapter", config.adapter), ("for_rl", config.for_rl)):
             if is_set:
-                hint = ", or name steps as sft/TAG/step_100" if flag == "step" else ""
-                raise UserError(f"--{flag} is for a single --source, not for {len(entries)}: leave it out{hint}")
+                raise UserError(f"--{flag} is for a single --source, not for {len(entries)}: leave it out")
 
     found: list[Source] = []
     for entry, name in zip(entries, names, strict=True):
-        folder = find_source(entry, config.model_tag, config.step)
+        folder = find_source(entry, config.model_tag)
         if not name and (len(entries) > 1 or config.adapter):
             _, _, meta = load_config(folder)
             name = name_of({**meta, "folder": str(folder)})
@@ -260,7 +259,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         try:
             for engine, context in zip(engines, contexts, strict=True):
                 schedulers.append(
-                    Scheduler(engine, slots=config.slots, queue=config.queue, context=context, device_thread=thread)
+                    Scheduler(engine, slots=config.slots, queue=QUEUE, context=context, device_thread=thread)
                 )
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):

@@ -50,7 +50,7 @@ class Config(TextFlags, TuningFlags):
             )
         if self.adamw_rate is not None:
             chosen_by = "--learning_rate" if self.learning_rate is not None else "the rate of --lora_rank"
-            for flag in ("lr_scale", "matrix_lr", "embedding_lr", "value_embedding_lr", "head_lr"):
+            for flag in ("lr_scale", "matrix_lr"):
                 if getattr(self, flag) is not None:
                     raise UserError(f"{chosen_by} is absolute, for all parameters: leave --{flag} out")
 

@@ -52,7 +52,6 @@ class Config:
     adapter: str = ""  # a checkpoint of adapters, or a folder of peft's: merge them into the source
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # tag of the source; default: the tag written last
-    step: int | None = None  # step of the source; default: the newest whole checkpoint
     # The dtype of the weights; auto: as in the source. bfloat16 halves the size of float32 weights, and rounds them.
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     push: str | None = None  # also upload it to ORG/NAME, a private repository of the hub (HF_TOKEN); created if needed
@@ -72,7 +71,7 @@ def main(config: Config) -> None:
         raise UserError(f"--out {config.out} exists already: name another folder, or remove it")
     if config.push is not None:
         hub.check_name(config.push)
-    source = model_folder.find_source(config.source, config.model_tag, config.step)
+    source = model_folder.find_source(config.source, config.model_tag)
 
     if config.to == "peft":
         if config.adapter:

@@ -29,7 +29,6 @@ COLUMNS = ("task", "examples", "mean tokens", "longest", "cut", "nothing to lear
 class Config:
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     source_tag: str | None = None  # tag of the source; default: the tag written last
-    source_step: int | None = None  # step of the source; default: the newest
     max_seq_len: Count = 0  # tokens of a row, as in the stage; 0: the model's context
     chat_template: str | None = None  # a Jinja file, as in the stage
     # chat_sft learns conversations, chat_dpo preference pairs, and with --loss kto labelled replies, too.
@@ -62,7 +61,7 @@ def main(config: Config) -> None:
     from nanochat.tasks.defaults import default_tasks
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
-    folder = find_source(config.source, config.source_tag, config.source_step)
+    folder = find_source(config.source, config.source_tag)
     model_config, tokenizer, meta = load_config(folder, config.max_seq_len, "auto")
     tokenizer = chosen_template(tokenizer, config.chat_template)
     row_tokens = model_config.sequence_len

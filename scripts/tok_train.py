@@ -33,7 +33,6 @@ class Config:
     shards: Positive | None = None  # files of a dataset to read; default: its first few
     vocab_size: Size | None = None  # tokens, special ones included; default: one per 250 characters, 1024 to 32768
     max_chars: Positive | None = None  # characters to learn from; default: 2 billion, 4 million where data never ends
-    overwrite: bool = False  # replace a tokenizer that checkpoints here were trained with
 
 
 def main(config: Config) -> None:
@@ -51,13 +50,13 @@ def main(config: Config) -> None:
     origin_file = folder / "trained_from.txt"
     origin = f"data {fingerprint(train)}, vocab_size {config.vocab_size}, max_chars {max_chars}, tokenizer "
     needed = needed_tokenizer(folder)
-    if needed and not config.overwrite:
+    if needed:
         if origin_file.exists() and origin_file.read_bytes() == (origin + needed).encode():
             print0(f"{folder} holds the tokenizer of this text and these flags: there is nothing to do")
             return
         raise UserError(
             f"{folder} holds a tokenizer of other text or flags; checkpoints in {base_dir()} were trained with it and "
-            f"would become useless: add --overwrite, or point NANOCHAT_BASE_DIR to a fresh folder"
+            f"would become useless: point NANOCHAT_BASE_DIR to a fresh folder, or delete this one"
         )
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()  # a folder that cannot be written is an error now, not after training

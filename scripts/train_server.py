@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nanochat.train_service.service import Service
 
 KEY_PREFIX = "tml-"  # the client refuses any other key
+SNAPSHOT_STEPS = 20  # the most optimizer steps that a restart has to repeat
 GRACE_SECONDS = 8.0  # time for the present request to finish when the server ends
 
 
@@ -29,7 +30,6 @@ GRACE_SECONDS = 8.0  # time for the present request to finish when the server en
 class Config:
     source: str = "auto"  # the base model: a stage, a folder or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
-    step: int | None = None  # default: the newest
     name: str = ""  # the base model's name for clients; default: the source's, such as nanochat-TAG-STAGE
     folder: Path | None = None  # keeps everything that clients create; default: service/NAME in the base folder
     host: str = "127.0.0.1"  # address to listen on; any but this machine's needs a key, by default a random one
@@ -37,10 +37,8 @@ class Config:
     # Clients' keys, with commas, each tml-...; a key gives access to what was made with it. Default: NANOCHAT_API_KEY
     api_key: str | None = None
     slots: Positive = 16  # sequences sampled at once
-    queue: Positive = 1024  # requests of a key that may wait; the next is refused with 429: the client tries again
     batch_tokens: Positive = 8192  # tokens of a micro-batch: lower it when training does not fit into the memory
     models: Positive = 8  # models in memory at once; the others wait on the disk
-    snapshot_steps: Positive = 20  # the most optimizer steps that a restart has to repeat
     owner_gb: Annotated[float, Range(0)] = 0.0  # disk for the models of a key, in GB; 0: as much as there is
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
@@ -96,13 +94,15 @@ def open_service(config: Config) -> "Service":
     from nanochat.train_service.service import Limits, Service
     from nanochat.train_service.tenants import Base
 
-    source = find_source(config.source, config.model_tag, config.step)
+    source = find_source(config.source, config.model_tag)
     base = Base(source, devices.init(config.device, config.dtype))
     stage = base.meta["stage"]
     name = config.name or (tag_of(source) if stage == "hf" else f"nanochat-{tag_of(source)}-{stage}")
     folder = config.folder or base_dir() / "service" / name
-    owner_bytes = int(config.owner_gb * 1e9)
-    limits = Limits(config.queue, config.slots, config.batch_tokens, config.models, config.snapshot_steps, owner_bytes)
+    limits = Limits(
+        slots=config.slots, batch_tokens=config.batch_tokens, models=config.models, snapshot_steps=SNAPSHOT_STEPS,
+        owner_bytes=int(config.owner_gb * 1e9),
+    )  # fmt: skip
     return Service(base, folder, name, limits)
 
 

@@ -245,12 +245,6 @@ def test_what_a_terminal_would_obey_is_left_out(talk, capsys, mode):
         assert one_shot(capsys, "-p", "a\x1bx")[0] == "ax[c\n\n"
 
 
-def test_stats(capsys, sums):
-    out, err = one_shot(capsys, "-p", "x", "--stats")
-    assert out == "S=.\n"
-    assert re.fullmatch(r"\(14 tokens, [\d,.]+ tokens/s\)\n", err)
-
-
 # ---------------------------------------------------------------------- the conversation
 
 
@@ -514,9 +508,7 @@ def test_a_pipe_is_one_message_and_the_reply_is_text_alone(capsys, monkeypatch, 
     assert one_shot(capsys, "-p", "x") == ("S= [47+38 -> 85] .\n", "")
 
 
-@pytest.mark.parametrize(
-    "words", [["What is 2+2?"], ["What", "is", "2+2?"], ["--stats", "What is 2+2?"], ["-p", "What is 2+2?"]]
-)
+@pytest.mark.parametrize("words", [["What is 2+2?"], ["What", "is", "2+2?"], ["-p", "What is 2+2?"]])
 def test_a_message_needs_no_flag(capsys, monkeypatch, sums, prompts, words):
     monkeypatch.setattr(sys, "stdin", Terminal("never read"))
     assert one_shot(capsys, *words)[0] == "S=.\n"

@@ -61,7 +61,7 @@ DPO = (
 RM = (*(flag for flag in DPO if "beta" not in flag), "--loss=reward")
 RL = (
     *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
-    *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2", "--table_lr_scale=1"),
+    *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2"),
 )
 
 
@@ -889,7 +889,6 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_rl --source=base --temperature=0", "--temperature"),
         ("chat_rl --source=base --top_k=-1", "--top_k"),
         ("chat_sft --source=base --learning_rate=1e-4 --lr_scale=0.5", "leave --lr_scale out"),
-        ("chat_rl --source=base --learning_rate=1e-4 --table_lr_scale=1", "leave --table_lr_scale out"),
         ("chat_dpo --source=base --weight_decay=0.1", "--weight_decay 0.1 needs --learning_rate"),
         ("chat_dpo --source=base --num_epochs=1 --num_iterations=7", "leave one of them out"),
         ("chat_sft --source=base --num_epochs=1 --tasks=addition:2,identity", "leave the weights out"),
@@ -913,7 +912,6 @@ def test_a_mistake_costs_one_line(start, capsys, command, says):
         ("--loss=distill --teacher=base --kl=0.1", "leave --kl out"),
         ("--kl_in=reward", "--kl_in reward"),
         ("--loss=dapo --staleness=1", "--refills 0"),
-        ("--gae_lambda=0.9", "--gae_lambda: --loss grpo has no value function"),
         ("--minibatches=4 --examples_per_step=3", "--minibatches 4"),
         ("--reward=mine.py:short", "no file mine.py"),
         ("--reward=length", "--reward length: it is none of task"),

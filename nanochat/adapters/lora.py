@@ -450,9 +450,8 @@ class NewAdapters(Preparation):
 
         def choose(config: GPTConfig) -> Lora:
             targets = choose_targets(flags.lora_targets, flags.lora_rank, config)
-            return Lora(
-                flags.lora_rank, flags.lora_alpha, flags.lora_dropout, targets, flags.lora_rslora, flags.lora_base
-            )
+            alpha, dropout, base = flags.lora_alpha, flags.lora_dropout, flags.lora_base
+            return Lora(flags.lora_rank, alpha, dropout, targets, base_format=base)
 
         return cls(choose, seed)
 

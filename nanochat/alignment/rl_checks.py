@@ -11,7 +11,7 @@ from nanochat.log import print0
 from nanochat.losses import PolicyBatch, PolicyLoss
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
-from nanochat.rollout import Reward
+from nanochat.rollout import ROWS_AT_ONCE, Reward
 from nanochat.samples import logp_of
 from nanochat.stage import Start
 from nanochat.task import Example, Task
@@ -36,8 +36,6 @@ def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> No
         _require_enough_questions(flags)
     if flags.num_epochs is not None and method.refills:
         raise UserError("--num_epochs: questions that are replaced count in no pass, add --refills 0")
-    if flags.critic_settings and method.critic is None:
-        raise UserError(f"--{next(iter(flags.critic_settings))}: --loss {flags.loss} has no value function, ppo has")
     # The default tasks, which depend on the model, all have right answers.
     if flags.tasks and not distills and any(reward.name == "task" for reward in rewards):
         require_grades(parse_tasks(flags.tasks))
@@ -107,7 +105,7 @@ def report_memory(
         model, optimizer, loss_fn, flags.device_batch_size, batch_of=batch_of, max_grad_norm=flags.largest_norm
     )
     replies = math.ceil(flags.examples_per_step * flags.num_samples / start.device.world_size)
-    replies = min(flags.rollout_rows, replies)
+    replies = min(ROWS_AT_ONCE, replies)
     cache = replies * Slots.bytes_per_slot(model.config, start.device.dtype)
     print0(
         f"sampling comes on top: a cache of at most {cache / 2**20:,.1f} MiB for {replies} replies at once, and in "

@@ -22,7 +22,7 @@ from nanochat.losses import PolicyBatch
 
 @dataclass(frozen=True)
 class ValueFunction:
-    """The scalar head as a critic, with the flags of chat_rl as its settings."""
+    """The scalar head as a critic."""
 
     discount: float = 1.0  # weight of the next token's value
     gae_lambda: float = 0.95  # 1: the reward judges all tokens; 0: the next value does

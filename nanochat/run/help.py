@@ -5,9 +5,9 @@ import re
 # Every flag of every training script, in exactly one group, in the order in which they are shown.
 GROUPS = {
     "model": """
-        source source_tag source_step depth head_dim window_pattern mlp experts experts_per_token expert_width
-        shared_experts logit_cap max_seq_len rope_scaling chat_template
-        lora_rank lora_alpha lora_rslora lora_dropout lora_targets lora_base""",
+        source source_tag depth head_dim window_pattern mlp experts experts_per_token expert_width
+        shared_experts max_seq_len rope_scaling chat_template
+        lora_rank lora_alpha lora_dropout lora_targets lora_base""",
     "data": """
         data val_data tasks columns thoughts hub shards val_share bad_records document_mask dataloader_num_workers""",
     "length": """
@@ -17,14 +17,14 @@ GROUPS = {
         num_samples max_tokens temperature top_k reward sampler sampler_patience staleness refills overlong""",
     "loss": """
         loss beta gamma label_smoothing sft_weight desirable_weight undesirable_weight updates_per_step minibatches
-        clip_low clip_high kl kl_in importance_cap teacher discount gae_lambda value_weight value_clip""",
+        clip_low clip_high kl kl_in importance_cap teacher""",
     "learning rates": """
-        lr_scale table_lr_scale learning_rate optimizer matrix_lr embedding_lr value_embedding_lr head_lr weight_decay
-        max_grad_norm lr_schedule warmup_ratio warmdown_fraction""",
-    "saving": "model_tag save_every keep_last keep_every resume",
+        lr_scale learning_rate optimizer matrix_lr weight_decay max_grad_norm
+        lr_schedule warmup_ratio warmdown_fraction""",
+    "saving": "model_tag save_every keep_last resume",
     "evaluation and log": "eval_every eval_tokens eval_examples log_every run track profile",
     "memory": """
-        device_batch_size gradient_accumulation_steps rollout_rows parallel replicate context_parallel
+        device_batch_size gradient_accumulation_steps parallel replicate context_parallel
         expert_parallel activation_checkpointing optimizer_dtype offload_optimizer dry_run dry_run_devices""",
     "device": "device dtype compile graphs deterministic seed hang_seconds",
 }

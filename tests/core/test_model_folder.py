@@ -210,7 +210,7 @@ def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, monkeypatch):
     assert hashed_by(lambda: load_model(model_folder.find_source("base"), DEVICE, verified=True))
     (folder / "step_000002/model.safetensors").write_bytes(b"")
     for load in (load_model, model_folder.find_source):
-        with pytest.raises(UserError, match="model.safetensors is damaged.*: train it again, or name an older --step"):
+        with pytest.raises(UserError, match="model.safetensors is damaged.*: train it again, or name an older step"):
             load(str(folder / "step_000002"))
 
 

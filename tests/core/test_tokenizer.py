@@ -5,6 +5,7 @@ import hashlib
 import json
 import pickle
 import random
+import shutil
 
 import pytest
 
@@ -291,13 +292,14 @@ def test_tok_train_saves_and_protects_checkpoints(monkeypatch, tmp_path, capsys)
     with monkeypatch.context() as without_training:
         without_training.delattr(Tokenizer, "train")
         tok_train.main(config)  # the same once more: nothing changes
-        with pytest.raises(UserError, match="--overwrite"):
+        with pytest.raises(UserError, match="or delete this one"):
             tok_train.main(tok_train.Config(vocab_size=300))
         use_corpus(without_training, ListCorpus([TEXTS[1:]]))
-        with pytest.raises(UserError, match="--overwrite"):
+        with pytest.raises(UserError, match="or delete this one"):
             tok_train.main(config)
     assert Tokenizer.load(tmp_path / "tokenizer").fingerprint() == first
-    tok_train.main(tok_train.Config(vocab_size=300, overwrite=True))
+    shutil.rmtree(tmp_path / "tokenizer")
+    tok_train.main(tok_train.Config(vocab_size=300))
     assert Tokenizer.load(tmp_path / "tokenizer").vocab_size == 300
 
 

@@ -223,8 +223,9 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     monkeypatch.setattr(load, "closed_loop", lambda *_: stats)
     monkeypatch.setattr(bench, "serving", lambda engine, slots: contextlib.nullcontext(0))
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda _: SimpleNamespace(Pool=ThreadPool))
+    monkeypatch.setattr(bench, "NEW_TOKENS", 2)
     config = bench.Serve(
-        device="cpu", depth=1, head_dim=32, vocab_size=400, batches=(2,), new_tokens=2, threads=1,
+        device="cpu", depth=1, head_dim=32, vocab_size=400, batches=(2,), threads=1,
         json=str(tmp_path / "serve.json"),
     )  # fmt: skip
     bench.main(bench.Config(config))

@@ -1570,7 +1570,6 @@ def test_mistakes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             (f"--source {folder},{namesake} --name a,nanochat", "another model is called nanochat"),
             (f"--source {folder},{namesake} --for_rl", "--for_rl is for a single --source"),
             (f"--source {folder},{namesake} --adapter x", "--adapter is for a single --source"),
-            (f"--source {folder},{namesake} --step 1", "--step is for a single --source"),
             ("--source ,", "names no model"),
             (f"--source {folder} --device cpu --graphs on", "--graphs on"),
             (f"--source {folder} --port {taken.getsockname()[1]}", f"--port {taken.getsockname()[1]}"),
@@ -1596,7 +1595,7 @@ def test_gunicorn_decides_where_to_listen(monkeypatch: pytest.MonkeyPatch, capsy
 def test_a_cache_that_does_not_fit_names_the_flag(tmp_path: Path):
     folder = checkpoint(tmp_path)
     errors: list[BaseException] = []
-    config = chat_web.Config(source=str(folder), device="cpu", queue=1, slots=10**10)
+    config = chat_web.Config(source=str(folder), device="cpu", slots=10**10)
     with client_of(chat_web.make_app(config, errors.append)) as ask:
         assert ask("GET", "/ready").status_code == 503
     with pytest.raises(cli.UserError, match=r"--slots 10000000000.* [\d,.]+ GiB "):

@@ -10,7 +10,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from safetensors.torch import load_file
 from test_durability import ADAM, batch, flip
 from test_limits import PROTO as PROTO_HEADERS
 from test_limits import new_model
-from test_train_service import IDS, NAME, datum, lora_client, serving, tinker, train
+from test_train_service import IDS, NAME, SERVER, datum, lora_client, serving, tinker, train
 
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
@@ -128,10 +127,10 @@ class Server:
         self.folder = disk / "service"
         self.ballast = disk / "ballast"
         self.log = log
-        self.command = [sys.executable, "-m", "scripts.train_server", f"--source={base.source}", f"--port={port}"]
+        self.command = [*SERVER, f"--source={base.source}", f"--port={port}"]
         self.command += [f"--name={NAME}", f"--folder={self.folder}", "--device=cpu", "--dtype=float32"]
-        self.command += [f"--snapshot_steps={LIMITS.snapshot_steps}", f"--batch_tokens={LIMITS.batch_tokens}"]
-        self.command += [f"--models={LIMITS.models}", f"--api_key={','.join(KEYS)}"]
+        self.command += [f"--batch_tokens={LIMITS.batch_tokens}", f"--models={LIMITS.models}"]
+        self.command.append(f"--api_key={','.join(KEYS)}")
         self.start()
 
     def start(self) -> None:

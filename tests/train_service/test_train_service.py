@@ -41,6 +41,9 @@ tinker = pytest.importorskip("tinker", reason="the extra `dev` brings tinker")
 
 CONTEXT = 64
 NAME = "tiny"
+# The command, with snapshots that come often.
+THREE = "from scripts import train_server as server; from nanochat.cli import run; server.SNAPSHOT_STEPS = 3"
+SERVER = [sys.executable, "-c", f"{THREE}; run(server.main, server.Config)"]
 IDS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23, 24], [40, 3, 41, 3, 42, 3, 43], [60, 61, 62]]
 ADAM = {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.1, "grad_clip_norm": 2.0}
 
@@ -418,9 +421,9 @@ def test_a_loop_goes_on_through_kills_of_its_server(base, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "scripts.train_server", f"--source={base.source}", f"--port={port}"]
+    command = [*SERVER, f"--source={base.source}", f"--port={port}"]
     command += [f"--name={NAME}", f"--folder={tmp_path / 'service'}", "--device=cpu", "--dtype=float32"]
-    command += ["--snapshot_steps=3", "--api_key=tml-test", "--batch_tokens=16"]
+    command += ["--api_key=tml-test", "--batch_tokens=16"]
     servers: list[subprocess.Popen[str]] = []
 
     def start() -> None:
