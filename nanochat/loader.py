@@ -22,7 +22,7 @@ import bisect
 import functools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -129,6 +129,8 @@ class Batch:
 class Loader:
     """Endless micro-batches for one rank. A thread tokenizes and packs them while the device computes.
 
+    `on_error` is called once with an error of a later batch, while this step of `step_batches` batches is still whole:
+    the run can stop on all ranks before one of them has no batch.
     Raises UserError: when `state` is from a run whose number of shards this world size does not divide.
     """
 
@@ -145,6 +147,8 @@ class Loader:
         workers: int = 1,
         state: LoaderState | None = None,
         document_mask: bool = False,
+        step_batches: int = 0,
+        on_error: Callable[[BaseException], None] | None = None,
     ):
         # The shards of this rank. With 2 ranks, rank 0 has the shards 0, 2, 4, 6 of 8, and rank 1 has the others. With
         # 4 ranks, rank 0 has 0 and 4. In both cases row 4 is the next row of shard 4: it does not depend on the ranks.
@@ -184,6 +188,8 @@ class Loader:
 
         # The last rows of this rank, one of each of its shards: where two are alike, the text is too small.
         self._recent: deque[bytes] | None = deque(maxlen=max(batch_rows, len(self._shards)) - 1)
+        self._step_batches = step_batches
+        self._on_error = on_error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
         self._ahead: deque[Future[Batch]] = deque()
 
@@ -192,9 +198,13 @@ class Loader:
 
     def __next__(self) -> Batch:
         # The thread starts with the first batch, so that an unused loader costs nothing.
-        while len(self._ahead) <= PREFETCH_BATCHES:
+        while len(self._ahead) <= self._step_batches + PREFETCH_BATCHES:
             self._ahead.append(self._thread.submit(self._next_batch))
         batch = self._ahead[0].result()  # before popleft: a second call raises the same error again
+        error = self._ahead[self._step_batches].exception() if self._on_error else None
+        if error is not None and self._on_error is not None:
+            self._on_error(error)
+            self._on_error = None
         self._ahead.popleft()
         return batch
 

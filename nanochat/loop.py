@@ -24,6 +24,7 @@ run starts from; its numbers are in the line of step 0, as `val_bpb_before` and 
 import contextlib
 import gc
 import math
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -43,6 +44,7 @@ from nanochat.saver import Saver, set_aside, write_facts
 from nanochat.stage import Start
 from nanochat.stop import Stop
 from nanochat.train import Meter, Progress, StepStats
+from nanochat.untrusted import printable
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 SAVE_EVERY_SECONDS = 600.0  # of training, between saves, unless --save_every is set
@@ -275,6 +277,7 @@ class Run:
             self.meter.more = rooms.find("attendants", "experts")(start.model, start.device)
         self.stop = Stop(start.device, self.progress.step)
         self.failure = ""  # why the run ends early, unless by a signal
+        self.error: BaseException | None = None  # its cause
         self.attendants: list[Attendant] = []
 
     def compile(
@@ -372,6 +375,27 @@ class Run:
             self.stop.exchange()  # the signal may have come to another rank
 
     @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Reading the data of a step. One process that fails in it saves first; of several the others wait already."""
+        try:
+            yield
+        except (UserError, OSError) as error:
+            if self.device.world_size > 1:
+                raise
+            self.fail(error)
+            self.due.stopped = True
+
+    def fail(self, error: BaseException) -> None:
+        """Have all ranks stop before this one is without data: they save and leave, and `finish` raises this error."""
+        line = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        self.failure, self.error = line, error
+        if not self.device.is_main:
+            print(f"error: rank {self.device.rank}: {printable(line)}", file=sys.stderr, flush=True)
+        self.stop.request(signal.SIGTERM)
+        if self.stop.exchange() and self.stop.store is not None:
+            self.stop.choose_last()
+
+    @contextlib.contextmanager
     def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
         """Report to the attendants work other than training, which may make no progress for `seconds`."""
         with contextlib.ExitStack() as stack:
@@ -409,7 +433,7 @@ class Run:
         if self.failure:
             if not self.device.is_main:  # one line for all ranks
                 sys.exit(1)
-            raise UserError(f"{self.failure}; saved {saved}, --resume continues")
+            raise UserError(f"{self.failure}; saved {saved}, --resume continues") from self.error
         if self.due.stopped:
             self.stop.leave(saved)
         self.log.warn_of_losses()

@@ -85,11 +85,16 @@ class Stop:
             self.store.set(f"passed/{self.device.rank}", str(step))
         if not self.exchange():
             return False
+        return step >= self.choose_last()
+
+    def choose_last(self) -> int:
+        """The boundary where all ranks stop, once a signal is published."""
+        assert self.store is not None
         if self.last is None:
             keys = [f"passed/{rank}" for rank in range(self.device.world_size)]
             last = max(int(value) for value in self.store.multi_get(keys)) + 1
             self.last = int(self.store.compare_set("last", "", str(last)))  # several ranks may choose: the first does
-        return step >= self.last
+        return self.last
 
     def should_stop(self) -> bool:
         """Whether a stop was requested on any rank. Long work calls it at every batch."""

@@ -59,6 +59,19 @@ class DataFile:
 
     path: Path
     starts: np.ndarray  # (blocks + 1,) int64: the first row of each block, then the number of rows
+    _opened_as: tuple[int, int, int]  # its size, time of change and inode when it was opened
+
+    def _identity(self) -> tuple[int, int, int]:
+        facts = self.path.stat()
+        return facts.st_size, facts.st_mtime_ns, facts.st_ino
+
+    def _require_unchanged(self) -> None:
+        """Before a read, so that a file that was cut off is not called damaged, and after it.
+
+        Raises UserError: when the file has changed: its rows would be others than those that were counted.
+        """
+        if not self.path.exists() or self._identity() != self._opened_as:
+            raise UserError(f"{self.path} has changed since it was opened: put the old file back, or start anew")
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -211,6 +224,7 @@ class SpanFile(DataFile):
 
     def _index(self, spans: Iterable[tuple[int, int]]) -> None:
         """Note where the rows begin and end, and cut them into blocks."""
+        self._opened_as = self._identity()
         with self._opened() as file:
             if os.pread(file.fileno(), 2, 0) in (b"\xff\xfe", b"\xfe\xff"):
                 raise UserError(f"{self.path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
@@ -232,9 +246,11 @@ class SpanFile(DataFile):
         self.starts = np.array([*starts, len(self.spans)], dtype=np.int64)
 
     def read(self, first: int, end: int) -> list[Any]:
+        self._require_unchanged()
         spans = self.spans[first:end].tolist()
         with self._opened() as file:
             rows = [os.pread(file.fileno(), stop - begin, begin) for begin, stop in spans]
+        self._require_unchanged()
         return [self._parse(first + place, row) for place, row in enumerate(rows)]
 
     def _parse(self, row: int, data: bytes) -> Any:
@@ -398,6 +414,7 @@ class ParquetFile(DataFile):
         import pyarrow.parquet
 
         self.path = path
+        self._opened_as = self._identity()
         self.lock = threading.Lock()
         # Text that is not UTF-8, and dates and numbers that Python lacks, appear only when they become rows.
         self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
@@ -435,6 +452,7 @@ class ParquetFile(DataFile):
         self.cached_block = functools.lru_cache(cached_blocks)(self._block)
 
     def read(self, first: int, end: int) -> list[Any]:
+        self._require_unchanged()
         group = bisect.bisect_right(self.group_ends, first)
         with self.lock, damage_in_one_line(self.path, "parquet file", *self.damage_errors):
             if self.place[0] != group or self.place[1] > first:  # a jump: start this row group again
@@ -442,6 +460,7 @@ class ParquetFile(DataFile):
                 self.place = (group, self.group_ends[group] - self.file.metadata.row_group(group).num_rows)
             rows = list(itertools.islice(self.rows, first - self.place[1], end - self.place[1]))
             self.place = (group, end)
+        self._require_unchanged()
         assert len(rows) == end - first
         return rows
 

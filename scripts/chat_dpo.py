@@ -196,7 +196,10 @@ def main(config: Config) -> None:
 
             # ---- one step
             numbers = horizon.draws(step)
-            examples = draw(train, numbers)
+            with run.reading():
+                examples = draw(train, numbers)
+            if run.due.stopped:
+                continue  # the data could not be read; the next pass through the loop saves and leaves
             reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
             # Both models are compiled, or neither is: otherwise the margin contains the difference of their rounding.
             policy = compiled if step else model

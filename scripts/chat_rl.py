@@ -247,7 +247,7 @@ def main(config: Config) -> None:
             began = time.perf_counter()
             drawn = None
             metrics = {}
-            with run.interruptible("sampling"):
+            with run.interruptible("sampling"), run.reading():
                 drawn = rollout.exchange(schedule.take(step), device)
                 metrics = drawn.metrics()
                 # A question whose replies are all equally good teaches nothing: another question replaces it

@@ -132,7 +132,10 @@ def main(config: Config) -> None:
 
             # ---- one step: conversation k of the run is the same on every rank and after every restart, so a resumed
             # run does not store its position in the data
-            rows, rendered = draw(train, horizon.draws(step))
+            with run.reading():
+                rows, rendered = draw(train, horizon.draws(step))
+            if run.due.stopped:
+                continue  # the data could not be read; the next pass through the loop saves and leaves
             mine = list(rows.micro_batches(config.device_batch_size, device, device.data_rank, device.data_ranks))
             stats = train_step(
                 compiled if step else model, optimizer, track(mine, "micro-batch"), masked_loss, device=device,

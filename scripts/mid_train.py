@@ -101,7 +101,7 @@ def main(config: Config) -> None:
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.data_rank,
         world_size=device.data_ranks, seed=config.seed, workers=config.dataloader_num_workers,
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
-        document_mask=document_mask,
+        document_mask=document_mask, step_batches=accumulation, on_error=run.fail,
     )  # fmt: skip
     compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
     phase("reading the validation text")

@@ -611,6 +611,50 @@ def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer):
     assert run_ranks(saved_in_time, flags, int(2.5 * needed), world_size=1) == [[1, 2, 3]]
 
 
+def changed_text(device: Device, text: str, flags: tuple[str, ...]) -> str:
+    """What a run prints whose text becomes zeros after its third step."""
+    step = train.train_step
+    steps = 0
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3 and device.is_main:
+            Path(text).write_bytes(bytes(Path(text).stat().st_size))
+        return step(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "train_step", noted)
+        with pytest.raises(RuntimeError) as failed:
+            command_on_a_rank(device, "base_train", flags)
+    return str(failed.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_text_that_changes_is_not_learned(base, tokenizer, tmp_path, ranks):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"The boat number {n} sails to island {n * 7 % 90}.\n\n" for n in range(3000)))
+    content = text.read_bytes()
+    flags = (
+        *TINY,
+        f"--data={text}",
+        "--num_iterations=80",
+        "--save_every=0",
+        "--total_batch_size=512",
+        "--token_cache_gib=0",
+    )
+    run_command("base_train", *flags, ranks=ranks)
+    straight = sha256(base, 80)
+    shown = run_ranks(changed_text, str(text), flags, world_size=ranks)
+    (step,) = steps_of(base / "checkpoints/base/d1")
+    assert 3 <= step < 60 and f"{text} has changed since it was opened" in "".join(shown)
+    assert any(f"saved {base}/checkpoints/base/d1/step_{step:06d}" in one for one in shown)
+    text.write_bytes(content)
+    run_command("base_train", *flags, "--resume", ranks=ranks)
+    assert sha256(base, 80) == straight
+
+
 def test_micro_batches_add_up_to_the_batch(base, tokenizer):
     flags = ("--num_iterations=6", "--eval_every=3")
     call("base_train", *TINY, *flags, "--device_batch_size=4")

@@ -123,6 +123,35 @@ def graded(base: Path) -> tuple[str, ...]:  # noqa: F811
     )
 
 
+@pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
+def test_a_file_that_changes_under_a_run_ends_it_with_a_checkpoint(start, tmp_path, capsys, monkeypatch, stage):
+    folder = tmp_path / "examples"
+    if stage == "dpo":
+        pairs_file(folder, 60)
+    else:
+        folder.mkdir()
+        rows = [{"question": f"What is {n}?", "answer": f"#### {n}"} for n in range(60)]
+        for split in ("train", "test"):
+            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = folder / "train.jsonl"
+    steps = 0
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            path.write_bytes(bytes(path.stat().st_size))
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr("nanochat.train.train_step", noted)
+    flags = {"sft": SFT, "dpo": DPO, "rl": RL}[stage]
+    tasks = f"--tasks={folder if stage == 'dpo' else f'gsm8k={folder}'}"
+    code, err = mistake(capsys, f"chat_{stage}", *flags, "--source=base", tasks, "--num_iterations=9")
+    saved = start / f"checkpoints/{stage}/d1/step_000003"
+    assert code == 1 and f"{path} has changed since it was opened" in err
+    assert f"; saved {saved}, --resume continues" in err and (saved / "meta.json").is_file()
+
+
 # ---------------------------------------------------------------------- before a run
 
 

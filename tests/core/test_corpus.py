@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -186,6 +187,29 @@ def test_any_order_of_blocks_reads_the_same(tmp_path, suffix):
         assert all(straight)
         with pytest.raises(IndexError):
             corpus.read_block(count)
+
+
+@pytest.mark.parametrize("change", ["overwritten", "cut", "replaced", "deleted"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet"])
+def test_a_file_that_changes_is_an_error_that_names_it(tmp_path, suffix, change):
+    path = tmp_path / f"a{suffix}"
+    write(path, prose(60_000)) if suffix == ".txt" else write_rows(path, rows(1000))
+    train, _ = open_corpus(str(path))
+    whole = train.read_block(3)
+    content = path.read_bytes()
+    if change == "overwritten":
+        path.write_bytes(bytes(len(content)))
+    elif change == "cut":
+        path.write_bytes(content[:1000])
+    elif change == "replaced":  # by a file of the same bytes and times: it may be another one by the next block
+        shutil.copy2(path, tmp_path / "copy")
+        (tmp_path / "copy").replace(path)
+    else:
+        path.unlink()
+    assert complaint(lambda: train.read_block(3)) == (
+        f"{path} has changed since it was opened: put the old file back, or start anew"
+    )
+    assert whole
 
 
 def test_train_and_validation_may_be_read_from_two_threads(tmp_path):

@@ -489,6 +489,28 @@ def test_errors_of_the_corpus_come_after_the_batches_before_them():
     loader.close()
 
 
+@pytest.mark.parametrize("step_batches", [1, 3, 9])
+def test_an_error_is_reported_while_the_step_before_it_is_whole(step_batches):
+    class Breaks(Blocks):
+        def read_block(self, index):
+            if len(self.reads) == 20:
+                raise OSError("the disk is gone")
+            return super().read_block(index)
+
+    errors: list[BaseException] = []
+    blocks = corpus_of(random_lengths(2000, 30), 64).blocks
+    loader = Loader(Breaks(blocks), Numbered(), 2, 31, step_batches=step_batches, on_error=errors.append)
+    whole_steps = 0
+    while not errors:
+        batches = [next(loader) for _ in range(step_batches)]
+        whole_steps += 1
+    with pytest.raises(OSError, match="the disk is gone"):
+        batches = [next(loader) for _ in range(step_batches)]
+    assert len(batches) == step_batches
+    assert len(errors) == 1 and whole_steps > 1
+    loader.close()
+
+
 # ---------------------------------------------------------------------- the thread
 
 
