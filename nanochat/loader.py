@@ -46,6 +46,8 @@ BUFFER_DOCUMENTS = 64  # at most
 TOKENIZE_DOCUMENTS = 32  # documents in one call of the tokenizer, whose threads share them
 PREFETCH_BATCHES = 4  # micro-batches that are ready before the device needs them
 
+Document = str | np.ndarray  # a text, or its int32 tokens
+
 
 @dataclass
 class Position:
@@ -170,7 +172,7 @@ class Loader:
             beginning = ShardState([Position() for _ in self._parts])
             self._shards[number] = state.shards[number].copy() if state else beginning
         # By shard and corpus: the documents of the current block, and the tokens of the next documents, in order.
-        self._documents: dict[tuple[int, int], Sequence[str]] = {}
+        self._documents: dict[tuple[int, int], Sequence[Document]] = {}
         self._tokenized: dict[tuple[int, int], deque[np.ndarray]] = {}
         self._world_size = world_size
         self._batch_rows = batch_rows
@@ -302,7 +304,7 @@ class Loader:
             position.document = 0
             del self._documents[number, part]
 
-    def _read(self, part: int, shard: int, block: int) -> Sequence[str]:
+    def _read(self, part: int, shard: int, block: int) -> Sequence[Document]:
         """The documents of the shard's block number `block` in a corpus."""
         # Deal the blocks out like cards: with 8 shards, shard 3 reads the blocks 3, 11, 19, ... of the shuffled order.
         # The index continues through the epochs: with 100 blocks, index 203 is place 3 of epoch 2.
@@ -335,10 +337,12 @@ def take_best_fit(waiting: list[np.ndarray], room: int) -> np.ndarray:
     return longest[:room]
 
 
-def tokenize(documents: Sequence[str], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
-    """Documents as int32 tokens, each with a begin token."""
-    encoded = tokenizer.encode_batch(documents, prepend=tokenizer.get_bos_token_id(), num_threads=workers)
-    return [np.array(tokens, np.int32) for tokens in encoded]
+def tokenize(documents: Sequence[Document], tokenizer: Tokenizer, workers: int = 1) -> list[np.ndarray]:
+    """Documents as int32 tokens, each with a begin token. A document of tokens has one already."""
+    texts = [document for document in documents if isinstance(document, str)]
+    encoded = iter(tokenizer.encode_batch(texts, prepend=tokenizer.get_bos_token_id(), num_threads=workers))
+    # `encoded` keeps the order of the texts.
+    return [np.array(next(encoded), np.int32) if isinstance(one, str) else one for one in documents]
 
 
 @functools.lru_cache(16)
