@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -17,7 +16,6 @@ from nanochat.cli import UserError
 from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
-from nanochat.demo.writer import held_out_pair
 from nanochat.families.chat_format import TemplateFormat
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.loader import segments_of
@@ -214,50 +212,28 @@ SPLITS = [
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_every_built_in_example_is_a_conversation_and_its_reference_is_right(name, split):
+def test_a_built_in_example_and_its_pair_have_a_right_reply_and_wrong_ones(name, split):
     task = open_task(TaskSpec(name, None, 1.0), split)
-    assert task.name == name
-    for index in (*range(30), len(task) - 1):
-        example = task.example(index)
-        check_messages(example.messages)
-        assert example == task.example(index)
-        assert example.messages[-1]["role"] == "assistant" and example.question[-1]["role"] == "user"
-        if task.kind == "generative":
-            reply = example.messages[-1]["content"]
-            reply = [{"type": "text", "text": reply}] if isinstance(reply, str) else reply
-            assert task.grade(example, reply)
-            assert not task.grade(example, [{"type": "text", "text": text_of(reply)[:-4] + "zq 7."}])
-            assert not task.grade(example, [])
-
-
-@pytest.mark.parametrize(("name", "split"), SPLITS)
-def test_every_built_in_pair_has_a_right_and_a_wrong_reply(name, split):
-    task = open_task(TaskSpec(name, None, 1.0), split)
-    for index in (*range(60), len(task) - 1):
+    assert task.name == name and task.kind == "generative"
+    for index in (*range(40), len(task) - 1):
         pair, example = task.pair(index), task.example(index)
-        assert pair == task.pair(index) and [*pair.question, pair.chosen] == example.messages
+        assert example == task.example(index) and pair == task.pair(index)
+        assert [*pair.question, pair.chosen] == example.messages and pair.chosen["role"] == "assistant"
+        assert pair.question[-1]["role"] == "user"
+        check_messages(example.messages)
         check_messages([*pair.question, pair.rejected])
-        assert task.grade(example, parts_of(pair.chosen["content"]))
-        assert not task.grade(example, parts_of(pair.rejected["content"]))
+        reply = parts_of(pair.chosen["content"])
+        assert task.grade(example, reply)
+        for wrong in (pair.rejected["content"], f"{text_of(reply)[:-4]}zq 7.", []):
+            assert not task.grade(example, parts_of(wrong))
 
 
-def test_wrong_stories_and_sums_are_near_misses():
+def test_a_wrong_story_is_a_near_miss():
     stories = open_task(TaskSpec("stories", None, 1.0), "train")
     for index in range(40):
         right, wrong = stories.example(index).messages[-1]["content"], stories.wrong(index)
         assert right[: len(right) // 4] == wrong[: len(right) // 4] and abs(len(right) - len(wrong)) < 40
         assert any("changes from" in problem for problem in check_story(wrong).problems)
-    sums = open_task(TaskSpec("arithmetic", None, 1.0), "train")
-    for index in range(40):
-        calls = [
-            parts_of(reply["content"])[0]["text"] for reply in (sums.pair(index).chosen, sums.pair(index).rejected)
-        ]
-        assert sum(a != b for a, b in zip(*calls, strict=True)) == 1
-    choices, again = (
-        [task.pair(number) for task, number in map(open_mixture("stories,addition", "train", seed=3).draw, range(20))]
-        for _ in range(2)
-    )
-    assert choices == again
 
 
 def test_only_a_reply_that_is_compared_is_learned():
@@ -274,18 +250,6 @@ def test_a_dialogue_has_nothing_to_compare():
         require_pairs(parse_tasks("stories,smoltalk"))
 
 
-def test_held_out_sums_are_in_the_test_split_only():
-    for split in ("train", "test"):
-        for name in ("addition", "arithmetic"):
-            task = open_task(TaskSpec(name, None, 1.0), split)
-            for index in range(200):
-                call = task.example(index).messages[-1]["content"][0]["text"]
-                a, b, *_ = (int(number) for number in re.findall("[0-9]+", call))
-                assert held_out_pair(a, b) == held_out_pair(b, a) == (split == "test")
-                if name == "addition":
-                    assert 10 <= a <= 99 and 10 <= b <= 99 and "+" in call
-
-
 def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
     task = open_task(TaskSpec("addition", None, 1.0), "test")
     example = next(e for e in map(task.example, range(100)) if e.messages[-1]["content"][0]["text"])
@@ -297,13 +261,6 @@ def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
         assert not task.grade(example, [call, output, {"type": "text", "text": text}])
     swapped = {"type": "text", "text": f"{b}+{a} = {example.answer}."}
     assert task.grade(example, [call, output, swapped])
-
-
-def test_a_train_question_is_never_a_test_question():
-    for name in ("addition", "arithmetic"):
-        train, test = (open_task(TaskSpec(name, None, 1.0), split) for split in ("train", "test"))
-        questions = {train.example(i).question[0]["content"] for i in range(3000)}
-        assert not questions & {test.example(i).question[0]["content"] for i in range(500)}
 
 
 def test_the_built_in_mixture_opens_offline():

@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 
-from nanochat.conversation import text_of
-from nanochat.demo.arithmetic import AROUND, Arithmetic, ways
+from nanochat.conversation import parts_of, text_of
+from nanochat.demo.arithmetic import AROUND, Addition, Arithmetic, is_held_out, ways
+from nanochat.demo.follow_ups import Memory
 from nanochat.demo.typed import as_typed
 from nanochat.demo.writer import held_out_pair
 from nanochat.task import Example, Split
@@ -31,6 +32,23 @@ def test_train_has_nearly_all_sums_of_one_digit_numbers():
     seen = {call_of(example) for example in examples("train")}
     possible = {f"{a}+{b}" for a in range(10) for b in range(10) if not held_out_pair(a, b)}
     assert len(possible) == 84 and len(possible & seen) > 0.85 * len(possible)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("task", [Arithmetic, Addition, Memory])
+def test_held_out_sums_are_in_the_test_split_only(task, split: Split):
+    calls = []
+    for index in range(800):
+        parts = [part for message in task(split).example(index).messages for part in parts_of(message["content"])]
+        calls += [part["text"] for part in parts if part["type"] == "python"]
+    held_out = {is_held_out(call) for call in calls}
+    assert held_out == {split == "test"} or (task is Memory and split == "test")  # it has small talk with usual sums
+    if task is Addition:
+        assert all(re.fullmatch(r"[0-9]{2}\+[0-9]{2}", call) for call in calls)
+
+
+def test_a_pair_of_numbers_is_held_out_in_either_order():
+    assert is_held_out("0.5*8") == held_out_pair(0, 5) == held_out_pair(5, 0)
 
 
 @pytest.mark.parametrize("operator", "+-*/")

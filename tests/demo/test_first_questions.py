@@ -21,20 +21,10 @@ LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"
 SECOND = LIST.with_name("second_questions.jsonl")
 # Openings that everybody types: the list and the train split both have them.
 COMMON = {
-    *(
-        "hi",
-        "hello",
-        "hey there",
-        "good morning",
-        "hi how are you",
-        "how are you today",
-        "thanks",
-        "bye",
-        "hello nanochat",
-    ),
+    *("hi", "hello", "hey there", "good morning", "hi how are you", "how are you today", "thanks", "bye", "ok"),
     *("who are you", "whats your name", "what is your name", "what are you", "are you human", "how old are you"),
     *("what can you do", "help", "what do you know", "tell me about yourself", "nice to meet you", "tell me a story"),
-    *("ok", "你好", "你是谁", "谢谢"),
+    *("hello nanochat", "你好", "你是谁", "谢谢"),
 }
 
 

@@ -100,23 +100,8 @@ def test_a_name_without_a_meaning_is_no_word_of_the_stories():
 def test_a_word_without_a_meaning_is_fit_for_children():
     rng = random.Random(0)
     drawn = {draw(rng).lower() for draw in (writer.made_up_name, writer.made_up_kind) for _ in range(30_000)}
-    rude = [
-        "cock",
-        "dick",
-        "poop",
-        "penis",
-        "slut",
-        "whore",
-        "tits",
-        "piss",
-        "nig",
-        "fag",
-        "shit",
-        "ass",
-        "cunt",
-        "porn",
-    ]
-    assert len(drawn) > 20_000 and not [word for word in drawn if any(part in word for part in rude)]
+    rude = re.compile("cock|dick|poop|penis|slut|whore|tits|piss|nig|fag|shit|ass|cunt|porn")
+    assert len(drawn) > 20_000 and not [word for word in drawn if rude.search(word)]
 
 
 def test_names_and_kinds_are_often_unusual():

@@ -13,7 +13,7 @@ import pytest
 
 from nanochat.demo import writer
 from nanochat.demo.checker import check_story, cut_to_story
-from nanochat.demo.plots import SENTENCE_END, lexicon, plots
+from nanochat.demo.plots import SAME_WORDS, SENTENCE_END, lexicon, plots
 from nanochat.demo.sections import sections, words_of
 from nanochat.demo.writer import Story
 
@@ -160,19 +160,9 @@ def replace_one(text: str, old: str, new: str, rng: random.Random, first: int = 
 
 def another(story: Story, role: str, rng: random.Random) -> str:
     """Words of this role that are not in the story."""
+    role = SAME_WORDS.get(role, role)
     values = lexicon().get(role) or sorted({row[role] for row in plots()[story.plot].rows})
     return rng.choice([words for words in values if words not in story.text])
-
-
-def swap_hero_name(story: Story, rng: random.Random) -> str | None:
-    if story.text.count(story.hero) == 1:
-        return None
-    return replace_one(story.text, story.hero, another(story, "hero", rng), rng)
-
-
-def swap_friend_name(story: Story, rng: random.Random) -> str | None:
-    friend = story.facts.get("friend")
-    return replace_one(story.text, friend, another(story, "hero", rng), rng, first=1) if friend else None
 
 
 def swap_role(*roles: str) -> Callable[[Story, random.Random], str | None]:
@@ -261,9 +251,8 @@ def gibberish_word(story: Story, rng: random.Random) -> str:
 
 def drop_word(story: Story, rng: random.Random) -> str:
     words = story.text.split()
-    candidates = [
-        i for i, word in enumerate(words) if word not in words_of(sections("grammar.txt")["fillers"]) and word.islower()
-    ]
+    fillers = words_of(sections("grammar.txt")["fillers"])
+    candidates = [i for i, word in enumerate(words) if word.islower() and word not in fillers]
     del words[rng.choice(candidates)]
     return " ".join(words)
 
@@ -274,8 +263,8 @@ def splice_two_stories(story: Story, rng: random.Random) -> str:
 
 
 MUTATIONS = (
-    swap_hero_name,
-    swap_friend_name,
+    swap_role("hero"),
+    swap_role("friend"),
     swap_role("object", "thing", "food", "vegetable", "skill", "rule"),
     swap_role("colour"),
     swap_role("place"),

@@ -99,35 +99,23 @@ def test_gsm8k_marks_become_calls(tmp_path):
     ]
 
 
-NUMBERS = [
-    ("#### 72", "72"),
-    ("####72.0", "72"),
-    ("#### 72 clips", "72"),
-    ("#### $1,080.00.", "1080"),
-    ("#### 72...", "72"),
-    ("#### 18,000/year", "18000"),
-    ("#### -$5", "-5"),
-    ("#### $ -5.50", "-5.5"),
-    ("#### \u22125", "-5"),
-    ("#### .5", "0.5"),
-    ("#### -0.0", "0"),
-    ("#### 1\nNo:\n#### 2\n", "2"),
-    ("#### 100", "100"),
-    ("#### 1/2", None),
-    ("#### 10/3", None),
-    ("#### 1,2/3", None),
-    ("#### 1.2.3", None),
-    ("#### seven", None),
-    ("#### .", None),
-    ("#### 72\n####", None),
-    ("72", None),
-    ("", None),
-]
+NUMBERS: dict[str | None, list[str]] = {
+    "72": ["#### 72", "####72.0", "#### 72 clips", "#### 72..."],
+    "1080": ["#### $1,080.00."],
+    "18000": ["#### 18,000/year"],
+    "-5": ["#### -$5", "#### \u22125"],
+    "-5.5": ["#### $ -5.50"],
+    "0.5": ["#### .5"],
+    "0": ["#### -0.0"],
+    "2": ["#### 1\nNo:\n#### 2\n"],
+    "100": ["#### 100"],
+    None: ["#### 1/2", "#### 10/3", "#### 1,2/3", "#### 1.2.3", "#### seven", "#### .", "#### 72\n####", "72", ""],
+}
 
 
-@pytest.mark.parametrize(("reply", "number"), NUMBERS)
-def test_gsm8k_reads_the_last_number(reply, number):
-    assert final_number(reply) == number
+@pytest.mark.parametrize("number", NUMBERS)
+def test_gsm8k_reads_the_last_number(number):
+    assert {final_number(reply) for reply in NUMBERS[number]} == {number}
 
 
 def test_gsm8k_grades_the_text_not_the_calls(tmp_path):
@@ -164,13 +152,6 @@ def test_gsm8k_whole(tmp_path):
         for call, output in zip(reply, reply[1:], strict=False):
             if call["type"] == "python" and output["text"] != "3/4":
                 assert float(calculate(call["text"]) or "nan") == pytest.approx(float(output["text"]), rel=1e-9)
-
-
-def test_gsm8k_damaged(tmp_path):
-    path = write(tmp_path / "test.jsonl", [CLIPS, {"question": "?", "answer": "It is 72."}, {"question": "?"}])
-    task = Gsm8k("test", str(path))
-    assert complaint(lambda: task.example(1)).endswith("its answer has no line `#### NUMBER`")
-    assert complaint(lambda: task.example(2)).startswith(f'{path} line 3 has no "answer" that is a text')
 
 
 # ---- Multiple choice -------------------------------------------------------------------------------------
@@ -211,29 +192,6 @@ def test_mmlu_learns_from_the_auxiliary_set(tmp_path, name):
     assert Mmlu("train", str(tmp_path)).example(0).answer == "D"
 
 
-MMLU_DAMAGE = [
-    (SKY | {"answer": 4}, "line 1 cannot be used: its answer is 4"),
-    (SKY | {"answer": -1}, "line 1 cannot be used: its answer is -1"),
-    (SKY | {"answer": "B"}, 'line 1 has no "answer" that is a whole number'),
-    (
-        SKY | {"answer": 0, "choices": ["red", "blue"]},
-        "its choices are not as many texts as letters",
-    ),
-    (
-        SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]},
-        "its choices are not as many texts as letters",
-    ),
-    (SKY | {"answer": 0, "question": None}, 'line 1 has no "question" that is a text'),
-    (["a", "list"], "line 1 is not an object with question, choices, answer"),
-]
-
-
-@pytest.mark.parametrize(("row", "problem"), MMLU_DAMAGE)
-def test_mmlu_damaged(tmp_path, row, problem):
-    task = Mmlu("test", str(write(tmp_path / "test.jsonl", [row])))
-    assert problem in complaint(lambda: task.example(0))
-
-
 def arc_row(labels: str, answer: str) -> dict:
     texts = [f"choice {label}" for label in labels]
     return {"id": "1", "question": "Which?", "choices": {"text": texts, "label": list(labels)}, "answerKey": answer}
@@ -263,28 +221,35 @@ def test_arc_takes_the_letters_of_the_row(tmp_path, kind, name):
     assert task.baseline == 0.25 and task.name == ("arc_easy" if kind is ArcEasy else "arc_challenge")
 
 
-ARC_DAMAGE = [
+NOT_AS_MANY = "line 1 cannot be used: its choices are not as many texts as letters"
+DAMAGE = [
+    (Gsm8k, {"question": "?", "answer": "It is 72."}, "line 1 cannot be used: its answer has no line `#### NUMBER`"),
+    (Gsm8k, {"question": "?"}, 'line 1 has no "answer" that is a text'),
+    (Mmlu, SKY | {"answer": 4}, "line 1 cannot be used: its answer is 4"),
+    (Mmlu, SKY | {"answer": -1}, "line 1 cannot be used: its answer is -1"),
+    (Mmlu, SKY | {"answer": "B"}, 'line 1 has no "answer" that is a whole number'),
+    (Mmlu, SKY | {"answer": 0, "choices": ["red", "blue"]}, NOT_AS_MANY),
+    (Mmlu, SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]}, NOT_AS_MANY),
+    (Mmlu, SKY | {"answer": 0, "question": None}, 'line 1 has no "question" that is a text'),
+    (Mmlu, ["a", "list"], "line 1 is not an object with question, choices, answer"),
+    (ArcEasy, arc_row("ABCD", "E"), "line 1 cannot be used: its answer 'E' is not one of the letters"),
+    (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}}, NOT_AS_MANY),
+    (ArcEasy, arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}}, NOT_AS_MANY),
+    (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, NOT_AS_MANY),
+    (ArcEasy, arc_row("ABCD", "C") | {"choices": ["a", "b"]}, 'line 1 has no "choices" that is an object'),
     (
-        arc_row("ABCD", "E"),
-        "its answer 'E' is not one of the letters A, B, C, D",
+        SmolTalk,
+        {"messages": [{"role": "assistant", "content": "Hi!"}]},
+        "line 1 cannot be used: message 0 is by assist",
     ),
-    (
-        arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}},
-        "its choices are not as many texts as letters",
-    ),
-    (
-        arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}},
-        "its choices are not as many texts as letters",
-    ),
-    (arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, "line 1 cannot be used"),
-    (arc_row("ABCD", "C") | {"choices": ["a", "b"]}, 'line 1 has no "choices" that is an object'),
+    (SmolTalk, {"conversations": []}, 'line 1 has no "messages" that is a list'),
 ]
 
 
-@pytest.mark.parametrize(("row", "problem"), ARC_DAMAGE)
-def test_arc_damaged(tmp_path, row, problem):
-    task = ArcEasy("test", str(write(tmp_path / "test.jsonl", [row])))
-    assert problem in complaint(lambda: task.example(0))
+@pytest.mark.parametrize(("kind", "row", "problem"), DAMAGE)
+def test_a_damaged_row_is_named_when_it_is_read(tmp_path, kind, row, problem):
+    path = write(tmp_path / "test.jsonl", [row])
+    assert complaint(lambda: kind("test", str(path)).example(0)).startswith(f"{path} {problem}")
 
 
 def test_arc_from_a_copy_of_the_whole_repo(tmp_path):
@@ -681,13 +646,6 @@ def test_smoltalk_in_chinese(tmp_path):
     assert [task.example(n).messages for n in range(2)] == [spoken, spoken * 3]
     categories = {split: set(files) for split, files in catalog.TASKS["smoltalk_zh"].splits.items()}
     assert not categories["train"] & categories["test"]
-
-
-def test_smoltalk_names_a_damaged_row_when_it_is_read(tmp_path):
-    path = write(tmp_path / "train.jsonl", [{"messages": HELLO}, {"messages": HELLO[1:]}, {"conversations": HELLO}])
-    task = SmolTalk("train", str(path))
-    assert complaint(lambda: task.example(1)).startswith(f"{path} line 2 cannot be used: message 0 is by assistant")
-    assert complaint(lambda: task.example(2)).startswith(f'{path} line 3 has no "messages" that is a list')
 
 
 # ---- Preference pairs ------------------------------------------------------------------------------------
