@@ -354,13 +354,9 @@ class PairLoss:
     function: Callable[..., tuple[Tensor, Tensor]]  # (model, batch, *, settings with their defaults)
     source: str  # authors, year, title
     has_reference: bool = False  # compares with a frozen reference model
-    is_unpaired: bool = False  # learns from single replies, good or bad, not from pairs
     has_scalar_head: bool = False  # trains a reward model: a second head rates the replies
-    # How replies become micro-batches: (examples, tokens of a row, rows, device); None: pairs, as in preferences.py.
-    batches: Callable[..., Iterator[Any]] | None = None
-    # Makes a batch of full rows, for the memory of a dry run.
-    full_batch: Callable[[PackedBatch], Any] = lambda rows: PairBatch(rows, len(rows.inputs) // 2)
-    baseline: Callable[..., float] | None = None  # (policy, reference, examples, *sizes): a setting of each step
+    # How pairs become micro-batches: (pairs, tokens of a row, rows, device); None: as in preferences.py.
+    batches: Callable[..., Iterator[PairBatch]] | None = None
     stage: str = "dpo"  # the stage of its checkpoints
     lr_scale: float = 0.02
     adapter_rate: float = 1e-5

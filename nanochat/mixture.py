@@ -64,12 +64,7 @@ def open_mixture(
     return kind([task for task, _ in parts], [weight for _, weight in parts], seed, bad_records)
 
 
-@dataclass(frozen=True)
-class JudgedReply:
-    """A question with a reply."""
-
-    rendered: Rendered
-    is_good: bool  # in a pair: it is the chosen one
+RenderedPair = tuple[Rendered, Rendered]  # a question with the chosen reply, and with the rejected one
 
 
 class Mixture:
@@ -132,15 +127,15 @@ class Mixture:
             return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
         return chat
 
-    def rendered_replies(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> list["JudgedReply"]:
-        """Example `index` as DPO reads it: the question with the chosen reply, and with the rejected one. A record with
-        one labelled reply gives the question with that reply."""
+    def rendered_pair(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> RenderedPair:
+        """Example `index` as DPO reads it."""
         task, number = self.draw(index)
         tools = task.example(number).tools
-        return [
-            JudgedReply(self._render(tokenizer, task, number, messages, tools, max_tokens), is_good)
-            for messages, is_good in task.judged(number)
-        ]
+        chosen, rejected = task.pair(number).conversations
+        return (
+            self._render(tokenizer, task, number, chosen, tools, max_tokens),
+            self._render(tokenizer, task, number, rejected, tools, max_tokens),
+        )
 
     def _render(
         self, tokenizer: Tokenizer, task: Task, number: int, messages: Sequence[Message],
@@ -164,14 +159,14 @@ class Mixture:
         return rendered
 
     def fingerprint(self) -> str:
-        """A sha256 that identifies the mixture. It covers the name, length, code, labels and sixteen examples of each
-        task."""
+        """A sha256 that identifies the mixture. It covers the name, length, code, rejected replies and sixteen examples
+        of each task."""
         digest = hashlib.sha256()
         for task in self.tasks:
             numbers = sorted({i * len(task) // 16 for i in range(16)})
             digest.update(repr((task.name, len(task), [task.example(i).messages for i in numbers])).encode())
             digest.update(task.code.encode())
-            digest.update(task.labels)
+            digest.update(task.rejected)
         return digest.hexdigest()
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:

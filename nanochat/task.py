@@ -63,7 +63,7 @@ class Task:
 
     name: str
     code: str = ""  # the sha256 of the user's file that defines it
-    labels: bytes | bytearray = b""  # of each judged example: whether it is good, a hash of its rejected reply
+    rejected: bytes | bytearray = b""  # a hash of each pair's rejected reply, where a file has them
     kind: Kind = "generative"
     baseline: float = 0.0  # accuracy of guessing at random
     masked: int = 0  # replies that its data mark as not to be learned
@@ -108,12 +108,6 @@ class Task:
         """Example `index` for preference optimisation: its reference answer and a wrong one."""
         messages = self.example(index).messages
         return Pair(messages[:-1], messages[-1], {"role": "assistant", "content": self.wrong(index)})
-
-    def judged(self, index: int) -> list[tuple[list[Message], bool]]:
-        """Example `index` for preference optimisation of single replies: conversations, and whether each ends well. By
-        default these are the two of a pair."""
-        chosen, rejected = self.pair(index).conversations
-        return [(chosen, True), (rejected, False)]
 
     def wrong(self, index: int) -> str | list[Part]:
         """A wrong reply to example `index`, the same at every call. By default it is the reference answer of the next

@@ -25,7 +25,7 @@ FROM_HUB = rooms.names("task datasets")
 FROM_PATH = rooms.names("task files")
 NAMES = (*GENERATED, *ENVIRONMENTS, *FROM_HUB, *FROM_PATH)
 
-FileForm = Literal["conversations", "prompts", "pairs", "labelled"]  # what a file without a task's name holds
+FileForm = Literal["conversations", "prompts", "pairs"]  # what a file without a task's name holds
 BadRecords = Literal["skip", "fail"]  # leave out and count a record that is not a conversation, or fail
 Thoughts = Literal["keep", "drop"]  # what becomes of the thoughts in a file's replies
 

@@ -4,8 +4,6 @@ python -m scripts.chat_dpo --device_batch_size=8
 
 python -m scripts.chat_dpo --loss=simpo --tasks=pairs.jsonl
 
-python -m scripts.chat_dpo --loss=kto --tasks=labelled.jsonl
-
 python -m scripts.chat_dpo --loss=reward    # a reward model instead, for `chat_rl --reward rm:rm`
 
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_dpo -- --target_examples_per_step=64
@@ -31,22 +29,20 @@ class Config(EpochFlags):
     num_iterations: Positive = 100  # steps
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
-    loss: Frozen[str] = "dpo"  # dpo, ipo, simpo, cpo, orpo, kto; reward: train a reward model (stage rm)
+    loss: Frozen[str] = "dpo"  # dpo, ipo, simpo, cpo, orpo; reward: train a reward model (stage rm)
     # A smaller value allows a larger distance from the reference. orpo: the odds ratio's weight. Default 0.1; simpo 2.
     beta: Frozen[Annotated[float, Range(1e-6, 100)] | None] = None
     gamma: Frozen[Annotated[float, Range(0, 100)] | None] = None  # by how much the chosen reply should lead (simpo: 1)
     label_smoothing: Frozen[Annotated[float, Range(0, 0.5)] | None] = None  # share of pairs that are wrong (dpo: 0)
-    # Weight of the chosen reply's cross-entropy. Default 0, for cpo and orpo 1; kto does not use it.
+    # Weight of the chosen reply's cross-entropy. Default 0, for cpo and orpo 1.
     sft_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None
-    desirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # weight of good replies (kto: 1)
-    undesirable_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None  # weight of bad replies (kto: 1)
     # optimizer
 
     # Multiplies all learning rates of pretraining. Default 0.02, for reward 0.1.
     lr_scale: Annotated[float, Range(0, 100)] | None = None
     # evaluation, device
     eval_every: Count = 50  # steps between evaluations; 0: only at the beginning and the end
-    eval_examples: Positive = 256  # held-out pairs, or labelled replies
+    eval_examples: Positive = 256  # held-out pairs
     compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
     @property
@@ -67,7 +63,7 @@ def main(config: Config) -> None:
     from nanochat.alignment import preferences
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.loop import Run
-    from nanochat.mixture import Horizon, Mixture, open_mixture
+    from nanochat.mixture import Horizon, Mixture, RenderedPair, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.stage import begin, open_optimizer
     from nanochat.task_flag import parse_tasks, require_pairs
@@ -76,8 +72,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ loss
     loss = losses.find(losses.PAIR_LOSSES, "pair losses", config.loss)
-    names = ("beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight")
-    settings = {name: getattr(config, name) for name in names}
+    settings = {name: getattr(config, name) for name in ("beta", "gamma", "label_smoothing", "sft_weight")}
     losses.require_settings(config.loss, **settings)
     loss_fn = loss.bind(**settings)
     print0(f"loss: {config.loss} ({loss.source})")
@@ -95,37 +90,29 @@ def main(config: Config) -> None:
         reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
         start.ledger.report(
             model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
-            batch_of=lambda rows: preferences.with_reference(loss.full_batch(rows), reference),
+            batch_of=lambda rows: preferences.with_reference(preferences.full_batch(rows), reference),
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return
     tasks = config.tasks or default_tasks(start.pretraining["data"], stage="dpo")
     require_pairs(parse_tasks(tasks))
     by_epoch = config.num_epochs is not None
-    files = {"bad_records": config.bad_records, "val_share": config.val_share}
+    files = {"bad_records": config.bad_records, "val_share": config.val_share, "files": "pairs"}
     files |= {"columns": config.columns, "thoughts": config.thoughts}
-    files["files"] = "labelled" if loss.is_unpaired else "pairs"
     train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
     held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
     print0(f"tasks: {tasks}")
 
     # A row reads all tokens of a reply but the last, which is only a target. A reward model reads the last one, too.
     max_tokens = row_tokens if loss.has_scalar_head else row_tokens + 1
-    sizes = (row_tokens, config.device_batch_size, device)
 
-    def draw(mixture: Mixture, numbers: range) -> list[preferences.Replies]:
-        return preferences.draw_replies(mixture, start.tokenizer, numbers, max_tokens)
+    def draw(mixture: Mixture, numbers: range) -> list[RenderedPair]:
+        return preferences.draw_pairs(mixture, start.tokenizer, numbers, max_tokens)
 
-    def micro_batches(examples: Sequence[preferences.Replies], frozen: Any = reference) -> Iterator[Any]:
+    def micro_batches(examples: Sequence[RenderedPair], frozen: Any = reference) -> Iterator[losses.PairBatch]:
         """This rank's micro-batches, each with the log probabilities of the reference model, which may be compiled."""
         batches_of = loss.batches or preferences.pair_batches
-        return preferences.compared(batches_of(examples, *sizes), frozen)
-
-    def baseline_of(examples: Sequence[preferences.Replies], policy: Any, frozen: Any = reference) -> dict[str, float]:
-        """The baseline of a loss on single replies: the distance of the model from its reference."""
-        if loss.baseline is None:
-            return {}
-        return {"baseline": loss.baseline(policy, frozen, examples, *sizes)}
+        return preferences.compared(batches_of(examples, row_tokens, config.device_batch_size, device), frozen)
 
     # ------------------------------------------------------------------ horizon, optimizer
     horizon = Horizon.of(config, train)
@@ -137,7 +124,7 @@ def main(config: Config) -> None:
     schedule = Schedule.for_run(
         steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
     )
-    print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} {'examples' if loss.is_unpaired else 'pairs'}")
+    print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} pairs")
 
     # ------------------------------------------------------------------ train
     assert start.source is not None
@@ -181,8 +168,7 @@ def main(config: Config) -> None:
             if run.due.evaluate:
                 with run.interruptible("evaluation"):
                     reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
-                    baseline = baseline_of(val_examples, model)
-                    val_loss_fn = functools.partial(loss_fn, stats=reply_stats, **baseline)
+                    val_loss_fn = functools.partial(loss_fn, stats=reply_stats)
                     val_loss = mean_loss(model, micro_batches(val_examples), val_loss_fn, device, run.should_stop)
                     metrics = {}
                     if not math.isnan(val_loss):  # otherwise every held-out pair was left out
@@ -204,17 +190,16 @@ def main(config: Config) -> None:
             # Both models are compiled, or neither is: otherwise the margin contains the difference of their rounding.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
-            baseline = baseline_of(examples, policy, frozen)
             stats = train_step(
                 policy, optimizer, track(micro_batches(examples, frozen), "micro-batch"),
-                functools.partial(loss_fn, stats=reply_stats, **baseline), device=device, lr=schedule.lr(step),
+                functools.partial(loss_fn, stats=reply_stats), device=device, lr=schedule.lr(step),
                 momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
             run.log.add(stats, preferences.token_count(examples))
             left_out += len(numbers) - len(examples)
             if run.due.log:
                 means = losses.mean_reply_stats(reply_stats, device)
-                run.log.step(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **baseline, **means)
+                run.log.step(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
     run.finish()
 
 

@@ -4,8 +4,6 @@ python -m scripts.preview --source sft --tasks chats.jsonl
 
 python -m scripts.preview --stage dpo --tasks ORG/NAME@train_prefs
 
-python -m scripts.preview --stage kto --tasks labelled.jsonl
-
 A terminal shows the tokens to learn in green. Elsewhere they are between [[ and ]].
 """
 
@@ -31,8 +29,7 @@ class Config:
     source_tag: str | None = None  # tag of the source; default: the tag written last
     max_seq_len: Count = 0  # tokens of a row, as in the stage; 0: the model's context
     chat_template: str | None = None  # a Jinja file, as in the stage
-    # chat_sft learns conversations, chat_dpo preference pairs, and with --loss kto labelled replies, too.
-    stage: Literal["sft", "dpo", "kto"] = "sft"
+    stage: Literal["sft", "dpo"] = "sft"  # chat_sft learns conversations, chat_dpo preference pairs
     tasks: str = ""  # as in the stage; default: the stage's default
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     bad_records: Literal["skip", "fail"] = "skip"  # records of a PATH or ORG/NAME that are not chats: skip or fail
@@ -67,9 +64,7 @@ def main(config: Config) -> None:
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"
-    files: FileForm = "conversations"
-    if not is_sft:
-        files = "labelled" if config.stage == "kto" else "pairs"
+    files: FileForm = "conversations" if is_sft else "pairs"
     tasks = config.tasks
     if not tasks:
         tasks = default_tasks(pretraining["data"], config.hub, "sft" if is_sft else "dpo")
@@ -91,11 +86,11 @@ def main(config: Config) -> None:
     print0(f"examples held out: {sizes or 'none'}")
 
     def texts_of(number: int) -> dict[str, "Rendered"]:
-        """The texts of an example by name: a conversation, the two replies of a pair, or one labelled reply."""
+        """The texts of an example by name: a conversation, or the two replies of a pair."""
         if is_sft:
             return {"": mixture.rendered_chat(tokenizer, number, row_tokens + 1)}
-        replies = mixture.rendered_replies(tokenizer, number, row_tokens + 1)
-        return {"chosen: " if reply.is_good else "rejected: ": reply.rendered for reply in replies}
+        chosen, rejected = mixture.rendered_pair(tokenizer, number, row_tokens + 1)
+        return {"chosen: ": chosen, "rejected: ": rejected}
 
     # ------------------------------------------------------------------ examples
     shown: set[tuple[Task, int]] = set()
@@ -121,7 +116,7 @@ def main(config: Config) -> None:
     print_table(COLUMNS, [table_row(name, examples[name]) for name in sorted(examples)])
     for task in mixture.tasks:
         if len(task) < (drawn := len(examples.get(task.name, ()))):
-            kind = "pair" if config.stage == "dpo" else "example"
+            kind = "example" if is_sft else "pair"
             print0(
                 f"{task.name} has {counted(len(task), kind)}: the {drawn:,} of the table repeat them, as training does"
             )

@@ -473,7 +473,7 @@ def test_flags_that_resume_refuses():
     assert frozen["continue_train"] == frozen["base_train"] - shape | {"rope_scaling"} | adapters
     assert frozen["mid_train"] == {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling"}
     assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
-    losses = {"loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight"}
+    losses = {"loss", "beta", "gamma", "label_smoothing", "sft_weight"}
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
     samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k", "reward"}
     assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {

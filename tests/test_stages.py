@@ -912,7 +912,7 @@ def test_users_documented_commands_run_as_written(start, monkeypatch):
         ("chat_dpo --source=base --beta=0", "--beta"),
         ("chat_dpo --source=base --label_smoothing=0.6", "--label_smoothing 0.6: at most 0.5"),
         ("chat_dpo --source=base --loss=ipo --label_smoothing=0.1", "--label_smoothing 0.1"),
-        ("chat_dpo --source=base --loss=kto --sft_weight=1", "--sft_weight 1.0: --loss kto has none, dpo, ipo, "),
+        ("chat_dpo --source=base --loss=reward --sft_weight=1", "--sft_weight 1.0: --loss reward has none, dpo, ipo, "),
         ("chat_rl", "no sft checkpoint"),
         ("chat_rl --source=base --num_samples=1", "--num_samples"),
         ("chat_rl --source=base --temperature=0", "--temperature"),
@@ -1004,22 +1004,19 @@ def test_resume_keeps_to_its_source(start, capsys):
 
 @pytest.mark.slow
 def test_resume_keeps_to_its_data(start, tmp_path, capsys):
-    """Other rows under the same name would come in another order: some twice, some never. A label or a rejected reply
-    that has changed is noticed in any row."""
+    """Other rows under the same name would come in another order: some twice, some never. A rejected reply that
+    has changed is noticed in any row."""
     said = [
         {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "no"}]} for i in range(9)
     ]
     pairs = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(9)]
     many = [{"prompt": f"{i}?", "chosen": "yes", "rejected": "no"} for i in range(40)]
     rewritten = [many[0], {**many[1], "rejected": "never"}, *many[2:]]
-    labelled = [{"prompt": f"{i}?", "completion": "no", "label": i % 2 == 0} for i in range(40)]
-    relabelled = [labelled[0], {**labelled[1], "label": True}, *labelled[2:]]
     for script, rows, others, flags in (
         ("chat_sft", said, said[::-1], SFT),
         ("mid_train", said, said[::-1], MID),
         ("chat_dpo", pairs, pairs[::-1], DPO),
         ("chat_dpo", many, rewritten, (*DPO, "--model_tag=many", "--source_tag=d1")),
-        ("chat_dpo", labelled, relabelled, (*DPO, "--loss=kto", "--model_tag=kto", "--source_tag=d1")),
     ):
         file = tmp_path / "rows.jsonl"
         flags = (*(f for f in flags if "--tasks" not in f), "--source=base", f"--tasks={file}")
@@ -1070,7 +1067,7 @@ def pairs_file(folder: Path, count: int, odd: Sequence[dict] = ()) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", ["dpo", "simpo", "kto"])
+@pytest.mark.parametrize("loss", ["dpo", "simpo"])
 def test_held_out_pairs_are_told_apart(start, tmp_path, loss):
     tasks = f"--tasks={pairs_file(tmp_path / 'pairs', 300)}"
     flags = (*CPU, "--source=base", tasks, "--device_batch_size=8", "--target_examples_per_step=16", "--lr_scale=0.5")
@@ -1078,54 +1075,20 @@ def test_held_out_pairs_are_told_apart(start, tmp_path, loss):
     call("chat_dpo", *flags, *more)
     lines = metrics(start, "dpo")
     assert (lines[0]["accuracy"] == 0.5) == (loss != "simpo")  # under a reference both replies are as before
-    assert ("baseline" in lines[0]) == (loss == "kto")
     found = [line["val_accuracy"] for line in lines if "val_accuracy" in line]
     assert found[-1] > 0.8, found
     assert lines[-1]["val_chosen_reward"] > lines[-1]["val_rejected_reward"]
     assert lines[-1]["val_loss"] < lines[0]["loss"]
 
 
-@pytest.mark.slow
-def test_labelled_replies_train_alike_on_one_and_two_processes_and_resume_exactly(start, tmp_path):
-    """Three of four labelled, in two forms, and the fourth a pair; one is empty."""
-    file = tmp_path / "labelled.jsonl"
-    rows = []
-    for n in range(12):
-        question = {"role": "user", "content": f"What is {n}?"}
-        reply = {"role": "assistant", "content": f"It is {n}." if n % 2 else "Who knows?"}
-        rows.append({"messages": [question, reply], "label": n % 2 == 1})
-        rows.append({"prompt": f"And {n} more?", "completion": f"{n}." * (n % 3), "kto_tag": n < 7})
-        rows.append({"prompt": f"Is it {n}?", "chosen": "It is.", "rejected": "No."})
-    file.write_text("\n".join(map(json.dumps, rows)))
-    flags = (
-        *tuned(DPO),
-        "--source=base",
-        "--source_tag=d1",
-        "--loss=kto",
-        f"--tasks={file}",
-        "--num_iterations=4",
-        "--eval_every=2",
-    )
-    exactly_resumed(start, "chat_dpo", "dpo", (*flags, "--save_every=1"), 4)
-    run_command("chat_dpo", *flags, "--model_tag=many", "--parallel=fsdp")
-    same_training(start, "dpo", "d1", "many", 4)
-    lines = metrics(start, "dpo")
-    assert lines[0]["baseline"] == 0 < lines[-1]["baseline"]
-    assert [line["baseline"] for line in metrics(start, "dpo", "many")] == pytest.approx(
-        [line["baseline"] for line in lines], abs=1e-4
-    )
-    assert lines[-1]["left_out"] > 0 and lines[-1]["chosen_reward"] != lines[-1]["rejected_reward"]
-
-
 def test_a_loss_without_a_reference_needs_no_second_model(start, capsys):
     peaks = {}
-    for loss in ("dpo", "simpo", "kto"):
+    for loss in ("dpo", "simpo"):
         call("chat_dpo", *DPO, "--source=base", f"--loss={loss}", "--dry_run")
         (line,) = [line for line in capsys.readouterr().out.splitlines() if "most at once" in line]
         peaks[loss] = float(line.split()[-2].replace(",", ""))
     weights = (start / "checkpoints/base/d1/step_000020/model.safetensors").stat().st_size / 2**20
     assert peaks["dpo"] - peaks["simpo"] > 0.9 * weights
-    assert peaks["kto"] == pytest.approx(peaks["dpo"], abs=0.1)
 
 
 def test_pairs_with_nothing_to_prefer_are_left_out(start, tmp_path):

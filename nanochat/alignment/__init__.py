@@ -15,7 +15,6 @@ PLUGS = {
         "simpo": "nanochat.alignment.pair_losses:SIMPO",
         "cpo": "nanochat.alignment.pair_losses:CPO",
         "orpo": "nanochat.alignment.pair_losses:ORPO",
-        "kto": "nanochat.alignment.kto:KTO",
         "reward": "nanochat.alignment.reward_model:REWARD",
     },
     "rewards": {

@@ -10,7 +10,7 @@ their number, g(c) = log p(c) - log q(c) the gain over the reference model q, an
     cpo     -log s(beta (log p(c) - log p(r))) - log p(c) / |c|          no           0.1
     orpo    -beta log s(log odds(c) - log odds(r)) - log p(c) / |c|      no           0.1
 
-kto.py has the loss of single replies, reward_model.py the loss of a reward model.
+reward_model.py has the loss of a reward model.
 
 An example: the chosen reply has tokens with p = 1/2 and 1/4, the rejected one three tokens with p = 1/2. Under the
 reference the replies have 1/16 and 1/4. So log p = -3 ln 2 for both; the gains are ln 2 and -ln 2, the means

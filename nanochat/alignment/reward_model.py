@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat.alignment.preferences import Replies, pair_batches
+from nanochat.alignment.preferences import pair_batches
 from nanochat.checkpoint_manager import load_model
 from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.losses import PairBatch, PairLoss, by_reply, sum_over_pairs
-from nanochat.mixture import JudgedReply
+from nanochat.mixture import RenderedPair
 from nanochat.packing import pack_sequences
 
 ROWS = 8  # rows that are rated at once
@@ -32,9 +32,9 @@ def with_place(rendered: Rendered) -> Rendered:
     return Rendered([*rendered.ids, 0], [0] * len(rendered.ids) + [1], cut=rendered.cut)
 
 
-def rated_batches(examples: Iterable[Replies], row_tokens: int, rows: int, device: Device) -> Iterator[PairBatch]:
+def rated_batches(pairs: Iterable[RenderedPair], row_tokens: int, rows: int, device: Device) -> Iterator[PairBatch]:
     """This rank's share of pairs, in micro-batches of `rows` rows; each reply ends with its placeholder."""
-    rated = [[JudgedReply(with_place(reply.rendered), reply.is_good) for reply in pair] for pair in examples]
+    rated = [(with_place(chosen), with_place(rejected)) for chosen, rejected in pairs]
     return pair_batches(rated, row_tokens, rows, device)
 
 

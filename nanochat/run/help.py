@@ -16,8 +16,8 @@ GROUPS = {
     "samples": """
         num_samples max_tokens temperature top_k reward sampler sampler_patience staleness refills overlong""",
     "loss": """
-        loss beta gamma label_smoothing sft_weight desirable_weight undesirable_weight updates_per_step minibatches
-        clip_low clip_high kl kl_in importance_cap teacher""",
+        loss beta gamma label_smoothing sft_weight updates_per_step minibatches clip_low clip_high kl kl_in
+        importance_cap teacher""",
     "learning rates": """
         lr_scale learning_rate optimizer matrix_lr weight_decay max_grad_norm
         lr_schedule warmup_ratio warmdown_fraction""",

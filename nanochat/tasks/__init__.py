@@ -24,6 +24,5 @@ PLUGS = {
         "conversations": "nanochat.tasks.conversations:Conversations",
         "prompts": "nanochat.tasks.conversations:Prompts",
         "pairs": "nanochat.tasks.preferences:Preferences",
-        "labelled": "nanochat.tasks.preferences:Labelled",
     },
 }

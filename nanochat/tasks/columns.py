@@ -24,7 +24,6 @@ NAMES = {
     "system": ("system", "system_prompt"),
     "history": ("history",),
     "tools": ("tools",),
-    "label": ("label", "kto_tag"),
 }
 # An input belongs to its instruction: beside both, these come first.
 INSTRUCTED = ("instruction", "input")
@@ -34,9 +33,9 @@ CHINESE = {
     "问题": "question", "提问": "question", "题目": "question", "指令": "instruction", "提示": "prompt",
     "提示词": "prompt", "输入": "input", "上下文": "context", "答案": "answer", "回答": "answer", "答复": "answer",
     "回复": "response", "输出": "output", "系统": "system", "系统提示": "system", "系统提示词": "system",
-    "对话": "conversations", "历史": "history", "工具": "tools", "标签": "label",
+    "对话": "conversations", "历史": "history", "工具": "tools",
 }  # fmt: skip
-LABELS = {"true": True, "1": True, "false": False, "0": False}
+LABELS = ("label", "kto_tag", "标签")  # columns of files for KTO: whether the reply is good
 # Columns of data with more than text. A model that reads only text must not learn to answer what it cannot see.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 
@@ -116,9 +115,16 @@ def first_of(fields: Mapping[str, Any], role: str) -> Any:
     return None if name is None else fields[name]
 
 
-def label_of(fields: Mapping[str, Any]) -> bool | None:
-    """Whether the label of a tidied record says that its reply is good; None where it is neither true nor false."""
-    return LABELS.get(str(first_of(fields, "label")).strip().lower())
+def is_label(head: Any) -> bool:
+    """Whether a column has this name in files for KTO."""
+    return _plain(head) in LABELS
+
+
+def label_of(fields: Any) -> str | None:
+    """What such a column of a record has, as a text in small letters; None without one."""
+    if not isinstance(fields, dict):
+        return None
+    return next((str(value).strip().lower() for head, value in fields.items() if is_label(head)), None)
 
 
 def has(names: Iterable[str], *roles: str) -> bool:

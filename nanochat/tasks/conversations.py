@@ -18,8 +18,8 @@ assistant may call are a list "tools"; only a model with a chat template learns 
 
 data/records.py reads the rows. All are checked when they are opened. A row that is damaged, not a conversation or in an
 unknown form is skipped and counted, or is an error with `bad_records="fail"`. A file without any row in a known form
-is always an error. A last question without an answer is dropped: it teaches nothing. A reply with a label that is
-false, as files for KTO have (preferences.py), is left out and counted. What is read and what is not, of columns and of
+is always an error. A last question without an answer is dropped: it teaches nothing. A file whose replies
+have labels, good or bad, is refused. What is read and what is not, of columns and of
 messages, is printed once, when the training part is opened.
 
 If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
@@ -47,6 +47,7 @@ from nanochat.tasks.columns import (
     first_name,
     first_of,
     has,
+    is_label,
     known_name,
     label_of,
     origins,
@@ -80,6 +81,10 @@ class UnknownForm(ValueError):
     """A record is in none of the forms above; its text says which are known."""
 
 
+class LabelledReply(ValueError):
+    """A reply that a label calls good or bad, as in files for KTO: its whole file is refused."""
+
+
 class Conversations(RecordTask):
     """A dialogue to learn from."""
 
@@ -87,9 +92,7 @@ class Conversations(RecordTask):
     kind = "dialogue"
     has_pairs = False
     rest = "not"  # what the other columns are, in the line that says what is read
-    learns_bad = False  # whether a reply with a label that says it is bad is read as the others are
-    # Of the columns that are read.
-    roles: tuple[str, ...] = (*TURNS, "label")
+    roles: tuple[str, ...] = TURNS  # of the columns that are read
 
     def __init__(
         self,
@@ -135,6 +138,7 @@ class Conversations(RecordTask):
 
     def check(self, record: Any) -> bool:
         """Whether the last question of a tidied record is dropped. Raises ValueError: when it is not a conversation."""
+        refuse_labels(record)
         messages = conversation_of(record)
         tools_of(record)
         self.seen.replies(messages)
@@ -160,7 +164,7 @@ class Conversations(RecordTask):
         found = origins(names, self.columns)
         if not self.is_known(found):
             return None
-        return [head for name, head in found.items() if ROLES.get(name) in self.roles]
+        return [head for name, head in found.items() if ROLES.get(name) in self.roles or is_label(head)]
 
     def roles_of(self, fields: Mapping[str, Any]) -> list[str]:
         """The roles whose columns are read in a tidied record."""
@@ -171,18 +175,7 @@ class Conversations(RecordTask):
             unread = ("messages", "input")
         if not isinstance(first_of(fields, "thought"), str):  # "thinking" may say only whether there is one
             unread += ("thought",)
-        if not self.learns_bad and self.judgement(fields) is None:
-            unread += ("label",)
         return [role for role in self.roles if role not in unread]
-
-    def judgement(self, fields: Any) -> bool | None:
-        """What the label of a tidied record says of its reply; None where it has none, or where that is not asked."""
-        name = first_name(fields, "label") if isinstance(fields, dict) and not self.learns_bad else None
-        if name is None:
-            return None
-        # A number under "label" may as well be the class of a text.
-        is_clear = name != "label" or "label" in self.columns or str(fields[name]).strip().lower() in ("true", "false")
-        return label_of(fields) if is_clear else None
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
@@ -197,8 +190,7 @@ class Conversations(RecordTask):
         known: set[DataFile] = set()  # files that have a record in a known form
         unknown: dict[DataFile, ValueError] = {}  # the problem of a file's first record in an unknown form
         questions = 0  # at the end of a conversation
-        bad = 0  # replies with a label that says so
-        unclear = 0  # replies with a label that may say so
+        zeros = 0  # labels that may say that a reply is bad
         for index in track(range(count), f"checking {self.name}"):
             file, _ = self.records.place(index)
             try:
@@ -212,14 +204,11 @@ class Conversations(RecordTask):
             try:
                 self.seen.columns(record, fields, self)
                 refuse_media(fields)
-                if self.judgement(fields) is False:
-                    used[index] = False
-                    known.add(file)
-                    bad += 1
-                    continue
-                unclear += not self.learns_bad and isinstance(fields, dict) and label_of(fields) is False
                 questions += self.check(fields)
+                zeros += label_of(fields) in ("0", "0.0")
                 known.add(file)
+            except LabelledReply as error:
+                raise self.records.error(index, f"cannot be used: {error}") from error
             except ValueError as error:
                 used[index] = False
                 problem = f"cannot be used: {error}"
@@ -238,7 +227,7 @@ class Conversations(RecordTask):
             if file not in known:  # as a rule all of its records have this form
                 raise error
         if causes:
-            left_out = count - int(used.sum()) - bad
+            left_out = count - int(used.sum())
             first, *others = (f"{error}" for error in firsts.values())
             if bad_records == "fail":
                 more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
@@ -250,16 +239,9 @@ class Conversations(RecordTask):
             if not used.any():
                 raise UserError(f"--tasks {source}: {problem}")
             warn(f"--tasks {source}: {problem} (--bad_records fail makes this an error)")
-        if bad:
-            problem = f"{bad:,} of {count:,} replies have a label that is false: they are not learned"
-            if not used.any():
-                # Files for KTO may have the good replies first, and the last rows are held out.
-                hint = ": shuffle the rows, or --val_share 0 holds none out" if source.endswith("(test)") else ""
-                raise UserError(f"--tasks {source}: {problem}, and no other is left{hint}")
-            warn(f"--tasks {source}: {problem} (chat_dpo --loss kto learns from them, too)")
-        if unclear:
-            problem = f"{unclear:,} of {count:,} replies have the label 0 and are learned"
-            warn(f"--tasks {source}: {problem}: if it means a bad reply, --columns label=label leaves them out")
+        if zeros:
+            problem = f"{zeros:,} of {count:,} records have the label 0, and their replies are learned"
+            warn(f"--tasks {source}: {problem}: leave them out of the file if it means a bad reply")
         absent = self.seen.absent(self.columns)
         if absent:
             heads = ", ".join(map(str, self.seen.heads))[:400]
@@ -280,8 +262,6 @@ class Prompts(Conversations):
 
     name = "prompts"
     rest = "and, for rewards,"
-    learns_bad = True  # only the question is learned from
-    roles = TURNS
 
     @staticmethod
     def is_known(names: Iterable[str]) -> bool:
@@ -429,6 +409,16 @@ def names_read(fields: Mapping[str, Any], roles: Iterable[str]) -> dict[str, str
     if "answer" in found.values() and _is_blossom(fields):
         found["answer"] = "answer"
     return found
+
+
+def refuse_labels(fields: Any) -> None:
+    """Raises LabelledReply: for a record with a label that is true or false."""
+    label = label_of(fields)
+    if label in ("true", "false"):
+        raise LabelledReply(
+            f"its reply has a label ({label}), as for KTO, which chat_dpo does not have: keep the good replies, "
+            "without the label, or make pairs of chosen and rejected"
+        )
 
 
 def refuse_media(fields: Any) -> None:

@@ -1,4 +1,4 @@
-"""Your preferences, or any data set of a hub. Most losses compare pairs: one per row, in one of these forms.
+"""Your preferences, or any data set of a hub: a pair of replies per row, in one of these forms.
 
     {"chosen": [messages], "rejected": [messages]}         whole conversations that differ in their last message
     {"prompt": ..., "chosen": ..., "rejected": ...}        the prompt a text or messages, a reply a text, a message or
@@ -7,12 +7,6 @@
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
     {"messages": [...], "rejected_response": "..."}                                   ms-swift's; the last one is chosen
     {"messages": [...], "rejected_messages": [...]}                                   the same with two lists
-
-KTO learns from single replies as well: any form of conversations.py, and "label" (or "kto_tag") true or false, for the
-last message. It splits pairs; a file may hold both.
-
-    {"prompt": ..., "completion": ..., "label": true}
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "label": false}
 
 A text under "system" or "system_prompt" goes before the prompt. conversations.py describes the splits, the other names
 of a field, and how an unusable row is handled.
@@ -25,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from nanochat.conversation import Message, check_messages
-from nanochat.task import Example, Pair, reply_alone
+from nanochat.task import Example, Pair
 from nanochat.task_flag import BadRecords
-from nanochat.tasks.columns import first_of, has, label_of, tidied
+from nanochat.tasks.columns import first_of, has, tidied
 from nanochat.tasks.conversations import (
     TURNS,
     Conversations,
     UnknownForm,
-    answered,
     as_messages,
     conversation_of,
     question_of,
+    refuse_labels,
     tools_of,
     with_system,
 )
@@ -53,18 +47,17 @@ class Preferences(Conversations):
 
     name = "preferences"
     has_pairs = True
-    learns_bad = True  # a loss of pairs decides what becomes of it
     roles = (*TURNS, "chosen", "rejected")
 
     def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
-        self.labels = bytearray()
+        self.rejected = bytearray()
         return super()._checked(source, bad_records)
 
     def check(self, record: Any) -> bool:
         # A resumed run must find the rejected replies as they were. An example holds only the chosen one.
         pair = pair_of(record)
         tools_of(record)
-        self.labels += hashlib.blake2b(repr(pair.rejected).encode(), digest_size=8).digest()
+        self.rejected += hashlib.blake2b(repr(pair.rejected).encode(), digest_size=8).digest()
         self.seen.replies([pair.chosen, pair.rejected])
         return False
 
@@ -80,7 +73,7 @@ class Preferences(Conversations):
         if _is_reply(plain_messages(as_messages(fields["chosen"], "assistant"))):
             is_question = first_of(fields, "question") is not None or isinstance(fields.get("input"), str)
             roles += ["question", "input", "history"] if is_question else ["messages"]
-        return [role for role in self.roles if role in (*roles, "label")]
+        return [role for role in self.roles if role in roles]
 
     def pair(self, index: int) -> Pair:
         return self.records.parse(int(self.numbers[index]), self._pair)
@@ -96,55 +89,12 @@ class Preferences(Conversations):
         return Example(self.chosen_thoughts([*pair.question, pair.chosen]), tools=tools_of(record))
 
 
-class Labelled(Preferences):
-    """A question, and a good or a bad reply to it, or both."""
-
-    name = "labelled"
-    roles = (*Preferences.roles, "label")
-
-    @staticmethod
-    def is_known(names: Iterable[str]) -> bool:
-        names = list(names)
-        return (has(names, "label") and Conversations.is_known(names)) or Preferences.is_known(names)
-
-    def check(self, record: Any) -> bool:
-        # A resumed run must find every label unchanged: a changed label reverses its gradient.
-        judged = judged_of(record)
-        self.labels += bytes(is_good for _, is_good in judged)
-        if Preferences.is_known(record):
-            return super().check(record)
-        self.seen.replies(judged[0][0])
-        return False
-
-    def judged(self, index: int) -> list[tuple[list[Message], bool]]:
-        judged = self.records.parse(int(self.numbers[index]), lambda record: judged_of(self.tidy(record)))
-        return [(self.chosen_thoughts(messages), is_good) for messages, is_good in judged]
-
-    def read(self, record: Any) -> Example:
-        return Example(self.chosen_thoughts(judged_of(record)[0][0]), tools=tools_of(record))
-
-
-def judged_of(record: Any) -> list[tuple[list[Message], bool]]:
-    """Conversations of a tidied record, and whether each ends well. Raises ValueError: with the problem."""
-    if not isinstance(record, dict) or not Labelled.is_known(record):
-        forms = f'any form of a conversation with "label": true or false, {KNOWN}'
-        raise UnknownForm(f"; known forms: {forms}; {ADVICE},label=COLUMN")
-    if Preferences.is_known(record):
-        chosen, rejected = pair_of(record).conversations
-        return [(chosen, True), (rejected, False)]
-    is_good = label_of(record)
-    if is_good is None:
-        raise ValueError(f"its label is {first_of(record, 'label')!r}, not true or false")
-    return [(reply_alone(answered(conversation_of(record))), is_good)]
-
-
 def pair_of(record: Any) -> Pair:
     """The pair of a record in any of the forms above, checked. Raises ValueError: with the problem."""
     fields = tidied(record, {})
     if not isinstance(fields, dict) or not Preferences.is_known(fields):
-        is_labelled = isinstance(fields, dict) and has(fields, "label")
-        hint = "; replies with a label are for chat_dpo --loss kto" if is_labelled else ""
-        raise UnknownForm(f"; known forms: {KNOWN}{hint}; {ADVICE}")
+        refuse_labels(fields)
+        raise UnknownForm(f"; known forms: {KNOWN}; {ADVICE}")
     if has(fields, "chosen"):
         chosen = _conversation(fields, "chosen", fields["chosen"])
         rejected = _conversation(fields, "rejected", first_of(fields, "rejected"))

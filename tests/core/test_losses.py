@@ -9,7 +9,6 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,6 @@ from torch import Tensor
 from nanochat import losses
 from nanochat.alignment import preferences
 from nanochat.alignment.advantages import leave_one_out
-from nanochat.alignment.kto import JudgedBatch, judged_batches, kl_baseline, to_other_questions
 from nanochat.alignment.pair_losses import ipo_loss, orpo_loss
 from nanochat.alignment.reward_model import reward_loss
 from nanochat.attention import Segments
@@ -47,7 +45,7 @@ from nanochat.losses import (
     reply_logp,
     token_logp,
 )
-from nanochat.mixture import JudgedReply
+from nanochat.mixture import RenderedPair
 from nanochat.packing import PackedBatch, pack_pairs, pack_sequences
 
 METHODS = losses.all_rows(POLICY_LOSSES, "policy losses")
@@ -524,31 +522,19 @@ LN2 = math.log(2)
         ("cpo", {}, 1.732868, (-0.3 * LN2, -0.3 * LN2)),
         ("cpo", {"sft_weight": 0.0}, LN2, (-0.3 * LN2, -0.3 * LN2)),
         ("orpo", {}, 1.143693, (-0.15 * LN2, -0.1 * LN2)),
-        # sigmoid(ln 2) = 2/3 of both, whose weights are 2 and 1
-        ("kto", {"beta": 1.0, "desirable_weight": 2.0}, 2 / 3 + 1 / 3, (LN2, -LN2)),
-        # gains ln 2 less than the baseline 2 ln 2: sigmoid(-ln 2) = 1/3 of the good one, sigmoid(3 ln 2) of the bad one
-        ("kto", {"beta": 1.0, "baseline": 2 * LN2}, 2 / 3 + 1 / 9, (LN2, -LN2)),
     ],
 )
 def test_losses_of_preferences_by_hand(name, settings, expected, rewards):
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
     row = PAIR_ROWS[name]
-    if row.is_unpaired:
-        batch = judged(batch)
     if not row.has_reference:
         batch = replace(batch, reference_logp=None)
     stats = torch.zeros(len(REPLY_STATS))
     loss, count = row.function(model, batch, **settings, stats=stats)
-    assert (loss.item(), count.item()) == (pytest.approx(expected, rel=1e-6), 2 if row.is_unpaired else 1)
+    assert (loss.item(), count.item()) == (pytest.approx(expected, rel=1e-6), 1)
     assert stats[[0, 1]].tolist() == [1, 1] and stats[3:].tolist() == pytest.approx(rewards)
-    above = settings.get("baseline", 0.0)
-    accurate = 1 + (rewards[0] > above) if row.is_unpaired else 1 + math.copysign(1, rewards[0] - rewards[1])
+    accurate = 1 + math.copysign(1, rewards[0] - rewards[1])
     assert stats[2].item() == (accurate if rewards[0] != rewards[1] else 1)
-
-
-def judged(batch: PairBatch) -> JudgedBatch:
-    """The first pair of a batch taken apart."""
-    return JudgedBatch(batch.rows, torch.tensor([True, False]), batch.reference_logp[0])
 
 
 @pytest.mark.parametrize("name", OF_REPLIES)
@@ -556,9 +542,8 @@ def test_gradients_of_preferences_are_finite_differences(name):
     fixed, batch = one_pair([0.5, 0.25], [0.5, 0.4, 0.3], (1 / 16, 1 / 4))
     batch = replace(batch, reference_logp=batch.reference_logp.double())
     row = PAIR_ROWS[name]
-    batch = judged(batch) if row.is_unpaired else batch
     is_target = batch.rows.targets != IGNORE
-    settings = {"beta": 0.7, "sft_weight": 0.5, "baseline": 0.3, "label_smoothing": 0.1, "undesirable_weight": 0.6}
+    settings = {"beta": 0.7, "sft_weight": 0.5, "label_smoothing": 0.1}
 
     def loss_of(logp: Tensor) -> Tensor:
         def model(*_: Any, **__: Any) -> Tensor:
@@ -617,28 +602,18 @@ def test_losses_of_preferences_are_those_of_trl():
     cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
     orpo = pytest.importorskip("trl.experimental.orpo.orpo_trainer").ORPOTrainer
     dpo = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
-    kto = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
     model, reference = lively_model(tiny_config()), lively_model(tiny_config(), seed=7)
     ids, masks = random_pairs(5)
     for pair in range(5):
         ids[2 * pair + 1][:4] = ids[2 * pair][:4]  # the question
-    examples = [
-        [JudgedReply(Rendered(ids[n], masks[n], cut=False), n % 2 == 0) for n in (2 * pair, 2 * pair + 1)]
-        for pair in range(5)
-    ]
+    examples = rendered_pairs(ids, masks)
 
     # TRL's batch: the chosen replies, then the rejected ones, padded.
-    def padded(replies: Sequence[JudgedReply]) -> tuple[Tensor, Tensor]:
-        tokens, completion = torch.zeros(len(replies), 32, dtype=torch.long), torch.zeros(len(replies), 32)
-        for row, reply in enumerate(replies):
-            tokens[row, : len(reply.rendered.ids)] = torch.tensor(reply.rendered.ids)
-            completion[row, : len(reply.rendered.mask)] = torch.tensor(reply.rendered.mask)
-        return tokens, completion.long()
-
     replies = [pair[0] for pair in examples] + [pair[1] for pair in examples]
-    tokens, completion = padded(replies)
-    strangers = to_other_questions([reply for pair in examples for reply in pair], 32)
-    other_tokens, other_completion = padded(strangers)
+    tokens, completion = torch.zeros(10, 32, dtype=torch.long), torch.zeros(10, 32, dtype=torch.long)
+    for row, reply in enumerate(replies):
+        tokens[row, : len(reply.ids)] = torch.tensor(reply.ids)
+        completion[row, : len(reply.mask)] = torch.tensor(reply.mask)
 
     def outputs(policy: torch.nn.Module, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         logp = policy(input_ids[:, :-1]).log_softmax(-1)
@@ -650,25 +625,15 @@ def test_losses_of_preferences_are_those_of_trl():
     def policy(input_ids: Tensor, labels: Tensor, **_: Any) -> SimpleNamespace:
         return outputs(model, input_ids, labels)
 
-    def reference_logps(tokens: Tensor, completion: Tensor) -> Tensor:
-        with torch.no_grad():
-            return outputs(reference, tokens, tokens.masked_fill(completion == 0, -100)).log_probs.sum(-1)
-
-    frozen = reference_logps(tokens, completion)
+    labels = tokens.masked_fill(completion == 0, -100)
+    with torch.no_grad():
+        frozen = outputs(reference, tokens, labels).log_probs.sum(-1)
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "completion_mask": completion}
     paired = {**inputs, "ref_chosen_logps": frozen[:5], "ref_rejected_logps": frozen[5:]}
-    labelled = {
-        **inputs, "ref_logps": frozen, "label": torch.tensor([True] * 5 + [False] * 5),
-        "KL_input_ids": other_tokens, "KL_attention_mask": torch.ones_like(other_tokens),
-        "KL_completion_mask": other_completion, "ref_KL_logps": reference_logps(other_tokens, other_completion),
-    }  # fmt: skip
-    labels = tokens.masked_fill(completion == 0, -100)
     logits = torch.nn.functional.pad(model(tokens[:, :-1]), (0, 0, 0, 1))
     sums, means = (cpo.get_batch_logps(logits, labels.clone(), average_log_prob=mean) for mean in (False, True))
     gains = sums - frozen
     smoothed = trl_trainer(beta=0.3, loss_type="sigmoid", label_smoothing=0.2)
-    kto_trainer = trl_trainer(beta=0.3, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5)
-    kto_trainer._compute_kl_logps = functools.partial(kto._compute_kl_logps, kto_trainer)
     theirs = {
         "dpo": dpo._compute_loss(trl_trainer(beta=0.3, loss_types=["sigmoid"]), policy, paired, False),
         # TRL's DPO has no label smoothing but in other losses; that of its CPO, of gains, is cDPO.
@@ -677,7 +642,6 @@ def test_losses_of_preferences_are_those_of_trl():
         "simpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="simpo", simpo_gamma=0.7), *means.split(5))[0].mean(),
         "cpo": cpo.cpo_loss(trl_trainer(beta=0.3, loss_type="sigmoid"), *sums.split(5))[0].mean(),
         "orpo": -orpo.odds_ratio_loss(trl_trainer(beta=0.3), *means.split(5))[0].mean(),
-        "kto": kto._compute_loss(kto_trainer, policy, labelled, False),
     }
     device = cpu_device()
     assert set(theirs) == {*OF_REPLIES, "cdpo"}
@@ -687,11 +651,6 @@ def test_losses_of_preferences_are_those_of_trl():
         if name == "cdpo":
             settings["label_smoothing"] = 0.2
         batches = preferences.pair_batches(examples, 32, 10, device)
-        if row.is_unpaired:
-            batches = judged_batches(examples, 32, 20, device)
-            settings |= {"desirable_weight": 1.5, "undesirable_weight": 0.5}
-            settings["baseline"] = kl_baseline(model, reference, examples, 32, 4, device)
-            assert settings["baseline"] > 0.1
         batches = preferences.compared(batches, reference if row.has_reference else None)
         parts = [row.bind(**settings)(model, batch) for batch in batches]
         ours = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
@@ -724,6 +683,11 @@ def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
     return ids, [[0] * 4 + [1] * (len(i) - 4) for i in ids]
 
 
+def rendered_pairs(ids: list[list[int]], masks: list[list[int]]) -> list[RenderedPair]:
+    replies = [Rendered(one, mask, cut=False) for one, mask in zip(ids, masks, strict=True)]
+    return list(zip(replies[0::2], replies[1::2], strict=True))
+
+
 def by_pair(name: str, logp: Tensor, reference: Tensor, targets: Tensor, beta: float) -> Tensor:
     """The loss of one pair from log probabilities and lengths (2,), as the papers write it and in no code of ours."""
     gains = logp - reference
@@ -738,8 +702,6 @@ def by_pair(name: str, logp: Tensor, reference: Tensor, targets: Tensor, beta: f
     if name == "ipo":
         apart = gains / targets
         return (apart[0] - apart[1] - 1 / (2 * beta)) ** 2
-    if name == "kto":
-        return 2 - torch.sigmoid(beta * gains[0]) - torch.sigmoid(-beta * gains[1])
     own = -torch.log(1 / (1 + torch.exp(-margins[name])))
     return beta * own if name == "orpo" else own
 
@@ -767,11 +729,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(name):
     wanted = gradient(model, expected)
 
     device = cpu_device()
-    examples = [
-        [JudgedReply(Rendered(ids[n], masks[n], cut=False), n % 2 == 0) for n in (2 * pair, 2 * pair + 1)]
-        for pair in range(7)
-    ]
-    batches = (judged_batches if loss.is_unpaired else preferences.pair_batches)(examples, 32, 3, device)
+    batches = preferences.pair_batches(rendered_pairs(ids, masks), 32, 3, device)
     micros = list(preferences.compared(batches, reference if loss.has_reference else None))
     assert 1 < len(micros) < 7
     model.zero_grad()
@@ -780,7 +738,7 @@ def test_packed_pairs_have_the_loss_and_the_gradient_of_each_by_itself(name):
         part, count = loss.bind(beta=0.3, sft_weight=sft_weight)(model, batch)
         part.backward()
         total, counted = total + part.detach(), counted + count
-    assert counted == (14 if loss.is_unpaired else 7)
+    assert counted == 7
     torch.testing.assert_close(total, expected.detach(), rtol=1e-5, atol=1e-5)
     found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(found, wanted, rtol=2e-4, atol=2e-5)
@@ -794,9 +752,7 @@ def test_a_micro_batch_of_padding_adds_nothing():
     batch = PairBatch(rows, pairs)
     batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
     stats = torch.zeros(len(REPLY_STATS))
-    nobody = torch.zeros(0, dtype=torch.bool)
-    judged = preferences.with_reference(JudgedBatch(pack_sequences([], [], 32), nobody), model)
     for row in (PAIR_ROWS[name] for name in OF_REPLIES):
-        loss, count = row.bind(sft_weight=1.0)(model, judged if row.is_unpaired else batch, stats=stats)
+        loss, count = row.bind(sft_weight=1.0)(model, batch, stats=stats)
         assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
         assert not gradient(model, loss).any()

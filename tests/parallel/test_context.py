@@ -37,7 +37,6 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.layout import Layout, lay_out
 from nanochat.losses import POLICY_LOSSES, dpo_loss, masked_loss, policy_loss
-from nanochat.mixture import JudgedReply
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
@@ -116,8 +115,8 @@ def batches_of(stage: str, device: Device, policy: Any, reference: Any, step: in
         rows = pack_sequences([one.tokens for one in samples], [one.mask for one in samples], 16, device.data_ranks)
         return list(rows.micro_batches(2, device, device.data_rank, device.data_ranks)), masked_loss
     if stage == "dpo":
-        replies = [JudgedReply(Rendered(one.tokens, one.mask), n % 2 == 0) for n, one in enumerate(samples)]
-        pairs = [replies[first : first + 2] for first in range(0, 8, 2)]
+        replies = [Rendered(one.tokens, one.mask) for one in samples]
+        pairs = list(zip(replies[0::2], replies[1::2], strict=True))
         return list(compared(pair_batches(pairs, 16, 2, device), reference)), dpo_loss
     drawn = Samples([samples[:4], samples[4:]], 4)
     method = POLICY_LOSSES["grpo"]

@@ -23,7 +23,7 @@ from nanochat.task import Pair
 from nanochat.tasks.columns import parse_columns
 from nanochat.tasks.conversations import Conversations, Prompts, messages_of
 from nanochat.tasks.messages import plain
-from nanochat.tasks.preferences import Labelled, Preferences
+from nanochat.tasks.preferences import Preferences
 from nanochat.tokenizer import Tokenizer
 
 
@@ -539,8 +539,6 @@ def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
     pair = Preferences("train", path).pair(0)
     assert pair == Pair([user("2+3?")], reply(THOUGHT), reply("<think>\nTwo and four.\n</think>\n\n6"))
     assert Preferences("train", path, thoughts="drop").pair(0) == Pair([user("2+3?")], reply("5"), reply("6"))
-    kto = lines(tmp_path / "kto.jsonl", [{"messages": THINKER, "label": True}] * 2)
-    assert Labelled("train", kto, thoughts="drop").judged(0)[0][0][1] == reply("5")
 
 
 # ---- Pairs -----------------------------------------------------------------------------------------------
@@ -569,37 +567,27 @@ def test_a_system_column_is_before_whole_conversations_too(tmp_path):
     assert task.pair(0).question == [SYSTEM, user("Hello")]
 
 
-def test_a_bad_reply_is_not_learned_as_a_dialogue(tmp_path, capsys):
-    """A file for KTO in chat_sft: its replies with a label that is false are left out, and counted."""
-    good, bad = [user("a"), GOOD], [user("b"), BAD]
-    for name, labels in (("label", (True, False)), ("kto_tag", (1, 0)), ("Label", ("True", "false"))):
-        rows = [{"messages": chat, name: label} for chat, label in zip((good, bad), labels, strict=True)] * 2
-        path = lines(tmp_path / f"{name}.jsonl", rows)
-        assert chats(path, val_share=0.0, bad_records="fail") == [good] * 2
-        shown = capsys.readouterr()
-        assert "reads messages, label" in shown.out
-        assert "2 of 4 replies have a label that is false: they are not learned (chat_dpo --loss kto" in shown.err
-        assert len(Labelled("train", path, val_share=0.0)) == len(Prompts("train", path, val_share=0.0)) == 4
-        assert "not learned" not in capsys.readouterr().err
-    # A number may be a class.
-    path = lines(tmp_path / "class.jsonl", [{"messages": good, "label": number} for number in range(4)])
+@pytest.mark.parametrize("kind", [Conversations, Preferences])
+def test_a_file_of_labelled_replies_is_refused(tmp_path, capsys, kind):
+    """Files for KTO: a bad reply must not be learned as a good one. Only the questions are learned for rewards."""
+    for name, label in (("label", True), ("kto_tag", False), ("Label", "false")):
+        rows = [{"messages": [user("a"), GOOD], name: label}] * 3
+        for suffix in ("jsonl", "parquet"):
+            path = lines(tmp_path / f"{name}.{suffix}", rows)
+            if suffix == "parquet":
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+            line = complaint(lambda path=path: kind("train", path))
+            assert line.startswith(f"{path} {'line' if suffix == 'jsonl' else 'row'} 1 cannot be used: its reply has")
+            assert f"({str(label).lower()}), as for KTO" in line and "pairs of chosen and rejected" in line
+            assert len(Prompts("train", path, val_share=0.0)) == 3
+    # A pair may have one, and a number may be a class.
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
+    assert len(Preferences("train", lines(tmp_path / "pairs.jsonl", [pair] * 3), val_share=0.0)) == 3
+    capsys.readouterr()
+    path = lines(tmp_path / "class.jsonl", [{"messages": [user("a"), GOOD], "label": number} for number in range(4)])
     assert len(chats(path, val_share=0.0)) == 4
     shown = capsys.readouterr()
-    assert "; not label" in shown.out and "1 of 4 replies have the label 0 and are learned: if it" in shown.err
-    assert len(chats(path, val_share=0.0, columns="label=label")) == 3
-    only = lines(tmp_path / "only.jsonl", [{"messages": bad, "label": False}] * 2)
-    assert "have a label that is false: they are not learned, and no other is left" in complaint(lambda: chats(only))
-    ordered = lines(tmp_path / "ordered.jsonl", [{"messages": good, "label": number < 15} for number in range(20)])
-    assert len(chats(ordered)) == 15
-    assert "shuffle the rows, or --val_share 0" in complaint(lambda: Conversations("test", ordered))
-
-
-def test_labels_as_numbers_and_texts(tmp_path):
-    rows = [{"messages": SUM, "label": label} for label in (True, 1, "True", False, 0, "false", True)]
-    task = Labelled("train", lines(tmp_path / "mine.jsonl", rows))
-    assert [task.judged(number)[0][1] for number in range(6)] == [True] * 3 + [False] * 3
-    named = [{"messages": SUM, "good": True}] * 2
-    assert Labelled("train", lines(tmp_path / "named.jsonl", named), columns="label=good").judged(0)[0][1] is True
+    assert "; not label" in shown.out and "1 of 4 records have the label 0, and their replies are learned" in shown.err
 
 
 def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
@@ -648,7 +636,7 @@ def test_a_last_row_that_is_no_conversation_is_not_all_that_is_held_out(tmp_path
 
 @pytest.mark.parametrize("place", [0, 5])
 @pytest.mark.parametrize("row", [{"ask": "2+3?"}, {"id": 0}, {}, "null", "7"])
-@pytest.mark.parametrize("kind", [Conversations, Prompts, Preferences, Labelled])
+@pytest.mark.parametrize("kind", [Conversations, Prompts, Preferences])
 def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind, row, place):
     columns = "question=ask,answer=reply" if kind in (Conversations, Prompts) else "question=ask,chosen=a,rejected=b"
     rows: list[Any] = [{"ask": "2+3?", "reply": "5", "a": "5", "b": "6"}] * 11

@@ -29,7 +29,7 @@ from nanochat.tasks.conversations import Conversations, messages_of
 from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
 from nanochat.tasks.mmlu import Mmlu
-from nanochat.tasks.preferences import Labelled, Preferences, pair_of
+from nanochat.tasks.preferences import Preferences, pair_of
 from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
 from nanochat.tasks.spelling import LetterCount, Spelling
 from nanochat.tasks.ultrafeedback import UltraFeedback
@@ -717,41 +717,13 @@ def test_a_file_of_pairs_is_split_as_conversations_are(tmp_path):
     assert len(test) == 2 and test.example(0).messages == [{"role": "user", "content": "18"}, BETTER | {"content": "a"}]
 
 
-def test_labelled_replies_and_pairs_in_one_file(tmp_path, capsys):
-    said = {"role": "assistant", "content": "Yes."}
-    rows = [
-        {"prompt": "Hello", "completion": "Yes.", "label": True},
-        {"messages": [HELLO[0], said, {"role": "user", "content": "And?"}, BETTER], "kto_tag": False},
-        PAIR_FORMS[0],
-    ]
-    path = write(tmp_path / "train.jsonl", rows)
-    write(tmp_path / "test.jsonl", rows)
-    task = Labelled("train", str(tmp_path))
-    (judged,), (turns,), pair = (task.judged(number) for number in range(3))
-    assert judged == ([{"role": "user", "content": "Hello", "train": False}, said], True)
-    assert turns[1] is False and [message.get("train", True) for message in turns[0]] == [False] * 3 + [True]
-    chosen, rejected = pair_of(rows[2]).conversations
-    assert pair == [(chosen, True), (rejected, False)]
-    for label, hint in (("yes", "its label is 'yes', not true or false"), (None, "its label is None")):
-        write(path, [{**rows[0], "label": label}])
-        assert hint in complaint(lambda: Labelled("train", str(tmp_path)))
-    write(path, rows)
-    assert len(Preferences("train", str(tmp_path))) == 1
-    warning = capsys.readouterr().err
-    assert "2 of 3 records left out: first" in warning and "line 1: unknown form" in warning
-    write(path, rows[:2])
-    line = complaint(lambda: Preferences("train", str(tmp_path)))
-    assert "line 1 cannot be used: unknown form" in line and "--loss kto" in line
-
-
-@pytest.mark.parametrize("files", ["pairs", "labelled"])
-def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path, files):
+def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path):
     """A fingerprint holds the messages of sixteen examples, in which only the chosen reply is."""
     rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(40)]
 
     def fingerprint(rows: list[dict]) -> str:
         path = write(tmp_path / "pairs.jsonl", rows)
-        return open_mixture(str(path), "train", files=files, val_share=0.0).fingerprint()
+        return open_mixture(str(path), "train", files="pairs", val_share=0.0).fingerprint()
 
     known = {fingerprint([*rows[:place], {**rows[place], "rejected": "No."}, *rows[place + 1 :]]) for place in (0, 1)}
     assert len(known | {fingerprint(rows)}) == 3 and fingerprint(rows) == fingerprint(list(rows))
