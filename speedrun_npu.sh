@@ -27,6 +27,29 @@ title() {
   printf '\n%s== %s%s  (%d min %02d s)\n' "$bold" "$1" "$plain" $((SECONDS / 60)) $((SECONDS % 60))
 }
 
+# A shell obeys a signal only after the command that it waits for. So a command runs in the background, in a group of its
+# own, and `pass` sends the signal on to that group: a stage saves and leaves, and the script ends after it.
+child=''
+attend() { # command
+  local status=0
+  set -m
+  "$@" &
+  child=$!
+  set +m
+  wait "$child" || status=$?
+  child=''
+  return "$status"
+}
+pass() { # signal, exit code
+  if [[ -n $child ]]; then
+    kill -s "$1" -- "-$child" 2>/dev/null || true
+    while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
+  fi
+  exit "$2"
+}
+pass_signals() { trap 'pass INT 130' INT; trap 'pass TERM 143' TERM; trap 'pass HUP 129' HUP; }
+pass_signals
+
 # ---- Flags ---------------------------------------------------------------------------------------------
 
 profile=auto data='' val_data='' hub=hf tasks='' rehearsal=auto
@@ -50,7 +73,7 @@ if [[ -n $tasks && -e $called_from/$tasks ]]; then tasks=$called_from/$tasks; fi
 # ---- Set up --------------------------------------------------------------------------------------------
 
 title 'set-up'
-bash setup_ascend.sh
+attend bash setup_ascend.sh
 export VENV=${VENV:-$PWD/.venv}
 python=$VENV/bin/python
 read -r kind count memory < <("$python" -c 'if True:
@@ -139,7 +162,7 @@ printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data
 # Every stage resumes where it stopped. A finished one trains no more, but is evaluated again.
 
 again=(--model_tag "$profile" --resume)
-run() { "$@"; } # a command of a stage; the rehearsal runs the same commands in its own way
+run() { attend "$@"; } # a command of a stage; the rehearsal runs the same commands in its own way
 pretrain() { run "${launch[@]}" -m scripts.base_train "${source[@]}" "${base[@]}" "${again[@]}"; }
 evaluate() { # stage, further flags
   local call=("${launch[@]}" -m scripts.chat_eval --source "$1" --model_tag "$profile" --hub "$hub" "${eval[@]}" "${@:2}")
@@ -179,8 +202,9 @@ stages() {
 
 rehearse() ( # a subshell: what it sets and defines ends with it
   folder=$run_folder/rehearsal log=$run_folder/rehearsal.log
-  trap 'rm -rf "$folder"' EXIT
-  trap 'rm -f "$log"; exit 130' INT TERM HUP # after the running command, which gets the signal as well
+  trap '(($? < 129)) || rm -f "$log"; rm -rf "$folder"' EXIT # above 128: it was stopped by a signal
+  child=''
+  pass_signals # the shell around it has its own
   rm -rf "$folder" # a rehearsal that was killed leaves it
   mkdir -p "$folder" "$run_folder/data"
   ln -s ../data "$folder/data" # the run needs the same downloads
@@ -206,7 +230,7 @@ rehearse() ( # a subshell: what it sets and defines ends with it
     [[ $script != chat_eval || $command == *' --source rl '* ]] || return 0 # one model is enough
     printf '  %-12s' "$script"
     printf '%s\n\n' "$command" >"$log"
-    "$@" >>"$log" 2>&1 </dev/null || status=$?
+    attend "$@" >>"$log" 2>&1 </dev/null || status=$?
     printf '%4d s\n' $((SECONDS - began))
     ((status)) || return 0
     cause=$(grep '^error: ' "$log" | tail -n 1) || cause=$(grep -E '(Error|Exception): ' "$log" | tail -n 1) ||
@@ -224,7 +248,7 @@ run this again, or add --rehearsal off"
 # ---- Run -----------------------------------------------------------------------------------------------
 
 title 'tasks of all stages'
-"$python" -m scripts.fetch --data "$data" --hub "$hub" --tasks "$tasks" --eval_tasks "$chat_tasks"
+attend "$python" -m scripts.fetch --data "$data" --hub "$hub" --tasks "$tasks" --eval_tasks "$chat_tasks"
 
 if [[ $rehearsal == auto ]]; then # smoke and cpu take minutes themselves
   rehearsal=off
@@ -245,7 +269,7 @@ if [[ $rehearsal == on ]]; then
   passed=$run_folder/rehearsal_passed.txt
   if [[ ! -e $passed || $(<"$passed") != "$setting" ]]; then
     title 'rehearsal: every stage for two steps'
-    rehearse
+    attend rehearse
     printf '%s\n' "$setting" >"$passed"
   fi
 fi

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # In place of Python: eight NPUs, and a line for every command. FAIL or HANG names the script that does so.
 PYTHON = """#!{python}
-import json, os, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 if sys.argv[1] == "-c":
     print("npu 8", 64 * 2**30)
@@ -44,7 +44,15 @@ if script == os.environ.get("FAIL"):
     print("and what a launcher adds", file=sys.stderr)
     sys.exit(1)
 if script == os.environ.get("HANG"):
-    print("hangs", file=sys.stderr)
+    def save(number, _):
+        time.sleep(1)
+        with open(os.environ["RECORD"], "a") as record:
+            record.write(json.dumps(dict(script="saved", number=number)) + "\\n")
+        sys.exit(128 + number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert signal.getsignal(number) != signal.SIG_IGN
+        signal.signal(number, save)
+    print("hangs", file=sys.stderr, flush=True)
     time.sleep(60)
 """
 # The run, and the order in which it was before there was a rehearsal.
@@ -171,7 +179,22 @@ def test_a_rehearsal_that_is_stopped_leaves_nothing(speedrun, number: int):
     os.killpg(process.pid, number)
     process.communicate(timeout=60)
     assert process.returncode not in (0, 1) and speedrun.left() == {"data"}
-    assert speedrun.commands()[-1]["script"] == "mid_train"
+    assert [one["script"] for one in speedrun.commands()[-2:]] == ["mid_train", "saved"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("rehearsal", ["on", "off"])
+def test_a_signal_to_the_script_reaches_its_stage_which_saves_first(speedrun, number: int, rehearsal: str):
+    process = speedrun.start("--rehearsal", rehearsal, HANG="mid_train")
+    deadline = time.monotonic() + 60
+    while not (speedrun.record.exists() and '"script": "mid_train"' in speedrun.record.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.5)  # until it hangs
+    process.send_signal(number)  # to the shell alone, as `kill` does
+    process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert [one["script"] for one in speedrun.commands()[-2:]] == ["mid_train", "saved"]
 
 
 def test_a_run_that_resumes_does_not_rehearse_again(speedrun):
