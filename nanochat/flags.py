@@ -82,7 +82,7 @@ class SourceFlags(TrainFlags):
 
 @dataclass(frozen=True)
 class TextFlags(TrainFlags):
-    """The flags of pretraining, from the beginning (base_train) and of a trained model (continue_train)."""
+    """The flags of pretraining."""
 
     # data
 
@@ -175,8 +175,9 @@ class ChatFlags(StageFlags, TuningFlags):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.learning_rate is not None and self.lr_scale != type(self).lr_scale:
-            raise UserError("--learning_rate is absolute: leave --lr_scale out, or --learning_rate")
+        if self.adamw_rate is not None and self.lr_scale != type(self).lr_scale:
+            chosen_by = "--learning_rate" if self.learning_rate is not None else "the rate of --lora_rank"
+            raise UserError(f"{chosen_by} is absolute: leave --lr_scale out")
         if self.weight_decay and self.adamw_rate is None:
             raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
 

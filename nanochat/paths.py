@@ -21,8 +21,7 @@ SCRIPTS = {
     "base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rm": "chat_dpo --loss reward", "dpo": "chat_dpo",
     "rl": "chat_rl",
 }  # fmt: skip
-# continue_train makes a base model of another one.
-TRAINING_SCRIPTS = {script.partition(" ")[0] for script in [*SCRIPTS.values(), "continue_train"]}
+TRAINING_SCRIPTS = {script.partition(" ")[0] for script in SCRIPTS.values()}
 # The stages of a chat model. A reward model judges replies, and writes none.
 STAGES = {stage: script for stage, script in SCRIPTS.items() if stage != "rm"}
 

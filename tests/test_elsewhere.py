@@ -97,7 +97,7 @@ def test_continued_pretraining_counts_its_epochs(start, tmp_path, capsys):  # no
     steps = math.ceil(2 * tokens / (4 * 129))
     flags = (*CPU, "--source=base", "--source_tag=d1", f"--data={text}", f"--val_data={tmp_path / 'val.jsonl'}")
     flags = (*flags, "--device_batch_size=4", "--total_batch_size=512", "--eval_every=0", "--compile=off")
-    call("continue_train", *flags, "--num_epochs=2")
+    call("mid_train", *flags, "--num_epochs=2")
     assert f"data: {tokens:,} tokens" in capsys.readouterr().out
     lines = metrics(start, "base", "d1-continued")
     assert len(lines) == steps > 4
@@ -106,9 +106,9 @@ def test_continued_pretraining_counts_its_epochs(start, tmp_path, capsys):  # no
 def test_what_has_no_epochs_is_one_line(start, capsys, tmp_path):  # noqa: F811
     flags = ("--source=base", "--source_tag=d1", "--num_epochs=1", *CPU)
     for data, why in (("demo", "never ends"), ("demo:0.5,pydoc:0.5", "is drawn by weight")):
-        code, line = mistake(capsys, "continue_train", *flags, f"--data={data}")
+        code, line = mistake(capsys, "mid_train", *flags, f"--data={data}")
         assert code == 1 and why in line and "--num_iterations" in line
-    code, line = mistake(capsys, "continue_train", *flags, "--num_iterations=3")
+    code, line = mistake(capsys, "mid_train", *flags, "--num_iterations=3")
     assert code == 2 and "leave one of them out" in line
     code, line = mistake(capsys, "chat_rl", *RL, "--source=base", "--num_epochs=1", "--loss=dapo")
     assert code == 1 and "--refills 0" in line
@@ -124,7 +124,7 @@ def test_continued_pretraining_of_adapters_resumes_exactly(start, capsys, base_f
     flags = (*CPU, "--source=base", "--source_tag=d1", "--data=demo", "--device_batch_size=2", "--compile=off")
     flags = (*flags, "--total_batch_size=256", "--num_iterations=6", "--save_every=3", "--eval_tokens=512")
     flags = (*flags, "--lora_rank=4", "--lora_alpha=8", f"--lora_base={base_format}", "--model_tag=texts")
-    call("continue_train", *flags)
+    call("mid_train", *flags)
     out = capsys.readouterr().out
     assert "adapters of rank 4" in out and metrics(start, "base", "texts")[0]["lr"] <= 2e-4
     folder = start / "checkpoints/base/texts/step_000006"
@@ -132,7 +132,7 @@ def test_continued_pretraining_of_adapters_resumes_exactly(start, capsys, base_f
     assert not (folder / "model.safetensors").exists()
     assert all("lora_" in name for name in load_file(folder / "adapter.safetensors"))
     forget_after(start, "base", 3, "texts")
-    call("continue_train", *flags, "--resume")
+    call("mid_train", *flags, "--resume")
     assert (folder / "adapter.safetensors").read_bytes() == straight
 
     # What it becomes is a base model: adapters for a chat are trained over it, and both are merged.
@@ -149,7 +149,7 @@ def test_continued_pretraining_of_adapters_resumes_exactly(start, capsys, base_f
 def test_adapters_in_continued_pretraining_learn(start):  # noqa: F811
     flags = (*CPU, "--source=base", "--source_tag=d1", "--data=pydoc", "--device_batch_size=4", "--compile=off")
     flags = (*flags, "--total_batch_size=512", "--num_iterations=30", "--eval_every=0", "--eval_tokens=2048")
-    call("continue_train", *flags, "--lora_rank=8", "--learning_rate=0.01")
+    call("mid_train", *flags, "--lora_rank=8", "--learning_rate=0.01")
     lines = metrics(start, "base", "d1-continued")
     assert lines[-1]["val_bpb"] < lines[0]["val_bpb_before"] - 0.05
 
@@ -157,12 +157,11 @@ def test_adapters_in_continued_pretraining_learn(start):  # noqa: F811
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--lora_rank=4 --matrix_lr=0.1", "leave --matrix_lr out"),
         ("--lora_rank=4 --lr_scale=0.1", "the rate of --lora_rank is absolute"),
         ("--lora_alpha=4", "--lora_alpha needs --lora_rank"),
     ],
 )
 def test_a_mistake_with_adapters_costs_one_line(start, capsys, flags, says):  # noqa: F811
-    command = ("--source=base", "--source_tag=d1", "--num_iterations=1", *CPU, *flags.split())
-    code, line = mistake(capsys, "continue_train", *command)
+    command = ("--source=base", "--source_tag=d1", "--data=demo", "--num_iterations=1", *CPU, *flags.split())
+    code, line = mistake(capsys, "mid_train", *command)
     assert code == 2 and says in line

@@ -43,7 +43,7 @@ from nanochat.train import next_token_loss
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
-STAGE_SCRIPTS = ("base_train", "continue_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
+STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
 SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 TINY = (
@@ -307,12 +307,12 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
     cpu = ("--device=cpu", "--dtype=float32", "--device_batch_size=2", "--log_every=1")
     flags = (*cpu, mixture, "--source=base", "--source_tag=d1", "--max_seq_len=128", "--eval_tokens=256")
     flags += ("--num_iterations=6", "--save_every=3", "--total_batch_size=512")
-    call("continue_train", *flags)
+    call("mid_train", *flags)
     assert "context: 128 tokens, rope_theta 100,000, positions scaled by 2 (yarn)" in capsys.readouterr().out
     straight = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
     folder = base / "checkpoints/base/d1-continued"
     shutil.rmtree(folder / "step_000006")
-    call("continue_train", *flags, "--resume")
+    call("mid_train", *flags, "--resume")
     resumed = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
     assert resumed == straight != [sha256(base, 2), sha256(base, 2, "training.rank0.safetensors")]
     meta = json.loads((folder / "step_000006/meta.json").read_text())
@@ -324,22 +324,23 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
 
     # AdamW at an absolute rate; and what a user may get wrong.
     one = ("--model_tag=adamw", "--learning_rate=1e-4", "--num_iterations=1", "--data=demo", "--save_every=0")
-    call("continue_train", *flags, *one)
+    call("mid_train", *flags, *one)
     assert metrics(base, "adamw")[0]["lr"] == 1e-4
     meta = json.loads((base / "checkpoints/base/adamw/step_000001/meta.json").read_text())
     assert meta["pretraining"]["data"] == "demo"
     for argv, words in (
         (["--model_tag=d1"], "--model_tag d1 is the source's own"),
         (["--learning_rate=1e-4", "--lr_scale=1"], "leave --lr_scale out"),
-        (["--mlp=relu2"], "Unrecognized options: --mlp=relu2"),
+        (["--tasks=addition"], "--data and --tasks both name"),
         (["--rope_scaling=linear", "--source_tag=d1-continued", "--max_seq_len=256"], "as yarn: leave the flag out"),
         (["--rope_scaling=linear", "--resume"], "--rope_scaling auto, not linear"),
     ):
-        code, error = mistake(capsys, "continue_train", *flags, *argv)
+        code, error = mistake(capsys, "mid_train", *flags, *argv)
         assert code in (1, 2) and words in error
-    for missing, words in (("num_iterations", "for how many steps"), ("source_tag", "name it by --source_tag")):
-        code, error = mistake(capsys, "continue_train", *(flag for flag in flags if missing not in flag))
-        assert code == 2 and words in error
+    code, error = mistake(capsys, "mid_train", *(flag for flag in flags if "source_tag" not in flag))
+    assert code == 2 and "name it by --source_tag" in error
+    code, error = mistake(capsys, "mid_train", *cpu, "--num_epochs=2")
+    assert code == 2 and "--num_epochs is for text: add --data" in error
 
     # A stage extends the context further, by the same method.
     sizes = ("--max_seq_len=256", "--num_iterations=1", "--eval_tokens=512")
@@ -468,15 +469,14 @@ def test_flags_that_resume_refuses():
         "optimizer",
         *model,
     }
-    shape = {"depth", "head_dim", "window_pattern", "mlp", *experts}
     adapters = {f"lora_{name}" for name in ("rank", "alpha", "dropout", "targets", "base")}
-    assert frozen["continue_train"] == frozen["base_train"] - shape | {"rope_scaling"} | adapters
-    assert frozen["mid_train"] == {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling"}
-    assert frozen["chat_sft"] == frozen["mid_train"] | adapters | {"target_examples_per_step", "val_share"}
+    stage = {"seed", "optimizer_dtype", "tasks", "max_seq_len", "rope_scaling", *adapters}
+    assert frozen["mid_train"] == stage | {"data", "val_data", "shards"}
+    assert frozen["chat_sft"] == stage | {"target_examples_per_step", "val_share"}
     losses = {"loss", "beta", "gamma", "label_smoothing", "sft_weight"}
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
     samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k", "reward"}
-    assert frozen["chat_rl"] == frozen["mid_train"] | adapters | samples | {
+    assert frozen["chat_rl"] == stage | samples | {
         *("loss", "kl", "kl_in", "clip_low", "clip_high", "importance_cap", "refills", "overlong", "teacher"),
         "staleness",
     }

@@ -49,7 +49,7 @@ def parse_columns(text: str) -> dict[str, str]:
     for entry in filter(None, (part.strip() for part in text.split(","))):
         role, equals, name = (part.strip() for part in entry.partition("="))
         if role == "text":
-            raise UserError(f"--columns {entry}: a text is for pretraining, base_train and continue_train --data")
+            raise UserError(f"--columns {entry}: a text is for --data of base_train and mid_train")
         if role not in NAMES or not name:
             near = difflib.get_close_matches(role, NAMES, n=1)
             hint = f"did you mean {near[0]}? " if near and near[0] != role else ""

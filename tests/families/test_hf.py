@@ -22,7 +22,7 @@ from nanochat.layout import lay_out
 from nanochat.sharding import whole_weights
 from nanochat.tokenizer import EXPORTED_NAME
 from nanochat.train import make_adamw, next_token_loss, train_step
-from scripts import continue_train, export
+from scripts import export, mid_train
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
@@ -270,10 +270,8 @@ def test_an_imported_models_pretraining_is_continued(folders, tmp_path, monkeypa
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     flags = ("--device=cpu", "--dtype=float32", "--device_batch_size=1", "--eval_tokens=768", "--log_every=1")
     sizes = ("--max_seq_len=768", "--num_iterations=4", "--eval_every=0", "--learning_rate=1e-3")
-    monkeypatch.setattr(
-        "sys.argv", ["continue_train", "--source", str(source), "--data=demo:0.5,pydoc:0.5", *flags, *sizes]
-    )
-    cli.run(continue_train.main, continue_train.Config)
+    monkeypatch.setattr("sys.argv", ["mid_train", "--source", str(source), "--data=demo:0.5,pydoc:0.5", *flags, *sizes])
+    cli.run(mid_train.main, mid_train.Config)
     lines = (tmp_path / "base/runs/base/tiny-qwen/metrics.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     assert last["val_bpb"] < first["val_bpb_before"]

@@ -43,7 +43,7 @@ def sizes_of(out: str) -> dict[str, float]:
         ("chat_sft", ("--lora_rank=4", "--num_epochs=2", "--tasks=not_written_yet.jsonl")),
         ("chat_dpo", ("--tasks=not_written_yet.jsonl",)),
         ("chat_rl", ("--kl=0.1",)),
-        ("continue_train", ("--num_iterations=1", "--data=not_written_yet.txt")),
+        ("mid_train", ("--num_iterations=1", "--data=not_written_yet.txt")),
         ("mid_train", ("--num_iterations=1", "--tasks=not_written_yet.jsonl")),
     ],
 )
