@@ -11,8 +11,7 @@ from nanochat.log import print0
 from nanochat.losses import PolicyBatch, PolicyLoss
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
-from nanochat.rollout import ROWS_AT_ONCE, Reward
-from nanochat.samples import logp_of
+from nanochat.rollout import ROWS_AT_ONCE, Reward, logp_of
 from nanochat.stage import Start
 from nanochat.task import Example, Task
 from nanochat.task_flag import parse_tasks, require_grades

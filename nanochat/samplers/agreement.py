@@ -22,8 +22,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.log import print0, warn
 from nanochat.packing import pack_sequences
-from nanochat.rollout import RankSamples, Reply, Sampler
-from nanochat.samples import Sample, logp_of
+from nanochat.rollout import RankSamples, Reply, Sample, Sampler, logp_of
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
 

@@ -5,7 +5,7 @@ import pytest
 
 from nanochat.alignment.advantages import batch_deviation, leave_one_out
 from nanochat.losses import POLICY_LOSSES, all_rows, group_deviation, group_mean
-from nanochat.samples import overlong_penalty
+from nanochat.rollout import overlong_penalty
 
 METHODS = all_rows(POLICY_LOSSES, "policy losses")
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])

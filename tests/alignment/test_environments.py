@@ -15,7 +15,7 @@ from nanochat.conversation import Message, Part, render, render_prompt, text_of
 from nanochat.environment import Environment, Step
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.mixture import open_mixture
-from nanochat.samples import Samples
+from nanochat.rollout import Samples
 from nanochat.task import EnvironmentTask, Example, Task
 from nanochat.task_flag import ENVIRONMENTS, TaskSpec, open_task, parse_tasks, require_pairs
 from nanochat.tasks.nim import MOVES, STONES, Nim

@@ -22,8 +22,7 @@ from nanochat.cli import Failed, Interrupted
 from nanochat.device import Device
 from nanochat.environment import Environment
 from nanochat.mixture import open_mixture
-from nanochat.rollout import Reward, load_rewards
-from nanochat.samples import Samples
+from nanochat.rollout import Reward, Samples, load_rewards
 
 MINE = """
 import asyncio, neighbour, numpy, sys, time

@@ -19,7 +19,7 @@ from nanochat.engine import Engine, SamplingParams
 from nanochat.environment import Environment, Step, opening_of
 from nanochat.losses import POLICY_LOSSES, all_rows
 from nanochat.packing import pack_sequences
-from nanochat.samples import Sample, Samples, kl_of_samples, logp_of, policy_batches, with_advantages
+from nanochat.rollout import Sample, Samples, kl_of_samples, logp_of, policy_batches, with_advantages
 from nanochat.sampling import seed_of
 from nanochat.task import Example, Task
 

@@ -40,9 +40,9 @@ from nanochat.losses import POLICY_LOSSES, dpo_loss, masked_loss, policy_loss
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
+from nanochat.rollout import Sample, Samples, kl_of_samples, policy_batches, with_advantages
 from nanochat.run.compiling import compile_model
 from nanochat.samplers.agreement import measure
-from nanochat.samples import Sample, Samples, kl_of_samples, policy_batches, with_advantages
 from nanochat.train import LossFunction, make_adamw, next_token_loss, train_step
 
 slow = pytest.mark.slow

@@ -28,13 +28,12 @@ from test_scripts import base, call  # noqa: F401 (base is a fixture)
 from tiny import cpu_device
 from tiny_families import save_family
 
-from nanochat.rollout import RankSamples, Reply
+from nanochat.rollout import RankSamples, Reply, Sample
 from nanochat.samplers import agreement
 from nanochat.samplers import http as http_sampler
 from nanochat.samplers.agreement import Checked, largest_gap, measure
 from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
-from nanochat.samples import Sample
 from nanochat.sampling import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
