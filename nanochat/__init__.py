@@ -1,1 +1,9 @@
 """nanochat: raw text to a chat model, on Ascend NPUs, NVIDIA GPUs and plain CPUs."""
+
+import os
+
+# torch's threads on a CPU wait for each other in a loop (libgomp, which reads this when torch is loaded). A step of the
+# demo took 453 ms on two cores, and 4,273 ms beside another busy program. With fewer turns of the loop before a thread
+# sleeps it takes 414 and 1,010 ms (2026-11-28).
+if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"}:
+    os.environ["GOMP_SPINCOUNT"] = "10000"

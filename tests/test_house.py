@@ -53,6 +53,8 @@ VENDOR_WORD = re.compile(
 OUR_FILES = re.compile(r"check_npu\.py|speedrun_npu\.sh|setup_ascend\.sh")
 
 WORK = re.compile(r"(torch|logging|subprocess|random|warnings|socket|urllib|np|numpy)\.|(open|print|input|exec|eval)$")
+SPIN_COUNT = """if not os.environ.keys() & {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY', 'KMP_BLOCKTIME'}:
+    os.environ['GOMP_SPINCOUNT'] = '10000'"""
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLING_COLLECTIVE = re.compile(r"(gather|scatter|broadcast|send|recv)_object")
 EMPTY_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|managers?|misc)(_|$)")
@@ -185,6 +187,8 @@ def work_at_import(source: Source) -> Iterator[str]:
                 "__name__" in ast.unparse(node.test)
                 or "TYPE_CHECKING" in ast.unparse(node.test)
                 or source.path == "scripts/__init__.py"  # it looks for the packages before a script imports them
+                # The one thing that has to come before torch is imported, wherever that happens.
+                or (source.path == "nanochat/__init__.py" and ast.unparse(node) == SPIN_COUNT)
             ):
                 continue
             elif not isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) and not (
@@ -277,6 +281,7 @@ PLANTED = [
     (work_at_import, "nanochat/train.py", "class A:\n    mask = torch.ones(3)"),
     (work_at_import, "nanochat/train.py", "def f(x=torch.zeros(1)): ..."),
     (work_at_import, "nanochat/train.py", "for i in range(3):\n    pass"),
+    (work_at_import, "nanochat/__init__.py", "if True:\n    os.environ['OMP_NUM_THREADS'] = '1'"),
     (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept Exception:\n    pass"),
     (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept:\n    pass"),
     (
