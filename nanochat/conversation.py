@@ -10,7 +10,7 @@ quality, and nothing reports it.
 
 `TurnFormat` is the format of this project. A tokenizer of another family carries another `ChatFormat`, which renders
 the family's template. There messages may also have `tool_calls` and the role `tool`, and `tools` are the functions that
-the template describes. In our format a message of the role `tool`, which environments write (environment.py), is a
+the template describes. In our format a message of the role `tool`, which environments write (task.py), is a
 user's turn.
 """
 

@@ -17,8 +17,7 @@ from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, UnrenderableChat, render
 from nanochat.flags import EpochFlags
 from nanochat.log import warn
-from nanochat.task import Example, GeneratedTask, Split, Task
-from nanochat.task_flag import BadRecords, FileForm, Thoughts, open_task, parse_tasks
+from nanochat.task import BadRecords, Example, FileForm, GeneratedTask, Split, Task, Thoughts, open_task, parse_tasks
 from nanochat.tokenizer import Tokenizer
 
 WHEEL_SLOTS = 1000

@@ -23,14 +23,13 @@ from nanochat.conversation import Message, parse_reply, render_continuation, ren
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
-from nanochat.environment import Environment, opening_of, take_step
 from nanochat.gpt import GPT
 from nanochat.losses import PolicyBatch, has_signal, token_logp
 from nanochat.mixture import Mixture
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import bar
-from nanochat.task import Example, Task
+from nanochat.task import Environment, Example, Task, opening_of, take_step
 from nanochat.tokenizer import Tokenizer
 
 ROWS_AT_ONCE = 256  # replies that a device samples at once

@@ -11,22 +11,70 @@ A new task is one file in tasks/, with a subclass of `GeneratedTask` (a program 
             number = self.rng(index).randrange(1000)
             answer = "odd" if number % 2 else "even"
             return Example(turn(f"Is {number} odd or even?", answer), answer)
+
+An environment is an episode of reinforcement learning: a program that converses with the model and rewards it. One file
+with such a class is enough, `--tasks file.py:Guess`. Here the model guesses a number:
+
+    class Guess(Environment):
+        def __init__(self, rng):
+            self.number = rng.randint(1, 9)
+
+        def start(self):
+            return [{"role": "user", "content": "Guess my number, 1 to 9."}]
+
+        def step(self, reply):
+            guess = text_of(reply).strip()
+            if guess == str(self.number):
+                return Step(reward=1.0)
+            return Step([{"role": "user", "content": "higher" if guess < str(self.number) else "lower"}])
+
+The flag --tasks is `NAME[=PATH][:WEIGHT]` with commas between, such as `gsm8k=my/folder:2,stories`.
+
+NAME is a row "tasks" of a room (rooms.py). PATH is a local file or folder that replaces the dataset of the hub. A PATH
+without a NAME holds conversations, or preference pairs for DPO; so does `ORG/NAME[/CONFIG]` of a hub. `@SPLIT` after
+either one chooses a split. A NAME that is not a row labels what its PATH holds. `FILE.py:CLASS[:WEIGHT]` is a task or
+an environment of the user.
 """
 
+import difflib
+import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from nanochat import rooms, user_code
 from nanochat.cli import UserError
-from nanochat.conversation import Message, Part, parts_of, text_of
-from nanochat.environment import Environment, Step, opening_of, take_step
+from nanochat.conversation import Message, Part, check_message, parts_of, text_of
 
+LARGEST_REWARD = 1e9  # sums and squares of rewards are finite in fp32
 MAX_TURNS = 100  # the most turns of an episode by reference replies
 
 Split = Literal["train", "test"]
 # How a reply is graded: by its text, by the letter that the model prefers, or not at all.
 Kind = Literal["generative", "choice", "dialogue"]
+
+GENERATED = rooms.names("tasks")
+ENVIRONMENTS = rooms.names("environments")
+FROM_HUB = rooms.names("task datasets")
+FROM_PATH = rooms.names("task files")
+NAMES = (*GENERATED, *ENVIRONMENTS, *FROM_HUB, *FROM_PATH)
+
+FileForm = Literal["conversations", "prompts", "pairs"]  # what a file without a task's name holds
+BadRecords = Literal["skip", "fail"]  # leave out and count a record that is not a conversation, or fail
+Thoughts = Literal["keep", "drop"]  # what becomes of the thoughts in a file's replies
+
+# ORG/NAME[/CONFIG] of any dataset of a hub; not what looks like the name of a file.
+HUB_NAME = re.compile(
+    r"(?!.*\.(?:txt|csv|json|jsonl|jsonl\.gz|parquet)$)"
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<config>[A-Za-z0-9][\w.-]*))?"
+)
+LABEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a name that --tasks gives to a PATH
+
+
+# ---------------------------------------------------------------------- examples
 
 
 @dataclass(frozen=True)
@@ -56,6 +104,107 @@ class Pair:
     def conversations(self) -> tuple[list[Message], list[Message]]:
         """Both conversations. Only the replies that are compared are learned."""
         return reply_alone([*self.question, self.chosen]), reply_alone([*self.question, self.rejected])
+
+
+def reply_alone(messages: Sequence[Message]) -> list[Message]:
+    """A conversation of which only the last message is learned."""
+    return [*({**message, "train": False} for message in messages[:-1]), messages[-1]]
+
+
+def turn(question: str, answer: str | list[Part]) -> list[Message]:
+    """One question with its answer, as messages."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def chosen_letter(reply: Sequence[Part]) -> str:
+    """The letter that a reply to a multiple-choice question chose."""
+    return text_of(reply).strip()[:1]
+
+
+# ---------------------------------------------------------------------- episodes
+
+
+@dataclass(frozen=True)
+class Step:
+    """The environment's answer to a reply."""
+
+    # The model answers these. Without any the episode is over. Their role is "user", or "tool" after a reply that calls
+    # one.
+    messages: list[Message] = field(default_factory=list)
+    reward: float = 0.0  # added to the reward of the episode
+
+
+class Environment:
+    """One episode. Each sample of a question has its own environment, and all of them begin in the same state.
+
+    Only `rng` is random in it: the same numbers give the same episode.
+    """
+
+    tools: list[dict[str, Any]] | None = None  # functions that the model may call, for a chat template
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    def start(self) -> list[Message]:
+        """The messages before the first reply."""
+        raise NotImplementedError
+
+    def step(self, reply: Sequence[Part]) -> Step:
+        """The answer to the model's reply."""
+        raise NotImplementedError
+
+    def reference_reply(self) -> str | None:
+        """A reply that follows the rules at this point, though it may be a bad move. SFT on episodes of such replies
+        teaches a small model the form of a reply before rewards do. None: SFT has nothing to learn."""
+        return None
+
+
+def opening_of(environment: Environment, name: str) -> list[Message]:
+    """The messages before the first reply.
+
+    Raises UserError: when `start` returns anything else; `name` is the task's.
+    """
+    messages = environment.start()
+    if not isinstance(messages, list | tuple) or not messages:
+        raise UserError(f"the environment of {name}: start returned {repr(messages)[:40]}: a list of messages")
+    _check(messages, f"the environment of {name}", "start")
+    return list(messages)
+
+
+def take_step(environment: Environment, reply: Sequence[Part], name: str) -> Step:
+    """What follows the model's reply. Others write environments, so what one returns is checked.
+
+    Raises UserError: when it is not a Step with messages and a finite reward; `name` is the task's.
+    """
+    step = environment.step(reply)
+    if not isinstance(step, Step) or not isinstance(step.messages, list | tuple):
+        shown = step if not isinstance(step, Step) else step.messages
+        raise UserError(f"the environment of {name} returned {repr(shown)[:40]}: a Step, with a list of messages")
+    _check(step.messages, f"the environment of {name}", "a step")
+    return Step(list(step.messages), checked_reward(step.reward, f"the environment or the reward of {name}"))
+
+
+def _check(messages: Sequence[Any], source: str, place: str) -> None:
+    try:
+        for number, message in enumerate(messages):
+            check_message(number, message)
+    except ValueError as error:
+        raise UserError(f"{source}: {error} of {place}") from error
+
+
+def checked_reward(value: Any, source: str, place: str = "") -> float:
+    """A number, or an array or tensor of one number, as a reward.
+
+    Raises UserError: for anything else, NaN, infinity, and what is too large; `source` returned it, `place` is for
+    what.
+    """
+    number = value.item() if getattr(value, "shape", None) in ((), (1,)) else value
+    if not isinstance(number, int | float) or not abs(number) <= LARGEST_REWARD:
+        raise UserError(f"{source} returned {repr(value)[:40]}{place}: not a number up to {LARGEST_REWARD:g}")
+    return float(number)
+
+
+# ---------------------------------------------------------------------- tasks
 
 
 class Task:
@@ -174,16 +323,130 @@ class EnvironmentTask(GeneratedTask):
         return self.environment_class(self.rng(example.answer))
 
 
-def reply_alone(messages: Sequence[Message]) -> list[Message]:
-    """A conversation of which only the last message is learned."""
-    return [*({**message, "train": False} for message in messages[:-1]), messages[-1]]
+# ---------------------------------------------------------------------- --tasks
 
 
-def turn(question: str, answer: str | list[Part]) -> list[Message]:
-    """One question with its answer, as messages."""
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+@dataclass(frozen=True)
+class TaskSpec:
+    """One entry of a --tasks flag."""
+
+    name: str  # a task's name, or "conversations"
+    path: str | None  # a file or a folder, or the name on a hub
+    weight: float
+    label: str | None = None  # the name of conversations in the log
 
 
-def chosen_letter(reply: Sequence[Part]) -> str:
-    """The letter that a reply to a multiple-choice question chose."""
-    return text_of(reply).strip()[:1]
+def parse_tasks(text: str) -> list[TaskSpec]:
+    """The entries of `NAME[=PATH][:WEIGHT],...`.
+
+    Raises UserError: for an unknown name or a weight that is not a positive number.
+    """
+    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
+    if not entries:
+        raise UserError(f"--tasks is empty: name some of {', '.join(NAMES)}, or a .jsonl of conversations")
+    return [_parse_entry(entry) for entry in entries]
+
+
+def _parse_entry(entry: str) -> TaskSpec:
+    if entry.startswith(("hf:", "modelscope:", "ms:")):
+        raise UserError(f"--tasks {entry}: write ORG/NAME alone; --hub modelscope fetches it from ModelScope")
+    rest, colon, number = entry.rpartition(":")
+    if not colon or user_code.PLACE.fullmatch(entry):
+        rest = entry
+        number = "1"
+    try:
+        weight = float(number)
+    except ValueError as error:
+        raise UserError(f"--tasks {entry}: the weight {number!r} is not a number") from error
+    if not 0 < weight < math.inf:
+        raise UserError(f"--tasks {entry}: the weight is a finite number above 0")
+    if user_code.PLACE.fullmatch(rest):
+        return TaskSpec(rest, None, weight)
+    name, equals, path = rest.partition("=")
+    if name in FROM_HUB or name in FROM_PATH:
+        if (equals or name in FROM_PATH) and not path:
+            raise UserError(f"--tasks {entry}: there is no path: {name}=PATH")
+        return TaskSpec(name, path or None, weight)
+    if name in GENERATED or name in ENVIRONMENTS:
+        if equals:
+            raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
+        return TaskSpec(name, None, weight)
+    if _is_here(rest):
+        return TaskSpec("conversations", rest, weight)
+    if HUB_NAME.fullmatch(rest.partition("@")[0]):
+        return TaskSpec("conversations", rest, weight, label=rest)
+    near = difflib.get_close_matches(name, NAMES, n=1)
+    if equals and LABEL.fullmatch(name) and _is_here(path) and not near:
+        return TaskSpec("conversations", path, weight, label=name)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise UserError(
+        f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(NAMES)}, and ORG/NAME of a hub"
+    )
+
+
+def _is_here(path: str) -> bool:
+    """Whether a path with or without `@SPLIT` is a file or a folder."""
+    return any(name and Path(name).expanduser().exists() for name in (path, path.rpartition("@")[0]))
+
+
+def task_class(name: str) -> type[Task]:
+    """The class of a task, from its room or from the user's file. This imports its module.
+
+    Raises UserError: when a `FILE.py:CLASS` is neither a task nor an environment.
+    """
+    code = ""
+    if user_code.PLACE.fullmatch(name):
+        found = user_code.load("--tasks", name)
+        code = user_code.fingerprint(name)
+        name = name.rpartition(":")[2].lower()
+    else:
+        seams = ("tasks", "environments", "task datasets", "task files", "file forms")
+        found = next(rooms.find(seam, name) for seam in seams if name in rooms.names(seam))
+    if isinstance(found, type) and issubclass(found, Environment):
+        return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
+    if not isinstance(found, type) or not issubclass(found, Task):
+        raise UserError(f"--tasks: {name} is neither a subclass of Environment nor of Task")
+    if code:
+        return type(found.__name__, (found,), {"name": getattr(found, "name", name), "code": code})
+    return found
+
+
+def open_task(
+    spec: TaskSpec,
+    split: Split,
+    hub: str = "hf",
+    files: FileForm = "conversations",
+    bad_records: BadRecords = "skip",
+    val_share: float | None = None,
+    columns: str = "",
+    thoughts: Thoughts = "keep",
+) -> Task:
+    """The task of an entry; `files` is what a file without a task's name holds, and `columns` names its columns.
+
+    Where such a file has no test split, `val_share` of it is the test split (default: a tenth).
+    Raises UserError: in one line, when its data are missing or damaged.
+    """
+    if spec.name != "conversations":
+        return task_class(spec.name)(split, spec.path, hub)
+    kind: Any = task_class(files)
+    reading = {"bad_records": bad_records, "val_share": val_share, "columns": columns, "thoughts": thoughts}
+    return kind(split, spec.path, hub, label=spec.label, **reading)
+
+
+def require_grades(specs: Sequence[TaskSpec]) -> None:
+    """Raises UserError: for an entry whose replies are neither right nor wrong."""
+    for spec in specs:
+        if task_class(spec.name).kind == "dialogue":
+            graded = ", ".join(name for name in NAMES if task_class(name).kind != "dialogue")
+            problem = f"a dialogue has no right answer to grade; those with one are {graded}"
+            hint = "chat_rl needs none with --reward FILE.py:FUNCTION, without task in it"
+            raise UserError(f"--tasks {spec.path or spec.name}: {problem}; {hint}")
+
+
+def require_pairs(specs: Sequence[TaskSpec]) -> None:
+    """Raises UserError: for an entry that has no second reply to compare."""
+    for spec in specs:
+        if spec.name != "conversations" and not task_class(spec.name).has_pairs:
+            paired = ", ".join(name for name in NAMES if task_class(name).has_pairs)
+            problem = f"a dialogue has one reply to a question; those with two to compare are {paired}"
+            raise UserError(f"--tasks {spec.name}: {problem}, and a .jsonl of pairs")

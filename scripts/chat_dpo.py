@@ -66,7 +66,7 @@ def main(config: Config) -> None:
     from nanochat.mixture import Horizon, Mixture, RenderedPair, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.stage import begin, open_optimizer
-    from nanochat.task_flag import parse_tasks, require_pairs
+    from nanochat.task import parse_tasks, require_pairs
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, mean_loss, train_step
 

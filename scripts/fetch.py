@@ -19,7 +19,7 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat.task_flag import open_task, parse_tasks
+    from nanochat.task import open_task, parse_tasks
     from nanochat.tasks.defaults import default_tasks
 
     learned = config.tasks or default_tasks(config.data, config.hub)

@@ -53,8 +53,7 @@ def main(config: Config) -> None:
     from nanochat.packing import pack_sequences
     from nanochat.screen import track
     from nanochat.stage import chosen_template
-    from nanochat.task import Task
-    from nanochat.task_flag import FileForm, parse_tasks, require_pairs
+    from nanochat.task import FileForm, Task, parse_tasks, require_pairs
     from nanochat.tasks.defaults import default_tasks
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage

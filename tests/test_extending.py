@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```python\n# (\S+) \((new|before|after)(?:: ([^\n]*))?\)\n
 TRIAL = """
 import importlib, sys
 import torch
-from nanochat.task_flag import task_class
+from nanochat.task import task_class
 from nanochat.sampling import RowSettings, SamplingParams, sample
 from nanochat.tokenizer import Tokenizer
 from nanochat.paths import tokenizer_dir

@@ -40,7 +40,7 @@ BUDGET = {
 # The files that are shown to a friend. What else is directly in nanochat/ is ground, or belongs to run/.
 STORY = """
 device tokenizer gpt attention rotary long_context cross_entropy operators optim scaling loader train losses
-conversation packing sampling engine calculator chat rollout task task_flag environment mixture bpb
+conversation packing sampling engine calculator chat rollout task mixture bpb
 checkpoint_manager
 """
 

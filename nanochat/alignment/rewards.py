@@ -28,11 +28,10 @@ from nanochat.cli import Failed, Interrupted, UserError
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
-from nanochat.environment import LARGEST_REWARD, checked_reward
 from nanochat.log import print0
 from nanochat.model_folder import find_source, short_name, tag_of, weights_sha256
 from nanochat.rollout import Reward, never, require_names
-from nanochat.task import Example, Task
+from nanochat.task import LARGEST_REWARD, Example, Task, checked_reward
 
 
 @dataclass(frozen=True)

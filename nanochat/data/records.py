@@ -17,7 +17,7 @@ from nanochat.cli import UserError
 from nanochat.data import hub as hubs
 from nanochat.data.catalog import TASKS
 from nanochat.data.splits import choose_files
-from nanochat.task_flag import HUB_NAME
+from nanochat.task import HUB_NAME
 from nanochat.text_files import Columns, Fields, Records, list_files, open_file, refuse_links_out
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")

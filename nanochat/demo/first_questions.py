@@ -50,7 +50,7 @@ class FirstQuestions(RecordTask):
     has_pairs = False
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
-        assert path is not None  # task_flag.py has refused it
+        assert path is not None  # parse_tasks has refused it
         if split == "train":
             raise UserError(f"{self.name} is for chat_eval: a model that has learned the answers proves nothing")
         self.records = open_records([path])

@@ -33,8 +33,7 @@ from nanochat.gpt import GPT
 from nanochat.rollout import EngineSampler, play
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import track
-from nanochat.task import Example, Kind, Task
-from nanochat.task_flag import GENERATED, TaskSpec, parse_tasks, require_grades
+from nanochat.task import GENERATED, Example, Kind, Task, TaskSpec, parse_tasks, require_grades
 from nanochat.tokenizer import Tokenizer
 
 ORDER_SEED = 1337  # shuffles the examples: the first N are the same N for every model, and from every subject

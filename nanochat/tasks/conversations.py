@@ -38,8 +38,7 @@ from nanochat.conversation import Message, check_messages, text_of
 from nanochat.data.records import open_part
 from nanochat.log import print0, warn
 from nanochat.screen import track
-from nanochat.task import Example, Split
-from nanochat.task_flag import BadRecords, Thoughts
+from nanochat.task import BadRecords, Example, Split, Thoughts
 from nanochat.tasks.columns import (
     MEDIA,
     NAMES,

@@ -14,7 +14,7 @@ import random
 from collections.abc import Sequence
 
 from nanochat.conversation import Message, Part, text_of
-from nanochat.environment import Environment, Step
+from nanochat.task import Environment, Step
 
 MOVES = (1, 2, 3)
 STONES = range(4, 10)  # at the beginning

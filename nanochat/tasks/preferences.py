@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.conversation import Message, check_messages
-from nanochat.task import Example, Pair
-from nanochat.task_flag import BadRecords
+from nanochat.task import BadRecords, Example, Pair
 from nanochat.tasks.columns import first_of, has, tidied
 from nanochat.tasks.conversations import (
     TURNS,

@@ -18,7 +18,7 @@ from typing import Any
 
 from nanochat.calculator import calculate
 from nanochat.conversation import Message, Part, text_of
-from nanochat.environment import Environment, Step
+from nanochat.task import Environment, Step
 from nanochat.tools.sandbox import run_program
 
 CALL = re.compile(r"^(calculator|python): *(.+)", re.MULTILINE | re.DOTALL)

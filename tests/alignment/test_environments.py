@@ -12,12 +12,21 @@ from tiny import complaint, cpu_device, tiny_tokenizer
 
 from nanochat import rollout
 from nanochat.conversation import Message, Part, render, render_prompt, text_of
-from nanochat.environment import Environment, Step
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.mixture import open_mixture
 from nanochat.rollout import Samples
-from nanochat.task import EnvironmentTask, Example, Task
-from nanochat.task_flag import ENVIRONMENTS, TaskSpec, open_task, parse_tasks, require_pairs
+from nanochat.task import (
+    ENVIRONMENTS,
+    Environment,
+    EnvironmentTask,
+    Example,
+    Step,
+    Task,
+    TaskSpec,
+    open_task,
+    parse_tasks,
+    require_pairs,
+)
 from nanochat.tasks.nim import MOVES, STONES, Nim
 from nanochat.tasks.tool_use import call_in, run_tool
 from nanochat.tokenizer import Tokenizer

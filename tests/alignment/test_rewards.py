@@ -20,9 +20,9 @@ from nanochat.alignment import rewards
 from nanochat.alignment.rewards import Episode, FunctionReward, parse_rewards, score
 from nanochat.cli import Failed, Interrupted
 from nanochat.device import Device
-from nanochat.environment import Environment
 from nanochat.mixture import open_mixture
 from nanochat.rollout import Reward, Samples, load_rewards
+from nanochat.task import Environment
 
 MINE = """
 import asyncio, neighbour, numpy, sys, time

@@ -25,8 +25,17 @@ from nanochat.mixture import (
     MixtureCorpus,
     open_mixture,
 )
-from nanochat.task import Example, Task
-from nanochat.task_flag import FROM_HUB, GENERATED, TaskSpec, open_task, parse_tasks, require_pairs, task_class
+from nanochat.task import (
+    FROM_HUB,
+    GENERATED,
+    Example,
+    Task,
+    TaskSpec,
+    open_task,
+    parse_tasks,
+    require_pairs,
+    task_class,
+)
 from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS, default_tasks
 
 

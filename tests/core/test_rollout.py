@@ -16,12 +16,11 @@ from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
-from nanochat.environment import Environment, Step, opening_of
 from nanochat.losses import POLICY_LOSSES, all_rows
 from nanochat.packing import pack_sequences
 from nanochat.rollout import Sample, Samples, kl_of_samples, logp_of, policy_batches, with_advantages
 from nanochat.sampling import seed_of
-from nanochat.task import Example, Task
+from nanochat.task import Environment, Example, Step, Task, opening_of
 
 
 class Length(Task):

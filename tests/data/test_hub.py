@@ -23,7 +23,7 @@ from nanochat.data import catalog, hashes, hub
 from nanochat.data.catalog import Dataset, Source
 from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url, leaves_folder
 from nanochat.data.splits import choose_config, choose_files
-from nanochat.task_flag import open_task, parse_tasks
+from nanochat.task import open_task, parse_tasks
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes
 COMMIT = "c0ffee" + "0" * 34

@@ -12,8 +12,7 @@ from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon, words_in_use
 from nanochat.demo.small_talk import Identity, Unknown, agreements, offers_story
 from nanochat.demo.stories import NewStories, Stories, distinct_grams, wished_kinds, with_articles
-from nanochat.task import Example, turn
-from nanochat.task_flag import GENERATED, TaskSpec, open_task
+from nanochat.task import GENERATED, Example, TaskSpec, open_task, turn
 
 STORY = (
     "Once upon a time there was a brave {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "

@@ -32,8 +32,7 @@ from nanochat.evals.chat import (
 )
 from nanochat.rollout import Reply
 from nanochat.sampling import seed_of
-from nanochat.task import Example, Task, chosen_letter
-from nanochat.task_flag import GENERATED, task_class
+from nanochat.task import GENERATED, Example, Task, chosen_letter, task_class
 from nanochat.tasks.recorded import choice_example
 
 CONTEXT = 64

@@ -30,7 +30,7 @@ STAGES = {
 # RL also learns from episodes of two turns, and by a reward function, both of the user's own.
 MINE = """
 from nanochat.conversation import text_of
-from nanochat.environment import Environment, Step
+from nanochat.task import Environment, Step
 
 class Twice(Environment):
     def __init__(self, rng):

@@ -21,8 +21,7 @@ from nanochat.conversation import Part, check_messages, parts_of, text_of
 from nanochat.data import catalog, hub
 from nanochat.demo.writer import held_out
 from nanochat.mixture import open_mixture
-from nanochat.task import Example, Pair, Task
-from nanochat.task_flag import TaskSpec, open_task
+from nanochat.task import Example, Pair, Task, TaskSpec, open_task
 from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.conversations import Conversations, messages_of
