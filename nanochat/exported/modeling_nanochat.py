@@ -263,9 +263,12 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None, use_cache=None,
-        logits_to_keep=0, cache=None, **others,
+        logits_to_keep=0, cache=None, num_items_in_batch=None, **others,
     ):  # fmt: skip
         """Logits (B, T, V) of tokens (B, T); `attention_mask` (B, S) is 0 under padding, left of shorter rows.
+
+        The loss is the mean over the targets, or their sum divided by `num_items_in_batch`. transformers' Trainer adds
+        up the losses of a step's micro-batches, and gives this number of targets in all of them.
 
         Raises ValueError: when a cache is not found in the call. Its tokens would get no attention, and `generate`
         would write wrong text without an error.
@@ -312,7 +315,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             logits = c.logit_cap * torch.tanh(logits / c.logit_cap)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+            reduction = "mean" if num_items_in_batch is None else "sum"
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+            if num_items_in_batch is not None:
+                loss = loss / torch.as_tensor(num_items_in_batch, device=loss.device)
         output = CausalLMOutputWithPast(loss=loss, logits=logits)
         if cache is not None:
             output[OUTPUT_CACHE] = cache

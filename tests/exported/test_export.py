@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -177,6 +178,48 @@ def test_our_own_models_in_transformers(base, monkeypatch, shape):
     again, _, meta = load_model(str(out), "cpu") if shape != "qwen3" else (None, None, None)
     if again is not None:
         assert all(torch.equal(again.state_dict()[name], weight) for name, weight in ours.state_dict().items())
+
+
+def test_the_trainer_of_transformers_learns_alike_however_it_accumulates(base, monkeypatch):
+    """The model of our modeling file beside one of transformers: 8 rows a step, in 1, 4 and 8 micro-batches."""
+    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+    monkeypatch.setenv("HF_HOME", str(base / "hf"))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(base / "modules"))
+    ours = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=64, **tiny.SHAPES["qwen3"]))
+    save_checkpoint(paths.checkpoint_dir("sft", "tiny"), 1, ours, tiny_tokenizer(), {"stage": "sft"})
+    for to in ("hf", "safetensors"):
+        call(export, "--to", to, "--source", "sft", "--model_tag", "tiny", "--out", str(base / to))
+    # The folder of ours with its modeling file, which a model with Qwen3's shape does not have by itself.
+    config = json.loads((base / "safetensors" / "config.json").read_text())
+    classes = {"AutoConfig": "NanochatConfig", "AutoModelForCausalLM": "NanochatForCausalLM"}
+    config["auto_map"] = {auto: f"modeling_nanochat.{name}" for auto, name in classes.items()}
+    config |= {"tie_word_embeddings": False, "rotary_scaling": config.pop("rope_scaling", None)}
+    (base / "safetensors" / "config.json").write_text(json.dumps(config))
+    shutil.copy(export.MODELING, base / "safetensors")
+
+    # Rows with different numbers of targets: a mean of means would weigh their tokens otherwise.
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(24):
+        tokens = torch.randint(0, 275, (24,), generator=generator)
+        rows.append({"input_ids": tokens, "labels": tokens.where(torch.arange(24) > 3 + number % 17, -100)})
+    found = {}
+    for folder in ("hf", "safetensors"):
+        for rows_at_once in (8, 2, 1):
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base / folder, trust_remote_code=True, dtype=torch.float32
+            )
+            settings = transformers.TrainingArguments(
+                output_dir=str(base / "trained"), per_device_train_batch_size=rows_at_once, use_cpu=True,
+                gradient_accumulation_steps=8 // rows_at_once, max_steps=3, learning_rate=1e-2, logging_steps=1,
+                report_to="none", save_strategy="no", disable_tqdm=True, max_grad_norm=1.0, seed=1,
+            )  # fmt: skip
+            trainer = transformers.Trainer(model=model, args=settings, train_dataset=rows)
+            trainer.train()
+            log = [line for line in trainer.state.log_history if "loss" in line]
+            found[folder, rows_at_once] = [line[name] for line in log for name in ("loss", "grad_norm")]
+    expected = found["hf", 8]
+    assert len(expected) == 6 and all(values == pytest.approx(expected, rel=1e-4) for values in found.values()), found
 
 
 def test_a_cache_under_either_name_and_no_other():
