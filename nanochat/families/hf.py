@@ -16,7 +16,8 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -572,6 +573,34 @@ def _read_part(path: Path, name: str, first: int, target: Tensor) -> None:
             part.copy_(file.get_slice(name)[first + row : first + row + len(part)])
 
 
+def _has_other_head(folder: Path) -> bool:
+    """Whether a folder whose config.json ties the head to the embedding has another head; a warning names it."""
+    # transformers keeps such a head, too. Adapters with a trained head, merged by other programs, leave these folders.
+    try:
+        stored = index(folder)
+    except ValueError:  # without weights, as for --dry_run, or damaged: their reader says so
+        return False
+    head, embedding = (stored.get(NAMES[name]) for name in ("head.weight", "embedding.weight"))
+    if head is None or embedding is None or head.shape != embedding.shape:
+        return False
+    return _differ(head.path, embedding.path, *head.shape, changed=head.path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)  # several readers of one folder ask
+def _differ(head_path: Path, embedding_path: Path, rows: int, columns: int, changed: int) -> bool:
+    """Whether the head has other values than the embedding; `changed`: when its file was."""
+    step = max(1, PIECE_BYTES // (4 * max(1, columns)))
+    for row in range(0, rows, step):
+        with safe_open(head_path, framework="pt") as file:
+            head = file.get_slice(NAMES["head.weight"])[row : row + step]
+        with safe_open(embedding_path, framework="pt") as file:
+            embedding = file.get_slice(NAMES["embedding.weight"])[row : row + step]
+        if not torch.equal(head.float(), embedding.float()):
+            warn(f"{head_path}: tie_word_embeddings is true, but lm_head.weight is not the embedding: it is kept")
+            return True
+    return False
+
+
 class FolderFormat:
     """Hugging Face's layout, for model_folder.py. A family with other names derives from it."""
 
@@ -600,6 +629,8 @@ class FolderFormat:
     def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
         settings = self.settings(folder)
         config = to_config(settings)
+        if config.tied_head and _has_other_head(folder):
+            config = replace(config, tied_head=False)
         return config, {"model": asdict(config), **describe(folder, str(settings.get("model_type")), config)}
 
     def weights(self, folder: Path, config: GPTConfig) -> FamilyWeights:

@@ -456,6 +456,28 @@ def test_names_that_older_folders_have(folders, tmp_path):
     assert torch.equal(logits_of(old, TOKENS), logits_of(new, TOKENS))
 
 
+def test_a_head_beside_tied_embeddings_is_kept(folders, tmp_path, capsys):
+    """As transformers keeps it; one that equals the embedding stays tied (above)."""
+    folder = tmp_path / "model"
+    shutil.copytree(folders["qwen3"], folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    model, _, meta = load_model(str(folder), cpu_device())
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(folder) in line and "tie_word_embeddings is true, but lm_head.weight is not the embedding" in line
+    assert not model.config.tied_head and meta["model"]["tied_head"] is False
+    expected = logits_of(oracle_of(folder), TOKENS)
+    assert (logits_of(model, TOKENS) - expected).abs().max() < 1e-4
+    assert (logits_of(oracle_of(folders["qwen3"]), TOKENS) - expected).abs().max() > 0.01
+
+    out = tmp_path / "out"
+    export.main(export.Config(to="hf", source=str(folder), out=str(out)))
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(load_file(out / "model.safetensors")["lm_head.weight"], tensors["lm_head.weight"])
+
+
 def test_phi_after_a_longer_context_is_written_as_llama(folders):
     """Its config.json can only say longrope."""
     model, _, _ = load_model(str(folders["phi3"]), "cpu", max_seq_len=768, rope_scaling="yarn")
