@@ -35,6 +35,7 @@ DOCUMENT_BYTES = 4096  # a document of a .txt without separators
 MAX_DOCUMENT_BYTES = 1 << 20  # a document of a .txt with separators
 MAX_LINE_BYTES = 64 << 20  # a line of a .jsonl: a longer line is not a row
 MAX_GROUP_BYTES = 16 << 20  # a parquet row group before it is split
+MAX_INVALID = 1 / 1000  # the share of a text's characters that may be invalid UTF-8: more is another encoding
 MAX_UNPACKED_RATIO = 100  # for .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
 MIN_BOMB_BYTES = 64 << 20  # ... and is refused from this size on
 BATCH_ROWS = 4  # rows of a .parquet that are decoded together
@@ -264,12 +265,21 @@ class SpanFile(DataFile):
 
 
 class TextFile(SpanFile):
-    """Bytes `start` to `stop` of a text file as documents. Invalid UTF-8 is replaced, counted and reported once."""
+    """Bytes `start` to `stop` of a text file as documents. Invalid UTF-8 is replaced, counted and reported once.
+
+    Raises UserError: for a text in another encoding, most of whose characters would be replaced.
+    """
 
     def __init__(self, path: Path, start: int = 0, stop: int | None = None):
         self.path = path
         self.invalid = 0
+        self.characters = 0
         self._index(self._documents(start, stop))
+        if self.invalid > MAX_INVALID * self.characters:
+            raise UserError(
+                f"{path} is not UTF-8 ({self.invalid:,} sequences in {self.characters:,} characters): convert it, for "
+                "example iconv -f gb18030 -t utf-8"
+            )
         if self.invalid:
             warn(f"{path}: {self.invalid} invalid UTF-8 sequences are read as \N{REPLACEMENT CHARACTER}")
 
@@ -294,8 +304,9 @@ class TextFile(SpanFile):
                 while begin < separator:
                     end = _document_end(data, begin, separator, limit)
                     document = data[begin:end]
-                    replaced = document.decode("utf-8", "replace").count("\ufffd")
-                    self.invalid += replaced - document.count("\ufffd".encode())
+                    text = document.decode("utf-8", "replace")
+                    self.characters += len(text)
+                    self.invalid += text.count("\ufffd") - document.count("\ufffd".encode())
                     yield begin, end
                     begin = end
                 begin = after_separator

@@ -140,6 +140,18 @@ def test_invalid_utf8_is_replaced_counted_and_named_once(tmp_path, capsys):
     assert messages == [f"warning: {path}: 3 invalid UTF-8 sequences are read as \ufffd"]
 
 
+def test_a_text_in_another_encoding_is_refused(tmp_path):
+    path = write(tmp_path / "a.txt", ("你好，世界。今天天气很好。\n" * 400).encode("gb18030"))
+    with pytest.raises(UserError, match=rf"{path} is not UTF-8 .*: convert it, for example iconv -f gb18030 -t utf-8"):
+        open_corpus(path)
+    # A bad byte in a thousand characters is damage.
+    write(tmp_path / "a.txt", (b"0123456789" * 99 + b"01234567\xff\n") * 40)
+    assert "\ufffd" in documents(open_corpus(path)[0])[0]
+    write(tmp_path / "a.txt", (b"0123456789" * 98 + b"01234567\xff\n") * 40)
+    with pytest.raises(UserError, match="is not UTF-8"):
+        open_corpus(path)
+
+
 def test_one_line_of_ten_megabytes(tmp_path):
     text = "ab 潮" * 2_000_000
     path = write(tmp_path / "a.txt", text)
