@@ -9,13 +9,14 @@ python -m scripts.bench serve --json serve.json
 python -m scripts.bench compare before.json after.json
 
 `train` times whole steps, optimizer included, on random tokens. `serve` times the engine, then the same replies over
-HTTP, where each client waits for its reply. `compare` reads two files of `--json` and prints each ratio with its noise.
+HTTP, where each client waits for its reply. `compare` prints the ratios of the medians in two files of `--json`.
 Without flags the model is small on a CPU, and on an accelerator large enough that the device is busy. docs/bench.md
 explains how to read the output. `bench train --help` lists the flags of `train`.
 """
 
 import contextlib
 import json
+import math
 import multiprocessing
 import os
 import statistics
@@ -32,7 +33,8 @@ import tyro
 from nanochat import provenance
 from nanochat.cli import Positive, Range, UserError, run
 from nanochat.decoding_flags import DecodingFlags
-from nanochat.log import counted, print0
+from nanochat.log import counted, print0, print_table, warn
+from nanochat.untrusted import read_json
 
 Made = TypeVar("Made")
 MeasuredFlags = TypeVar("MeasuredFlags", bound="ModelFlags")
@@ -43,6 +45,7 @@ NEW_TOKENS = 128  # of a reply
 PRODUCT = 1024  # width and height of the matrix in the bare product
 PRODUCT_FLOPS = 1e11  # one measurement of the product computes at least this much
 LEARNING_RATE = 1e-5  # for --source, a trained model
+NOTICED = 0.1  # processors that other programs take: on a quiet machine it is some hundredths of one
 TRIALS = 5  # per batch size in `serve`, after one warm-up
 THREADS_A_CORE = 4  # thousands of threads would block the machine before the first measurement
 # The defaults of sizes, on a CPU and on an accelerator. On a card a step at depth 4 with rows of 512 tokens takes as
@@ -105,10 +108,7 @@ class Config:
 def main(config: Config) -> None:
     measured = config.what
     if isinstance(measured, Compare):
-        from nanochat.report import benchmark
-
-        before, after = map(benchmark.load, measured.files)
-        benchmark.compare(before, after)
+        compare(*measured.files)
         return
     check_threads(measured.threads)
     if measured.source:
@@ -143,31 +143,53 @@ def check_threads(threads: int | None) -> None:
 def check_writable(path: str) -> None:
     """Raises UserError: when the file cannot be written. The check runs before the measurement, not after."""
     try:
-        for file in {Path(path), beside(Path(path))}:
-            is_new = not file.exists()
-            file.open("ab").close()
-            if is_new:
-                file.unlink()
+        Path(path).open("ab").close()
     except OSError as error:
         raise UserError(f"--json {error.filename}: {error.strerror}: name a file that can be written") from error
 
 
-def beside(path: Path) -> Path:
-    """The temporary file that replaces `path` at the end; a device such as /dev/stdout is written directly."""
-    is_none = path.is_symlink() or (path.exists() and not path.is_file())
-    return path if is_none else path.with_name(f"{path.name}.tmp")
-
-
 def write_json(what: str, config: ModelFlags, metrics: dict[str, Any]) -> None:
-    if config.json is None:
-        return
-    about = {"what": what, "commit": provenance.commit(), "config": asdict(config)}
-    path = Path(config.json)
-    # Write a temporary file first: on a full disk the earlier measurement stays whole.
-    unfinished = beside(path)
-    unfinished.write_text(json.dumps(about | metrics, indent=1))
-    if unfinished != path:
-        unfinished.replace(path)
+    if config.json is not None:
+        about = {"what": what, "commit": provenance.commit(), "config": asdict(config)}
+        Path(config.json).write_text(json.dumps(about | metrics, indent=1))
+
+
+def compare(before_path: str, after_path: str) -> None:
+    """Print the median of each measurement that both files have, and the ratio of the two.
+
+    Raises UserError: when a file is not from `bench --json`, or they have no measurement in common.
+    """
+    before, after = medians_of(before_path), medians_of(after_path)
+    rows = [
+        [name, f"{before[name]:,.5g}", f"{after[name]:,.5g}", f"{after[name] / before[name]:.3f}"]
+        for name in before if name in after
+    ]  # fmt: skip
+    if not rows:
+        raise UserError(f"{before_path} and {after_path} have no measurement in common: measure both with equal flags")
+    print_table(["median", "before", "after", "ratio"], rows)
+
+
+def medians_of(path: str) -> dict[str, float]:
+    """The median of each measurement in a file of --json, by name and unit."""
+    try:
+        medians = {}
+        for name, measured in read_json(Path(path))["measurements"].items():
+            medians[f"{name}, {measured['unit']}"] = statistics.median(map(float, measured["values"]))
+        if not all(0 < value < math.inf for value in medians.values()):
+            raise ValueError("a median is not a positive number")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f"{path} is not a file of `python -m scripts.bench --json` ({problem}): measure again"
+        ) from error
+    return medians
+
+
+def warn_of(others: float | None) -> None:
+    """Warn where other programs took `others` processors beside the measurement."""
+    if others is not None and others >= NOTICED:
+        problem = f"other programs took {others:.1f} processors meanwhile, so the figures are too slow"
+        warn(f"{problem}: stop them and measure again (docs/bench.md)")
 
 
 def train(config: Train) -> dict[str, Any]:
@@ -177,7 +199,6 @@ def train(config: Train) -> dict[str, Any]:
     from nanochat import device as devices
     from nanochat import scaling
     from nanochat.gpt import GPT
-    from nanochat.report.benchmark import warn_of
     from nanochat.run.compiling import compile_blocks
     from nanochat.run.neighbours import Neighbours
     from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
@@ -291,7 +312,6 @@ def serve(config: Serve) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
-    from nanochat.report.benchmark import warn_of
     from nanochat.run.neighbours import Neighbours
     from nanochat.serve.load import LoadStats, closed_loop
 
@@ -370,7 +390,7 @@ def serve(config: Serve) -> dict[str, Any]:
 
 
 def in_unit(unit: str, values: list[float]) -> dict[str, Any]:
-    """A measurement in the form that `compare` reads (report/benchmark.py)."""
+    """A measurement in the form that `compare` reads."""
     return {"unit": unit, "values": values}
 
 
