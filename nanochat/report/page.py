@@ -1,8 +1,7 @@
-"""The report of a run: report.html, a page with plots, and report.md, the same as text.
+"""The report of a run: report.html, a page with plots.
 
-Both are templates, filled only from a `RunSummary`. The page is one file without scripts or outside requests;
-matplotlib draws its plots as SVG. Jinja escapes every text in the page, `_markdown` every text in the Markdown: samples
-are a model's words.
+It is a template, filled only from a `RunSummary`: one file without scripts or outside requests. matplotlib draws its
+plots as SVG. Jinja escapes every text: samples are a model's words.
 """
 
 import html
@@ -238,51 +237,7 @@ def questions(summary: RunSummary) -> dict[tuple[str, Pairs], dict[str, list[Cha
     return found
 
 
-def comparison(summary: RunSummary, against: RunSummary) -> Table:
-    """One row per number that both runs have: this run's, the other's, and the difference."""
-    rows = []
-    earlier = metrics(against)
-    for name, (now, share) in metrics(summary).items():
-        if name not in earlier:
-            continue
-        before, _ = earlier[name]
-        if share:
-            texts = [f"{now:.1%}", f"{before:.1%}", f"{100 * (now - before):+.1f} points"]
-        else:
-            relative = f" ({now / before - 1:+.1%})" if before else ""
-            texts = [exact(now), exact(before), f"{'−' if now < before else '+'}{exact(abs(now - before))}{relative}"]
-        rows.append([Cell(name), *(Cell(text.replace("-", "−")) for text in texts)])
-    return Table(["number", summary.tag, against.tag, "difference"], rows)
-
-
-def metrics(summary: RunSummary) -> dict[str, tuple[float, bool]]:
-    """The numbers by which runs are compared, by name; with each whether it is a share of 1."""
-    found: dict[str, tuple[float | None, bool]] = {}
-    for name in ("parameters", "context"):
-        counts = [count for count in summary.fact(name) if isinstance(count, int)]
-        found[name] = (counts[0] if counts else None, False)
-    for stage in summary.stages:
-        found[f"{stage.name}: tokens"] = (stage.last("tokens"), False)
-        found[f"{stage.name}: bits per byte"] = (stage.val_bpb, False)
-        found[f"{stage.name}: validation loss"] = (stage.last("val_loss"), False)
-        found[f"{stage.name}: held-out reward"] = (stage.last("eval_reward"), False)
-        speeds = stage.values("tok_per_sec")
-        found[f"{stage.name}: tokens/s"] = (median(speeds) if speeds else None, False)
-        for task, score in stage.scores.items():
-            found[f"{stage.name}: {task}"] = (score["accuracy"], True)
-        for (task, name), share in stage.shares.items():
-            found[f"{stage.name}: {task}, {name}"] = (share["accuracy"], True)
-    found["training, seconds"] = (training_seconds(summary) or None, False)
-    found["the run, seconds"] = (sum(summary.seconds_by_stage().values()) or None, False)
-    return {name: (value, share) for name, (value, share) in found.items() if value is not None}
-
-
 # ---------------------------------------------------------------------- numbers as words
-
-
-def exact(value: float) -> str:
-    """`1,234,567` from 100 on, four digits below."""
-    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.4g}"
 
 
 def in_a_word(stage: Stage, key: str, how: str, share: float = SMOOTH) -> str:
@@ -404,8 +359,8 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     return f'<svg role="img" aria-label="{html.escape(label)}"{svg}'
 
 
-def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float = 3.0) -> str:
-    """Stages side by side, each over its steps: faint values, a bold mean; dashed, the mean of an earlier run."""
+def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
+    """Stages side by side, each over its steps: faint values, a bold mean."""
     stages = [stage for stage in stages if stage.curve(plot.metric)]
     curves = [stage.curve(plot.metric) for stage in stages]
     seconds = [stage.training_seconds() for stage in stages]
@@ -414,12 +369,6 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
     panels = figure.subplots(1, len(stages), sharey=True, squeeze=False, width_ratios=shares)[0]
     drawn = []  # all points
     for axes, stage, curve, share in zip(panels, stages, curves, shares, strict=True):
-        for earlier in [one.curve(plot.metric) for one in against if one.name == stage.name]:
-            if earlier:
-                line = smooth(earlier, plot.smooth)
-                gid = f"{plot.metric}-{stage.name}-against"
-                axes.plot(*zip(*line, strict=True), color=COLOURS["quiet"], linewidth=1.3, linestyle="--", gid=gid)
-                drawn += line
         style: dict[str, Any] = {"color": COLOURS[stage.name], "markersize": 3.5}
         axes.plot(*zip(*curve, strict=True), **style, linewidth=0.8, alpha=0.35)
         style["marker"] = "o" if len(curve) < 12 else ""
@@ -450,16 +399,13 @@ def _curves(plot: Plot, stages: list[Stage], against: list[Stage], width: float 
     return _svg(figure, plot.metric + "-".join(stage.name for stage in stages), f"{plot.title}: {', '.join(words)}")
 
 
-# ---------------------------------------------------------------------- the page and the Markdown
+# ---------------------------------------------------------------------- the page
 
 
-def to_html(summary: RunSummary, against: RunSummary | None = None, refresh: int = 0) -> str:
-    """The whole page; compared with an earlier run `against`, if given.
-
-    With `refresh` it says how far the run is, and the browser loads it again after this many seconds.
-    """
+def to_html(summary: RunSummary, refresh: int = 0) -> str:
+    """The whole page. With `refresh` it says how far the run is, and the browser loads it again after this many
+    seconds."""
     stages = summary.stages
-    earlier = against.stages if against else []
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text
         # Rewards that are a sum of parts, whose names are the user's.
@@ -473,40 +419,23 @@ def to_html(summary: RunSummary, against: RunSummary | None = None, refresh: int
         ]
         wanted = [*PLOTS, *plots_of_parts]
         shown = [plot for plot in wanted if any(stage.curve(plot.metric) for stage in stages)]
-        plots = {plot: _curves(plot, stages, earlier) for plot in shown}
+        plots = {plot: _curves(plot, stages) for plot in shown}
         losses = []
         for stage in stages:
             loss = loss_plot(stage)
             if loss is not None:
-                losses.append(_curves(loss, [stage], earlier, 2.6))
-    tasks = list(chances(stages).items())
-    live = {"refresh": refresh, "progress": progress(summary)}
-    return _render("report.html", summary, against, plots=plots, losses=losses, tasks=tasks, **live)
-
-
-def to_markdown(summary: RunSummary, against: RunSummary | None = None) -> str:
-    """The report without plots: header, chat, numbers, tables, samples and commands."""
-    return _render("report.md", summary, against)
-
-
-def _render(template: str, summary: RunSummary, against: RunSummary | None, **plots: Any) -> str:
+                losses.append(_curves(loss, [stage], 2.6))
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=jinja2.select_autoescape(),
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters |= {"duration": duration, "markdown": _markdown}
+    environment.filters["duration"] = duration
     chat_title, chat = conversation(summary)
-    text = environment.get_template(template).render(
+    text = environment.get_template("report.html").render(
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
         questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title,
-        chat=chat, against=against, differences=comparison(summary, against) if against else None,
-        chat_command=chat_command(summary), **plots,
+        chat=chat, chat_command=chat_command(summary), plots=plots, losses=losses,
+        tasks=list(chances(stages).items()), refresh=refresh, progress=progress(summary),
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()
-
-
-def _markdown(text: str) -> str:
-    """Text in one line that Markdown shows as it is."""
-    text = re.sub(r"([\\`*_\[\]|~$#])", r"\\\1", " ".join(text.split()))
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

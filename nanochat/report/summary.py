@@ -206,8 +206,8 @@ def newest_tag() -> str:
     return max(files, key=lambda file: file.stat().st_mtime).parent.name
 
 
-def collect(tag: str, flag: str = "--model_tag") -> RunSummary:
-    """Read everything about one tag, which `flag` names, below the base folder.
+def collect(tag: str) -> RunSummary:
+    """Read everything about one tag below the base folder.
 
     Raises UserError: when nothing is found.
     """
@@ -218,7 +218,7 @@ def collect(tag: str, flag: str = "--model_tag") -> RunSummary:
     finished = _parsed(runs / "commands.jsonl", lambda line: Command(**line), notes)
     if not stages and tag not in [command.tag for command in finished]:
         raise UserError(
-            f"{flag} {tag}: {runs} has no run of it: run `python -m scripts.base_train --model_tag {tag}` first"
+            f"--model_tag {tag}: {runs} has no run of it: run `python -m scripts.base_train --model_tag {tag}` first"
         )
     # An earlier run of this tag was moved aside when this one began: its commands are before `started`.
     started = {stage.name: str(stage.facts.get("started", "")) for stage in stages}

@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
-from markdown_it import MarkdownIt
 from test_chat_cli import BASE, add_checkpoint, table_model
 from tiny import complaint
 
@@ -26,7 +25,6 @@ from scripts import chat_web
 from scripts import report as script
 
 TAG = "made-up"
-MARKDOWN = MarkdownIt("commonmark").enable("table")
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 PAYLOADS = (
     "<script>alert('first')</script>",
@@ -323,8 +321,7 @@ def test_a_further_share_of_a_task_has_its_row_and_the_order_its_place_at_the_to
     place = names.index("stories")
     shares = ["holds together", "distinct 4-grams", "order followed"]  # their intervals have no rows
     assert names[place : place + 4] == ["stories", *shares] and len(names) == 7
-    assert report_page.metrics(three_stages)["sft: stories, order followed"] == (0.5, True)
-    assert "25.0%" in report_page.to_html(three_stages) and "order followed" in report_page.to_markdown(three_stages)
+    assert "25.0%" in report_page.to_html(three_stages)
 
 
 def test_a_skill_that_fell_beyond_its_interval_is_marked(three_stages):
@@ -335,18 +332,15 @@ def test_a_skill_that_fell_beyond_its_interval_is_marked(three_stages):
     assert not any(cell.fell for name in ("stories", "sums", "bits per byte") for cell in rows[name])
     page = Page(report_page.to_html(three_stages))
     assert page.text.count("fell to ▼") == 3 and "▼ the skill fell below" in page.text
-    text = report_page.to_markdown(three_stages)
-    assert "**78.0%** (73–83) | ▼ 70.0% (65–75) |\n" in text and "\n▼: the skill fell below" in text
 
 
 def test_nothing_is_marked_where_no_skill_fell(whole):
-    assert "▼" not in whole.html and "▼" not in report_page.to_markdown(whole.summary)
+    assert "▼" not in whole.html
 
 
 def test_the_last_line_is_the_command_to_chat(whole, three_stages, base):
     line = f"python -m scripts.chat_web --source rl --model_tag {TAG}"
     assert Page(whole.html).text.rstrip().endswith(f"Chat with it: {line}")
-    assert report_page.to_markdown(whole.summary).endswith(f"\nChat with it: `{line}`\n")
     assert parse(chat_web.Config, line.split()[3:]).source == "rl"  # the flags exist
     write(base, "rm", "metrics.jsonl", metrics(2, 1.0), tag="scores")
     save_checkpoint(base, "rm", 2, tag="scores")
@@ -368,7 +362,7 @@ def test_the_chat_is_with_the_last_stage_that_has_a_whole_checkpoint(three_stage
     (older / "manifest.json").unlink()
     assert report_page.chat_command(report.collect(TAG)) == ""
     save_checkpoint(base, "rl", 4)
-    assert "--source rl" in report_page.to_markdown(report.collect(TAG))
+    assert "--source rl" in report_page.chat_command(report.collect(TAG))
 
 
 def test_a_checkpoint_of_ours_is_one_to_chat_with(base):
@@ -404,32 +398,6 @@ def test_the_chat_says_which_try_it_is(whole, base):
         assert report.collect(TAG).stages[-1].conversation_try == 1
     title = "A chat with sft at the checkpoint's own settings: try 3, the best so far, as it came"
     assert title in Page(report_page.to_html(report.collect(TAG))).text
-    assert f"## {title}\n" in report_page.to_markdown(report.collect(TAG))
-
-
-# ---------------------------------------------------------------------- Markdown
-
-
-def test_markdown_has_whole_tables_samples_and_commands(whole):
-    text = report_page.to_markdown(whole.summary)
-    assert text.startswith(f"# nanochat run: {TAG}\n") and "**0.938** bits per byte" in text
-    blocks = [block.split("\n") for block in text.split("\n\n") if block.startswith("|")]
-    assert [len(block) for block in blocks] == [2 + 7, 2 + 7, 2 + 1]  # six stages with a total; evaluations; a question
-    rendered = MARKDOWN.render(text)
-    assert rendered.count("<table>") == 3 and rendered.count("<tr>") == 18 and rendered.count("<blockquote>") == 3
-    assert rendered.count("<td") == 7 * len(report_page.stage_table(whole.summary).heads) + 7 * 6 + 6
-    assert "| base | 40 | 40K | 0.1013 |" in text
-    assert "| arithmetic |  | 20.0% (15–25) | 50.0% (45–55) | 60.0% (55–65) | **90.0%** (85–95) |" in text
-    assert "> Once upon a time." in text
-    assert "| task | question | mid | sft | dpo | rl |\n" in text
-    call = "[6 \\* 7 -> 42]"
-    replies = [f"✗ wrong: {call} {answer}" for answer in ("7", "forty-one", "no")]
-    assert f"| arithmetic | What is 6 \\* 7? | {' | '.join(replies)} | ✓ right: {call} forty-two |\n" in text
-    assert "> **user** Hello, rl!\n>\n> **assistant** [47+38 -> 85] It is 85.\n" in text
-    assert "- Device: 8 × Abacus 9000 (beads, bfloat16)\n" in text and "- Parameters: 5,049,216\n" in text
-    assert "- Date: 2026-01-02 03:04:05 UTC\n" in text and "- Commit: 0123abc\n" in text
-    assert "\n    python -m scripts.base_train --seed 7  # 3m20s\n" in text
-    assert "7777" not in text and "2h09m" not in text and "1h51m" not in text
 
 
 # ---------------------------------------------------------------------- the page
@@ -457,6 +425,8 @@ def test_the_page_is_whole_and_requests_nothing(whole):
     ):
         assert text in page.text, text
     assert "8 × Abacus 9000 (beads, bfloat16)" in page.text and "python -m scripts.mid_train --seed 7" in page.text
+    assert "python -m scripts.base_train --seed 73m20s" in page.text and "2026-01-02 03:04:05 UTC" in page.text
+    assert not any(other in page.text for other in ("7777", "2h09m", "1h51m"))  # another tag, a run moved aside
     assert not page.tags & {"script", "iframe", "object", "embed", "link", "img", "base", "form", "foreignobject"}
     for name, value in page.attributes:
         assert not name.startswith("on"), name
@@ -574,19 +544,6 @@ def test_what_a_model_writes_stays_text(base, payload):
     command_line = f"python -m scripts.chat_web --source sft --model_tag {TAG}"
     assert page.text.rstrip().endswith(f"Left out: no run of mid, rm, dpo, rl.\nChat with it: {command_line}")
 
-    rendered = Page(MARKDOWN.render(report_page.to_markdown(summary)))
-    assert not rendered.tags & {"script", "img", "svg", "a", "em", "body"}
-    # Commit, data and version; both turns of the chat; the sample; a row of a task, a role, a text and four replies,
-    # one with its kind; stage; device and dtype; command; and the task's accuracy.
-    assert rendered.text.count(payload) == 3 + 2 + 1 + (3 + 4 + 1) + 1 + 2 + 1 + 1
-
-
-def test_a_command_stays_in_its_block(base):
-    line = "echo\n````\n</code>"
-    write_commands(base, [command("base_train", "base", 5.0, command=line)])
-    rendered = MARKDOWN.render(report_page.to_markdown(report.collect(TAG)))
-    assert rendered.count("<pre>") == 1 and f"{line}  # 5s" in Page(rendered).text
-
 
 def test_text_that_no_file_can_hold_is_replaced(base):
     write(
@@ -594,7 +551,7 @@ def test_text_that_no_file_can_hold_is_replaced(base):
     )
     summary = report.collect(TAG)
     assert "half ? of a face,   [31m and 中文" in report_page.to_html(summary)
-    assert report_page.to_html(summary).encode() and report_page.to_markdown(summary).encode()
+    assert report_page.to_html(summary).encode()
 
 
 # ---------------------------------------------------------------------- what is missing or damaged
@@ -625,7 +582,7 @@ def test_a_damaged_evaluation_is_left_out(base):
         summary = report.collect(TAG)
         assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
         assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
-    assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
+    assert Page(report_page.to_html(summary))
 
 
 def test_numbers_that_nobody_can_draw_stop_nothing(base):
@@ -635,7 +592,7 @@ def test_numbers_that_nobody_can_draw_stop_nothing(base):
     write(base, "rl", "metrics.jsonl", lines)
     summary = report.collect(TAG)
     assert summary.stages[0].values("loss") == [0.0, -1.0, 1e-300]
-    assert Page(report_page.to_html(summary)) and report_page.to_markdown(summary)
+    assert Page(report_page.to_html(summary))
 
 
 @pytest.mark.parametrize("stage", SCRIPTS)
@@ -644,8 +601,7 @@ def test_any_stage_may_be_alone(base, stage):
     summary = report.collect(TAG)
     assert Page(report_page.to_html(summary)).text.count("Left out:") == 1
     assert summary.seconds_by_stage() == {stage: 2.0}
-    markdown = report_page.to_markdown(summary)
-    assert "Evaluation" not in markdown and "## Questions" not in markdown and "## Texts" not in markdown
+    assert not {"Evaluation", "Questions and replies"} & set(re.findall("<h2>(.*?)</h2>", report_page.to_html(summary)))
 
 
 @pytest.mark.parametrize("name", ["eval.json", "chat_eval.json", "commands"])
@@ -657,7 +613,7 @@ def test_any_file_may_be_alone(base, name):
     summary = report.collect(TAG)
     expected = {"eval.json": "1.500", "chat_eval.json": "50%", "commands": "1m01s"}[name]
     assert [number for number, _, _ in report_page.headline(summary)] == [expected]
-    assert expected in Page(report_page.to_html(summary)).text and expected in report_page.to_markdown(summary)
+    assert expected in Page(report_page.to_html(summary)).text
 
 
 def test_nothing_to_report_names_the_command(base, monkeypatch, capsys):
@@ -684,10 +640,10 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
     os.utime(newest, (2e9, 2e9))
     script.main(script.Config())
     folder = whole.base / "runs" / "report" / "fresh"
-    assert capsys.readouterr().out.split() == [str(folder / "report.html"), str(folder / "report.md")]
-    assert "1.250" in (folder / "report.html").read_text() and "1.250" in (folder / "report.md").read_text()
+    assert capsys.readouterr().out.split() == [str(folder / "report.html")]
+    assert "1.250" in (folder / "report.html").read_text()
     script.main(script.Config(model_tag=TAG))
-    assert (whole.base / "runs" / "report" / TAG / "report.md").read_text() == report_page.to_markdown(whole.summary)
+    assert (whole.base / "runs" / "report" / TAG / "report.html").read_text() == whole.html
     assert report.newest_tag() == "fresh"  # a report is no run
 
 
@@ -714,19 +670,14 @@ def test_a_watched_run_is_drawn_as_it_grows(base, monkeypatch, capsys):
     assert "refresh" not in page_file.read_text()
     out = capsys.readouterr().out.splitlines()
     assert out[1].startswith("waiting: --model_tag made-up: ") and out[2] == f"open {page_file}"
-    assert out[3:] == [str(page_file), str(page_file.with_suffix(".md"))]
-    assert [path.name for path in sorted(page_file.parent.iterdir())] == ["report.html", "report.md"]
+    assert out[3:] == [str(page_file)] and list(page_file.parent.iterdir()) == [page_file]
 
 
 @pytest.mark.parametrize("watch", [False, True])
 def test_a_tag_that_no_wait_can_help_is_an_error_at_once(base, monkeypatch, watch):
     write(base, "base", "metrics.jsonl", metrics(2, 1.0))
     monkeypatch.setattr("scripts.report.time", SimpleNamespace(sleep=lambda _: pytest.fail("it waits")))
-    for flags, expected in (
-        ({"model_tag": TAG, "against": "typo"}, "--against typo: "),
-        ({"model_tag": TAG, "against": "../x"}, "--against '../x' is not a plain folder name"),
-        ({"model_tag": "../x"}, "--model_tag '../x' is not a plain folder name"),
-    ):
+    for flags, expected in (({"model_tag": "../x"}, "--model_tag '../x' is not a plain folder name"),):
         assert complaint(lambda flags=flags: script.main(script.Config(**flags, watch=watch))).startswith(expected)
 
 
@@ -762,7 +713,7 @@ def test_a_report_needs_no_torch_and_no_pyplot(whole):
     code = (
         "import sys; from nanochat.report import page as report_page, summary as report; "
         "summary = report.collect(sys.argv[1]); "
-        "report_page.to_markdown(summary); report_page.to_html(summary); assert 'torch' not in sys.modules; "
+        "report_page.to_html(summary); assert 'torch' not in sys.modules; "
         "assert 'matplotlib.pyplot' not in sys.modules; print(len(summary.stages))"
     )
     done = subprocess.run(
@@ -777,33 +728,6 @@ def test_what_computed_is_named(monkeypatch):
     assert {"Python", "torch"} <= set(versions) and versions["Python"] == "{}.{}.{}".format(*sys.version_info)
     monkeypatch.setenv("PATH", "/nowhere")  # no git
     assert provenance.commit() == "unknown"
-
-
-# ---------------------------------------------------------------------- against an earlier run
-
-
-def test_against_an_earlier_run_both_curves_and_the_differences_are_shown(base):
-    for tag, steps, accuracy, bpb in ((TAG, 8, 0.75, 0.5), ("older", 6, 0.5, 1.0)):
-        write(base, "base", "metrics.jsonl", metrics(steps, 20.0 * steps, val_bpb=bpb), tag=tag)
-        write(base, "sft", "chat_eval.json", {"tasks": {"arc": {"accuracy": accuracy}}}, tag=tag)
-        write(base, "base", "run.json", FACTS | {"parameters": 1000 * steps}, tag=tag)
-    script.main(script.Config(model_tag=TAG, against="older"))
-    folder = base / "runs" / "report" / TAG
-    html, markdown = ((folder / f"report.{kind}").read_text() for kind in ("html", "md"))
-    for line in ("loss-base", "loss-base-against", "val_bpb-base", "val_bpb-base-against"):
-        assert f' id="{line}"' in html
-    assert "-against" not in report_page.to_html(report.collect(TAG))
-    rows = {
-        row[0].text: [cell.text for cell in row[1:]]
-        for row in report_page.comparison(*map(report.collect, (TAG, "older"))).rows
-    }
-    assert rows["sft: arc"] == ["75.0%", "50.0%", "+25.0 points"]
-    assert rows["base: bits per byte"] == ["0.5", "1", "−0.5 (−50.0%)"]
-    assert rows["parameters"] == ["8,000", "6,000", "+2,000 (+33.3%)"]
-    assert rows["the run, seconds"] == ["160", "120", "+40 (+33.3%)"]
-    assert "| sft: arc | 75.0% | 50.0% | +25.0 points |" in markdown and "Compared with older" in Page(html).text
-    with pytest.raises(UserError, match="--against nothing"):
-        script.main(script.Config(model_tag=TAG, against="nothing"))
 
 
 def test_the_x_axis_has_steps_and_begins_with_the_evaluation_before_the_first(base):
@@ -836,16 +760,15 @@ def test_a_browser_loads_a_watched_page_again(base, tmp_path, open_page):
 
 @pytest.mark.slow
 def test_all_can_use_the_report_also_on_a_phone(whole, base, tmp_path, open_page, axe_violations):
-    """axe-core's rules, light and dark; no wider than a phone, also with long words and a comparison."""
-    earlier = "e" * 90
-    for tag, steps in ((TAG, 8), (earlier, 6)):
-        write(base, "base", "run.json", FACTS | {"data": "/folder" * 40, "parameters": 10**15}, tag=tag)
-        write(base, "base", "metrics.jsonl", metrics(steps, 20.0, val_bpb=0.5), tag=tag)
-    write(base, "base", "eval.json", {"val_bpb": 0.5, "samples": ["w" * 300, "| wide " * 90]})
-    write_commands(base, [trained("base_train", "base", 60.0, 0, 8, command="base_train --data " + "d" * 200)])
-    compared = report_page.to_html(report.collect(TAG), report.collect(earlier))
+    """axe-core's rules, light and dark; no wider than a phone, also with long words."""
+    tag = "e" * 90
+    write(base, "base", "run.json", FACTS | {"data": "/folder" * 40, "parameters": 10**15}, tag=tag)
+    write(base, "base", "metrics.jsonl", metrics(8, 20.0, val_bpb=0.5), tag=tag)
+    write(base, "base", "eval.json", {"val_bpb": 0.5, "samples": ["w" * 300, "| wide " * 90]}, tag=tag)
+    write_commands(base, [trained("base_train", "base", 60.0, 0, 8, tag=tag, command="base_train --data " + "d" * 200)])
+    long_words = report_page.to_html(report.collect(tag))
     page = open_page(None, width=360, height=720)
-    for name, html in (("a run", whole.html), ("compared", compared)):
+    for name, html in (("a run", whole.html), ("long words", long_words)):
         (tmp_path / "report.html").write_text(html)
         page.goto((tmp_path / "report.html").as_uri())
         assert page.evaluate("document.scrollingElement.scrollWidth <= document.scrollingElement.clientWidth"), name
