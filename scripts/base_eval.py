@@ -138,12 +138,13 @@ def main(config: Config) -> None:
                 ["stories that hold together", f"{passed / stories:.1%}", f"{passed} of {stories}{first_problem}"]
             )
     print_table(("measure", "score", "on"), scores)
-    if config.source in STAGES:
+    stage = config.source.partition("/")[0]  # of base/TAG/step_100, too
+    if stage in STAGES:
         if device.is_main:
-            path = run_dir(config.source, tag) / "eval.json"
+            path = run_dir(stage, tag) / "eval.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(results, indent=1, ensure_ascii=False), encoding="utf-8")
-        record(config.source, tag, began, device)
+        record(stage, tag, began, device)
     devices.shutdown(device)
 
 

@@ -111,10 +111,11 @@ def main(config: Config) -> None:
             print_message(message["role"], readable(parts_of(message["content"])))
 
     # ------------------------------------------------------------------ merge with earlier tasks of this step
+    stage = config.source.partition("/")[0]  # of sft/TAG/step_100, too
     if device.is_main:
         samples = [{"task": name, **asdict(graded)} for name, graded in shown]
         report: dict[str, Any] = {"step": meta["step"], "tasks": results, "samples": samples}
-        path = run_dir(config.source, tag) / "chat_eval.json" if config.source in STAGES else None
+        path = run_dir(stage, tag) / "chat_eval.json" if stage in STAGES else None
         if path:
             report = merge(path, report)
 
@@ -142,8 +143,8 @@ def main(config: Config) -> None:
         if path:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8", errors="replace")
-    if config.source in STAGES:
-        record(config.source, tag, began, device)
+    if stage in STAGES:
+        record(stage, tag, began, device)
     devices.shutdown(device)
 
 
