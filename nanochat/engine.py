@@ -664,8 +664,8 @@ class Slots:
         bias = None
         if self.bias is not None and any(row.logit_bias for row in self.rows):
             bias = self.bias[:B]
-        top_p_first = self.engine.model.kernels.top_p_first
-        tokens = sample(allowed, self._settings, noise, seen, top_p_first, counts, bias)  # (B,)
+        kernels = self.engine.model.kernels
+        tokens = sample(allowed, self._settings, noise, seen, kernels, counts, bias)  # (B,)
         self.last[:B] = tokens
 
         # 3. The one wait for the device: `tolist` needs the results. Everything before it only queues work. Logprobs

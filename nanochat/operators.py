@@ -205,6 +205,20 @@ class TorchKernels:
 
     # ------------------------------------------------------------------ decoding
 
+    def running_sums(self, rows: Tensor) -> Tensor:
+        """The cumulative sums of each row (B, V)."""
+        try:
+            return rows.cumsum(dim=-1)
+        except RuntimeError:  # --deterministic: torch refuses it on some devices
+            if not torch.are_deterministic_algorithms_enabled():
+                raise
+        # Only their kernel for a single row sums in a changing order, but torch refuses both kernels.
+        torch.use_deterministic_algorithms(False)
+        try:
+            return rows.expand(2, -1).cumsum(dim=-1)[:1] if rows.size(0) == 1 else rows.cumsum(dim=-1)
+        finally:
+            torch.use_deterministic_algorithms(True)
+
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether `pack` makes decoding in this dtype faster here."""
         return False

@@ -21,6 +21,8 @@ from nanochat.cli import Range, UserError, check_ranges
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from nanochat.operators import TorchKernels
+
 GREEDY_BELOW = 1e-6  # a temperature; dividing logits by less would overflow fp32
 
 
@@ -127,7 +129,7 @@ def sample(
     settings: RowSettings,
     noise: Tensor,
     seen: Tensor,
-    top_p_first: int = 0,
+    kernels: TorchKernels,
     counts: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
@@ -183,7 +185,7 @@ def sample(
     # 0.1 a token needs 9% where the likeliest has 90%, and 1% where it has 10%.
     if "top_p" in settings.in_use:
         candidates = min(settings.top_p_candidates or V, V)
-        least = _least_of_top_p(probabilities, settings["top_p"], candidates, top_p_first)
+        least = _least_of_top_p(probabilities, settings["top_p"], candidates, kernels)
         probabilities = probabilities.masked_fill(probabilities < least, 0.0)
     if "min_p" in settings.in_use:
         least = settings["min_p"] * probabilities.amax(dim=-1, keepdim=True)
@@ -193,25 +195,26 @@ def sample(
     # noise is scaled by it. One number for each row takes 11 to 17 ms for 64 rows of 32,768, torch.multinomial, which
     # draws one for each token, 60 to 97 (a thread of an AMD EPYC, 2026-11-21). Noise of 23 bits is below 1, so that a
     # token without probability, which adds nothing to the sum, is never drawn.
-    mass = _running_sums(probabilities)
+    mass = kernels.running_sums(probabilities)
     drawn = (mass <= noise * mass[:, -1:]).sum(dim=-1)
     if greedy_choice is None:
         return drawn
     return greedy_choice.where(settings["temperature"][:, 0] <= GREEDY_BELOW, drawn)
 
 
-def _least_of_top_p(probabilities: Tensor, top_p: Tensor, candidates: int, first: int) -> Tensor:
+def _least_of_top_p(probabilities: Tensor, top_p: Tensor, candidates: int, kernels: TorchKernels) -> Tensor:
     """The smallest probability that each row (B, V) keeps, (B, 1), 0 where top_p is off.
 
     No row with top_p has more than `candidates` different probabilities above 0.
     """
     off = top_p >= 1
+    first = kernels.top_p_first
     # With `first` 64, look at the likeliest 64 tokens, then at 512, and so on, until they reach top_p in every row.
     # Only a CPU does that (kernels/cpu.py): it sorts slowly, and elsewhere a look at the result waits for the device.
     width = min(first, candidates) if first else candidates
     while True:
         ordered = probabilities.topk(width, dim=-1).values
-        mass = _running_sums(ordered)
+        mass = kernels.running_sums(ordered)
         if width == candidates:
             break
         enough = (mass[:, -1:] >= top_p) | off  # (B, 1)
@@ -224,59 +227,20 @@ def _least_of_top_p(probabilities: Tensor, top_p: Tensor, candidates: int, first
     return ordered.masked_fill(~kept, math.inf).amin(dim=-1, keepdim=True).masked_fill(off, 0.0)
 
 
-def _running_sums(rows: Tensor) -> Tensor:
-    """The cumulative sums of each row (B, V)."""
-    try:
-        return rows.cumsum(dim=-1)
-    except RuntimeError:  # --deterministic: torch refuses it on some devices
-        import torch  # this module's settings are read where torch is not needed
-
-        if not torch.are_deterministic_algorithms_enabled():
-            raise
-    # Only their kernel for a single row sums in a changing order, but torch refuses both kernels.
-    torch.use_deterministic_algorithms(False)
-    try:
-        return rows.expand(2, -1).cumsum(dim=-1)[:1] if rows.size(0) == 1 else rows.cumsum(dim=-1)
-    finally:
-        torch.use_deterministic_algorithms(True)
-
-
 # ---------------------------------------------------------------------- seeds and noise
-
-# SplitMix64 is a counter and a hash: number i is the hash of start + i x GAMMA. It carries no state from number to
-# number, so any of them can be computed without the others. GAMMA is 2^64 divided by the golden ratio, made odd: the
-# counter passes through all 2^64 values before it repeats.
-MASK = 2**64 - 1  # the arithmetic below is on 64-bit unsigned integers
-GAMMA = 0x9E3779B97F4A7C15  # the step of SplitMix64's counter
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
     """`count` fp32 numbers in [0, 1): number i depends only on the seed and i, on any machine.
 
     A row that draws by its own numbers gets the same reply in any batch, which a generator shared by a batch would not
-    give. numpy's Philox has counters too; this is six lines, and replies stay what they have been.
-    Source: Steele, Lea and Flood 2014, SplitMix64.
+    give. Source: Salmon et al. 2011, Philox.
     """
-    start = np.uint64(_mix(seed * GAMMA & MASK))  # or neighbouring seeds would share numbers
-    with np.errstate(over="ignore"):
-        bits = start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GAMMA)
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        bits ^= bits >> np.uint64(31)
+    bits = np.random.Philox(key=seed).random_raw(count)  # it hashes a counter: no two seeds share numbers
     # The upper 23 bits as a fraction: fp32 holds 24 bits, so no number is rounded up to 1.
     return (bits >> np.uint64(41)).astype(np.float32) * np.float32(2**-23)
 
 
 def seed_of(seed: int, *numbers: int) -> int:
     """A 64-bit seed for the whole numbers under a seed: a step's, a question's, a sample's."""
-    # Chained, and not added: seed_of(s, 1, 2) and seed_of(s, 2, 1) differ.
-    for number in numbers:
-        seed = _mix((_mix(seed * GAMMA & MASK) + (number + 1) * GAMMA) & MASK)
-    return seed
-
-
-def _mix(bits: int) -> int:
-    # Shifts carry high bits down, products carry low bits up: a change of one bit changes about half of all bits.
-    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & MASK
-    return bits ^ (bits >> 31)
+    return int(np.random.SeedSequence(seed, spawn_key=numbers).generate_state(1, np.uint64)[0])

@@ -17,6 +17,7 @@ TRIAL = """
 import importlib, sys
 import torch
 from nanochat.task import task_class
+from nanochat.operators import TorchKernels
 from nanochat.sampling import RowSettings, SamplingParams, sample
 from nanochat.tokenizer import Tokenizer
 from nanochat.paths import tokenizer_dir
@@ -72,7 +73,7 @@ def drawn(n):
     table = torch.tensor([RowSettings.numbers(p) for p in params])
     noise = torch.linspace(0, 0.999, 200)
     seen = torch.zeros_like(logits, dtype=torch.bool)
-    return {int(sample(logits, RowSettings(params, table), x.view(1, 1), seen)) for x in noise}
+    return {int(sample(logits, RowSettings(params, table), x.view(1, 1), seen, TorchKernels())) for x in noise}
 assert drawn(0.5) == {0, 1} and drawn(0.0) == {0, 1, 2, 3, 4}
 """
 
