@@ -137,13 +137,6 @@ class Reward:
         return [episode.reward for episode in episodes]
 
 
-def open_rewards(flag: str) -> list[Reward]:
-    """The parts of a --reward flag. Raises UserError: when it names something that does not exist."""
-    if flag == "task":
-        return [Reward()]
-    return rooms.find("rewards", "parse")(flag)
-
-
 def load_rewards(rewards: Sequence[Reward], device: Device) -> list[Reward]:
     """The same rewards, ready to rate; all ranks call this together. Raises UserError: when a model is missing."""
     loaded = [reward.load(device) for reward in rewards]

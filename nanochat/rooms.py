@@ -28,10 +28,9 @@ SEAMS = {
     "folders",
     # Where --source hf:ORG/NAME is downloaded from: a function from that text to a folder.
     "hubs",
-    # Folders that hold only adapters: where their base is, and the weights of both together.
+    # Adapters: new ones to train, as a `Preparation` of checkpoint_manager.py; of a folder that holds nothing else,
+    # where their base is, and the weights of both together.
     "adapters",
-    # A change of a model while it is loaded: `Preparation` of checkpoint_manager.py.
-    "preparations",
     # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of layout.py.
     # context: (device, such a Layout) -> the same, but with neighbours that share rows (--context_parallel).
     # experts: (device, --parallel, --replicate) -> such a Layout, with whole experts on a rank (--expert_parallel).
@@ -55,16 +54,9 @@ SEAMS = {
     "policy losses",
     # Losses of `chat_dpo --loss` beyond dpo: `PairLoss` of losses.py.
     "pair losses",
-    # The parts of a --reward flag that names more than the task's own reward: text -> a list of `Reward`
-    # (rollout.py).
-    "rewards",
-    # KIND of `--reward KIND:SOURCE`: (folder, device, verified) -> a function from conversations to numbers.
-    "reward models",
     # The beginning of --sampler, for samples from outside this process: a class with the methods of EngineSampler
     # (rollout.py), `check_flag` and `open`.
     "samplers",
-    # When the samples of a step are drawn, other than in the step (`OnPolicy` of rollout.py): --staleness.
-    "sample schedules",
     # The content of a PATH without a task's name -> a Task.
     "file forms",
     # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
@@ -74,8 +66,6 @@ SEAMS = {
     "help",
     # Other modules in the place of a block's MLP: (config, kernels) -> nn.Module.
     "blocks",
-    # Other sizes of a new model, by flags: (config, flags) -> config.
-    "sizes",
 }
 
 

@@ -112,7 +112,7 @@ def begin(
     find_source = functools.partial(model_folder.find_source, device=device, without_weights=without_weights)
     source = find_source(config.source, source_tag)
     if isinstance(config, TuningFlags) and config.lora_rank:
-        prepare = [*prepare, rooms.find("preparations", "lora")(config, config.seed)]
+        prepare = [*prepare, rooms.find("adapters", "new")(config, config.seed)]
     screen.phase("making the model without its weights" if without_weights else "loading the model")
     model, tokenizer, meta = checkpoint_manager.load_model(
         source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,

@@ -71,7 +71,9 @@ def main(config: Config) -> None:
         window_pattern=config.window_pattern, mlp=config.mlp,
     )  # fmt: skip
     if config.experts:
-        model_config = rooms.find("sizes", "experts")(model_config, config)
+        from nanochat.experts.sizes import with_experts
+
+        model_config = with_experts(model_config, config)
     # Built without memory, then sharded, then allocated: no rank ever holds more than its shard.
     with torch.device("meta"):
         model = GPT(model_config, device.kernels)

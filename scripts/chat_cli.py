@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat import rooms
 from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
 from nanochat.decoding_flags import DecodingFlags, SamplingFlags
@@ -67,7 +66,11 @@ def main(config: Config) -> None:
         from nanochat.engine import Engine
 
         device = devices.init(config.device, config.dtype)
-        prepare = [rooms.find("preparations", "merge")(config.adapter)] if config.adapter else []
+        prepare = []
+        if config.adapter:
+            from nanochat.adapters.folders import MergeAdapters
+
+            prepare.append(MergeAdapters(config.adapter))
         model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, prepare=prepare)
     stage = meta["stage"]
     sampling = config.sampling.over(meta["sampling"])

@@ -105,8 +105,9 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import losses, rollout, rooms, samples, scaling
+    from nanochat import losses, rollout, samples, scaling
     from nanochat.alignment import rl_checks
+    from nanochat.alignment.rewards import parse_rewards
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.engine import Engine
     from nanochat.loop import Run
@@ -122,7 +123,7 @@ def main(config: Config) -> None:
     method = losses.find(losses.POLICY_LOSSES, "policy losses", config.loss).override(
         clip_low=config.clip_low, clip_high=config.clip_high, refills=config.refills, overlong=config.overlong
     )
-    rewards = rollout.open_rewards(config.reward)
+    rewards = parse_rewards(config.reward)
     sampler_kind = None if config.sampler == "engine" else rollout.sampler_kind(config.sampler)
     rl_checks.check_flags(config, method, rewards)
     importance_cap = config.importance_cap
@@ -217,9 +218,13 @@ def main(config: Config) -> None:
 
     schedule: Any = rollout.OnPolicy(sampler, model, share_of_step)
     if config.staleness:
-        schedule = rooms.find("sample schedules", "ahead")(sampler, model, share_of_step, config.staleness, steps)
+        from nanochat.samplers.ahead import Ahead
+
+        schedule = Ahead(sampler, model, share_of_step, config.staleness, steps)
     if sampler_kind is not None:  # a sampler outside this process may have other weights
-        schedule = rooms.find("sample schedules", "checked")(
+        from nanochat.samplers.agreement import Checked
+
+        schedule = Checked(
             schedule, model, device, count=config.device_batch_size, temperature=config.temperature,
             staleness=config.staleness,
         )  # fmt: skip

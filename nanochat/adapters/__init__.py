@@ -6,12 +6,9 @@ PLUGS = {
         "peft": "nanochat.adapters.peft:FORMAT",
     },
     "adapters": {
+        "new": "nanochat.adapters.lora:NewAdapters.from_flags",
         "lineage": "nanochat.adapters.folders:lineage",
         "weights": "nanochat.adapters.folders:with_saved_adapters",
         "base": "nanochat.adapters.folders:base_of",
-    },
-    "preparations": {
-        "lora": "nanochat.adapters.lora:NewAdapters.from_flags",
-        "merge": "nanochat.adapters.folders:MergeAdapters",
     },
 }

@@ -17,10 +17,4 @@ PLUGS = {
         "orpo": "nanochat.alignment.pair_losses:ORPO",
         "reward": "nanochat.alignment.reward_model:REWARD",
     },
-    "rewards": {
-        "parse": "nanochat.alignment.rewards:parse_rewards",
-    },
-    "reward models": {
-        "rm": "nanochat.alignment.reward_model:load_reward_model",
-    },
 }

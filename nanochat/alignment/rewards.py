@@ -23,7 +23,8 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanochat import rollout, rooms, user_code
+from nanochat import rollout, user_code
+from nanochat.alignment.reward_model import load_reward_model
 from nanochat.cli import Failed, Interrupted, UserError
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
@@ -77,7 +78,7 @@ class FunctionReward(Reward):
         found = short_name(folder)
         print0(f"reward {self.place}: {found}")
         name = kind if source == kind else tag_of(folder)
-        function = of_conversations(rooms.find("reward models", kind)(folder, device, verified=True))
+        function = of_conversations(load_reward_model(folder, device, verified=True))
         return replace(self, name=name, function=function, place=f"{kind}:{found}", sha256=weights_sha256(folder))
 
     def check(self, questions: Sequence[tuple[Task, Example]], seconds: float) -> None:
@@ -106,11 +107,10 @@ def of_conversations(reward: Callable[[list[list[Message]]], list[float]]) -> Fu
 
 
 def parse_rewards(text: str) -> list[Reward]:
-    """The entries of `task[:WEIGHT],FILE.py:FUNCTION[:WEIGHT],KIND:SOURCE[:WEIGHT],...`; `load` completes them.
+    """The entries of `task[:WEIGHT],FILE.py:FUNCTION[:WEIGHT],rm:SOURCE[:WEIGHT],...`; `load` completes them.
 
     Raises UserError: for anything else, and when a file cannot be loaded.
     """
-    kinds = rooms.names("reward models")
     rewards: list[Reward] = []
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         what, weight = _weighted(entry)
@@ -123,11 +123,11 @@ def parse_rewards(text: str) -> list[Reward]:
                 raise UserError(f"--reward {what}: this is not a function")
             name = what.rpartition(":")[2]
             reward = FunctionReward(name, weight, what, user_code.fingerprint(what), function)
-        elif kind in kinds and source:
+        elif kind == "rm" and source:
             reward = FunctionReward(what, weight, what)
         else:
-            forms = ["task", "FILE.py:FUNCTION", *(f"{kind}:SOURCE" for kind in kinds)]
-            raise UserError(f"--reward {entry}: it is none of {', '.join(forms)}, each with :WEIGHT or without")
+            forms = "task, FILE.py:FUNCTION, rm:SOURCE"
+            raise UserError(f"--reward {entry}: it is none of {forms}, each with :WEIGHT or without")
         rewards.append(reward)
     if not rewards:
         raise UserError("--reward is empty: task, or FILE.py:FUNCTION")

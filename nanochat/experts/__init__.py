@@ -4,5 +4,4 @@
 PLUGS = {
     "blocks": {"experts": "nanochat.experts.layer:Experts"},
     "attendants": {"experts": "nanochat.experts.loads:Loads"},
-    "sizes": {"experts": "nanochat.experts.sizes:with_experts"},
 }

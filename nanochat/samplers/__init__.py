@@ -7,8 +7,4 @@ PLUGS = {
         "https": "nanochat.samplers.http:HttpSampler",
         "ray": "nanochat.samplers.ray:RaySampler",
     },
-    "sample schedules": {
-        "ahead": "nanochat.samplers.ahead:Ahead",
-        "checked": "nanochat.samplers.agreement:Checked",
-    },
 }
