@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from nanochat import screen
-from nanochat.adapters import lora
 from nanochat.attention import Segments
 from nanochat.cli import UserError
 from nanochat.device import Device
@@ -40,9 +39,9 @@ def compile_model(
     forward_alone: bool,
 ) -> Any:
     """The work of `Run.compile`; prints how this `part` of the run is computed."""
-    if isinstance(model, lora.without_adapters):
-        compiled = compile_model(run, model.model, mode, step_flops, shape, part, forward_alone)
-        return model if compiled is model.model else lora.without_adapters(compiled)
+    over = getattr(model, "over", None)
+    if over is not None:  # a function over a model, as the reference of adapters is
+        return over(compile_model(run, model.model, mode, step_flops, shape, part, forward_alone))
     if run.device.context_ranks > 1:
         if mode == "on":
             raise UserError("--compile on: blocks that exchange tokens are not compiled: leave out --context_parallel")
