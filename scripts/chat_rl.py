@@ -105,7 +105,7 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import losses, rollout, samples, scaling
+    from nanochat import losses, rollout, scaling
     from nanochat.alignment import rl_checks
     from nanochat.alignment.rewards import parse_rewards
     from nanochat.checkpoint_manager import NewScalarHead
@@ -276,17 +276,17 @@ def main(config: Config) -> None:
             old = policy if config.updates > 1 or config.kl_in == "reward" else None
             parts = drawn.split(config.minibatches)
             minibatches = [
-                samples.policy_batches(part, shape, device, old, frozen, config.temperature) for part in parts
+                rollout.policy_batches(part, shape, device, old, frozen, config.temperature) for part in parts
             ]
 
             # ---- compare: how much better was each reply than expected?
             longest = drawn.grid(lambda sample: sample.longest)
-            shaped = drawn.rewards - samples.overlong_penalty(longest, config.max_tokens, method.overlong)
+            shaped = drawn.rewards - rollout.overlong_penalty(longest, config.max_tokens, method.overlong)
             penalties = 0.0
             if config.kl_in == "reward":
-                penalties = config.kl * samples.kl_of_samples(parts, minibatches, device)
+                penalties = config.kl * rollout.kl_of_samples(parts, minibatches, device)
             advantages = method.advantages(shaped, penalties)
-            minibatches = samples.with_advantages(parts, minibatches, advantages, device)
+            minibatches = rollout.with_advantages(parts, minibatches, advantages, device)
             if critic is not None:
                 minibatches = critic.estimate(policy, minibatches, device)
 
