@@ -114,21 +114,6 @@ def header(summary: RunSummary) -> dict[str, str]:
     return {name: text for name, text in joined.items() if text}
 
 
-def progress(summary: RunSummary) -> str:
-    """The progress of the stage that logged last, such as "sft: step 30 of 90, about 1m20s left"; "" without steps."""
-    stage = max(summary.stages, key=lambda stage: stage.logged, default=Stage(""))
-    last = stage.last("step")
-    if last is None:
-        return ""
-    done = last + 1
-    steps = stage.facts.get("steps", 0)
-    text = f"{stage.name}: step {done:,.0f}"
-    if not (isinstance(steps, int) and 0 < done <= steps < 10**12):  # unknown, or changed by a resume
-        return text
-    left = stage.training_seconds() / done * (steps - done)
-    return f"{text} of {steps:,}" + (f", about {duration(left)} left" if left else "")
-
-
 def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
     """A title for the chat of the stage that was trained last, and the chat; empty if no stage has one."""
     chats = [stage for stage in summary.stages if stage.conversation]
@@ -402,9 +387,8 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
 # ---------------------------------------------------------------------- the page
 
 
-def to_html(summary: RunSummary, refresh: int = 0) -> str:
-    """The whole page. With `refresh` it says how far the run is, and the browser loads it again after this many
-    seconds."""
+def to_html(summary: RunSummary) -> str:
+    """The whole page."""
     stages = summary.stages
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text
@@ -435,7 +419,7 @@ def to_html(summary: RunSummary, refresh: int = 0) -> str:
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
         questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title,
         chat=chat, chat_command=chat_command(summary), plots=plots, losses=losses,
-        tasks=list(chances(stages).items()), refresh=refresh, progress=progress(summary),
+        tasks=list(chances(stages).items()),
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()

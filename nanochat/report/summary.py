@@ -71,7 +71,6 @@ class Stage:
     conversation: list[tuple[str, Pairs]] = field(default_factory=list)  # (role, parts): a chat of several turns
     conversation_try: int = 1  # which of the chats that were sampled it is
     facts: dict[str, Any] = field(default_factory=dict)  # run.json: configuration, data, time
-    logged: float = 0.0  # when the last step was logged, in seconds since 1970
 
     def add_facts(self, values: Any) -> None:
         """Add the facts in `run.json`."""
@@ -251,8 +250,6 @@ def is_there(step_folder: Path) -> bool:
 
 def _read_stage(name: str, folder: Path, notes: list[str]) -> Stage:
     stage = Stage(name)
-    if (folder / "metrics.jsonl").is_file():
-        stage.logged = (folder / "metrics.jsonl").stat().st_mtime
     by_step = {line["step"]: line for line in _parsed(folder / "metrics.jsonl", _metrics, notes)}
     stage.metrics = [by_step[step] for step in sorted(by_step)]
     _parsed(folder / "run.json", stage.add_facts, notes)

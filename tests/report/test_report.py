@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -647,66 +646,10 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
     assert report.newest_tag() == "fresh"  # a report is no run
 
 
-def test_a_watched_run_is_drawn_as_it_grows(base, monkeypatch, capsys):
-    """It waits for the run, draws each new state once, and ends with the report as without --watch."""
-    page_file = base / "runs" / "report" / TAG / "report.html"
-    drawn = []
-    lines = metrics(40, 80.0)
-
-    def a_while(seconds: int) -> None:
-        drawn.append(page_file.stat().st_ino if page_file.exists() else 0)
-        if len(drawn) == 1:
-            write(base, "base", "run.json", {"steps": 40})
-        elif len(drawn) == 4:
-            assert f'http-equiv="refresh" content="{seconds}"' in page_file.read_text()
-            assert "base: step 10 of 40, about 1m00s left. " in Page(page_file.read_text()).text
-            raise KeyboardInterrupt
-        write(base, "base", "metrics.jsonl", lines[:10])
-        os.utime(base / "runs" / "base" / TAG / "metrics.jsonl", (2e9, 2e9))
-
-    monkeypatch.setattr("scripts.report.time", SimpleNamespace(sleep=a_while))  # other threads sleep on
-    script.main(script.Config(model_tag=TAG, watch=True))
-    assert drawn[0] == 0 and drawn[1] == drawn[2] == drawn[3] != 0  # nothing new is nothing to draw
-    assert "refresh" not in page_file.read_text()
-    out = capsys.readouterr().out.splitlines()
-    assert out[1].startswith("waiting: --model_tag made-up: ") and out[2] == f"open {page_file}"
-    assert out[3:] == [str(page_file)] and list(page_file.parent.iterdir()) == [page_file]
-
-
-@pytest.mark.parametrize("watch", [False, True])
-def test_a_tag_that_no_wait_can_help_is_an_error_at_once(base, monkeypatch, watch):
-    write(base, "base", "metrics.jsonl", metrics(2, 1.0))
-    monkeypatch.setattr("scripts.report.time", SimpleNamespace(sleep=lambda _: pytest.fail("it waits")))
-    for flags, expected in (({"model_tag": "../x"}, "--model_tag '../x' is not a plain folder name"),):
-        assert complaint(lambda flags=flags: script.main(script.Config(**flags, watch=watch))).startswith(expected)
-
-
-def test_a_watch_that_is_terminated_leaves_a_page_that_does_not_reload(base):
-    write(base, "base", "metrics.jsonl", metrics(2, 1.0))
-    words = [sys.executable, "-u", "-m", "scripts.report", "--model_tag", TAG, "--watch"]
-    page_file = base / "runs" / "report" / TAG / "report.html"
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as watching:
-        assert watching.stdout is not None
-        for line in watching.stdout:
-            if line.startswith("open "):
-                assert "refresh" in page_file.read_text()
-                watching.terminate()
-    assert watching.returncode == 0 and "refresh" not in page_file.read_text()
-
-
-def test_how_far_a_run_is(base):
-    assert report_page.progress(report.RunSummary(TAG, [], [], [])) == ""
-    for stage, steps, logged in (("base", 40, 1e9), ("sft", "many", 3e9), ("rl", 5, 2e9)):
-        write(base, stage, "run.json", {"steps": steps})
-        os.utime(write(base, stage, "metrics.jsonl", metrics(5, 10.0)), (logged, logged))
-    summary = report.collect(TAG)
-    assert report_page.progress(summary) == "sft: step 5"  # the newest line; nobody knows of how many
-    summary.stages = [stage for stage in summary.stages if stage.name != "sft"]
-    assert report_page.progress(summary) == "rl: step 5 of 5"
-    for last, steps, expected in ((-1, 5, "rl: step 0"), (4, 10**400, "rl: step 5"), (4, 3, "rl: step 5")):  # damaged
-        write(base, "rl", "run.json", {"steps": steps})
-        os.utime(write(base, "rl", "metrics.jsonl", [{"step": last}]), (4e9, 4e9))
-        assert report_page.progress(report.collect(TAG)) == expected
+def test_an_impossible_tag_is_an_error(base):
+    assert complaint(lambda: script.main(script.Config(model_tag="../x"))).startswith(
+        "--model_tag '../x' is not a plain"
+    )
 
 
 def test_a_report_needs_no_torch_and_no_pyplot(whole):
@@ -743,19 +686,6 @@ def test_the_x_axis_has_steps_and_begins_with_the_evaluation_before_the_first(ba
 
 
 # ---------------------------------------------------------------------- in a browser
-
-
-@pytest.mark.slow
-def test_a_browser_loads_a_watched_page_again(base, tmp_path, open_page):
-    path = tmp_path / "report.html"
-    write(base, "base", "metrics.jsonl", metrics(3, 1.0))
-    path.write_text(report_page.to_html(report.collect(TAG), refresh=1))
-    page = open_page(None)
-    page.goto(path.as_uri())
-    assert "base: step 3." in page.inner_text("header")
-    write(base, "base", "metrics.jsonl", metrics(4, 1.0))
-    path.write_text(report_page.to_html(report.collect(TAG)))
-    page.get_by_text("base: step 3.").wait_for(state="detached")
 
 
 @pytest.mark.slow
