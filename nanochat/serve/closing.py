@@ -13,8 +13,10 @@ The search is a greedy walk through the grammar, in a few orders of preference. 
 necessary, or none. Then the reply has less freedom, but it stays valid and ends in time.
 """
 
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,14 +32,32 @@ OUTSIDE = b'{}[]":,+-.0123456789eEtruefalsn \t\r\n'  # all other bytes occur in 
 # Some schemas send a walk in circles, such as a tree if the walk prefers the node that has children. Orders drawn at
 # random find the way out.
 RANDOM_ORDERS = 6
-# Steps of one walk. A step takes 10 us, with a vocabulary of 150,000 tokens 60 us.
-FIRST_STEPS = 8_000  # before a reply starts
-NEXT_STEPS = 500  # after each of its tokens
+# Steps of walks. A step takes 10 us, with a vocabulary of 150,000 tokens 60 us.
+FIRST_STEPS = 4_000  # of each one before a reply starts
+TOKEN_STEPS = 12  # each token of a reply earns this many, so that a walk now and then may take more,
+MOST_STEPS = 500  # and at most this many
 MAX_HINTS = 32
 MAX_DIGITS = 32  # the same one in a walk: a number goes round in circles if it must be a multiple of another
 # Short texts of formats that are hard to come across.
 EXAMPLES = {"email": "a@b.co", "uri": "a:b", "ipv6": "::"}
 NEVER = 1 << 32  # the rank of a byte that is not allowed
+
+
+class Steps:
+    """How many steps walks may still take; none once `time.thread_time()` is `deadline`."""
+
+    def __init__(self, left: int, deadline: float = math.inf):
+        self.left = left
+        self.deadline = deadline
+
+    def take(self) -> bool:
+        """Whether there is another step."""
+        self.left -= 1
+        return self.left >= 0 and time.thread_time() < self.deadline
+
+    def earn(self) -> None:
+        """Add the steps of a further token."""
+        self.left = min(max(self.left, 0) + TOKEN_STEPS, MOST_STEPS)
 
 
 class Closer:
@@ -54,38 +74,56 @@ class Closer:
         # The tokens of a single byte, and their ranks in each order: a walk takes the lowest.
         self._singles = np.array([token for token, text in enumerate(texts) if len(text) == 1], dtype=np.int64)
         values = np.array([texts[token][0] for token in self._singles], dtype=np.int64)
+        self._single = dict(zip(values.tolist(), self._singles.tolist(), strict=True))
         self._orders = [(inside[values], outside[values]) for inside, outside in _orders()]
         self._inside = np.array([value not in OUTSIDE for value in values])
         self._hints = [encode(text) for text in list(dict.fromkeys(hints))[:MAX_HINTS]]
         self._best_walk = 0
 
-    def first(self, matcher: Any, limit: int) -> list[int] | None:
-        """The shortest closing found for a document that has not begun; None: none of at most `limit` tokens."""
+    def first(self, matcher: Any, limit: int, deadline: float) -> list[int] | None:
+        """The shortest closing found for a document that has not begun; None: none of at most `limit` tokens.
+
+        The search ends when `time.thread_time()` is `deadline`.
+        """
         best = None
         for number in range(len(self._orders) + 2):
-            found = self._walk(matcher, number, limit, FIRST_STEPS)
+            found = self._walk(matcher, number, limit, Steps(FIRST_STEPS, deadline))
             if found is not None and (best is None or len(found) < len(best)):
                 best = found
                 limit = len(found)
                 self._best_walk = number
         return best
 
-    def next(self, matcher: Any, closing: Sequence[int], limit: int) -> list[int] | None:
-        """A closing after a token that is not the first of the old `closing`; None: none of at most `limit` tokens."""
+    def next(self, matcher: Any, token: int, closing: Sequence[int], limit: int, steps: "Steps") -> list[int] | None:
+        """A closing after a `token` that is not the first of the old `closing`; None: none of at most `limit` tokens
+        is found within `steps`."""
         # Usually a part of the old one will do: inside of a string, or at the end of one.
-        for begin in range(max(len(closing) - limit, 0), len(closing))[::-1]:
-            rest = closing[begin:]
-            if matcher.validate_tokens(rest) == len(rest):
-                return list(rest)
+        for rest in self._ends(closing, len(self._texts[token])):
+            if len(rest) <= limit and matcher.validate_tokens(rest) == len(rest):
+                return rest
         for number in dict.fromkeys((self._best_walk, 0, 1, 2)):
-            found = self._walk(matcher, number, limit, NEXT_STEPS)
+            found = self._walk(matcher, number, limit, steps)
             if found is not None:
                 return found
         return None
 
-    def _walk(self, begin: Any, number: int, limit: int, steps: int) -> list[int] | None:
-        """Walk from the state `begin` of a matcher to the end of its document, within `steps` steps; None: there is no
-        end within them, or more than `limit` tokens before it.
+    def _ends(self, closing: Sequence[int], size: int) -> Iterator[list[int]]:
+        """The ends of a closing that may follow a token of `size` bytes, which replaces at most as many of its tokens;
+        the shortest first. Then the end that begins within a token, where that is cut at `size` bytes."""
+        for begin in range(min(size, len(closing) - 1), -1, -1):
+            yield list(closing[begin:])
+        for place, token in enumerate(closing[:-1]):
+            text = self._texts[token]
+            if size < len(text):
+                pieces = [self._single[byte] for byte in text[size:] if byte in self._single]
+                if len(pieces) == len(text) - size:
+                    yield [*pieces, *closing[place + 1 :]]
+                return
+            size -= len(text)
+
+    def _walk(self, begin: Any, number: int, limit: int, steps: "Steps") -> list[int] | None:
+        """Walk from the state `begin` of a matcher to the end of its document, within `steps`; None: there is no end
+        within them, or more than `limit` tokens before it.
 
         Walk 0 takes the preferred byte. Walk 1 also takes hints, each once in a value. Walk 2 takes the byte that it
         has taken least often. The others are like walk 1, in orders drawn at random.
@@ -98,13 +136,19 @@ class Closer:
         matcher = begin.deep_copy()
         tokens: list[int] = []
         # Bytes are joined to longer tokens at the end, so there may be more steps than tokens.
-        for _ in range(min(4 * limit, steps)):
+        for _ in range(4 * limit):
+            if not steps.take():
+                return None
             bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
             if bits[self.end >> 3] >> (self.end & 7) & 1:
                 tokens = self._joined(begin, tokens)
                 return tokens if len(tokens) <= limit else None
             allowed = (bits[self._singles >> 3] >> (self._singles & 7) & 1).astype(bool)
-            if allowed.any():
+            # Where the schema determines the text, all of it is one step.
+            determined = matcher.compute_ff_tokens() if allowed.sum() <= 1 else []
+            if determined:
+                taken = determined
+            elif allowed.any():
                 is_inside = (allowed & self._inside).any()
                 rank = np.where(allowed, inside if is_inside else outside, NEVER)
                 place = int(rank.argmin())
@@ -126,11 +170,9 @@ class Closer:
                             taken = hint
                             break
             else:
-                # The schema determines the text, and the matcher allows only the token in which models write it.
-                choices = np.unpackbits(bits, bitorder="little").nonzero()[0]
-                if not len(choices):
+                taken = np.unpackbits(bits, bitorder="little").nonzero()[0][:1].tolist()
+                if not taken:
                     return None  # the matcher has reached a limit of its own
-                taken = [int(choices[0])]
             if not matcher.consume_tokens(taken):
                 return None
             tokens += taken

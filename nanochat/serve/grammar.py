@@ -5,14 +5,18 @@ Before each token the decoder (engine.py) asks a row's grammar for the allowed t
 with a complete document: what the schema leaves open gets bounds (bounds.py), and when few tokens are left, the reply
 closes (closing.py).
 
-Schemas are written by strangers. Compiling one happens off the event loop, and what it may cost is bounded three times:
-by the limits below, by a first attempt in a child process with little time and memory (grammar_trial.py), and by
-llguidance's own limits, which count steps of work.
+Schemas are written by strangers. Compiling one happens off the event loop, and what it may cost is bounded four times:
+by the limits below, by a first attempt in a child process with little time and memory (grammar_trial.py), by
+llguidance's own limits, which count steps of work, and by the clock: PREPARE_SECONDS before the first token, and
+TOKEN_SECONDS for each token after it, because the tokens of all other clients wait.
 """
 
 import json
 import math
-from contextlib import suppress
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -22,9 +26,14 @@ from torch import Tensor
 
 from nanochat.cli import UserError
 from nanochat.serve.bounds import bounded, parts_of
-from nanochat.serve.closing import Closer, hints_of
+from nanochat.serve.closing import MOST_STEPS, Closer, Steps, hints_of
 from nanochat.tokenizer import Tokenizer
 
+# Seconds of CPU.
+PREPARE_SECONDS = 0.5  # for all that a schema costs before the first token,
+CHILD_SECONDS = 0.1  # with the start of the child
+TOKEN_SECONDS = 0.001  # for each token of a reply, on average,
+MORE_SECONDS = 0.05  # and once for a few that cost more
 EXPLAINED_TOKENS = 1_000  # a refusal names the length of the shortest reply up to this one
 MAX_SCHEMA = 16_384  # characters of JSON
 MAX_REPEATS = 1_000  # llguidance writes out every repetition
@@ -56,6 +65,13 @@ COMPACT: Any = {**OPTIONS, "item_separator": ",", "key_separator": ":"}
 
 class SchemaError(UserError):
     """A schema that cannot be followed."""
+
+
+class CostlySchema(SchemaError):
+    """A schema that takes too much work."""
+
+    def __init__(self) -> None:
+        super().__init__(f"preparing the schema takes over {PREPARE_SECONDS} s of work or too much memory: shorten it")
 
 
 class Vocabulary:
@@ -99,17 +115,24 @@ class Vocabulary:
         if length > MAX_SCHEMA:
             raise SchemaError(f"the schema has {length:,} characters of JSON: at most {MAX_SCHEMA:,}")
         options = COMPACT if is_compact else OPTIONS
+        began = time.thread_time()
         # The bounds may contradict another part of the schema. Then the schema is followed without them.
-        matcher = None
         narrowed = bounded(schema, max_tokens)
-        if narrowed != schema:
-            with suppress(SchemaError):
-                matcher = self._make_matcher(narrowed, options)
-        if matcher is None:
+        try:
+            matcher = self._make_matcher(narrowed, options)
+        except CostlySchema:
+            raise
+        except SchemaError:
+            if narrowed == schema:
+                raise
             matcher = self._make_matcher(schema, options)
 
         closer = Closer(self.tokens, self.eos_token_id, self._encode, hints_of(parts_of(schema)))
-        closing = closer.first(matcher, max(max_tokens, EXPLAINED_TOKENS))
+        compiled = time.thread_time()
+        deadline = compiled - 2 * (compiled - began) + PREPARE_SECONDS - CHILD_SECONDS  # the child did the same work
+        closing = closer.first(matcher, max(max_tokens, EXPLAINED_TOKENS), deadline)
+        if closing is None and time.thread_time() >= deadline:
+            raise CostlySchema
         if closing is None:
             raise SchemaError("the schema cannot be followed: no document was found that completes it")
         if len(closing) > max_tokens:
@@ -122,6 +145,8 @@ class Vocabulary:
         try:
             self._trial.try_out(text, json.dumps(options))
             matcher = self._trial.make_matcher(self._tokenizer, text, options)
+        except subprocess.SubprocessError as error:
+            raise CostlySchema from error
         except ValueError as error:
             raise SchemaError(f"the schema cannot be followed: {_explained(str(error))}") from error
         matcher.compute_bitmask()  # some schemas turn out to be too complex, or impossible, at the first token
@@ -174,6 +199,8 @@ class Grammar:
 
     def __init__(self, matcher: Any, width: int, closer: Closer, closing: list[int], max_tokens: int):
         self._matcher = matcher
+        self._steps = Steps(MOST_STEPS)
+        self._budget = MORE_SECONDS  # of CPU
         self._width = width  # size of the vocabulary
         self._closer = closer
         self._closing = closing
@@ -191,10 +218,16 @@ class Grammar:
     @property
     def error(self) -> str:
         """Why the reply cannot follow the schema any further; empty: it can."""
+        if self._budget < 0:
+            return f"it takes over {TOKEN_SECONDS * 1000:g} ms a token"
         return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, (V,) of bool on the host."""
+        with self._counted():
+            return self._allowed()
+
+    def _allowed(self) -> Tensor:
         allowed = np.zeros(self._width, dtype=bool)
         if len(self._closing) < self._remaining:
             # On a copy: a mask that takes too much work leaves a matcher unusable, and it is still needed to close.
@@ -207,11 +240,18 @@ class Grammar:
     def accept(self, token: int) -> int:
         """Advance by the token that the row has sampled. Returns the token that the reply takes: the sampled one, or
         the first of the closing, if after the sampled one the document could not be completed in time."""
+        with self._counted():
+            return self._accept(token)
+
+    def _accept(self, token: int) -> int:
         self._remaining -= 1
+        self._budget += TOKEN_SECONDS
+        self._steps.earn()
+        self._steps.deadline = time.thread_time() + self._budget
         if token != self._closing[0] and token != self._closer.end:
             longer = self._matcher.deep_copy()
             longer.consume_token(token)
-            closing = self._closer.next(longer, self._closing, self._remaining)
+            closing = self._closer.next(longer, token, self._closing, self._remaining, self._steps)
             if closing is not None:
                 self._matcher = longer
                 self._closing = closing
@@ -220,6 +260,13 @@ class Grammar:
         self._matcher.consume_token(token)
         self._closing = self._closing[1:]
         return token
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Takes the time of the block from the budget."""
+        began = time.thread_time()
+        yield
+        self._budget -= time.thread_time() - began
 
 
 def _explained(text: str) -> str:
