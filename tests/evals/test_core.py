@@ -153,17 +153,14 @@ DAMAGES = [
     (edited(ROWS, '"query"', '"question"'), "line 1: .*query"),
     (edited("eval_data/language/pronouns.jsonl", "continuation", "end"), "line 1: .*continuation"),
     (edited("eval_data/endings.jsonl", '"hop again"', '" "'), "line 1: .*the continuation is empty"),
-    (edited("eval_data/endings.jsonl", '"hop again"', "7"), "line 1: "),
     (edited("eval_meta_data.csv", "animals", "birds"), "animals .*no Random baseline"),
     (edited("eval_meta_data.csv", "25", "a quarter"), r"eval_meta_data\.csv: .*a quarter"),
     (edited("eval_meta_data.csv", "50", "100"), "pronouns .*Random baseline"),
     (edited("eval_meta_data.csv", "Random", "Usual"), r"eval_meta_data\.csv: .*Random baseline"),
     (edited("core.yaml", "  dataset_uri: endings.jsonl\n", ""), r"core\.yaml: .*dataset_uri"),
     (edited("core.yaml", "endings.jsonl", "../../secret.jsonl"), "secret.*leads out"),
-    (edited("core.yaml", "endings.jsonl", "/etc/secret.jsonl"), "secret.*leads out"),
     (edited("core.yaml", ": schema", ": guess"), "icl_task_type"),
     (edited("core.yaml", "[0]", "[many]"), "num_fewshot of pronouns"),
-    (edited("core.yaml", "[0]", "[]"), "num_fewshot of pronouns"),
     (edited("core.yaml", "[0]", "[true]"), "num_fewshot of pronouns"),
     (edited("core.yaml", "endings\n", "animals\n"), r"core\.yaml: .*same label"),
     (edited("core.yaml", "icl_tasks", "tasks"), r"core\.yaml: .*icl_tasks"),
@@ -548,8 +545,9 @@ def test_the_head_sees_only_what_is_scored_and_in_pieces_of_one_shape(tiny_token
 
 
 def test_an_interval_by_hand():
-    """Wilson 1927 for 5 of 10 at 95%: 0.2366 to 0.7634; none of 4 still leaves 0 to 0.4899."""
+    """Wilson 1927 at 95%: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n) with z = 1.96."""
     assert wilson_interval(5, 10) == (pytest.approx(0.2366, abs=1e-4), pytest.approx(0.7634, abs=1e-4))
+    assert wilson_interval(8, 10) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
     assert wilson_interval(0, 4) == (0.0, pytest.approx(0.4899, abs=1e-4))
     assert wilson_interval(4, 4)[1] == 1.0
 

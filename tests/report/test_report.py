@@ -333,10 +333,6 @@ def test_a_skill_that_fell_beyond_its_interval_is_marked(three_stages):
     assert page.text.count("fell to ▼") == 3 and "▼ the skill fell below" in page.text
 
 
-def test_nothing_is_marked_where_no_skill_fell(whole):
-    assert "▼" not in whole.html
-
-
 def test_the_last_line_is_the_command_to_chat(whole, three_stages, base):
     line = f"python -m scripts.chat_web --source rl --model_tag {TAG}"
     assert Page(whole.html).text.rstrip().endswith(f"Chat with it: {line}")
@@ -404,6 +400,7 @@ def test_the_chat_says_which_try_it_is(whole, base):
 
 def test_the_page_is_whole_and_requests_nothing(whole):
     html = whole.html
+    assert report_page.to_html(whole.summary) == html and "▼" not in html  # no skill fell
     page = Page(html)
     for text in (
         "0.938",
@@ -500,10 +497,6 @@ def test_every_colour_is_defined_in_light_and_dark(whole):
     palette = dict(re.findall(r"--([a-z]+): (light-dark\([^)]*\))", chat_page))
     for name in ("page", "raised", "soft", "line", "text", "quiet", "accent", "danger"):
         assert defined[name] == palette[name], name
-
-
-def test_the_same_run_makes_the_same_page(whole):
-    assert report_page.to_html(whole.summary) == whole.html
 
 
 def test_a_question_is_shown_once_with_the_answers_of_all_stages(whole):
