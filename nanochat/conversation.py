@@ -71,6 +71,8 @@ class Rendered:
     replies: int = 0  # the assistant's replies that the model should learn
     unlearned: int = 0  # replies that the template does not write as the model would: not learned
     reply_tokens: int = 0  # tokens of all replies, before anything was left out or cut
+    misplaced: int = 0  # replies that are learned after another prompt than the served one ...
+    misplaced_tokens: int = 0  # ... and their tokens
 
     @property
     def target_count(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from nanochat.cli import UserError
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
-from nanochat.families.reply_spans import learned_spans
+from nanochat.families.reply_spans import find_replies
 from nanochat.families.tool_calls import CallForm, find_form
 from nanochat.tokenizer import Tokenizer
 
@@ -49,25 +49,36 @@ class TemplateFormat(ChatFormat):
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
         plain = self._as_texts(messages)
         whole = self.template.render(plain, tools)
-        spans = []
+        spans: list[Span] = []
+        elsewhere: list[Span] = []  # of these, those that follow another prompt than the served one
         count = 0
+        unlearned = 0
+        misplaced = 0
         lost = 0  # tokens of the replies that the template does not leave in one place
         replies = [
             (message, text) for message, text in zip(messages, plain, strict=True) if text["role"] == "assistant"
         ]
-        found = learned_spans(self.template, whole, plain, tools, self._end_names)
-        for (message, text), span in zip(replies, found, strict=True):
+        found = find_replies(self.template, whole, plain, tools, self._end_names)
+        for (message, text), reply in zip(replies, found, strict=True):
             parts = [text.get(self.template.thought_field or ""), text["content"], text.get("tool_calls")]
             if not any(parts) or not message.get("train", True):
                 continue
             count += 1
-            if span is None or (not self.template.has_marks and self._lacks(whole.text[slice(*span)], text)):
+            written = "".join(whole.text[start:end] for start, end in reply.spans)
+            if not reply.spans or (not self.template.has_marks(tools) and self._lacks(written, text)):
+                unlearned += 1
                 written = "".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
                 lost += len(self.tokenizer.encode(written)) + 1  # and the end of the turn
-            else:
-                spans.append(span)
+                continue
+            spans += reply.spans
+            if not reply.is_served:
+                misplaced += 1
+                elsewhere += reply.spans
         ids, mask = self._encode_rendered(whole, spans)
-        return Rendered(ids, mask, replies=count, unlearned=count - len(spans), reply_tokens=sum(mask) + lost)
+        return Rendered(
+            ids, mask, replies=count, unlearned=unlearned, reply_tokens=sum(mask) + lost, misplaced=misplaced,
+            misplaced_tokens=sum(self._encode_rendered(whole, elsewhere)[1]) if elsewhere else 0,
+        )  # fmt: skip
 
     def shorten(
         self,

@@ -70,8 +70,6 @@ class ChatTemplate:
         # The first characters come before the names: templates of Mistral have a thousand names.
         firsts = "".join(re.escape(first) for first in sorted({name[0] for name in self._special}))
         self._names = f"(?=[{firsts}])(?:{'|'.join(map(re.escape, self._special))})" if firsts else "(?!)"
-        # Turns are marked by {% generation %}; otherwise they are found by comparing renderings (reply_spans.py).
-        self.has_marks = re.search(r"{%-?\s*generation\s*-?%}", self.sources["default"]) is not None
         _renderer(os.getpid()).request({"trial": list(self.sources.values())}, file)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -98,7 +96,6 @@ class ChatTemplate:
         if len(unused) < 3:
             raise TemplateError("the messages contain Unicode's noncharacters U+FDD0 to U+FDEF: leave them out")
         guard = unused[2]
-        source = "tool_use" if tools and "tool_use" in self.sources else "default"
         fields = {
             **self._guarded(settings or {}, guard),
             **self.names,
@@ -107,8 +104,16 @@ class ChatTemplate:
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }
-        request = {"source": self.sources[source], "fields": fields, "marks": unused[:2]}
+        request = {"source": self.source(tools), "fields": fields, "marks": unused[:2]}
         return self._divided(_renderer(os.getpid()).request(request, self.file), unused)
+
+    def source(self, tools: Sequence[Any] | None) -> str:
+        """The template of a conversation with these tools."""
+        return self.sources["tool_use" if tools and "tool_use" in self.sources else "default"]
+
+    def has_marks(self, tools: Sequence[Any] | None) -> bool:
+        """Whether {% generation %} marks the replies; otherwise renderings are compared (reply_spans.py)."""
+        return re.search(r"{%-?\s*generation\s*-?%}", self.source(tools)) is not None
 
     @cached_property
     def reply_opening(self) -> str:
@@ -121,6 +126,17 @@ class ChatTemplate:
         except TemplateError:
             return ""
         return prompt.removeprefix(text) if prompt.startswith(text) else ""
+
+    @cached_property
+    def closed_thought(self) -> str:
+        """What a prompt has in addition with enable_thinking=False, such as the empty thought of Qwen3."""
+        question = [{"role": "user", "content": "Hello"}]
+        try:
+            prompt = self.render(question, add_generation_prompt=True).text
+            off = self.render(question, add_generation_prompt=True, settings={"enable_thinking": False}).text
+        except TemplateError:
+            return ""
+        return off.removeprefix(prompt) if off.startswith(prompt) else ""
 
     @cached_property
     def thought_field(self) -> str | None:

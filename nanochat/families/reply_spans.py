@@ -3,7 +3,7 @@
 A template writes a whole conversation as one text. A reply in it is what the model would write after its prompt, up to
 and with the token that ends its turn. Three rules find it, each where the one before does not:
 
-1. *Marks.* The template says it itself, by {% generation %}.
+1. *Marks.* The template says it itself, by {% generation %}: exactly what it marks is learned.
 2. *Prompts.* The whole text begins with the prompt before the reply. Then the reply begins where the prompt ends.
 3. *Places.* The whole text differs from the prompt somewhere before the reply. Qwen3 writes an empty thought into the
    last reply only, Mistral moves the system message into the last question, and the prompt of R1 opens a thought that
@@ -11,7 +11,8 @@ and with the token that ends its turn. Three rules find it, each where the one b
    show where in the whole text each message went, and the prompt shows what comes between a question and its reply.
 
 A reply of which the template drops a part, such as the thoughts of earlier replies, is not learned: the model would
-learn to reply without it.
+learn to reply without it. A reply that the third rule finds may follow other text than the prompt that serving renders
+before it, as with R1: then the model is asked where it has learned nothing. Such replies are counted.
 """
 
 import re
@@ -19,7 +20,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat.families.chat_template import ChatTemplate, Messages, RenderedText, Span, TemplateError
+from nanochat.families.chat_template import (
+    THOUGHT_FIELDS,
+    ChatTemplate,
+    Messages,
+    RenderedText,
+    Span,
+    TemplateError,
+)
 
 # Characters of the private planes 15 and 16, which no text has in practice: leaf number n is between the n-th of each.
 BEGINS = 0xF0000
@@ -27,25 +35,80 @@ ENDS = 0x100000
 MAX_LEAVES = 0xFFFD
 MARK = re.compile("[\U000f0000-\U0010ffff]")
 THOUGHT_TAG = re.compile("(</?think>)")  # templates divide a reply there
-TEXT_FIELDS = ("content", "reasoning_content", "reasoning", "thinking")
+TEXT_FIELDS = ("content", *THOUGHT_FIELDS)
 
 
-def learned_spans(
+@dataclass(frozen=True)
+class Reply:
+    """What the model writes in one message of a rendered conversation."""
+
+    spans: list[Span]  # several only where a template marks them; none where it leaves no such place
+    is_served: bool  # serving renders the same text before it as a prompt
+
+
+def find_replies(
     template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
-) -> list[Span | None]:
+) -> list[Reply]:
     """What the model writes in each assistant's message of `whole`, the rendered conversation: from where the reply
-    begins to its end, one of the special tokens `ends`. None where the template leaves no such place.
+    begins to its end, one of the special tokens `ends`.
     """
-    replies = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if template.has_marks and len(whole.marked) == len(replies):
-        return list(whole.marked)
-    spans = [_after_prompt(template, whole, messages[: number + 1], tools, ends) for number in replies]
-    if None in spans:
-        places = Places.of(template, whole, messages, tools)
+    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    if template.has_marks(tools):
+        marked = _marked(template, whole, messages, tools, numbers)
+        return [
+            Reply(own, _is_served(template, whole, messages, tools, number))
+            for number, own in zip(numbers, marked, strict=True)
+        ]
+    places = None
+    is_searched = False
+    replies = []
+    for number in numbers:
+        span = _after_prompt(template, whole, messages[: number + 1], tools, ends)
+        if span is not None:
+            replies.append(Reply([span], _matches_mode(template, whole.text[span[0] :], messages[number])))
+            continue
+        if not is_searched:
+            places = Places.of(template, whole, messages, tools)
+            is_searched = True
+        span = None if places is None else places.reply(number, ends)
+        found = [] if span is None else [span]
+        replies.append(Reply(found, bool(found) and _is_served(template, whole, messages, tools, number)))
+    return replies
+
+
+def _is_served(
+    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, number: int
+) -> bool:
+    """Whether `whole` begins with the prompt that serving renders before message `number`."""
+    try:
+        prompt = template.render(messages[:number], tools, add_generation_prompt=True).text
+    except TemplateError:  # it refuses a part of this conversation
+        return False
+    return whole.text.startswith(prompt) and _matches_mode(template, whole.text[len(prompt) :], messages[number])
+
+
+def _matches_mode(template: ChatTemplate, after_prompt: str, message: Mapping[str, Any]) -> bool:
+    """Whether a reply without a thought also follows the prompt of `enable_thinking=False`, for which it is trained."""
+    has_thought = "</think>" in (message.get("content") or "") or any(message.get(name) for name in THOUGHT_FIELDS)
+    return has_thought or after_prompt.startswith(template.closed_thought)
+
+
+def _marked(
+    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, replies: list[int]
+) -> list[list[Span]]:
+    """The marked spans of each reply. A template may mark only some replies, or several parts of one."""
+    if len(whole.marked) == len(replies):
+        return [[span] for span in whole.marked]
+    owned: dict[int, list[Span]] = {number: [] for number in replies}
+    places = Places.of(template, whole, messages, tools)
+    for span in whole.marked:
+        # A span belongs to the reply with the last text that begins before its end, as the text inside of it does.
+        before = [(-1, replies[-1])]
         if places is not None:
-            for index, number in enumerate(replies):
-                spans[index] = spans[index] or places.reply(number, ends)
-    return spans
+            for leaf, begins in zip(places.leaves, places.begins, strict=True):
+                before += [(begin, leaf.message) for begin in begins if begin < span[1] and leaf.message in owned]
+        owned[max(before)[1]].append(span)
+    return list(owned.values())
 
 
 def _after_prompt(

@@ -14,10 +14,10 @@ import tiny
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from tiny_families import FAMILIES, save_family
 
-from nanochat.conversation import Rendered, render
+from nanochat.conversation import Rendered, render, render_prompt
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.families.reply_spans import learned_spans
+from nanochat.families.reply_spans import find_replies
 from nanochat.learned_share import report_learned
 from nanochat.tokenizer import Tokenizer
 
@@ -158,10 +158,99 @@ def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, name, capsy
     err = capsys.readouterr().err
     share = rendered.target_count / rendered.reply_tokens
     assert share < 0.9
-    assert err.startswith(
-        f"warning: learned: 50.0% of the replies and {share:.1%} of their tokens, in 1 conversation; "
-    )
+    counted = f"50.0% of the replies and {share:.1%} of their tokens"
+    if name == "opened thought":  # the other one follows a prompt that opens one
+        counted = "0.0% of the replies and 0.0% of their tokens"
+    assert err.startswith(f"warning: learned: {counted}, in 1 conversation; ")
     assert "{% generation %}" in err and "scripts.preview" in err and err.count("\n") == 1
+
+
+TURNS = [
+    {"role": "user", "content": "why"},
+    {"role": "assistant", "content": "so"},
+    {"role": "user", "content": "and"},
+    {"role": "assistant", "content": "then"},
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "messages", "misplaced"),
+    [
+        # The prompt opens a thought, and no reply has one.
+        ("opened thought", TURNS, 2),
+        ("opened thought", TURNS[:2], 1),
+        # Only the last reply has the empty thought that ends the prompt of enable_thinking=False.
+        ("hybrid", TURNS, 1),
+        ("hybrid", TURNS[:2], 0),
+        ("hybrid", [TURNS[0], {**TURNS[1], "content": "<think>\nhm\n</think>\n\nso"}], 0),
+        # The system message is in the last question of a prompt.
+        ("late system", [{"role": "system", "content": "Be."}, *TURNS], 2),
+        ("late system", TURNS, 0),
+    ],
+)
+def test_replies_after_another_prompt_than_the_served_one_do_not_count_as_learned(
+    tmp_path, capsys, name, messages, misplaced
+):
+    if name == "hybrid":
+        tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3"))
+    else:
+        tokenizer = tokenizer_of(name, tmp_path)
+    rendered = render(tokenizer, messages)
+    served = []
+    number = 0
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            settings = (
+                [{}] if "</think>" in message["content"] or name != "hybrid" else [{}, {"enable_thinking": False}]
+            )
+            prompts = [render_prompt(tokenizer, messages[:place], settings=one) for one in settings]
+            served.append(all(rendered.ids[: len(prompt)] == prompt for prompt in prompts))
+            number += 1
+    assert (rendered.replies, rendered.unlearned) == (number, 0)
+    assert rendered.misplaced == served.count(False) == misplaced
+    report_learned([rendered] * 2, tokenizer)
+    shown = capsys.readouterr()
+    share = f"learned: {1 - misplaced / number:.1%} of the replies and "
+    if misplaced:
+        assert shown.err.startswith(f"warning: {share}") and shown.err.count("\n") == 1
+        assert f"{2 * misplaced} of {2 * number} replies are learned after other text than the prompt" in shown.err
+    else:
+        assert share in shown.out and not shown.err
+
+
+# Only the last reply is marked; the text and the end of a turn by themselves; nothing.
+MARKED = {
+    "last": "{% if loop.last %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}",
+    "parts": "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}",
+    "none": "{% if false %}{% generation %}{% endgeneration %}{% endif %}{{ m.content }}<|im_end|>",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "learned", "unlearned"),
+    [("last", "then<|im_end|>", 1), ("parts", "so<|im_end|>then<|im_end|>", 0), ("none", "", 2)],
+)
+def test_exactly_what_a_template_marks_is_learned(tmp_path, name, learned, unlearned):
+    source = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+        + MARKED[name]
+        + "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+        + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    folder = save_family(tmp_path / "model", "qwen3", chat_template=source)
+    tokenizer = Tokenizer.load(folder)
+    rendered = render(tokenizer, TURNS)
+    found = [token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one]
+    assert tokenizer.decode(found) == learned and (rendered.replies, rendered.unlearned) == (2, unlearned)
+    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    theirs = oracle.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
+    expected = [token for token, one in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if one]
+    assert oracle.decode(expected) == learned
+    # A reply that the data mark as not to be learned is not, whether its template marks it or not.
+    without = render(tokenizer, [TURNS[0], {**TURNS[1], "train": False}, *TURNS[2:]])
+    found = [token for token, one in zip(without.ids, without.mask, strict=True) if one]
+    assert tokenizer.decode(found) == learned.removeprefix("so<|im_end|>") and without.replies == 1
 
 
 def test_the_share_that_is_learned_is_printed(capsys):
@@ -204,7 +293,7 @@ def test_what_is_not_the_assistants_is_never_learned(name):
         {"role": "assistant", "content": "Reply Two"},
     ]
     whole = template.render(messages)
-    spans = learned_spans(template, whole, messages, None, ["<e>"])
+    found = find_replies(template, whole, messages, None, ["<e>"])
     expected: dict[str, list[str | None]] = {
         "twice": [None, None],
         "quoted": [None, "Reply Two<e>"],  # the first one is in the next turn, too
@@ -214,7 +303,7 @@ def test_what_is_not_the_assistants_is_never_learned(name):
         "no end": ["Reply One", "Reply Two"],
         "one end": ["Reply One", "Reply Two\n<e>"],
     }
-    assert [whole.text[span[0] : span[1]] if span else None for span in spans] == expected[name]
+    assert [whole.text[slice(*one.spans[0])] if one.spans else None for one in found] == expected[name]
 
 
 @pytest.mark.slow
