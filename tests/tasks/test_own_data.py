@@ -219,7 +219,7 @@ def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
         ("qestion=ask", "did you mean question?"),
         ("question=ask,question=q", "each role and each column is named once"),
         ("question=ask,answer=ask", "each role and each column is named once"),
-        ("text=ask", "a text is for pretraining"),
+        ("text=ask", "a text is for --data of base_train"),
     ],
 )
 def test_mistakes_in_columns(columns, problem):
