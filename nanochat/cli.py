@@ -22,7 +22,7 @@ import signal
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -141,7 +141,7 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
 
     message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(message), _arranged_help(config_type), _optional_flags():
+        with contextlib.redirect_stderr(message), _optional_flags():
             config = tyro.cli(config_type, prog=command, args=argv, description=module.__doc__, use_underscores=True)
         check_ranges(config)
     except UserError as error:
@@ -160,22 +160,6 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
             fail(f"{mistake}; see `{command} --help`", code=2)
         raise  # --help
     return config
-
-
-@contextlib.contextmanager
-def _arranged_help(config_type: type) -> Iterator[None]:
-    """While this is active, `--help` is printed as the `arrange_help` of the flags returns it, if they have one."""
-    arrange = getattr(config_type, "arrange_help", None)
-    if arrange is None:
-        yield
-        return
-    shown = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(shown):
-            yield
-    finally:
-        if shown.getvalue():
-            print(arrange(shown.getvalue()), end="", flush=True)
 
 
 def _optional_flags() -> contextlib.AbstractContextManager[None]:

@@ -51,13 +51,6 @@ class TrainFlags:
     deterministic: bool = False  # an accelerator adds up in one order, slower: the same run has the same bits
     seed: Frozen[Seed] = 0  # decides everything random: new weights, the data's order, samples
 
-    @staticmethod
-    def arrange_help(text: str) -> str:
-        """The flags of `--help` in groups."""
-        from nanochat import rooms  # not at the top: rooms.py needs cli.py first
-
-        return rooms.find("help", "training")(text)
-
     @property
     def kept_as(self) -> "StateFormat":
         """How the optimizer keeps its state."""

@@ -62,8 +62,6 @@ SEAMS = {
     # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
     # operators.py, or one of its subclasses.
     "kernels",
-    # training: arranges the text of `--help`, text -> text.
-    "help",
     # Other modules in the place of a block's MLP: (config, kernels) -> nn.Module.
     "blocks",
 }

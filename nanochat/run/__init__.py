@@ -11,5 +11,4 @@ PLUGS = {
         "check_track": "nanochat.run.trackers:check_trackers",
         "track": "nanochat.run.trackers:start_trackers",
     },
-    "help": {"training": "nanochat.run.help:in_groups"},
 }
