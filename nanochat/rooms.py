@@ -41,15 +41,8 @@ SEAMS = {
     "corpora",
     # Text that --data names on a hub: (name, hub, shards) -> its files here, of which the last one is validation.
     "hub corpora",
-    # A task by its name in --tasks, whose examples a program writes: a Task.
+    # A task by its name in --tasks: a Task, or an Environment, whose episodes have several turns.
     "tasks",
-    # A task by its name in --tasks, of episodes of several turns with a reward: an Environment. For RL, and SFT
-    # before it.
-    "environments",
-    # A task by its name in --tasks, from a hub or from NAME=PATH.
-    "task datasets",
-    # A task by its name in --tasks, only from NAME=PATH, to evaluate.
-    "task files",
     # Methods of `chat_rl --loss` beyond the ones that teach: `PolicyLoss` of losses.py.
     "policy losses",
     # Losses of `chat_dpo --loss` beyond dpo: `PairLoss` of losses.py.

@@ -56,12 +56,8 @@ Split = Literal["train", "test"]
 # How a reply is graded: by its text, by the letter that the model prefers, or not at all.
 Kind = Literal["generative", "choice", "dialogue"]
 
-GENERATED = rooms.names("tasks")
-ENVIRONMENTS = rooms.names("environments")
-FROM_HUB = rooms.names("task datasets")
-FROM_PATH = rooms.names("task files")
-NAMES = (*GENERATED, *ENVIRONMENTS, *FROM_HUB, *FROM_PATH)
-
+# Where the examples of a task come from: a program, a dataset of a hub or of the user's own copy, the user's file.
+Source = Literal["program", "dataset", "file"]
 FileForm = Literal["conversations", "prompts", "pairs"]  # what a file without a task's name holds
 BadRecords = Literal["skip", "fail"]  # leave out and count a record that is not a conversation, or fail
 Thoughts = Literal["keep", "drop"]  # what becomes of the thoughts in a file's replies
@@ -214,6 +210,7 @@ class Task:
     code: str = ""  # the sha256 of the user's file that defines it
     rejected: bytes | bytearray = b""  # a hash of each pair's rejected reply, where a file has them
     kind: Kind = "generative"
+    source: Source = "program"
     baseline: float = 0.0  # accuracy of guessing at random
     masked: int = 0  # replies that its data mark as not to be learned
     has_pairs: bool = True  # whether each reference answer has a worse reply to compare with
@@ -343,7 +340,7 @@ def parse_tasks(text: str) -> list[TaskSpec]:
     """
     entries = [entry.strip() for entry in text.split(",") if entry.strip()]
     if not entries:
-        raise UserError(f"--tasks is empty: name some of {', '.join(NAMES)}, or a .jsonl of conversations")
+        raise UserError(f"--tasks is empty: name some of {', '.join(task_names())}, or a .jsonl of conversations")
     return [_parse_entry(entry) for entry in entries]
 
 
@@ -363,30 +360,41 @@ def _parse_entry(entry: str) -> TaskSpec:
     if user_code.PLACE.fullmatch(rest):
         return TaskSpec(rest, None, weight)
     name, equals, path = rest.partition("=")
-    if name in FROM_HUB or name in FROM_PATH:
-        if (equals or name in FROM_PATH) and not path:
+    if name in task_names():
+        source = task_class(name).source
+        if source == "program" and equals:
+            raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
+        if (source == "file" or equals) and not path:
             raise UserError(f"--tasks {entry}: there is no path: {name}=PATH")
         return TaskSpec(name, path or None, weight)
-    if name in GENERATED or name in ENVIRONMENTS:
-        if equals:
-            raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
-        return TaskSpec(name, None, weight)
     if _is_here(rest):
         return TaskSpec("conversations", rest, weight)
     if HUB_NAME.fullmatch(rest.partition("@")[0]):
         return TaskSpec("conversations", rest, weight, label=rest)
-    near = difflib.get_close_matches(name, NAMES, n=1)
+    near = difflib.get_close_matches(name, task_names(), n=1)
     if equals and LABEL.fullmatch(name) and _is_here(path) and not near:
         return TaskSpec("conversations", path, weight, label=name)
     hint = f"did you mean {near[0]}? " if near else ""
     raise UserError(
-        f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(NAMES)}, and ORG/NAME of a hub"
+        f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(task_names())}, and ORG/NAME of a hub"
     )
 
 
 def _is_here(path: str) -> bool:
     """Whether a path with or without `@SPLIT` is a file or a folder."""
     return any(name and Path(name).expanduser().exists() for name in (path, path.rpartition("@")[0]))
+
+
+def task_names() -> list[str]:
+    return rooms.names("tasks")
+
+
+def generated_tasks() -> list[str]:
+    """The tasks whose questions a program writes, each with one reply to grade."""
+    classes = {name: task_class(name) for name in task_names()}
+    return [
+        name for name, kind in classes.items() if kind.source == "program" and not issubclass(kind, EnvironmentTask)
+    ]
 
 
 def task_class(name: str) -> type[Task]:
@@ -400,8 +408,7 @@ def task_class(name: str) -> type[Task]:
         code = user_code.fingerprint(name)
         name = name.rpartition(":")[2].lower()
     else:
-        seams = ("tasks", "environments", "task datasets", "task files", "file forms")
-        found = next(rooms.find(seam, name) for seam in seams if name in rooms.names(seam))
+        found = rooms.find("tasks" if name in task_names() else "file forms", name)
     if isinstance(found, type) and issubclass(found, Environment):
         return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
     if not isinstance(found, type) or not issubclass(found, Task):
@@ -437,7 +444,7 @@ def require_grades(specs: Sequence[TaskSpec]) -> None:
     """Raises UserError: for an entry whose replies are neither right nor wrong."""
     for spec in specs:
         if task_class(spec.name).kind == "dialogue":
-            graded = ", ".join(name for name in NAMES if task_class(name).kind != "dialogue")
+            graded = ", ".join(name for name in task_names() if task_class(name).kind != "dialogue")
             problem = f"a dialogue has no right answer to grade; those with one are {graded}"
             hint = "chat_rl needs none with --reward FILE.py:FUNCTION, without task in it"
             raise UserError(f"--tasks {spec.path or spec.name}: {problem}; {hint}")
@@ -447,6 +454,6 @@ def require_pairs(specs: Sequence[TaskSpec]) -> None:
     """Raises UserError: for an entry that has no second reply to compare."""
     for spec in specs:
         if spec.name != "conversations" and not task_class(spec.name).has_pairs:
-            paired = ", ".join(name for name in NAMES if task_class(name).has_pairs)
+            paired = ", ".join(name for name in task_names() if task_class(name).has_pairs)
             problem = f"a dialogue has one reply to a question; those with two to compare are {paired}"
             raise UserError(f"--tasks {spec.name}: {problem}, and a .jsonl of pairs")

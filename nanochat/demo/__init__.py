@@ -16,8 +16,6 @@ PLUGS = {
         "memory": "nanochat.demo.follow_ups:Memory",
         "repeat": "nanochat.demo.repeat:Repeat",
         "json": "nanochat.demo.json_objects:JsonObjects",
-    },
-    "task files": {
         "first_questions": "nanochat.demo.first_questions:FirstQuestions",
         "second_questions": "nanochat.demo.first_questions:SecondQuestions",
     },

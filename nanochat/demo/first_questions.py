@@ -47,6 +47,7 @@ class FirstQuestions(RecordTask):
     """A question, and what a right or honest reply to it says."""
 
     name = "first_questions"
+    source = "file"
     has_pairs = False
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):

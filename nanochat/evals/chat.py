@@ -33,7 +33,7 @@ from nanochat.gpt import GPT
 from nanochat.rollout import EngineSampler, play
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.screen import track
-from nanochat.task import GENERATED, Example, Kind, Task, TaskSpec, parse_tasks, require_grades
+from nanochat.task import Example, Kind, Task, TaskSpec, generated_tasks, parse_tasks, require_grades
 from nanochat.tokenizer import Tokenizer
 
 ORDER_SEED = 1337  # shuffles the examples: the first N are the same N for every model, and from every subject
@@ -83,7 +83,7 @@ def graded_choices(text: str) -> list[TaskSpec]:
 
     Raises UserError: for a task without grades, a weight, or a task named twice.
     """
-    choices = parse_tasks(text or ",".join(GENERATED))
+    choices = parse_tasks(text or ",".join(generated_tasks()))
     require_grades(choices)
     names = [choice.name for choice in choices]
     for choice in choices:

@@ -5,12 +5,8 @@ PLUGS = {
     "tasks": {
         "spelling": "nanochat.tasks.spelling:Spelling",
         "letters": "nanochat.tasks.spelling:LetterCount",
-    },
-    "environments": {
         "nim": "nanochat.tasks.nim:Nim",
         "tool_use": "nanochat.tasks.tool_use:ToolUse",
-    },
-    "task datasets": {
         "gsm8k": "nanochat.tasks.gsm8k:Gsm8k",
         "mmlu": "nanochat.tasks.mmlu:Mmlu",
         "arc_easy": "nanochat.tasks.arc:ArcEasy",

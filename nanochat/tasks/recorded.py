@@ -11,6 +11,7 @@ from nanochat.task import Example, Split, Task, turn
 class RecordTask(Task):
     """One example per record of the dataset `name` in data/catalog.py."""
 
+    source = "dataset"
     # The fields that each record must have, with their types; other columns of a .parquet stay unread.
     fields: Fields | None = None
     splits: dict[Split, str] = {"train": "train", "test": "test"}  # our name -> the dataset's

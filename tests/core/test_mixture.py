@@ -26,15 +26,15 @@ from nanochat.mixture import (
     open_mixture,
 )
 from nanochat.task import (
-    FROM_HUB,
-    GENERATED,
     Example,
     Task,
     TaskSpec,
+    generated_tasks,
     open_task,
     parse_tasks,
     require_pairs,
     task_class,
+    task_names,
 )
 from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS, default_tasks
 
@@ -212,12 +212,11 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
     for data in ("demo", "climbmix"):
         require_pairs(parse_tasks(default_tasks(data, stage="dpo")))
     for names in (BUILT_IN_TASKS, HUB_TASKS, CHINESE_TASKS):
-        assert all(spec.name in {*GENERATED, *FROM_HUB} for spec in parse_tasks(names))
+        assert all(spec.name in task_names() for spec in parse_tasks(names))
 
 
-SPLITS = [
-    (name, split) for name in GENERATED for split in ("train", "test") if (name, split) != ("new_stories", "train")
-]
+TRAINED = [name for name in generated_tasks() if name != "new_stories"]
+SPLITS = [*((name, "train") for name in TRAINED), *((name, "test") for name in generated_tasks())]
 
 
 @pytest.mark.parametrize(("name", "split"), SPLITS)
@@ -291,6 +290,6 @@ def test_a_task_is_imported_when_it_is_requested():
     assert set(loaded) == {f"nanochat.demo.{name}" for name in wanted}
 
 
-@pytest.mark.parametrize("name", [*GENERATED, *FROM_HUB])
+@pytest.mark.parametrize("name", task_names())
 def test_every_entry_of_the_registry_is_the_class_of_its_name(name):
     assert task_class(name).name == name and task_class(name).kind in ("generative", "choice", "dialogue")

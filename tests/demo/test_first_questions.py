@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 from tiny import complaint
 
-from nanochat import rooms
 from nanochat.conversation import text_of
 from nanochat.demo.first_questions import FirstQuestions, SecondQuestions
 from nanochat.demo.plots import OPEN_ROLES, plots
 from nanochat.demo.small_talk import SLOT, groups
 from nanochat.demo.stories import orders
 from nanochat.demo.writer import story
-from nanochat.task import TaskSpec, open_task, parse_tasks
+from nanochat.task import TaskSpec, generated_tasks, open_task, parse_tasks
 
 LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"
 SECOND = LIST.with_name("second_questions.jsonl")
@@ -103,7 +102,7 @@ def test_neither_split_has_a_question_of_the_second_list():
 
 def test_no_generated_task_draws_a_question_of_the_second_list():
     questions = {chat(row.get("before", []), row["question"]) for row in rows_of(SECOND)}
-    for name in set(rooms.names("tasks")) - {"new_stories"}:  # which is for evaluation only
+    for name in set(generated_tasks()) - {"new_stories"}:  # which is for evaluation only
         task = open_task(TaskSpec(name, None, 1.0), "train")
         for number in range(300):
             asked = [message for message in task.example(number).question if message["role"] != "system"]

@@ -33,7 +33,7 @@ from nanochat.evals.chat import (
 from nanochat.evals.core import wilson_interval
 from nanochat.rollout import Reply
 from nanochat.sampling import seed_of
-from nanochat.task import GENERATED, Example, Task, chosen_letter, task_class
+from nanochat.task import Example, Task, chosen_letter, generated_tasks, task_class
 from nanochat.tasks.recorded import choice_example
 
 CONTEXT = 64
@@ -314,7 +314,7 @@ def spoiled(name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "cut"])
-@pytest.mark.parametrize("name", GENERATED)
+@pytest.mark.parametrize("name", generated_tasks())
 def test_reference_answers_score_all_and_spoiled_ones_nothing(
     name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -509,7 +509,7 @@ def test_a_reply_reads_with_its_calls() -> None:
 
 def test_without_names_every_built_in_task_with_an_answer_is_graded() -> None:
     names = [choice.name for choice in graded_choices("")]
-    assert names == list(GENERATED) and {"stories", "new_stories", "questions", "memory", "json"} <= set(names)
+    assert names == generated_tasks() and {"stories", "new_stories", "questions", "memory", "json"} <= set(names)
     assert [(c.name, c.path) for c in graded_choices("addition,gsm8k=some/folder")] == [
         ("addition", None), ("gsm8k", "some/folder"),
     ]  # fmt: skip

@@ -1421,7 +1421,7 @@ def test_the_ideas_are_what_the_tasks_teach(server, open_page):
         shape = order.replace(kind, "{kind}")
         shapes.add(shape.replace(name, "{hero}") if name else shape)
     assert len(shapes) == 3 and shapes <= set(orders("usual"))
-    assert set(page.evaluate("Object.keys(IDEAS)")) <= {*rooms.names("tasks"), *rooms.names("task datasets")}
+    assert set(page.evaluate("Object.keys(IDEAS)")) <= set(rooms.names("tasks"))
 
 
 def served_models(server: Any) -> None:
