@@ -63,8 +63,8 @@ def test_what_dpo_compares_is_marked(model, tmp_path, capsys):
     head = "<|bos|><|user_start|>Hi?<|user_end|><|assistant_start|>"
     assert head + "[[Yes.<|assistant_end|>]]\nrejected: " in out and head + "[[No.<|assistant_end|>]]" in out
     mixture = open_mixture(path, "train", files="pairs")
-    pairs = [mixture.rendered_replies(tiny_tokenizer(), number, 33) for number in range(11)]
-    same = sum(chosen.rendered.ids == rejected.rendered.ids for chosen, rejected in pairs)
+    pairs = [mixture.rendered_pair(tiny_tokenizer(), number, 33) for number in range(11)]
+    same = sum(chosen.ids == rejected.ids for chosen, rejected in pairs)
     row = next(line for line in out.splitlines() if line.startswith("preferences"))
     assert row.split()[1] == "11" and row.split()[5] == str(same) and same
     assert "preferences has 10 pairs: the 11 of the table repeat them" in out
