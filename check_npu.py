@@ -5,15 +5,13 @@
     python check_npu.py --full          # ten minutes: everything that we want to know of a card, in report.json
 
 It first inspects the machine with only the standard library (device files, driver, CANN, versions). Then it imports
-torch and computes: a matrix product, attention, one training step of this project's model, an all-reduce.
-The exit code is 0 when nothing failed, else 1.
+torch and computes on the device (tests/on_device/quick.py). The exit code is 0 when nothing failed, else 1.
 
 The version table exists only here. `setup_ascend.sh` reads it through `check_npu.py --plan`, which prints what to
 install, one `key value` per line.
 """
 
 import argparse
-import errno
 import importlib
 import importlib.metadata
 import json
@@ -23,37 +21,30 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest as Skip
 
-# CANN release -> the (torch, torch_npu) pairs built for it. The first pair is the one to install; the oldest release
-# comes first. A `.postN` belongs to one CANN release: a matching torch is not enough. Source: COMPATIBILITY.md of
-# torch_npu.
-RELEASES = {
-    "8.1.RC1": (("2.5.1", "2.5.1"),),
-    "8.2.RC1": (("2.6.0", "2.6.0"),),
-    "8.3.RC1": (("2.7.1", "2.7.1"), ("2.8.0", "2.8.0")),
-    "8.5.0": (("2.9.0", "2.9.0"), ("2.8.0", "2.8.0.post2"), ("2.7.1", "2.7.1.post2")),
-    "9.0.0": (("2.9.0", "2.9.0.post2"), ("2.10.0", "2.10.0"), ("2.8.0", "2.8.0.post4"), ("2.7.1", "2.7.1.post4")),
-    "9.1.0": (
-        ("2.12.0", "2.12.0"),
-        ("2.12.0", "2.12.0.post2"),
-        ("2.11.0", "2.11.0"),
-        ("2.11.0", "2.11.0.post2"),
-        ("2.10.0", "2.10.0.post4"),
-        ("2.10.0", "2.10.0.post6"),
-        ("2.9.0", "2.9.0.post6"),
-        ("2.9.0", "2.9.0.post8"),
-        ("2.7.1", "2.7.1.post8"),
-        ("2.7.1", "2.7.1.post10"),
-    ),
+# CANN release -> the torch_npu built for it, each for the torch of its first three numbers. The first one is the one to
+# install; the oldest release comes first. A `.postN` belongs to one CANN release: a matching torch is not enough.
+# Source: COMPATIBILITY.md of torch_npu.
+WHEELS = {
+    "8.1.RC1": "2.5.1",
+    "8.2.RC1": "2.6.0",
+    "8.3.RC1": "2.7.1 2.8.0",
+    "8.5.0": "2.9.0 2.8.0.post2 2.7.1.post2",
+    "9.0.0": "2.9.0.post2 2.10.0 2.8.0.post4 2.7.1.post4",
+    "9.1.0": "2.12.0 2.12.0.post2 2.11.0 2.11.0.post2 2.10.0.post4 2.10.0.post6 2.9.0.post6 2.9.0.post8 2.7.1.post8 "
+    "2.7.1.post10",
 }
-# The vendor's dependency lists (instg_0045) require numpy up to 1.24 for CANN 8.0 and below 2 for 8.5.0; from 9.0.0 on
-# they have no upper bound. With numpy 2, users of 8.2 saw set_device fail with error code 500001; below 2 it worked.
+# CANN release -> its (torch, torch_npu) pairs.
+RELEASES = {
+    release: tuple((".".join(wheel.split(".")[:3]), wheel) for wheel in wheels.split())
+    for release, wheels in WHEELS.items()
+}
 NUMPY_2_FROM = "9.0.0"
 # CANN release -> the oldest driver series (HDK) in its release notes. We found no such page for 8.3.RC1.
 # Sources: releasenote_0000 of CANN 8.5.0; the compatibility table in the release notes of 9.1.0.
@@ -61,9 +52,9 @@ OLDEST_DRIVERS = {"8.5.0": "25.0", "9.0.0": "25.0", "9.1.0": "25.2"}
 TORCH = "2.13.0"  # without an NPU: the newest torch this project is tested with
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 ROOT = Path(__file__).resolve().parent
-WORKERS_SECONDS = 240  # time limit for all processes of the all-reduce together
 
 CANN_PAGE = "https://www.hiascend.com/cann/download"
+GET_CANN = f"install the CANN toolkit and kernels ({CANN_PAGE})"
 DRIVER_PAGE = "https://www.hiascend.com/hardware/firmware-drivers"
 MANAGERS = ("/dev/davinci_manager", "/dev/devmm_svm", "/dev/hisi_hdc")  # next to /dev/davinci<number>
 GET_DRIVER = (
@@ -82,12 +73,7 @@ class Fail(Exception):
         self.fix = fix
 
 
-class Skip(Exception):
-    """A check that was left out, and why."""
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The version table
+# ---------------------------------------------------------------------- the version table
 
 
 def version_key(version: str) -> tuple[int, ...]:
@@ -100,11 +86,9 @@ def release_of(cann: str) -> str:
 
     Raises Fail: when the table has none, or its torch is too old for this project.
     """
+    known = ", ".join(RELEASES)
     if not version_key(cann):
-        raise Fail(
-            "the version of CANN cannot be read",
-            f"`bash setup_ascend.sh --cann VERSION` names it, one of {', '.join(RELEASES)}",
-        )
+        raise Fail("the version of CANN cannot be read", f"`bash setup_ascend.sh --cann VERSION`, one of {known}")
     needed = minimum_torch()
     oldest = next(name for name, pairs in RELEASES.items() if version_key(pairs[0][0]) >= version_key(needed))
     release = release_of_series(cann)
@@ -117,7 +101,7 @@ def release_of(cann: str) -> str:
     if release is None:
         near = [name for name in RELEASES if version_key(name) < version_key(cann)][-1]
         raise Fail(
-            f"CANN {cann} is not in the version table ({', '.join(RELEASES)})",
+            f"CANN {cann} is not in the version table ({known})",
             f"`bash setup_ascend.sh --cann {near}` takes {pinned(RELEASES[near][0])}, the pair of the nearest older "
             f"one, or install a CANN of the table ({CANN_PAGE})",
         )
@@ -140,11 +124,6 @@ def numpy_for(cann: str) -> str:
 def minimum_torch() -> str:
     """The oldest torch that the project supports, from pyproject.toml; "0" (any) if that file is missing."""
     return first_match(r'"torch>=([\d.]+)', ROOT / "pyproject.toml") or "0"
-
-
-def first_unsupported_torch() -> str | None:
-    """The oldest torch that is too new for the project, from pyproject.toml; None if that file is missing."""
-    return first_match(r'"torch>=[\d.]+,<([\d.]+)"', ROOT / "pyproject.toml")
 
 
 def pythons_for(torch: str, torch_npu: str | None) -> tuple[str, ...]:
@@ -205,10 +184,8 @@ def look(root: Path = Path("/"), arch: str | None = None) -> Machine:
     cann = read_cann_version(root, home) if home else None
     scripts = [f"{folder}/set_env.sh" for folder in (home, str(Path(home).parent))] if home else []
     environment = next((script for script in scripts if below(root, script).is_file()), Machine.cann_environment)
-    driver_info = below(root, "/usr/local/Ascend/driver/version.info")
     nvidia_smi = find_program(root, "nvidia-smi")
-    gpu_files = list_devices(root, "nvidia")
-    gpus = len(gpu_files)
+    gpus = len(list_devices(root, "nvidia"))
     if nvidia_smi and not gpus:  # WSL has a GPU without device files
         gpus = len(re.findall(r"^GPU \d+:", run_program([str(below(root, nvidia_smi)), "-L"]), re.MULTILINE))
     return Machine(
@@ -216,7 +193,7 @@ def look(root: Path = Path("/"), arch: str | None = None) -> Machine:
         arch={"arm64": "aarch64", "amd64": "x86_64"}.get(arch or "", arch) or platform.machine(),
         npu_files=tuple(list_devices(root, "davinci")),
         npu_smi=find_program(root, "npu-smi"),
-        npu_driver=first_match(r"^\s*[Vv]ersion\s*=\s*(\S+)", driver_info),
+        npu_driver=first_match(r"^\s*[Vv]ersion\s*=\s*(\S+)", below(root, "/usr/local/Ascend/driver/version.info")),
         cann=cann,
         cann_home=home,
         cann_environment=environment,
@@ -231,12 +208,9 @@ def below(root: Path, path: str) -> Path:
 
 
 def list_devices(root: Path, prefix: str) -> list[str]:
-    numbers = []
-    for path in below(root, "/dev").glob(f"{prefix}*"):
-        number = path.name.removeprefix(prefix)
-        if number.isdigit():  # not a manager such as /dev/davinci_manager
-            numbers.append(int(number))
-    return [f"/dev/{prefix}{number}" for number in sorted(numbers)]
+    names = [path.name.removeprefix(prefix) for path in below(root, "/dev").glob(f"{prefix}*")]
+    numbers = sorted(int(name) for name in names if name.isdigit())  # not a manager such as /dev/davinci_manager
+    return [f"/dev/{prefix}{number}" for number in numbers]
 
 
 def find_program(root: Path, name: str) -> str | None:
@@ -300,14 +274,11 @@ def is_sourced(environment: Any) -> bool:
     if not home:
         return False
     homes = (home, os.path.realpath(home))  # one of the two may be a link
-    for path in environment.get("LD_LIBRARY_PATH", "").split(":"):
-        if path and (path.startswith(homes) or os.path.realpath(path).startswith(homes)):
-            return True
-    return False
+    paths = filter(None, environment.get("LD_LIBRARY_PATH", "").split(":"))
+    return any(path.startswith(homes) or os.path.realpath(path).startswith(homes) for path in paths)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The plan for setup_ascend.sh
+# ---------------------------------------------------------------------- the plan for setup_ascend.sh
 
 
 def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[str]:
@@ -324,10 +295,7 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
     if kind == "npu":
         found = cann or machine.cann
         if found is None:
-            return [
-                *lines,
-                f"problem an NPU but no CANN: install the CANN toolkit and kernels ({CANN_PAGE}), or --device cpu",
-            ]
+            return [*lines, f"problem an NPU but no CANN: {GET_CANN}, or --device cpu"]
         try:
             release = release_of(found)
         except Fail as fail:
@@ -350,8 +318,8 @@ def describe(machine: Machine, kind: str) -> list[str]:
     """What was found, and what to do about each missing part."""
     lines = [f"found {machine.system} {machine.arch}"]
     if machine.npu_files:
-        driver = f"driver {machine.npu_driver}" if machine.npu_driver else "driver version not readable"
-        lines.append(f"found NPU: {len(machine.npu_files)} ({machine.npu_files[0]} ...), {driver}")
+        driver = machine.npu_driver or "unknown"
+        lines.append(f"found NPU: {len(machine.npu_files)} ({machine.npu_files[0]} ...), driver {driver}")
         if not machine.npu_smi:
             lines.append(f"missing npu-smi: {GET_DRIVER}")
     elif kind == "npu" or machine.cann or machine.npu_smi or machine.npu_driver:
@@ -363,36 +331,28 @@ def describe(machine: Machine, kind: str) -> list[str]:
             lines.append(f"missing CANN's environment: before you train, `source {machine.cann_environment}`")
     if machine.gpus:
         lines.append(f"found NVIDIA GPU: {machine.gpus}")
-        if not machine.nvidia_smi:
-            lines.append("missing nvidia-smi: install NVIDIA's driver, or start the container with --gpus all")
-    elif machine.nvidia_smi:
-        lines.append("missing NVIDIA GPU: nvidia-smi is here but lists none; repair the driver, or use the CPU")
     if kind == "cpu" and not (machine.npu_files or machine.gpus):
-        lines.append(
-            "missing accelerator: no NPU (/dev/davinci*) and no NVIDIA GPU (/dev/nvidia*); the CPU trains small models"
-        )
+        lines.append("missing accelerator: no NPU (/dev/davinci*), no GPU (/dev/nvidia*); the CPU trains small models")
     return lines
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The checks: each returns its detail, or raises Fail with the fix, or Skip with the reason
+# ---------------------------------------------------------------------- the checks
+# Each returns its detail, or raises Fail with the fix, or Skip with the reason.
 
 # Patterns in errors of torch, torch_npu, CANN and HCCL, each with its fix; the first match counts. Sources: the
 # messages of torch_npu and CANN, and users' reports.
 FIXES = (
+    (r"--device npu: none", "source {environment}; ASCEND_RT_VISIBLE_DEVICES must not hide what npu-smi shows"),
+    (r"--device cuda: none", "`{tool}` must list it; rm -r .venv && bash setup_ascend.sh --device cuda"),
     (r"out of memory|\bEL0004\b|\b207018\b", "stop what holds the memory: `{tool}` shows it"),
     (r"static TLS block", "export LD_PRELOAD=<the library named in this line>; it is loaded before the others then"),
     (r"set_env\.sh|lib(ascend|hccl|acl|ge_|graph)\w*\.so|No module named '(te|tbe|acl)'", "source {environment}"),
     (r"No module named '(absl|attrs?|cffi|cloudpickle|Cython|decorator|google|ml_dtypes)'", "pip install {packages}"),
     (r"No module named '(pathlib2|psutil|requests|scipy|sympy|tornado|yaml)'", "pip install {packages}"),
     # CANN's general failure, when the message has nothing more precise.
-    (
-        r"\b500001\b",
-        'before CANN 9.0 `pip install "numpy<2"`; then `pip install {packages}`; then `source {environment}`',
-    ),
+    (r"\b500001\b", 'before CANN 9.0 `pip install "numpy<2"`; `pip install {packages}`; `source {environment}`'),
     (r"undefined symbol|Two accelerators", "torch, torch_npu and CANN do not fit: see `versions match`"),
-    (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout", "a device did not answer in time; {network}"),
-    (r"\b5070(46|48)\b", "a device did not answer in time; {network}"),
+    (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout|\b5070(46|48)\b", "a device did not answer; {network}"),
     (r"(?i)EI\d{4}|hccl|nccl|gloo", "{network}"),
     (r"\b507(014|015|017|018|034|035)\b", "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1 shows which"),
     (r"\b50705[34]\b", "the card's memory has errors: `npu-smi info -t ecc -i 0 -c 0`; leave the card out"),
@@ -405,19 +365,11 @@ PACKAGES = (
     "attrs cffi cython decorator pathlib2 protobuf psutil pyyaml requests scipy sympy absl-py cloudpickle ml-dtypes "
     "tornado"
 )
-WORDS = {
-    "npu": {
-        "tool": "npu-smi info",
-        "network": "on one node export HCCL_IF_IP=127.0.0.1, on several HCCL_SOCKET_IFNAME; `hccn_tool -i 0 -link -g`",
-    },
-    "cuda": {
-        "tool": "nvidia-smi",
-        "network": "run again with NCCL_DEBUG=INFO; in a container start it with --ipc=host",
-    },
-    "cpu": {
-        "tool": "top",
-        "network": "the loopback interface must be up; GLOO_SOCKET_IFNAME=lo picks it",
-    },
+TOOLS = {"npu": "npu-smi info", "cuda": "nvidia-smi", "cpu": "top"}
+NETWORKS = {
+    "npu": "on one node export HCCL_IF_IP=127.0.0.1, on several HCCL_SOCKET_IFNAME; `hccn_tool -i 0 -link -g`",
+    "cuda": "run again with NCCL_DEBUG=INFO; in a container start it with --ipc=host",
+    "cpu": "the loopback interface must be up; GLOO_SOCKET_IFNAME=lo picks it",
 }
 
 
@@ -425,7 +377,7 @@ def fix_for(text: str, kind: str, environment: str) -> str | None:
     """The fix for an error with this text, if it is known."""
     for pattern, fix in FIXES:
         if re.search(pattern, text):
-            return fix.format(environment=environment, packages=PACKAGES, **WORDS[kind])
+            return fix.format(environment=environment, packages=PACKAGES, tool=TOOLS[kind], network=NETWORKS[kind])
     return None
 
 
@@ -437,17 +389,11 @@ def summary(text: str) -> str:
 
 
 class Report:
-    """Prints one line per check and counts the results. An unexpected error is a FAIL, never a traceback.
+    """Prints one line per check and counts the results. An unexpected error is a FAIL, never a traceback."""
 
-    With `record` each line is also appended to that file as JSON, with the end of the traceback, for --full.
-    """
-
-    def __init__(
-        self, kind: str = "cpu", environment: str = Machine.cann_environment, record: Path | None = None
-    ) -> None:
+    def __init__(self, kind: str = "cpu", environment: str = Machine.cann_environment) -> None:
         self.kind = kind
         self.environment = environment
-        self.record = record
         self.counts = {"PASS": 0, "FAIL": 0, "SKIP": 0}
 
     def check(self, name: str, function: Callable[..., Any], *arguments: Any) -> bool:
@@ -461,6 +407,9 @@ class Report:
         except Skip as skip:
             detail = str(skip)
             outcome = "SKIP"
+        except AssertionError as wrong:  # of a computation
+            detail = str(wrong)
+            fix = "the versions of driver, CANN and torch do not fit: see above; --full finds the operator"
         except Fail as fail:
             detail = str(fail)
             fix = fail.fix
@@ -474,9 +423,9 @@ class Report:
         print(f"{outcome} {name}: {detail}", flush=True)
         if fix:
             print(f"     fix: {fix}", flush=True)
-        if self.record:
+        if record := os.environ.get("ON_DEVICE_LINES"):  # for --full
             line = {"name": name, "outcome": outcome, "detail": detail, "fix": fix, "traceback": trace}
-            with self.record.open("a", encoding="utf-8") as file:
+            with Path(record).open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         return outcome == "PASS"
 
@@ -517,15 +466,12 @@ def check_device_files(machine: Machine, root: Path) -> str:
 def check_driver(machine: Machine, npu_smi_output: str) -> str:
     if not machine.npu_smi:
         raise Fail("npu-smi not found", GET_DRIVER)
-    version, chips, _ = parse_npu_smi(npu_smi_output)
+    version, chips = parse_npu_smi(npu_smi_output)
     if not chips:
         last = npu_smi_output.strip().splitlines()[-1:] or ["it prints nothing"]
-        raise Fail(
-            f"`{machine.npu_smi} info` lists no NPU: {last[0].strip()[:300]}",
-            "reboot after an upgrade of driver or firmware; run it as root or a member of HwHiAiUser; in a container "
-            "mount /usr/local/dcmi and /usr/local/Ascend/driver",
-        )
-    sick = [f"NPU {chip.npu} is {chip.health}" for chip in chips if chip.health != "OK"]
+        fix = "reboot after an upgrade; run it as root or in the group HwHiAiUser; in a container mount the driver"
+        raise Fail(f"`{machine.npu_smi} info` lists no NPU: {last[0].strip()[:300]}", fix)
+    sick = [f"NPU {number} is {health}" for number, _, health in chips if health != "OK"]
     if sick:
         raise Fail(
             ", ".join(sick),
@@ -539,81 +485,36 @@ def check_driver(machine: Machine, npu_smi_output: str) -> str:
             f"driver {driver}, but CANN {machine.cann} takes {oldest} or later",
             f"install a driver of CANN {machine.cann}'s release notes ({DRIVER_PAGE}), or an older CANN ({CANN_PAGE})",
         )
-    used = sorted(chip.used_megabytes for chip in chips)
-    names = "/".join(dict.fromkeys(chip.name for chip in chips))
-    return f"npu-smi {version}, {len(chips)} x {names}, {used[0]} to {used[-1]} of {chips[0].megabytes} MB in use"
+    return f"npu-smi {version}, {len(chips)} x {'/'.join(dict.fromkeys(name for _, name, _ in chips))}"
 
 
-@dataclass(frozen=True)
-class Chip:
-    """One chip (on a 910C, one die) in the list of npu-smi."""
-
-    npu: int
-    name: str
-    health: str
-    used_megabytes: int
-    megabytes: int
-
-
-@dataclass(frozen=True)
-class Holder:
-    """A process that holds memory of an NPU."""
-
-    npu: int
-    pid: int
-    name: str  # "" if npu-smi does not list it
-    megabytes: int
-
-    def __str__(self) -> str:
-        return f"{self.name or 'process'} {self.pid} {self.megabytes} MB of NPU {self.npu}"
-
-
-def parse_npu_smi(text: str) -> tuple[str, list[Chip], list[Holder]]:
-    """The tool's version, the chips and the processes in the output of `npu-smi info`.
-
-    A chip has two lines: the first has number, name and health, the second ends with used / total memory. A process
-    has one line: NPU, chip (missing on a 950), process id, name, memory. The other columns differ by chip and release.
-    """
+def parse_npu_smi(text: str) -> tuple[str, list[tuple[str, str, str]]]:
+    """The tool's version, and number, name and health of each chip, from `npu-smi info`; a 910C has two a number."""
     version = re.search(r"npu-smi\s+(\S+)", text)
-    chips, holders, first = [], [], None
-    for line in text.splitlines():
-        if match := re.match(r"\|\s*(\d+)\s*\|?\s*(?=\S*[A-Za-z])(\S+)\s*\|\s*([A-Za-z]+)\s*\|", line):
-            first = match
-        elif first and (match := re.search(r"(\d+)\s*/\s*(\d+)\s*\|\s*$", line)):
-            chips.append(Chip(int(first[1]), first[2], first[3], int(match[1]), int(match[2])))
-            first = None
-        elif match := re.match(r"\|\s*(\d+)(?:\s+\d+)?\s*\|\s*(\d+)\s*\|\s*([^|]*?)\s*\|\s*(\d+)\s*\|", line):
-            holders.append(Holder(int(match[1]), int(match[2]), match[3], int(match[4])))
-    return (version[1] if version else "unknown"), chips, holders
+    row = r"^\|\s*(\d+)\s*\|?\s*(?=\S*[A-Za-z])(\S+)\s*\|\s*([A-Za-z]+)\s*\|"
+    return (version[1] if version else "unknown"), re.findall(row, text, re.MULTILINE)
 
 
 def check_cann(machine: Machine) -> str:
     if not machine.cann:
-        raise Fail(
-            "no CANN toolkit", f"install the CANN toolkit and kernels ({CANN_PAGE}), then `bash setup_ascend.sh`"
-        )
+        raise Fail("no CANN toolkit", f"{GET_CANN}, then `bash setup_ascend.sh`")
     return f"{machine.cann} in {machine.cann_home}"
 
 
 def check_cann_environment(machine: Machine) -> str:
     if not machine.cann_sourced:
-        what = "ASCEND_HOME_PATH is not set"
-        if os.environ.get("ASCEND_HOME_PATH"):
-            what = "LD_LIBRARY_PATH lacks CANN's libraries"
-        raise Fail(what, f"source {machine.cann_environment}")
+        raise Fail("ASCEND_HOME_PATH or LD_LIBRARY_PATH lacks CANN", f"source {machine.cann_environment}")
     return f"ASCEND_HOME_PATH={os.environ['ASCEND_HOME_PATH']}"
 
 
-def check_torch_version(torch: str | None, executable: str = sys.executable) -> str:
+def check_torch_version(torch: str | None) -> str:
     if torch is None:
-        activate = ROOT / ".venv" / "bin" / "activate"
-        fix = "bash setup_ascend.sh"
-        if activate.exists() and not executable.startswith(str(ROOT / ".venv")):
-            fix = "source .venv/bin/activate"
-        raise Fail(f"not installed for {executable}", fix)
+        is_there = (ROOT / ".venv/bin/activate").exists()
+        fix = "source .venv/bin/activate" if is_there and sys.prefix == sys.base_prefix else "bash setup_ascend.sh"
+        raise Fail(f"not installed for {sys.executable}", fix)
     if version_key(torch) < version_key(minimum_torch()):
         raise Fail(f"{torch} is older than {minimum_torch()}", "bash setup_ascend.sh")
-    too_new = first_unsupported_torch()
+    too_new = first_match(r'"torch>=[\d.]+,<([\d.]+)"', ROOT / "pyproject.toml")
     if too_new and version_key(torch) >= version_key(too_new):
         raise Fail(f"{torch} is too new: this project is tested with torch below {too_new}", "bash setup_ascend.sh")
     return torch
@@ -625,10 +526,9 @@ def check_match(machine: Machine, torch: str | None, torch_npu: str | None, nump
     if not cann or not torch:
         raise Skip("needs CANN and torch")
     here = f"CANN {cann}, torch {torch}, torch_npu {torch_npu}"
-    if not version_key(cann):
-        raise Skip(f"the version of CANN in {machine.cann_home} cannot be read; torch {torch}, torch_npu {torch_npu}")
-    if torch_npu and version_key(cann)[:2] > version_key(max(RELEASES, key=version_key))[:2]:
-        raise Skip(f"newer than the version table, not judged: {here}")
+    is_newer = torch_npu and version_key(cann)[:2] > version_key(max(RELEASES, key=version_key))[:2]
+    if is_newer or not version_key(cann):
+        raise Skip(f"not in the version table, not judged: {here}")
     release = release_of(cann)
     if numpy and numpy_for(release) and version_key(numpy) >= (2,):
         raise Fail(
@@ -677,243 +577,15 @@ def check_import(kind: str, machine: Machine) -> str:
     return f"torch {torch.__version__}"
 
 
-def check_devices(kind: str, machine: Machine, torch: str) -> tuple[Any, str]:
-    """The project's Device, and a description of it."""
-    if not (ROOT / "nanochat").is_dir():
-        raise Skip("the next checks need the project: run this file in its folder")
-    devices = importlib.import_module("nanochat.device")
-    cli = importlib.import_module("nanochat.cli")
-    try:
-        device = devices.init(kind)
-    except cli.UserError as error:
-        fixes = {
-            "npu": f"source {machine.cann_environment}; ASCEND_RT_VISIBLE_DEVICES must not hide what npu-smi shows",
-            "cuda": "CUDA_VISIBLE_DEVICES must not hide what nvidia-smi shows; for an older driver find the index of "
-            "a build that fits it at https://pytorch.org/get-started/locally and run "
-            "rm -r .venv && TORCH_INDEX_URL=<index> bash setup_ascend.sh",
-        }
-        fix = fixes.get(kind, "bash setup_ascend.sh")
-        if kind == "cuda" and "+cpu" in torch:
-            fix = "torch is a CPU build: rm -r .venv && bash setup_ascend.sh --device cuda"
-        raise Fail(str(error), fix) from None
-    count = 1 if kind == "cpu" else device.module.device_count()
-    return device, f"{count} x {device.name}, computes in {str(device.dtype).removeprefix('torch.')}"
+# ---------------------------------------------------------------------- the commands
 
 
-def check_memory(device: Any, holders: list[Holder]) -> str:
-    if device.kind == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        available = first_match(r"^MemAvailable:\s+(\d+)", Path("/proc/meminfo"))
-        free = int(available) * 1024 if available else total
-    else:
-        free, total = device.module.mem_get_info()
-    free_gib, total_gib = free / 2**30, total / 2**30
-    detail = f"{free_gib:.1f} of {total_gib:.1f} GiB free, {total_gib - free_gib:.1f} in use already"
-    biggest = sorted(holders, key=lambda holder: -holder.megabytes)
-    if biggest:
-        more = f" and {len(biggest) - 4} more" if len(biggest) > 4 else ""
-        detail += f": {', '.join(map(str, biggest[:4]))}{more}"
-    if free < 2**30:
-        raise Fail(detail, f"stop what holds the memory: `{WORDS[device.kind]['tool']}` shows it")
-    return detail
-
-
-def relative_error(value: Any, reference: Any) -> float:
-    value = value.detach().float().cpu()
-    reference = reference.detach().float().cpu()
-    return float((value - reference).norm() / reference.norm())
-
-
-def within(error: float, limit: float, what: str) -> str:
-    if not error <= limit:  # NaN fails too
-        raise Fail(
-            f"{what} is off by {error:.2%} (limit {limit:.0%})",
-            "the versions of driver, CANN and torch do not fit: see above",
-        )
-    return f"{what} within {error:.2%} of fp32"
-
-
-def check_matmul(device: Any) -> str:
-    torch = importlib.import_module("torch")
-    if device.kind == "npu" and device.dtype != torch.bfloat16:
-        raise Skip(f"{device.name} does not do bfloat16; training uses {device.dtype}")
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(512, 512, generator=generator) for _ in range(2))
-    product = a.to(device.torch_device, torch.bfloat16) @ b.to(device.torch_device, torch.bfloat16)
-    device.synchronize()
-    return within(relative_error(product, a @ b), 0.01, "512 x 512 bfloat16 product")
-
-
-def check_attention(device: Any) -> str:
-    """Compare the project's attention on this device with softmax(q k^T) v, written out in fp32 on the host.
-
-    On an NPU it is npu_fusion_attention. The check runs forward and backward, on whole rows, windows and packed
-    documents.
-    """
-    torch = importlib.import_module("torch")
-    attention = importlib.import_module("nanochat.attention")
-    B, T, H, K, D = 2, 128, 4, 2, 64  # K key/value heads serve H query heads
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(B, T, heads, D, generator=generator) for heads in (H, K, K)]
-    distance = torch.arange(T)[:, None] - torch.arange(T)[None, :]
-    worst = 0.0
-    numbers = (torch.rand(B, T, generator=generator) < 0.05).cumsum(1)  # documents of 20 tokens
-    packed = attention.Segments.from_numbers(numbers).to(device.to_device)
-    for window, segments in ((0, None), (48, None), (0, packed), (16, packed)):
-        q, k, v = (x.clone().requires_grad_() for x in inputs)
-        mask = (distance >= 0) & (distance < (window or T))  # True: the query attends to the key
-        if segments is not None:
-            mask = mask & (numbers[:, None, :, None] == numbers[:, None, None, :])  # (B, 1, T, T)
-        scores = torch.einsum("bthd,bshd->bhts", q, k.repeat_interleave(H // K, dim=2)) / D**0.5
-        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)  # (B, H, T, T)
-        expected = torch.einsum("bhts,bshd->bthd", weights, v.repeat_interleave(H // K, dim=2))
-        expected.square().sum().backward()
-
-        here = [x.clone().to(device.torch_device, device.dtype).requires_grad_() for x in inputs]
-        output = device.kernels.attention(*here, scale=D**-0.5, window=window, segments=segments)  # (B, T, H, D)
-        output.float().square().sum().backward()
-        device.synchronize()
-        worst = max(worst, relative_error(output, expected))
-        for x, reference in zip(here, (q, k, v), strict=True):
-            worst = max(worst, relative_error(x.grad, reference.grad))
-    kernel = device.kernels.name.partition(",")[0]
-    return within(worst, 0.03, f"{kernel}: forward and backward, whole, windowed and packed,")
-
-
-def small_run(device: Any) -> tuple[Any, Any, Any]:
-    """A small model and optimizer of this project, and a batch for them."""
-    if not device.can_train:
-        raise Skip(f"{device.name} is made for inference")
-    torch = importlib.import_module("torch")
-    gpt = importlib.import_module("nanochat.gpt")
-    scaling = importlib.import_module("nanochat.scaling")
-    train = importlib.import_module("nanochat.train")
-    config = gpt.GPTConfig(vocab_size=256, n_layer=2, width=128, n_head=2, n_kv_head=2, sequence_len=64)
-    model = gpt.GPT(config, device.kernels)
-    model.init_weights(0)
-    model.to(device.torch_device)
-    optimizer = train.make_optimizer(model, scaling.rates(config, 256, 256_000), device)
-    tokens = torch.randint(0, 256, (4, 65), generator=torch.Generator().manual_seed(0)).to(device.torch_device)
-    return model, optimizer, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def check_training(device: Any) -> str:
-    """Two training steps on one batch: the second loss must be lower."""
-    model, optimizer, batch = small_run(device)
-    train = importlib.import_module("nanochat.train")
-    losses = []
-    for _ in range(2):
-        stats = train.train_step(model, optimizer, [batch], train.next_token_loss, device=device)
-        losses.append(float(stats.loss))
-    if not losses[1] < losses[0] < 10:
-        raise Fail(
-            f"the loss went from {losses[0]:.4f} to {losses[1]:.4f}", "see the matrix product and attention lines above"
-        )
-    return f"loss {losses[0]:.4f} -> {losses[1]:.4f}, peak memory {device.peak_memory() / 2**20:.0f} MiB"
-
-
-def check_skipped_step(device: Any) -> str:
-    """A step whose loss is not a number must not change any weight or optimizer state."""
-    model, optimizer, batch = small_run(device)
-    torch = importlib.import_module("torch")
-    train = importlib.import_module("nanochat.train")
-
-    def bad_loss(model: Any, batch: Any) -> tuple[Any, Any]:
-        loss, targets = train.next_token_loss(model, batch)
-        return loss * float("nan"), targets
-
-    def everything() -> list[Any]:
-        tensors = [*model.parameters(), *optimizer.state_dict().values()]
-        return [tensor.detach().cpu().clone() for tensor in tensors]
-
-    train.train_step(model, optimizer, [batch], train.next_token_loss, device=device)
-    before = everything()
-    train.train_step(model, optimizer, [batch], bad_loss, device=device)
-    changed = sum(not torch.equal(one, other) for one, other in zip(before, everything(), strict=True))
-    if changed:
-        raise Fail(f"a step whose loss is NaN changed {changed} of {len(before)} tensors", "please report this line")
-    return f"a skipped step changes nothing ({len(before)} tensors)"
-
-
-def check_all_reduce(device: Any, gigabytes: dict[int, float]) -> str:
-    """Start this file through the launcher on every device (twice on a CPU): workers that add up their numbers.
-
-    `gigabytes` receives the bandwidths that they measure.
-    """
-    processes = 2 if device.kind == "cpu" else device.module.device_count()
-    command = [sys.executable, "-m", "nanochat.run.launch", f"--nproc_per_node={processes}"]
-    command += [str(Path(__file__).resolve()), f"--device={device.kind}", "--all_reduce_worker"]
-    # HCCL gives up before this process does, so that its error is printed; 120 s is the least that it accepts.
-    environment = os.environ | {"HCCL_CONNECT_TIMEOUT": "120", "HCCL_EXEC_TIMEOUT": "120"}
-    network = WORDS[device.kind]["network"]
-    code = Path(str(importlib.import_module("nanochat").__file__)).parents[1]  # where -m finds the launcher
-    running = subprocess.Popen(
-        command, env=environment, cwd=code, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        output, errors = running.communicate(timeout=WORKERS_SECONDS)
-    except subprocess.TimeoutExpired:
-        running.terminate()  # the launcher stops its workers; after a kill they would keep running
-        try:
-            running.communicate(timeout=40)
-        except subprocess.TimeoutExpired:
-            running.kill()
-        raise Fail(f"{processes} processes: no answer within {WORKERS_SECONDS} s", network) from None
-    if running.returncode != 0 or output.count("all_reduce ok") != processes:
-        found = re.search(r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception): [\s\S]+)", errors, re.MULTILINE)
-        reason = re.sub(r"^\[rank\d+\]: *", "", found[1], flags=re.MULTILINE) if found else errors
-        fix = fix_for(reason, device.kind, Machine.cann_environment) or network
-        raise Fail(f"{processes} processes: {summary(reason)}", fix)
-    for size, rate in re.findall(r"bandwidth (\d+) (\d+\.\d{4})", output):  # workers may print into one line
-        gigabytes[int(size)] = float(rate)
-    return f"{processes} process{'es' if processes > 1 else ''}"
-
-
-def check_bandwidth(device: Any, gigabytes: dict[int, float]) -> str:
-    if not gigabytes:
-        alone = device.kind != "cpu" and device.module.device_count() == 1
-        raise Skip("one device: nothing to send" if alone else "needs the all-reduce")
-    rates = ", ".join(f"{rate:.3g} GB/s at {size} MiB" for size, rate in gigabytes.items())
-    return f"{rates} (size of the tensor over the time of one all-reduce)"
-
-
-def all_reduce_worker(kind: str) -> None:
-    torch = importlib.import_module("torch")
-    devices = importlib.import_module("nanochat.device")
-    device = devices.init(kind)
-    if not torch.distributed.is_initialized():  # init makes no group for one process
-        torch.distributed.init_process_group(devices.BACKENDS[kind])
-    numbers = torch.full((1024,), float(device.rank + 1), device=device.torch_device)
-    torch.distributed.all_reduce(numbers)
-    expected = device.world_size * (device.world_size + 1) / 2
-    assert bool((numbers == expected).all()), f"all_reduce gave {numbers[0].item()}, expected {expected}"
-    sizes = (1, 16) if kind == "cpu" else (1, 16, 128)
-    for mebibytes in sizes if device.world_size > 1 else ():
-        tensor = torch.zeros(mebibytes * 2**20 // 4, device=device.torch_device)  # fp32
-        for repeats in (2, 5):  # the first round warms up
-            device.synchronize()
-            start = time.perf_counter()
-            for _ in range(repeats):
-                torch.distributed.all_reduce(tensor)
-            device.synchronize()
-            seconds = (time.perf_counter() - start) / repeats
-        if device.is_main:
-            print(f"bandwidth {mebibytes} {mebibytes * 2**20 / 1e9 / seconds:.4f}", flush=True)
-    print("all_reduce ok", flush=True)
-    devices.shutdown(device)
-
-
-# ---------------------------------------------------------------------------------------------------------
-
-
-def check_everything(requested: str, machine: Machine, root: Path, record: Path | None = None) -> int:
+def check_everything(requested: str, machine: Machine, root: Path) -> int:
     """Run every check that applies to the kind of device; returns the exit code."""
     kind = machine.kind if requested == "auto" else requested
-    torch, torch_npu = installed("torch"), installed("torch_npu")
     reason = "no NPU here (/dev/davinci*)" if requested == "auto" else f"--device {requested}"
     smi = run_program([str(below(root, machine.npu_smi)), "info"]) if kind == "npu" and machine.npu_smi else ""
-    report = Report(kind, machine.cann_environment, record)
+    report = Report(kind, machine.cann_environment)
 
     def npu_check(name: str, function: Callable[..., Any], *arguments: Any) -> None:
         report.check(name, function if kind == "npu" else skip_because(reason), *arguments)
@@ -923,85 +595,23 @@ def check_everything(requested: str, machine: Machine, root: Path, record: Path 
     npu_check("driver", check_driver, machine, smi)
     npu_check("CANN", check_cann, machine)
     npu_check("CANN environment", check_cann_environment, machine)
-    report.check("torch", check_torch_version, torch)
-    npu_check("versions match", check_match, machine, torch, torch_npu, installed("numpy"))
-    if kind == "cuda" and not machine.nvidia_smi:
-        report.check("nvidia-smi", skip_because("not found; torch may work anyway"))
-
-    found: list[Any] = []
-
-    def find_device() -> str:
-        device, detail = check_devices(kind, machine, torch or "")
-        found.append(device)
-        return detail
-
-    usable = report.check("import torch", check_import, kind, machine)
-    usable = report.check(f"{kind} devices", find_device if usable else skip_because("needs torch")) and usable
-    gigabytes: dict[int, float] = {}
-    for name, function, *more in (
-        ("memory", check_memory, parse_npu_smi(smi)[2]),
-        ("matrix product", check_matmul),
-        ("attention", check_attention),
-        ("training step", check_training),
-        ("skipped step", check_skipped_step),
-        ("all-reduce", check_all_reduce, gigabytes),
-        ("bandwidth", check_bandwidth, gigabytes),
-    ):
-        works = function if usable else skip_because(f"needs a {kind} device that works")
-        report.check(name, works, *found, *more)
+    report.check("torch", check_torch_version, installed("torch"))
+    npu_check("versions match", check_match, machine, *map(installed, ("torch", "torch_npu", "numpy")))
+    if not report.check("import torch", check_import, kind, machine):
+        report.check("computation", skip_because("needs torch"))
+    elif not (ROOT / "tests").is_dir():
+        report.check("computation", skip_because("needs the project: run this file in its folder"))
+    else:
+        for name, check in from_tests("quick").checks(kind).items():
+            if not report.check(name, check, kind) and name == f"{kind} devices":
+                break
     return report.finish()
 
 
-# --full reports the variables that begin so: they change what the vendor's libraries and torch do.
-VARIABLES = {
-    "npu": (
-        "ASCEND", "ACL", "HCCL", "NPU", "TASK_QUEUE", "CPU_AFFINITY", "COMBINED_ENABLE", "MULTI_STREAM", "INF_NAN",
-        "CLOSE_MATMUL", "ATB", "TE_", "HCCN",
-    ),
-    "cuda": ("CUDA", "NCCL", "NVIDIA", "CUBLAS", "CUDNN"),
-    "cpu": (),
-}  # fmt: skip
-SHARED_VARIABLES = (
-    "TORCH", "PYTORCH", "OMP_", "MKL_", "GLOO", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "NANOCHAT", "RANK",
-    "LOCAL_RANK", "WORLD_SIZE", "MASTER_",
-)  # fmt: skip
-DESCRIBE = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}  # the vendor's view of the device
-
-
-def full(requested: str, machine: Machine, root: Path, out: Path, is_small: bool) -> int:
-    """Run these checks and the parts of nanochat/run/full_check.py in separate processes, and write `out`."""
-    if not (ROOT / "nanochat").is_dir():
-        print("FAIL full: it needs the project\n     fix: run this file in its folder", flush=True)
-        return 1
-    full_report = importlib.import_module("nanochat.run.full_report")
-    provenance = importlib.import_module("nanochat.provenance")
-    kind = machine.kind if requested == "auto" else requested
-    name, *arguments = DESCRIBE[kind]
-    tool = find_program(root, name)
-    about = {
-        "commit": provenance.commit(),
-        "device": kind,
-        "machine": asdict(machine),
-        "versions": provenance.versions() | {"numpy": installed("numpy"), "CANN": machine.cann},
-        "vendor_tool": {
-            "command": " ".join(DESCRIBE[kind]),
-            "output": run_program([str(below(root, tool)), *arguments]) if tool else f"{name} not found",
-        },
-        "environment": full_report.environment((*VARIABLES[kind], *SHARED_VARIABLES), os.environ),
-    }
-    report = full_report.FullReport(
-        out, about, lambda text: fix_for(text, kind, machine.cann_environment), is_accelerator=kind != "cpu"
-    )
-    try:  # before ten minutes of work
-        if out.is_dir():
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        report.write()
-    except OSError as error:
-        print(f"FAIL full: {out}: {error.strerror}\n     fix: --out names a file that can be written", flush=True)
-        return 1
-    checks = [sys.executable, str(Path(__file__).resolve()), "--device", kind, "--root", str(root)]
-    with full_report.stoppable():
-        return full_report.run_parts(report, kind, checks, works=f"{kind} devices", is_small=is_small)
+def from_tests(name: str) -> Any:
+    """A module of tests/on_device, which finds the project's code."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    return importlib.import_module(f"on_device.{name}")
 
 
 def skip_because(reason: str) -> Callable[..., str]:
@@ -1014,30 +624,23 @@ def skip_because(reason: str) -> Callable[..., str]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="What is on this machine, and does it work?")
     parser.add_argument("--device", choices=("auto", "npu", "cuda", "cpu"), default="auto", help="what to check")
-    parser.add_argument("--plan", action="store_true", help="print what setup_ascend.sh should install, and stop")
     parser.add_argument("--root", type=Path, default=Path("/"), help="look for files below this folder")
     parser.add_argument("--arch", help="with --plan: x86_64 or aarch64, instead of this machine's")
     parser.add_argument("--cann", help="with --plan: take this row of the version table")
-    parser.add_argument("--full", action="store_true", help="also try and time what training and decoding need")
     parser.add_argument("--out", type=Path, default=Path("report.json"), help="with --full: the report's file")
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # with --full, on a simulated device
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--all_reduce_worker", action="store_true", help=argparse.SUPPRESS)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--plan", action="store_true", help="print what setup_ascend.sh should install, and stop")
+    what.add_argument("--full", action="store_true", help="also try and time what training and decoding need")
     options = parser.parse_args(arguments)
-    if options.plan and options.full:
-        print("error: --plan and --full exclude each other: a plan measures nothing", file=sys.stderr)
-        return 2
-    if options.all_reduce_worker:
-        all_reduce_worker(options.device)
-        return 0
     machine = look(options.root, options.arch)
     if options.plan:
         for line in plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", "")):
             print(" ".join(line.split()))  # one line, whatever a file of this machine contains
         return 0
-    if options.full:
-        return full(options.device, machine, options.root, options.out.resolve(), options.small)
-    return check_everything(options.device, machine, options.root, options.record)
+    if options.full and (ROOT / "tests").is_dir():
+        return from_tests("report").run(sys.modules[__name__], machine, options)
+    return check_everything(options.device, machine, options.root)
 
 
 if __name__ == "__main__":

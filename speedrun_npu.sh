@@ -256,7 +256,7 @@ if [[ $rehearsal == auto ]]; then # smoke and cpu take minutes themselves
 fi
 if [[ $rehearsal == on ]]; then
   # A run that resumes rehearses again only if its flags, its environment, its packages or the code have changed.
-  # The beginnings of variables that change what a stage does: those of check_npu.py, and the hub's.
+  # The beginnings of variables that change what a stage does: those of tests/on_device/report.py, and the hub's.
   variables='ACL|ASCEND|ATB|CLOSE_MATMUL|COMBINED_ENABLE|CPU_AFFINITY|CUBLAS|CUDA|CUDNN|GLOO|HCCL|HCCN|HF_|INF_NAN'
   variables+='|LD_LIBRARY_PATH|LD_PRELOAD|LOCAL_RANK|MASTER_|MKL_|MULTI_STREAM|NANOCHAT|NCCL|NPU|NVIDIA|OMP_|PYTHONPATH'
   variables+='|PYTORCH|RANK|TASK_QUEUE|TE_|TORCH|WORLD_SIZE'

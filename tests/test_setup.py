@@ -46,25 +46,16 @@ TOOLKIT_INFO = """\
 package_name=Ascend-cann-toolkit
 version={version}
 innerversion=V100R001C23SPC002B210
-compatible_version=[V100R001C15],[V100R001C18],[V100R001C19],[V100R001C20],[V100R001C21],[V100R001C23]
+compatible_version=[V100R001C15],[V100R001C23]
 arch={arch}
-os=linux
-path=/usr/local/Ascend/ascend-toolkit/{version}/{arch}-linux
 """
 VERSION_CFG = """\
 # version: 1.0
-runtime_running_version=[7.6.0.1.220:{version}]
 toolkit_running_version=[7.6.0.1.220:{version}]
 opp_kernel_running_version=[7.5.0.1.129:8.0.RC3]
-runtime_upgrade_version=[7.6.0.1.220:8.0.0]
 toolkit_upgrade_version=[7.6.0.1.220:8.0.0]
 """
-DRIVER_INFO = """\
-Version=25.2.0
-ascendhal_version=7.35.23
-Innerversion=V100R001C22SPC001B231
-package_version=25.2.0
-"""
+DRIVER_INFO = "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22SPC001B231\n"
 
 
 class FakeMachine:
@@ -190,19 +181,14 @@ def test_the_plan_for_every_cann(machine: FakeMachine, cann: str, arch: str):
 @pytest.mark.parametrize("cann", ["8.0.RC3", "8.1.RC1", "8.2.RC1"])
 def test_a_cann_too_old_for_the_project(machine: FakeMachine, cann: str):
     plan = machine.with_npus().with_cann(cann).sourced().plan()
-    assert not plan.install
-    for part in (cann, "torch>=2.7", "8.3.RC1", "https://"):
-        assert part in plan.problem
+    assert not plan.install and f"CANN {cann} " in plan.problem and "install CANN 8.3.RC1 or later" in plan.problem
 
 
 @pytest.mark.parametrize(("cann", "nearest"), [("8.4.0", "8.3.RC1"), ("9.3.0", "9.1.0"), ("10.0.RC1", "9.1.0")])
 def test_an_unknown_cann_names_the_nearest_and_the_way_out(machine: FakeMachine, cann: str, nearest: str):
-    torch, torch_npu = PAIRS[nearest]
     plan = machine.with_npus().with_cann(cann).sourced().plan()
-    assert not plan.install
-    for part in (cann, f"--cann {nearest}", f"torch=={torch} torch_npu=={torch_npu}", *PAIRS):
-        assert part in plan.problem
-    assert machine.plan("--cann", nearest).install == pip_arguments(torch, torch_npu, "aarch64")
+    assert not plan.install and f"CANN {cann} " in plan.problem and f"--cann {nearest}" in plan.problem
+    assert machine.plan("--cann", nearest).install == pip_arguments(*PAIRS[nearest], "aarch64")
 
 
 @pytest.mark.parametrize(
@@ -226,9 +212,7 @@ def test_npu_without_driver_tool(machine: FakeMachine):
     plan = machine.with_npus(driver=False).with_cann("9.0.0").sourced().plan()
     assert plan.install == pip_arguments(*PAIRS["9.0.0"], "aarch64")
     (missing,) = plan.missing
-    assert missing.startswith("npu-smi")
-    for part in ("https://", "--device=/dev/davinci_manager", "--device=/dev/hisi_hdc", "-v /usr/local/dcmi"):
-        assert part in missing
+    assert missing.startswith("npu-smi") and "--device=/dev/davinci_manager" in missing
 
 
 def test_driver_without_cann(machine: FakeMachine):

@@ -16,8 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
-
-import check_npu
+from on_device import report
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -228,11 +227,11 @@ def test_another_variable_of_the_runtime_is_rehearsed_again(speedrun, name: str)
     assert parts(speedrun.run()[0], speedrun)[0] != []
 
 
-def test_the_variables_are_those_of_check_npu():
-    """speedrun_npu.sh is a shell script, so it has the list of check_npu.py once more."""
+def test_the_variables_are_those_of_the_full_report():
+    """speedrun_npu.sh is a shell script, so it has the list of on_device/report.py once more."""
     lists = re.findall(r"^  variables\+?='(.*)'$", Path(ROOT / "speedrun_npu.sh").read_text(), re.MULTILINE)
     listed = set("".join(lists).split("|"))
-    reported = {*check_npu.SHARED_VARIABLES, *(name for names in check_npu.VARIABLES.values() for name in names)}
+    reported = {*report.SHARED_VARIABLES, *(name for names in report.VARIABLES.values() for name in names)}
     assert listed == reported | {"HF_"}
 
 

@@ -428,11 +428,17 @@ def test_ranks_that_a_shell_exports_are_ignored_with_one_line(monkeypatch, capsy
 
 
 @pytest.mark.slow
-def test_a_command_prints_although_a_shell_exports_a_rank(monkeypatch):
-    environment = {**os.environ, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}
-    command = [sys.executable, "-m", "scripts.probe", "--device=cpu", "--depth=1", "--max_seq_len=8", "--out=/dev/null"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and "loss" in done.stdout and done.stderr.count("warning") == 1
+def test_a_command_prints_although_a_shell_exports_a_rank(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from dataclasses import dataclass\nfrom nanochat import cli, device\nfrom nanochat.log import print0\n\n"
+        "@dataclass\nclass Config:\n    device: str = 'cpu'\n\n"
+        "def main(config):\n    device.init(config.device)\n    print0('printed')\n\ncli.run(main, Config)\n"
+    )
+    code = os.fspath(devices.__file__).rpartition("/nanochat/")[0]
+    environment = {**os.environ, "PYTHONPATH": code, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stdout == "printed\n" and done.stderr.count("warning") == 1
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,6 @@ from nanochat.kernels.grouped import Groups
 from nanochat.losses import PolicyBatch, masked_loss
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch
-from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu import operators
 
@@ -308,6 +307,8 @@ def sampled_tokens(
 
 def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
     """Greedy replies of the scheduler to requests that come and go, some with settings of their own."""
+    from nanochat.serve.scheduler import Request, Scheduler  # here, because tests/on_device needs no server
+
     found = devices.init(device, "float32")
     model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
     engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
@@ -451,9 +452,16 @@ def ppo_estimate(device: str, micro_batches: int, tokens: int = 2048) -> dict[st
     return {"numbers": torch.cat(numbers).tolist(), "counts": [counted.launches, counted.waits]}
 
 
+# The pieces of the model that kernel_gradients knows, each with a window or another option.
+KERNELS = (
+    "attention", "attention 8", "attention 39", "packed", "packed 8", "packed split", "packed split 8", "packed many",
+    "norm", "norm 1", "norm eps", "rotate", "swiglu", "sum", "sum 1", "sum eps", "grouped", "grouped empty",
+)  # fmt: skip
+
+
 def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
     """Output and input gradients of one piece of the model, flattened."""
-    found = devices.init(device, "float32")
+    found = devices.init(device, dtype)
     generator = torch.Generator().manual_seed(3)
 
     def draw(*shape: int) -> Tensor:
@@ -475,7 +483,7 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
         with contextlib.ExitStack() as stack:
             if window.startswith("split"):  # more documents than a call of the operator takes
                 window = window.removeprefix("split")
-                if device != "cpu":
+                if found.kind == "npu":
                     assert _npu().MOST_DOCUMENTS == operators.MOST_DOCUMENTS
                     stack.enter_context(unittest.mock.patch.object(_npu(), "MOST_DOCUMENTS", 5))
             out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0), segments=segments)

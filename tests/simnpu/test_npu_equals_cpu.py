@@ -72,29 +72,7 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "attention",
-        "attention 8",
-        "attention 39",
-        "packed",
-        "packed 8",
-        "packed split",
-        "packed split 8",
-        "packed many",
-        "norm",
-        "norm 1",
-        "norm eps",
-        "rotate",
-        "swiglu",
-        "sum",
-        "sum 1",
-        "sum eps",
-        "grouped",
-        "grouped empty",
-    ],
-)
+@pytest.mark.parametrize("name", cases.KERNELS)
 def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: str):
     on_cpu = cases.kernel_gradients("cpu", dtype, name)
     assert close(simulated("kernel_gradients", dtype=dtype, name=name), on_cpu, 1e-5 if dtype == "float32" else 2e-2)

@@ -1,0 +1,333 @@
+"""check_npu.py --full: no part is lost with another one, none is forgotten, and the checks find planted mistakes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from on_device import quick, ranks, recording, report, test_decoding, test_operators, test_steps
+from on_device.report import FullReport
+from on_device.sizes import CARD, SMALL
+from simnpu import build
+from simnpu.forks import simulated
+from tiny import is_running
+
+import check_npu
+from nanochat import device as devices
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.operators import TorchKernels
+
+ROOT = Path(__file__).resolve().parent.parent
+LINE = "import json, os, sys; open(os.environ['ON_DEVICE_LINES'], 'a').write(json.dumps({}) + '\\n')\n"
+
+
+def part(name: str = "", outcome: str = "PASS", then: str = "") -> list[str]:
+    """A command that writes a line, if it has a name, and then runs this code."""
+    line = repr({"name": name, "outcome": outcome, "detail": "x"})
+    return [sys.executable, "-c", (LINE.format(line) if name else "import sys\n") + then]
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> FullReport:
+    return FullReport(tmp_path / "report.json", {}, lambda text: "a known fix" if "507035" in text else None)
+
+
+def lines_of(full: FullReport) -> list[tuple[str, str, str, str]]:
+    written = json.loads(full.out.read_text())["parts"]
+    return [
+        (name, line["name"], line["outcome"], line["detail"])
+        for name, part in written.items()
+        for line in part["lines"]
+    ]
+
+
+def test_every_file_of_tests_is_a_part():
+    files = {path.stem.removeprefix("test_") for path in (ROOT / "tests/on_device").glob("test_*.py")}
+    assert {report.FIRST, *files} == set(report.PARTS)
+    commands = report.commands("npu", ["first"], is_small=False)
+    assert list(commands) == list(report.PARTS)
+    assert all(f"tests/on_device/test_{name}.py" in commands[name][0] for name in files)
+    assert commands["steps"][1] == {"ON_DEVICE": "npu", "ON_DEVICE_SIZES": "card"}
+
+
+def test_a_part_that_hangs_loses_nothing_else(full: FullReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It is stopped with what it has started; its earlier line and the next part are in the file."""
+    child = tmp_path / "child"
+    hang = (
+        "import subprocess, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
+        "print('the last thing that it did', flush=True)\ntime.sleep(600)"
+    )
+    full.run("one", part("first", then=hang), 4, {})
+    full.run("two", part("second"), 60, {})
+    assert full.finish() == 1
+    assert not is_running(int(child.read_text()))
+    assert lines_of(full) == [
+        ("one", "first", "PASS", "x"),
+        ("one", "part one", "FAIL", "stopped: no end within 4 s"),
+        ("two", "second", "PASS", "x"),
+    ]
+    assert "the last thing" in full.parts["one"]["output"]
+    assert "2 passed, 1 failed, 0 skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("command", "detail", "fix"),
+    [
+        (part(then="import os; os.kill(os.getpid(), 11)"), "ended by signal 11", "send the report"),
+        (part(then="raise SystemExit('error code is 507035')"), "ended with exit code 1", "a known fix"),
+        (part("passed", then="sys.exit(3)"), "ended with exit code 3", "send the report"),
+        (part("failed", "FAIL", then="sys.exit(1)"), "x", "send the report"),  # as pytest does
+        (part(), "ran no check", "send the report"),
+    ],
+)
+def test_a_part_that_ends_badly_is_a_line(full: FullReport, command: list[str], detail: str, fix: str):
+    full.run("one", command, 60, {})
+    (*_, last) = full.parts["one"]["lines"]
+    assert (last["outcome"], last["detail"]) == ("FAIL", detail) and last["fix"].startswith(fix)
+
+
+def test_without_a_device_the_other_parts_are_skipped(full: FullReport):
+    assert report.run_parts(full, "npu", part("npu devices", "FAIL", "sys.exit(1)"), "npu devices", False) == 1
+    assert [name for name, _, outcome, _ in lines_of(full) if outcome == "SKIP"] == [*report.PARTS][1:]
+
+
+def test_no_secret_and_no_account_leaves_the_machine(full: FullReport, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    variables = {
+        "TASK_QUEUE_ENABLE": "2", "HF_TOKEN": "a", "NANOCHAT_API_KEY": "hunter2", "PATH": "c",
+        "NANOCHAT_HUB": "https://me:hunter2@host/x", "NANOCHAT_CHAT_WEB": "--api_key hunter2 --port 1",
+        "NANOCHAT_BASE_TRAIN": "https://host/x?a=1&access_token=hunter2",
+    }  # fmt: skip
+    assert report.environment("npu", variables) == {
+        "TASK_QUEUE_ENABLE": "2", "NANOCHAT_HUB": "https://...@host/x", "NANOCHAT_CHAT_WEB": "...",
+        "NANOCHAT_BASE_TRAIN": "https://host/x?...",
+    }  # fmt: skip
+    full.run("one", part(then="print('/home/somebody/nanochat/gpt.py')"), 60, {})
+    text = full.out.read_text()
+    assert "somebody" not in text and "~/nanochat/gpt.py" in text
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_report_that_is_stopped_ends_its_part_and_keeps_its_lines(tmp_path: Path, number: signal.Signals):
+    """The part is in a session of its own, which no signal of a terminal or a service manager reaches."""
+    out = tmp_path / "report.json"
+    hang = tmp_path / "sitecustomize.py"  # Python runs it at its start: the process of the checks hangs there
+    hang.write_text(
+        "import os\nif 'ON_DEVICE_LINES' in os.environ:\n"
+        + "".join(
+            f"    {line}\n" for line in LINE.format({"name": "first", "outcome": "PASS", "detail": "x"}).splitlines()
+        )
+        + f"    import time; open({str(tmp_path / 'part')!r}, 'w').write(str(os.getpid())); time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "check_npu.py"), "--device", "cpu", "--full", "--out", str(out)],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests may run under nohup
+    )  # fmt: skip
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("PASS first"):
+            break
+    while not (tmp_path / "part").exists():
+        time.sleep(0.05)
+    process.send_signal(number)
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number and "Traceback" not in text
+    assert not is_running(int((tmp_path / "part").read_text()))
+    lines = json.loads(out.read_text())["parts"]["checks"]["lines"]
+    assert [(line["name"], line["detail"]) for line in lines] == [("first", "x"), ("part checks", "interrupted")]
+    assert [path.name for path in tmp_path.glob("report*")] == ["report.json"]
+
+
+def test_what_a_report_needs_is_said_before_ten_minutes_of_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    for out in (tmp_path / "none" / "report.json", tmp_path):
+        assert check_npu.main(["--full", "--device", "cpu", "--out", str(out)]) == 1
+        assert "--out names a file that can be written" in capsys.readouterr().out
+    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+    assert check_npu.main(["--full", "--device", "cpu", "--out", str(tmp_path / "report.json")]) == 1
+    assert "fix: pip install pytest" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---------------------------------------------------------------------- planted mistakes
+
+
+def planted(operator: str, number: int) -> TorchKernels:
+    """Kernels whose call number `number` of one operator is wrong: a permutation, so that its norm stays."""
+    kernels = CpuKernels(torch.float32)
+    right = getattr(kernels, operator)
+    left = [number]
+
+    def wrong(x: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        left[0] -= 1
+        out = right(x, *rest, **options)
+        return out if left[0] else out.flip(-1)
+
+    setattr(kernels, operator, wrong)
+    return kernels
+
+
+@pytest.mark.parametrize(
+    ("operator", "number", "place"),
+    [
+        ("rotate", 2, "forward blocks.1.attention: rotate"),
+        ("offset_keys", 2, "forward blocks.1.attention: offset_keys"),
+        ("rms_norm", 1, "forward embedding_norm: rms_norm"),
+    ],
+)
+def test_a_wrong_operator_is_found_at_its_layer(
+    monkeypatch: pytest.MonkeyPatch, operator: str, number: int, place: str
+):
+    device = devices.init("cpu", "float32")
+    config = test_steps.SHAPES["preset"]
+    right = recording.record_step(device, config, rows=1, document_tokens=0)
+    assert recording.first_difference(recording.differences(right, right), 0.0) == ""
+    monkeypatch.setattr(devices.Device, "kernels", planted(operator, number))
+    wrong = recording.record_step(device, config, rows=1, document_tokens=0)
+    found = recording.first_difference(recording.differences(wrong, right), 1e-3)
+    assert found.startswith(f"{place}: 1."), found
+
+
+@pytest.mark.parametrize(
+    ("is_wrong", "is_slow", "judges"), [(True, False, False), (False, True, True), (False, True, False)]
+)
+def test_an_operator_that_is_wrong_or_slow_fails(is_wrong: bool, is_slow: bool, judges: bool):
+    """A small size is not judged by its time."""
+    calls = iter(range(100))
+
+    def work() -> torch.Tensor:
+        time.sleep(0.02 * is_slow)
+        return torch.ones(4) + (is_wrong and next(calls) > 0)
+
+    operator = test_operators.Operator(lambda device, sizes: work, 0.01, lambda sizes: 1024.0)
+    numbers: dict[str, float] = {}
+    judge = lambda: test_operators.judge(devices.init("cpu"), operator, CARD if judges else SMALL, numbers.update)  # noqa: E731
+    if is_wrong or judges:
+        with pytest.raises(AssertionError):
+            judge()
+    else:
+        judge()
+    assert ("times_copy" in numbers) == judges
+
+
+def test_other_tokens_are_counted():
+    assert test_decoding.leading([1, 2, 3], [1, 2, 3]) == 3
+    assert test_decoding.leading([1, 2, 3, 4], [1, 2, 5, 4]) == 2
+
+
+def test_an_exchange_that_mixes_up_rows_is_found(monkeypatch: pytest.MonkeyPatch):
+    device = devices.init("cpu", "float32")
+
+    def exchange(right: bool) -> Callable[..., None]:
+        def all_to_all(arrived: torch.Tensor, sent: torch.Tensor, arriving: list[int], leaving: list[int]) -> None:
+            assert leaving == [0, 3] and arriving == [0, 5]
+            rows = torch.tensor([[10.0, place] for place in range(5)])
+            arrived.copy_(rows if right else rows.flip(0))
+
+        return all_to_all
+
+    monkeypatch.setattr(ranks.dist, "all_to_all_single", exchange(right=True))
+    ranks.all_to_all(device)
+    monkeypatch.setattr(ranks.dist, "all_to_all_single", exchange(right=False))
+    with pytest.raises(AssertionError, match="rank 0 got"):
+        ranks.all_to_all(device)
+
+
+@pytest.mark.parametrize(
+    ("operator", "change"),
+    [
+        ("attention", lambda right: lambda self, *qkv, segments=None, **rest: right(self, *qkv, **rest)),
+        ("attention", lambda right: lambda self, *qkv, window=0, **rest: right(self, *qkv, **rest)),
+        ("rotate", lambda right: lambda self, x, cos, sin: right(self, x, cos, -sin)),
+    ],
+    ids=["documents ignored", "windows ignored", "turned the other way"],
+)
+def test_a_wrong_step_fails(monkeypatch: pytest.MonkeyPatch, operator: str, change: Callable[[Any], Any]):
+    """What check_npu.py itself computes is enough to notice an operator that is wrong."""
+    right = getattr(CpuKernels, operator)
+    steps = iter(range(100))
+
+    def record(*arguments: Any, **options: Any) -> list[recording.Reading]:
+        with monkeypatch.context() as patch:
+            if next(steps) % 2 == 0:  # the device's; every other one is the CPU's
+                patch.setattr(CpuKernels, operator, change(right))
+            return recording.record_step(*arguments, **options)
+
+    assert "tensors within 0.00%" in quick.training_step("cpu")
+    monkeypatch.setattr(quick, "record_step", record)
+    with pytest.raises(AssertionError, match="forward blocks.0.attention"):
+        quick.training_step("cpu")
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+@pytest.mark.slow
+def test_a_report_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Two of the parts; tests/on_device runs the others here anyway."""
+    monkeypatch.setattr(report, "PARTS", {name: report.PARTS[name] for name in (report.FIRST, "steps")})
+    monkeypatch.setenv("NANOCHAT_API_KEY", "hidden")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    out = tmp_path / "r.json"
+    assert check_npu.main(["--device", "cpu", "--full", "--out", str(out)]) == 0, capsys.readouterr().out
+    text = out.read_text()
+    written = json.loads(text)
+    assert "hidden" not in text and written["environment"]["OMP_NUM_THREADS"] == "1"
+    assert written["versions"]["torch"] and written["commit"] and written["vendor_tool"]
+    assert all(entry["seconds"] > 0 and entry["output"] for entry in written["parts"].values())
+    lines = {line["name"]: line for line in written["parts"]["steps"]["lines"]}
+    assert lines["step[preset-whole-float32]"]["numbers"]["largest_difference"] < 1e-3
+    assert lines["step[preset-whole-float32]"]["what"].startswith("Every module")
+
+
+@pytest.mark.slow
+def test_every_part_on_two_simulated_npus(tmp_path: Path):
+    """All pass, but for two: there is no device that could be profiled, and the one step of depth 20 that a simulator
+    could take is too large."""
+    record = tmp_path / "lines.jsonl"
+    try:
+        environment = build.environment(devices=2)
+    except build.Unavailable as missing:
+        pytest.skip(f"no simulated NPU: {missing}")
+    variables = {**environment, "ON_DEVICE": "npu", "ON_DEVICE_LINES": str(record)}
+    # test_npu_equals_cpu.py has the operators of the model.
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", "not test_kernel", "tests/on_device"]
+    done = simulated(command, devices=2, env=variables)
+    lines = {line["name"]: line for line in map(json.loads, record.read_text().splitlines())}
+    failed = {name: line["detail"] for name, line in lines.items() if line["outcome"] == "FAIL"}
+    assert failed.keys() == {"profile"} and "no table of kernels" in failed["profile"], (failed, done.stdout)
+    assert {name for name, line in lines.items() if line["outcome"] == "SKIP"} == {"train_depth[20]"}
+    assert lines["tokens[float32-recorded]"]["numbers"]["recordings"] >= 1
+    assert lines["speed[experts_one_without_rows]"]["numbers"]["ms"] > 0
+    assert lines["two_ranks[bandwidth]"]["numbers"]["gigabytes_per_second_at_128_mib"] > 0
+    assert lines["train_depth[12]"]["numbers"]["counted_gib"] > 0.01
+
+
+@pytest.mark.slow
+def test_the_calls_are_ones_that_the_adapters_take(tmp_path: Path):
+    """Nothing is computed, so that values are wrong. But no call raises an error."""
+    record = tmp_path / "lines.jsonl"
+    calls = str(tmp_path / "calls.jsonl")
+    try:
+        variables = {**build.environment(adapters=calls), "ON_DEVICE": "npu", "ON_DEVICE_LINES": str(record)}
+    except build.Unavailable as missing:
+        pytest.skip(f"no simulated NPU: {missing}")
+    chosen = "speed or tokens or memory or finite or (whole and bfloat16)"
+    simulated(
+        ["-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, "tests/on_device"], env=variables, adapters=calls
+    )
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    assert len(lines) == 9 + 4 + 1 + 1 + 2
+    assert all(re.match("assert|AssertionError", line["detail"]) for line in lines if line["outcome"] == "FAIL"), lines
