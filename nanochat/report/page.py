@@ -125,12 +125,6 @@ def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
     return f"{title}: {tries}, as it came", stage.conversation
 
 
-def chat_command(summary: RunSummary) -> str:
-    """The command that opens a chat with the last stage of the run; "" if no stage has a model to talk to."""
-    last = summary.last_model
-    return f"python -m scripts.chat_web --source {last} --model_tag {summary.tag}" if last else ""
-
-
 # ---------------------------------------------------------------------- tables
 
 
@@ -418,8 +412,7 @@ def to_html(summary: RunSummary) -> str:
     text = environment.get_template("report.html").render(
         summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
         questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title,
-        chat=chat, chat_command=chat_command(summary), plots=plots, losses=losses,
-        tasks=list(chances(stages).items()),
+        chat=chat, plots=plots, losses=losses, tasks=list(chances(stages).items()),
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()

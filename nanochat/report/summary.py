@@ -6,7 +6,6 @@ Missing files and damaged lines are left out, with a note. The text is untrusted
 
 import json
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import Any, TypeVar
 
 from nanochat.cli import UserError
 from nanochat.conversation import parts_of, text_of
-from nanochat.paths import SCRIPTS, STAGES, TRAINING_SCRIPTS, base_dir, checkpoint_dir, run_dir
-from nanochat.untrusted import read_json
+from nanochat.paths import SCRIPTS, TRAINING_SCRIPTS, base_dir, run_dir
 
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]
@@ -165,7 +163,6 @@ class RunSummary:
     stages: list[Stage]  # in the order of the pipeline
     commands: list[Command]  # in the order in which they finished
     notes: list[str]  # missing or damaged files
-    last_model: str = ""  # the last stage with a checkpoint to chat with
 
     def seconds_by_stage(self) -> dict[str, float]:
         """The time of the run itself, by stage, in the order of the pipeline; evaluations count separately."""
@@ -229,23 +226,7 @@ def collect(tag: str) -> RunSummary:
     missing = [stage.name for stage in read if stage not in stages]
     if missing:
         notes.append(f"no run of {', '.join(missing)}")
-    models = [name for name in STAGES if any(map(is_there, checkpoint_dir(name, tag).glob("step_*")))]
-    return RunSummary(tag, stages, [*shared.values(), *commands], notes, models[-1] if models else "")
-
-
-def is_there(step_folder: Path) -> bool:
-    """Whether a checkpoint has all of its files in their full length.
-
-    `model_folder.verify` also reads them all, for their hashes, and needs torch: too slow for a report.
-    """
-    if not re.fullmatch(r"step_\d+", step_folder.name):  # a save that was killed has another name
-        return False
-    try:
-        files = read_json(step_folder / "manifest.json")
-        sizes = {name: (step_folder / Path(name).name).stat().st_size for name in files}
-        return "meta.json" in files and all(sizes[name] == file["bytes"] for name, file in files.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
+    return RunSummary(tag, stages, [*shared.values(), *commands], notes)
 
 
 def _read_stage(name: str, folder: Path, notes: list[str]) -> Stage:

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_chat_cli import BASE, add_checkpoint, table_model
 from tiny import complaint
 
 from nanochat import cli, provenance
-from nanochat.cli import UserError, parse
+from nanochat.cli import UserError
 from nanochat.paths import SCRIPTS, STAGES
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
-from scripts import chat_web
 from scripts import report as script
 
 TAG = "made-up"
@@ -122,18 +120,6 @@ def trained(name: str, stage: str, seconds: float, first: int, last: int, **furt
     return command(name, stage, seconds, **{"first_step": first, "last_step": last, **further})
 
 
-def save_checkpoint(base: Path, stage: str, step: int, tag: str = TAG) -> Path:
-    """A checkpoint's folder as a report sees it: files, and a manifest with their sizes."""
-    folder = base / "checkpoints" / stage / tag / f"step_{step:06d}"
-    folder.mkdir(parents=True)
-    manifest = {}
-    for name in ("model.safetensors", "meta.json", "tokenizer.json"):
-        (folder / name).write_text(f"the {name} of {stage}")
-        manifest[name] = {"bytes": (folder / name).stat().st_size, "sha256": "0" * 64}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    return folder
-
-
 CALL = [
     {"type": "python", "text": "47+38"},
     {"type": "python_output", "text": "85"},
@@ -184,8 +170,6 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
     lines += [trained("mid_train", "mid", 70.0, 0, 20), trained("chat_sft", "sft", 35.0, 0, 10)]
     lines += [command("chat_eval", "sft", 5.0), trained("chat_dpo", "dpo", 16.0, 0, 5)]
     write_commands(base, lines)  # RL is still going
-    for stage in ("base", "mid", "sft", "dpo", "rl"):
-        save_checkpoint(base, stage, 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NANOCHAT_BASE_DIR", str(base))
         summary = report.collect(TAG)
@@ -331,39 +315,6 @@ def test_a_skill_that_fell_beyond_its_interval_is_marked(three_stages):
     assert not any(cell.fell for name in ("stories", "sums", "bits per byte") for cell in rows[name])
     page = Page(report_page.to_html(three_stages))
     assert page.text.count("fell to ▼") == 3 and "▼ the skill fell below" in page.text
-
-
-def test_the_last_line_is_the_command_to_chat(whole, three_stages, base):
-    line = f"python -m scripts.chat_web --source rl --model_tag {TAG}"
-    assert Page(whole.html).text.rstrip().endswith(f"Chat with it: {line}")
-    assert parse(chat_web.Config, line.split()[3:]).source == "rl"  # the flags exist
-    write(base, "rm", "metrics.jsonl", metrics(2, 1.0), tag="scores")
-    save_checkpoint(base, "rm", 2, tag="scores")
-    assert "Chat with it" not in report_page.to_html(report.collect("scores"))  # a reward model does not talk
-
-
-def test_the_chat_is_with_the_last_stage_that_has_a_whole_checkpoint(three_stages, base):
-    """A run that has begun has a log before it has a checkpoint; a cut or unfinished checkpoint is none."""
-    assert report_page.chat_command(report.collect(TAG)) == ""
-    older, newer = save_checkpoint(base, "sft", 10), save_checkpoint(base, "sft", 20)
-    cut, unlisted, unfinished = (save_checkpoint(base, "rl", step) for step in (1, 2, 3))
-    (cut / "model.safetensors").write_text("")
-    (unlisted / "manifest.json").write_text("[1]")
-    unfinished.rename(unfinished.with_name("step_000003.tmp"))
-    command = f"python -m scripts.chat_web --source sft --model_tag {TAG}"
-    assert report_page.chat_command(report.collect(TAG)) == command
-    (newer / "tokenizer.json").unlink()
-    assert report_page.chat_command(report.collect(TAG)) == command  # chat_web takes the step before it
-    (older / "manifest.json").unlink()
-    assert report_page.chat_command(report.collect(TAG)) == ""
-    save_checkpoint(base, "rl", 4)
-    assert "--source rl" in report_page.chat_command(report.collect(TAG))
-
-
-def test_a_checkpoint_of_ours_is_one_to_chat_with(base):
-    add_checkpoint("sft", table_model(BASE), tag=TAG)
-    write(base, "sft", "metrics.jsonl", metrics(2, 1.0))
-    assert "--source sft" in report_page.chat_command(report.collect(TAG))
 
 
 def test_the_loss_of_fine_tuning_is_a_wide_mean_and_rl_has_none(base):
@@ -527,14 +478,12 @@ def test_what_a_model_writes_stays_text(base, payload):
     write(base, "sft", "run.json", {"commit": payload, "data": payload, "versions": {"torch": payload}})
     further = {"command": f"python {payload}", "device": payload, "dtype": payload}
     write_commands(base, [command(payload, payload, 5.0, **further)])
-    save_checkpoint(base, "sft", 9)
     summary = report.collect(TAG)
     page = Page(report_page.to_html(summary))
     assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
     # Nothing is closed early.
-    command_line = f"python -m scripts.chat_web --source sft --model_tag {TAG}"
-    assert page.text.rstrip().endswith(f"Left out: no run of mid, rm, dpo, rl.\nChat with it: {command_line}")
+    assert page.text.rstrip().endswith("Left out: no run of mid, rm, dpo, rl.")
 
 
 def test_text_that_no_file_can_hold_is_replaced(base):
