@@ -641,7 +641,6 @@ def test_text_that_changes_is_not_learned(base, tokenizer, tmp_path, ranks):
         "--num_iterations=80",
         "--save_every=0",
         "--total_batch_size=512",
-        "--token_cache_gib=0",
     )
     run_command("base_train", *flags, ranks=ranks)
     straight = sha256(base, 80)
