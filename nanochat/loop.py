@@ -3,17 +3,17 @@
     run = Run("sft", config, start, optimizer, steps, fingerprints={...})
     with run:
         for step in run.steps():               # at the top of a turn `step` steps are finished
-            if run.due.evaluate:
+            if run.must_evaluate:
                 with run.interruptible("evaluation"):
-                    run.log.evaluation(val_loss=...)
-            if run.due.save:
+                    run.log_evaluation(val_loss=...)
+            if run.must_save:
                 run.save(loader_state)
-            if run.due.leave:
+            if run.must_leave:
                 break
             stats = train_step(...)
-            run.log.add(stats, tokens)
-            if run.due.log:
-                run.log.step(stats, lr=...)
+            run.count(stats, tokens)
+            if run.must_log:
+                run.log_step(stats, lr=...)
     run.finish()
 
 A step's log line waits for its evaluation at the top of the next turn. A run that a signal stops in between saves the
@@ -43,7 +43,7 @@ from nanochat.paths import lock, run_dir, unlock
 from nanochat.saver import Saver, set_aside, write_facts
 from nanochat.stage import Start
 from nanochat.stop import Stop
-from nanochat.train import Meter, Progress, StepStats
+from nanochat.train import Meter, StepStats
 from nanochat.untrusted import printable
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
@@ -73,177 +73,11 @@ class Attendant:
         return contextlib.nullcontext()
 
 
-class Due:
-    """The work that is due after the finished steps, by `--eval_every`, `--save_every`, `--log_every` and the end."""
-
-    def __init__(self, config: TrainFlags, saver: Saver, last: int):
-        self.config = config
-        self.saver = saver
-        self.progress = saver.progress
-        self.last = last  # the run ends when this many steps are finished
-        self.stopped = False  # a signal ends the run, or a failure
-        self.saved_at = (self.progress.step, self.progress.seconds)  # of the last save, or of the start
-        self.next_save: int | None = None  # the step at which it is time for the next one
-
-    @property
-    def evaluate(self) -> bool:
-        """Before the first step, and after a step whose log line waits for its evaluation."""
-        first = self.progress.step == 0 and self.progress.initial is None
-        return (first or self.progress.pending is not None) and not self.stopped
-
-    @property
-    def save(self) -> bool:
-        due = self.stopped or self.every(self.config.save_every or 0) or self.progress.step == self.next_save
-        return due and self.progress.step != self.saver.saved_step
-
-    @property
-    def leave(self) -> bool:
-        return self.stopped or self.progress.step >= self.last
-
-    @property
-    def log(self) -> bool:
-        """After a step; steps that are evaluated or saved are always logged."""
-        config = self.config
-        regular = (self.progress.step - 1) % config.log_every == 0
-        return regular or self.every(config.eval_every) or self.every(config.save_every or 0)
-
-    def plan_save(self, has_saved: bool = False) -> None:
-        """Without --save_every: choose the step of the next save, by the time of the steps so far. A collective."""
-        step, seconds = self.saved_at
-        if has_saved:
-            self.saved_at = (self.progress.step, self.progress.seconds)
-        if self.config.save_every is not None or self.progress.step == step:
-            return
-
-        # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.
-        def choose() -> str | None:
-            elapsed = self.progress.seconds - seconds
-            pace = elapsed / (self.progress.step - step)
-            left = SAVE_EVERY_SECONDS - (0 if has_saved else elapsed)
-            steps = max(int(has_saved), int(left / pace))
-            return str(self.progress.step + steps) if self.saver.has_room_in_time() else None
-
-        chosen = decide_on_rank_zero(self.saver.start.device, choose)
-        self.next_save = None if chosen is None else int(chosen)
-
-    def every(self, steps: int) -> bool:
-        """Whether this is a multiple of `steps` or the end of the run; 0: only the end."""
-        step = self.progress.step
-        return step == self.last or (steps > 0 and step > 0 and step % steps == 0)
-
-
-class StepLog:
-    """The log lines of a run's steps, each completed by its evaluation. Reading numbers waits for the device."""
-
-    def __init__(self, logger: RunLog, meter: Meter, due: Due):
-        self.logger = logger
-        self.meter = meter
-        self.due = due
-        self.progress: Progress = meter.progress
-        self.last: dict[str, float] = {}  # what this process has evaluated last
-        self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
-
-    def add(self, stats: StepStats, tokens: int) -> None:
-        """Count a step of `tokens` tokens over all ranks."""
-        self.meter.add(stats, tokens)
-        self.logger.advance(self.progress.step)
-        self._stats = stats
-
-    def step(self, stats: StepStats, **more: Any) -> None:
-        """Log the last step, or keep its line in `progress.pending` until its evaluation.
-
-        Raises UserError: when three steps in a row were not finite.
-        """
-        line = self.read(stats) | more
-        self.due.plan_save()
-        if self.progress.step == 1:
-            line |= self.progress.initial or {}
-        # A step that is due for evaluation has one line for both: kept here, which makes `due.evaluate` true, it is
-        # completed by `evaluation` at the top of the next turn. If a signal comes first, the line is saved with
-        # `progress`, and the resumed run begins with the evaluation.
-        if self.due.every(self.due.config.eval_every):
-            self.progress.pending = line
-        else:
-            self.logger.step(line)
-            self.meter.restart()
-
-    def evaluation(self, **metrics: float) -> None:
-        """Complete the line that waits for this evaluation, and log it.
-
-        The evaluation before the first step has no line yet: `step` adds its numbers to line 0, as `..._before`.
-
-        Raises UserError: when a validation loss is not finite.
-        """
-        for name in ("val_bpb", "val_loss"):
-            if not math.isfinite(metrics.get(name, 0.0)):
-                hint = "lower the rates" if self.progress.step else "nothing is trained yet, look at the source"
-                raise UserError(
-                    f"validation is {metrics[name]} at step {self.progress.step}, nothing more was saved: {hint}"
-                )
-        val_bpb = metrics.get("val_bpb")
-        if val_bpb is not None:
-            self.progress.best_val_bpb = min(val_bpb, self.progress.best_val_bpb or math.inf)
-        if self.progress.step == 0:
-            self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}
-            numbers = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self.logger.message(f"before the first step: {numbers or 'nothing to evaluate'}")
-        elif self.progress.pending is not None:
-            self.logger.step(self.progress.pending | metrics)
-            self.progress.pending = None
-        self.last = metrics
-        if self.progress.step < self.due.last:
-            self.warn_of_losses()  # at the end `Run.finish` does
-        self.meter.restart()
-
-    def warn_of_losses(self) -> None:
-        """One line on stderr if the model is worse than before the first step, or the run no longer changes it."""
-        problems = []
-        for name, before, now in self._validations():
-            if now > before:
-                problems.append(f"{name} is {now:.4f}, worse than the {before:.4f} before the first step")
-        if self.meter.since_update >= STILL_STEPS:
-            problems.append(f"the last {self.meter.since_update} steps had no gradient")
-        if problems:
-            hint = "lower the learning rates, or look at the data"
-            warn(f"after {counted(self.progress.step, 'step')} {' and '.join(problems)}: {hint}")
-
-    def outcome(self) -> str:
-        """The last validation, beside the best one or the first; empty where this process has none."""
-        best = self.progress.best_val_bpb
-        if best is not None and "val_bpb" in self.last:
-            return f"best validation {best:.4f} bits per byte, last {self.last['val_bpb']:.4f}"
-        return ", ".join(f"{name} {before:.4f} -> {now:.4f}" for name, before, now in self._validations())
-
-    def _validations(self) -> list[tuple[str, float, float]]:
-        """Of each measure of validation its name, its value before the first step, and the last one."""
-        # A reward is left out: it is sampled, and falls and rises by chance.
-        found = []
-        for name in ("val_bpb", "val_loss"):
-            before = (self.progress.initial or {}).get(f"{name}_before")
-            if before is not None and name in self.last:
-                found.append((name, before, self.last[name]))
-        return found
-
-    def message(self, text: str) -> None:
-        self.logger.message(text)
-
-    def read(self, stats: StepStats | None = None) -> dict[str, Any]:
-        """The numbers of the last step that no line has read yet; refuses to continue where training has diverged."""
-        stats = stats or self._stats
-        self._stats = None
-        if stats is None:
-            return {}
-        line = self.meter.read(stats)
-        if self.meter.since_good >= 3:
-            raise self.due.saver.divergence(self.progress.step - self.meter.since_good - 1)
-        return line
-
-
 class Run:
     """A context manager around a training loop, on all ranks.
 
-    Its parts: `due` decides the work of a turn of the loop, `log` writes the lines of steps, `saver` writes
-    checkpoints, `stop` receives signals. With `--resume`, `progress` and `loader_states` come from the checkpoint.
+    The `must_...` decide the work of a turn of the loop, by the flags and the end; `saver` writes checkpoints, `stop`
+    receives signals. With `--resume`, `progress` and `loader_states` come from the checkpoint.
     `attendants` accompany the loop; the run enters them and reports its steps and phases to them.
     """
 
@@ -271,7 +105,11 @@ class Run:
         self.progress = self.saver.progress
         self.loader_states = self.saver.loader_states
         self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
-        self.due = Due(config, self.saver, steps)
+        self.stopped = False  # a signal ends the run, or a failure
+        self.saved_at = (self.progress.step, self.progress.seconds)  # of the last save, or of the start
+        self.next_save: int | None = None  # the step at which it is time for the next one
+        self.validation: dict[str, float] = {}  # what this process has evaluated last
+        self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
         self.meter = Meter(self.progress, start.device, token_flops)
         if start.model.config.experts:
             self.meter.more = rooms.find("attendants", "experts")(start.model, start.device)
@@ -311,22 +149,21 @@ class Run:
             aside = set_aside(folder, runs, device)
             if aside is not None:
                 print0(f"an earlier run of this tag is now {aside}; --resume would have continued it")
-        logger = RunLog(
+        self.logger = RunLog(
             self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.saver.meta["config"],
             rank=device.rank, start_step=progress.step - (1 if progress.pending else 0),
         )  # fmt: skip
-        self.log = StepLog(logger, self.meter, self.due)
         watchdog = rooms.find("attendants", "watchdog")
         self.attendants.append(watchdog(device, self.stop, progress.step, config.hang_seconds))
         if config.profile:
             profiler = rooms.find("attendants", "profile")
             steps_left = self.last - progress.step
-            self.attendants.append(profiler(config.profile, steps_left, device, runs / "profile", logger.message))
+            self.attendants.append(profiler(config.profile, steps_left, device, runs / "profile", self.logger.message))
         self._stack = contextlib.ExitStack()
         self._stack.callback(unlock, folder)
         self._stack.callback(gc.unfreeze)
         self._stack.enter_context(self.stop)
-        self._stack.enter_context(logger)
+        self._stack.enter_context(self.logger)
         for attendant in self.attendants:
             self._stack.enter_context(attendant)
         if self.first_step == 0:
@@ -352,7 +189,7 @@ class Run:
             for attendant in self.attendants:
                 self.meter.clock += attendant.boundary(self.progress.step)
             # All ranks stop at the same step. The loop then has one more turn, which saves and leaves.
-            self.due.stopped = self.due.stopped or self.stop.boundary(self.progress.step)
+            self.stopped = self.stopped or self.stop.boundary(self.progress.step)
 
     def should_stop(self) -> bool:
         """Whether a signal requests a stop; long work calls it at every batch. Ranks of a sharded model must make
@@ -370,7 +207,7 @@ class Run:
             with self.phase(phase), user_code.failures():
                 yield
         except Interrupted as reason:
-            self.due.stopped = True
+            self.stopped = True
             self.failure = str(reason)
             self.stop.exchange()  # the signal may have come to another rank
 
@@ -383,7 +220,7 @@ class Run:
             if self.device.world_size > 1:
                 raise
             self.fail(error)
-            self.due.stopped = True
+            self.stopped = True
 
     def fail(self, error: BaseException) -> None:
         """Have all ranks stop before this one is without data: they save and leave, and `finish` raises this error."""
@@ -403,23 +240,170 @@ class Run:
                 stack.enter_context(attendant.phase(name, seconds))
             yield
 
+    # ---------------------------------------------------------------------- what is due after the finished steps
+
+    @property
+    def must_evaluate(self) -> bool:
+        """Before the first step, and after a step whose log line waits for its evaluation."""
+        first = self.progress.step == 0 and self.progress.initial is None
+        return (first or self.progress.pending is not None) and not self.stopped
+
+    @property
+    def must_save(self) -> bool:
+        due = self.stopped or self.every(self.config.save_every or 0) or self.progress.step == self.next_save
+        return due and self.progress.step != self.saver.saved_step
+
+    @property
+    def must_leave(self) -> bool:
+        return self.stopped or self.progress.step >= self.last
+
+    @property
+    def must_log(self) -> bool:
+        """After a step; steps that are evaluated or saved are always logged."""
+        config = self.config
+        regular = (self.progress.step - 1) % config.log_every == 0
+        return regular or self.every(config.eval_every) or self.every(config.save_every or 0)
+
+    def plan_save(self, has_saved: bool = False) -> None:
+        """Without --save_every: choose the step of the next save, by the time of the steps so far. A collective."""
+        step, seconds = self.saved_at
+        if has_saved:
+            self.saved_at = (self.progress.step, self.progress.seconds)
+        if self.config.save_every is not None or self.progress.step == step:
+            return
+
+        # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.
+        def choose() -> str | None:
+            elapsed = self.progress.seconds - seconds
+            pace = elapsed / (self.progress.step - step)
+            left = SAVE_EVERY_SECONDS - (0 if has_saved else elapsed)
+            steps = max(int(has_saved), int(left / pace))
+            return str(self.progress.step + steps) if self.saver.has_room_in_time() else None
+
+        chosen = decide_on_rank_zero(self.device, choose)
+        self.next_save = None if chosen is None else int(chosen)
+
+    def every(self, steps: int) -> bool:
+        """Whether this is a multiple of `steps` or the end of the run; 0: only the end."""
+        step = self.progress.step
+        return step == self.last or (steps > 0 and step > 0 and step % steps == 0)
+
+    # ---------------------------------------------------------------------- log lines; they wait for the device
+
+    def count(self, stats: StepStats, tokens: int) -> None:
+        """Count a step of `tokens` tokens over all ranks."""
+        self.meter.add(stats, tokens)
+        self.logger.advance(self.progress.step)
+        self._stats = stats
+
+    def log_step(self, stats: StepStats, **more: Any) -> None:
+        """Log the last step, or keep its line in `progress.pending` until its evaluation.
+
+        Raises UserError: when three steps in a row were not finite.
+        """
+        line = self._read(stats) | more
+        self.plan_save()
+        if self.progress.step == 1:
+            line |= self.progress.initial or {}
+        # A step that is due for evaluation has one line for both: kept here, which makes `must_evaluate` true, it is
+        # completed by `log_evaluation` at the top of the next turn. If a signal comes first, the line is saved with
+        # `progress`, and the resumed run begins with the evaluation.
+        if self.every(self.config.eval_every):
+            self.progress.pending = line
+        else:
+            self.logger.step(line)
+            self.meter.restart()
+
+    def log_evaluation(self, **metrics: float) -> None:
+        """Complete the line that waits for this evaluation, and log it.
+
+        The evaluation before the first step has no line yet: `log_step` adds its numbers to line 0, as `..._before`.
+
+        Raises UserError: when a validation loss is not finite.
+        """
+        for name in ("val_bpb", "val_loss"):
+            if not math.isfinite(metrics.get(name, 0.0)):
+                hint = "lower the rates" if self.progress.step else "nothing is trained yet, look at the source"
+                raise UserError(
+                    f"validation is {metrics[name]} at step {self.progress.step}, nothing more was saved: {hint}"
+                )
+        val_bpb = metrics.get("val_bpb")
+        if val_bpb is not None:
+            self.progress.best_val_bpb = min(val_bpb, self.progress.best_val_bpb or math.inf)
+        if self.progress.step == 0:
+            self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}
+            numbers = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            self.logger.message(f"before the first step: {numbers or 'nothing to evaluate'}")
+        elif self.progress.pending is not None:
+            self.logger.step(self.progress.pending | metrics)
+            self.progress.pending = None
+        self.validation = metrics
+        if self.progress.step < self.last:
+            self._warn_of_losses()  # at the end `finish` does
+        self.meter.restart()
+
+    def _warn_of_losses(self) -> None:
+        """One line on stderr if the model is worse than before the first step, or the run no longer changes it."""
+        problems = []
+        for name, before, now in self._validations():
+            if now > before:
+                problems.append(f"{name} is {now:.4f}, worse than the {before:.4f} before the first step")
+        if self.meter.since_update >= STILL_STEPS:
+            problems.append(f"the last {self.meter.since_update} steps had no gradient")
+        if problems:
+            hint = "lower the learning rates, or look at the data"
+            warn(f"after {counted(self.progress.step, 'step')} {' and '.join(problems)}: {hint}")
+
+    def _outcome(self) -> str:
+        """The last validation, beside the best one or the first; empty where this process has none."""
+        best = self.progress.best_val_bpb
+        if best is not None and "val_bpb" in self.validation:
+            return f"best validation {best:.4f} bits per byte, last {self.validation['val_bpb']:.4f}"
+        return ", ".join(f"{name} {before:.4f} -> {now:.4f}" for name, before, now in self._validations())
+
+    def _validations(self) -> list[tuple[str, float, float]]:
+        """Of each measure of validation its name, its value before the first step, and the last one."""
+        # A reward is left out: it is sampled, and falls and rises by chance.
+        found = []
+        for name in ("val_bpb", "val_loss"):
+            before = (self.progress.initial or {}).get(f"{name}_before")
+            if before is not None and name in self.validation:
+                found.append((name, before, self.validation[name]))
+        return found
+
+    def message(self, text: str) -> None:
+        self.logger.message(text)
+
+    def _read(self, stats: StepStats | None = None) -> dict[str, Any]:
+        """The numbers of the last step that no line has read yet; refuses to continue where training has diverged."""
+        stats = stats or self._stats
+        self._stats = None
+        if stats is None:
+            return {}
+        line = self.meter.read(stats)
+        if self.meter.since_good >= 3:
+            raise self.saver.divergence(self.progress.step - self.meter.since_good - 1)
+        return line
+
+    # ---------------------------------------------------------------------- saving, and the end
+
     def save(self, loader_state: dict[str, Tensor]) -> None:
         """Write a checkpoint of the present weights; training continues when all ranks have written their part.
 
         `loader_state` is this rank's position in the data.
         Raises UserError: when it cannot be written and the run ends here. Else a later save may succeed.
         """
-        self.log.read()  # a signal may have stopped the run between two log lines
+        self._read()  # a signal may have stopped the run between two log lines
         try:
             with self.phase("saving", SAVE_SECONDS), screen.bar("saving"):
-                saved = self.saver.save(loader_state, in_time=self.config.save_every is None and not self.due.leave)
+                saved = self.saver.save(loader_state, in_time=self.config.save_every is None and not self.must_leave)
         except (UserError, OSError) as error:
-            if self.due.leave:
+            if self.must_leave:
                 raise
             warn(f"step {self.progress.step} was not saved: {error}")
         else:
-            self.log.message(f"saved {saved}")
-            self.due.plan_save(has_saved=True)
+            self.message(f"saved {saved}")
+            self.plan_save(has_saved=True)
         self.meter.restart()
 
     def finish(self, summary: str = "") -> None:
@@ -434,8 +418,8 @@ class Run:
             if not self.device.is_main:  # one line for all ranks
                 sys.exit(1)
             raise UserError(f"{self.failure}; saved {saved}, --resume continues") from self.error
-        if self.due.stopped:
+        if self.stopped:
             self.stop.leave(saved)
-        self.log.warn_of_losses()
-        summary = summary or self.log.outcome() or f"{self.progress.seconds:.1f} s of training"
+        self._warn_of_losses()
+        summary = summary or self._outcome() or f"{self.progress.seconds:.1f} s of training"
         print0(f"done: {counted(self.progress.step, 'step')}, {summary}")

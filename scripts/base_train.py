@@ -140,7 +140,7 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave if that is due
-            if run.due.evaluate:
+            if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     # An untrained model guesses alike everywhere. A batch's worth of text is enough to measure that,
                     # and the first loss comes sooner.
@@ -152,11 +152,11 @@ def main(config: Config) -> None:
                             should_stop=run.should_stop, document_mask=document_mask,
                         ))  # fmt: skip
                     metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
-                    run.log.evaluation(**metrics)
-            if run.due.save:
+                    run.log_evaluation(**metrics)
+            if run.must_save:
                 pretraining["tokens"] = run.progress.tokens
                 run.save(position.to_tensors())
-            if run.due.leave:
+            if run.must_leave:
                 break
 
             # ---- one step: the batch comes in micro-batches, each small enough for the device's memory
@@ -168,11 +168,11 @@ def main(config: Config) -> None:
                 compiled if step else model, optimizer, batches, next_token_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
             )  # fmt: skip
-            run.log.add(stats, batch_tokens)
+            run.count(stats, batch_tokens)
             position = micro[-1].state
-            if run.due.log:
+            if run.must_log:
                 epochs = by_part("epoch", micro[-1].epochs, train_corpus)
-                run.log.step(stats, lr=rates.matrix * schedule.lr(step), **epochs)
+                run.log_step(stats, lr=rates.matrix * schedule.lr(step), **epochs)
     loader.close()
     run.finish()
 

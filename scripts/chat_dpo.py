@@ -165,7 +165,7 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave if that is due
-            if run.due.evaluate:
+            if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
                     val_loss_fn = functools.partial(loss_fn, stats=reply_stats)
@@ -174,17 +174,17 @@ def main(config: Config) -> None:
                     if not math.isnan(val_loss):  # otherwise every held-out pair was left out
                         means = losses.mean_reply_stats(reply_stats, device)
                         metrics = {"val_loss": val_loss} | {f"val_{name}": value for name, value in means.items()}
-                    run.log.evaluation(**metrics)
-            if run.due.save:
+                    run.log_evaluation(**metrics)
+            if run.must_save:
                 run.save({"left_out": torch.tensor(left_out)})
-            if run.due.leave:
+            if run.must_leave:
                 break
 
             # ---- one step
             numbers = horizon.draws(step)
             with run.reading():
                 examples = draw(train, numbers)
-            if run.due.stopped:
+            if run.stopped:
                 continue  # the data could not be read; the next pass through the loop saves and leaves
             reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
             # Both models are compiled, or neither is: otherwise the margin contains the difference of their rounding.
@@ -195,11 +195,11 @@ def main(config: Config) -> None:
                 functools.partial(loss_fn, stats=reply_stats), device=device, lr=schedule.lr(step),
                 momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
-            run.log.add(stats, preferences.token_count(examples))
+            run.count(stats, preferences.token_count(examples))
             left_out += len(numbers) - len(examples)
-            if run.due.log:
+            if run.must_log:
                 means = losses.mean_reply_stats(reply_stats, device)
-                run.log.step(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
+                run.log_step(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
     run.finish()
 
 

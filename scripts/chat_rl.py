@@ -232,7 +232,7 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- evaluate: one reply to each held-out question, sampled as in training; also before the first step
-            if run.due.evaluate:
+            if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     schedule.hand_over(step)
                     questions = draw(held_out, 0, config.eval_examples)
@@ -240,12 +240,12 @@ def main(config: Config) -> None:
                     reward_after = float(earned.sum()) / max(1, earned.size)
                     if step == 0:
                         reward_before = reward_after
-                    run.log.evaluation(eval_reward=reward_after)
-            if run.due.save:
+                    run.log_evaluation(eval_reward=reward_after)
+            if run.must_save:
                 # The step's number decides which questions come next: only the two rewards need saving.
                 held_out_rewards = {"reward_before": reward_before, "reward_after": reward_after}
                 run.save({name: torch.tensor(value, dtype=torch.float64) for name, value in held_out_rewards.items()})
-            if run.due.leave:
+            if run.must_leave:
                 break
 
             # ---- sample: each rank samples some of the replies, then the ranks exchange them
@@ -264,7 +264,7 @@ def main(config: Config) -> None:
                         drawn = drawn.refill(rollout.exchange(share_of(others, config.num_samples, seed), device))
                 if config.staleness:
                     schedule.begin(step)  # servers draw the next samples with the present weights during this step
-            if drawn is None or run.due.stopped:
+            if drawn is None or run.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
             sampled = time.perf_counter()
 
@@ -300,21 +300,21 @@ def main(config: Config) -> None:
                     device=device, lr=lr, max_grad_norm=config.largest_norm,
                 ))  # fmt: skip
             stats = StepStats.of_updates(updates)
-            run.log.add(stats, drawn.token_count)
+            run.count(stats, drawn.token_count)
 
             # ---- log
-            if run.due.log:
+            if run.must_log:
                 means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
                 last_kl = means["kl"]
                 if frozen is None:
                     del means["kl"]
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
-                run.log.step(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
+                run.log_step(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
                 # Log an example as often as an evaluation runs.
-                if run.due.every(config.eval_every) and drawn.groups:
+                if run.every(config.eval_every) and drawn.groups:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)
-                    run.log.message(f"a question and a reply, reward {first.reward:g}: {text!r}")
+                    run.message(f"a question and a reply, reward {first.reward:g}: {text!r}")
     outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}"
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"

@@ -117,39 +117,39 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave if that is due
-            if run.due.evaluate:
+            if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     mine = val_rows.micro_batches(config.device_batch_size, device, device.data_rank, device.data_ranks)
                     val_loss = mean_loss(model, mine, masked_loss, device, run.should_stop)
                     # The loss is NaN when the held-out conversations have no target.
-                    run.log.evaluation(**({} if math.isnan(val_loss) else {"val_loss": val_loss}))
-            if run.due.save:
+                    run.log_evaluation(**({} if math.isnan(val_loss) else {"val_loss": val_loss}))
+            if run.must_save:
                 if not by_epoch:
                     start.pretraining["conversations"] = horizon.draws(step).start
                 run.save({"no_target": torch.tensor(no_target), "cut": torch.tensor(cut)})
-            if run.due.leave:
+            if run.must_leave:
                 break
 
             # ---- one step: conversation k of the run is the same on every rank and after every restart, so a resumed
             # run does not store its position in the data
             with run.reading():
                 rows, rendered = draw(train, horizon.draws(step))
-            if run.due.stopped:
+            if run.stopped:
                 continue  # the data could not be read; the next pass through the loop saves and leaves
             mine = list(rows.micro_batches(config.device_batch_size, device, device.data_rank, device.data_ranks))
             stats = train_step(
                 compiled if step else model, optimizer, track(mine, "micro-batch"), masked_loss, device=device,
                 lr=schedule.lr(step), momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
-            run.log.add(stats, sum(len(one.ids) for one in rendered))
+            run.count(stats, sum(len(one.ids) for one in rendered))
             no_target += len([one for one in rendered if not one.target_count])
             cut += len([one for one in rendered if one.cut])
-            if run.due.log:
+            if run.must_log:
                 # The share of the computed tokens that is not padding.
                 computed = sum(micro.inputs.numel() for micro in mine) * device.data_ranks
                 real = sum(len(one.ids) - 1 for one in rendered if one.target_count) / computed
                 lr = peak_lr * schedule.lr(step)
-                run.log.step(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)
+                run.log_step(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)
                 no_target = 0
                 cut = 0
     run.finish()

@@ -170,7 +170,7 @@ def main(config: Config) -> None:
     with run:
         for step in run.steps():
             # ---- `step` steps are finished: evaluate, save or leave if that is due
-            if run.due.evaluate:
+            if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     bits = []
                     for rows in val_rows:
@@ -179,8 +179,8 @@ def main(config: Config) -> None:
                             should_stop=run.should_stop, document_mask=document_mask,
                         ))  # fmt: skip
                     metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
-                    run.log.evaluation(**metrics)
-            if run.due.save:
+                    run.log_evaluation(**metrics)
+            if run.must_save:
                 if config.data:
                     pretraining["tokens"] = tokens_before + run.progress.tokens
                 else:
@@ -188,7 +188,7 @@ def main(config: Config) -> None:
                     blocks = 1 + max(shard.positions[0].block for shard in position.shards.values())
                     pretraining["conversations"] = blocks * position.shard_count * BLOCK_EXAMPLES
                 run.save(position.to_tensors())
-            if run.due.leave:
+            if run.must_leave:
                 break
 
             # ---- one step: the batch comes in micro-batches, each small enough for the device's memory
@@ -199,11 +199,11 @@ def main(config: Config) -> None:
                 lr=schedule.lr(step), momentum=schedule.momentum(step), weight_decay=schedule.weight_decay(step),
                 max_grad_norm=config.largest_norm,
             )  # fmt: skip
-            run.log.add(stats, batch_tokens)
+            run.count(stats, batch_tokens)
             position = micro[-1].state
-            if run.due.log:
+            if run.must_log:
                 epochs = by_part("epoch", micro[-1].epochs, train_corpus) if config.data else {}
-                run.log.step(stats, lr=peak_lr * schedule.lr(step), **epochs)
+                run.log_step(stats, lr=peak_lr * schedule.lr(step), **epochs)
     loader.close()
     run.finish()
 

@@ -474,8 +474,9 @@ def test_compiling_is_announced_once_and_its_seconds_are_counted(capsys):
 def test_what_is_loaded_is_not_searched_for_garbage():
     meter = SimpleNamespace(restart=lambda: None)
     stop = SimpleNamespace(boundary=lambda step: False)
-    due = SimpleNamespace(stopped=False)
-    run: Any = SimpleNamespace(meter=meter, stop=stop, due=due, attendants=[], progress=Progress(step=7), first_step=7)
+    run: Any = SimpleNamespace(
+        meter=meter, stop=stop, stopped=False, attendants=[], progress=Progress(step=7), first_step=7
+    )
     frozen = []
     made = []
     for _ in Run.steps(run):
