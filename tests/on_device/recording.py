@@ -11,7 +11,6 @@ from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.operators import TorchKernels
-from nanochat.run.random_model import add_noise
 from nanochat.train import make_optimizer, next_token_loss, train_step
 
 # The operators of a device (nanochat/kernels/). They are functions, not modules, and the first suspects on a new card.
@@ -72,6 +71,19 @@ class Recording:
 
     def _add(self, place: str, tensor: Any) -> None:
         self.readings.append((place, tensor.detach().float().cpu().clone()))
+
+
+def add_noise(model: GPT, seed: int) -> torch.Generator:
+    """Add noise to every weight of a model on the host; returns the generator, to draw further values.
+
+    A new model's output projections are zeros: gradients could not pass through them, and no layer would change a
+    logit.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator) * (0.5 / model.config.width**0.5)
+    return generator
 
 
 def record_step(device: Device, config: GPTConfig, *, rows: int, document_tokens: int) -> list[Reading]:

@@ -16,7 +16,8 @@ from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
-from nanochat.run.random_model import add_noise, random_tokenizer
+from nanochat.run.random_model import random_tokenizer
+from on_device.recording import add_noise
 from on_device.sizes import Sizes, init
 
 NEW_TOKENS = 32
