@@ -17,7 +17,17 @@ from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, UnrenderableChat, render
 from nanochat.flags import EpochFlags
 from nanochat.log import warn
-from nanochat.task import BadRecords, Example, FileForm, GeneratedTask, Split, Task, Thoughts, open_task, parse_tasks
+from nanochat.task import (
+    DEFAULT_READING,
+    BadRecords,
+    Example,
+    GeneratedTask,
+    Reading,
+    Split,
+    Task,
+    open_task,
+    parse_tasks,
+)
 from nanochat.tokenizer import Tokenizer
 
 WHEEL_SLOTS = 1000
@@ -27,40 +37,30 @@ FIRST_EXAMPLES = 100  # a run ends if the model can learn nothing from any of th
 
 
 def open_mixture(
-    text: str,
-    split: Split,
-    hub: str = "hf",
-    seed: int = 0,
-    files: FileForm = "conversations",
-    bad_records: BadRecords = "skip",
-    val_share: float | None = None,
-    by_epoch: bool = False,
-    columns: str = "",
-    thoughts: Thoughts = "keep",
+    text: str, split: Split, reading: Reading = DEFAULT_READING, seed: int = 0, by_epoch: bool = False
 ) -> "Mixture":
-    """The mixture that a --tasks flag describes; `files` is the content of its files.
+    """The mixture that a --tasks flag describes.
 
-    `bad_records`: skip a record that is something else, with a warning, or fail. `val_share`: see `open_task`; with 0,
-    the test mixture leaves out tasks without a test split. `by_epoch`: all examples of all tasks come once before any
-    comes again. `columns`: which columns of the files to read; `thoughts`: whether replies keep theirs.
+    With a `val_share` of 0 the test mixture leaves out tasks without a test split. `by_epoch`: all examples of all
+    tasks come once before any comes again.
 
     Raises UserError: when a name is unknown, data are missing or damaged, or weights would have no effect.
     """
     specs = parse_tasks(text)
     if by_epoch and len({spec.weight for spec in specs}) > 1:
         raise UserError(f"--num_epochs: every example comes as often: leave the weights out of --tasks {text}")
-    if columns and not any(spec.name == "conversations" for spec in specs):
-        raise UserError(f"--columns {columns}: it names columns of files, and --tasks {text} has no file")
-    tasks = [open_task(spec, split, hub, files, bad_records, val_share, columns, thoughts) for spec in specs]
+    if reading.columns and not any(spec.name == "conversations" for spec in specs):
+        raise UserError(f"--columns {reading.columns}: it names columns of files, and --tasks {text} has no file")
+    tasks = [open_task(spec, split, reading) for spec in specs]
     parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
-    if split == "test" and val_share == 0:
+    if split == "test" and reading.val_share == 0:
         parts = [(task, weight) for task, weight in parts if len(task)]
     for spec, task in zip(specs, tasks, strict=True):
-        if not len(task) and not (split == "test" and val_share == 0):
+        if not len(task) and not (split == "test" and reading.val_share == 0):
             hint = "give it two rows or more, or a file for each split"
             raise UserError(f"--tasks {spec.path or spec.name}: there are no {split} examples in it: {hint}")
     kind = EpochMixture if by_epoch else Mixture
-    return kind([task for task, _ in parts], [weight for _, weight in parts], seed, bad_records)
+    return kind([task for task, _ in parts], [weight for _, weight in parts], seed, reading.bad_records)
 
 
 RenderedPair = tuple[Rendered, Rendered]  # a question with the chosen reply, and with the rejected one

@@ -62,6 +62,28 @@ FileForm = Literal["conversations", "prompts", "pairs"]  # what a file without a
 BadRecords = Literal["skip", "fail"]  # leave out and count a record that is not a conversation, or fail
 Thoughts = Literal["keep", "drop"]  # what becomes of the thoughts in a file's replies
 
+
+@dataclass(frozen=True)
+class Reading:
+    """How the files that --tasks names are read, by the flags with these names."""
+
+    files: FileForm = "conversations"  # what a file without a task's name holds
+    hub: str = "hf"
+    bad_records: BadRecords = "skip"
+    val_share: float | None = None  # of a file without a test split, this share is its test split; default: a tenth
+    columns: str = ""
+    thoughts: Thoughts = "keep"
+
+    @classmethod
+    def of(cls, flags: Any, files: FileForm = "conversations") -> "Reading":
+        """As a command's flags have it."""
+        shared = {name: getattr(flags, name) for name in ("hub", "bad_records", "columns", "thoughts")}
+        return cls(files, val_share=getattr(flags, "val_share", None), **shared)
+
+
+DEFAULT_READING = Reading()
+
+
 # ORG/NAME[/CONFIG] of any dataset of a hub; not what looks like the name of a file.
 HUB_NAME = re.compile(
     r"(?!.*\.(?:txt|csv|json|jsonl|jsonl\.gz|parquet)$)"
@@ -418,26 +440,12 @@ def task_class(name: str) -> type[Task]:
     return found
 
 
-def open_task(
-    spec: TaskSpec,
-    split: Split,
-    hub: str = "hf",
-    files: FileForm = "conversations",
-    bad_records: BadRecords = "skip",
-    val_share: float | None = None,
-    columns: str = "",
-    thoughts: Thoughts = "keep",
-) -> Task:
-    """The task of an entry; `files` is what a file without a task's name holds, and `columns` names its columns.
-
-    Where such a file has no test split, `val_share` of it is the test split (default: a tenth).
-    Raises UserError: in one line, when its data are missing or damaged.
-    """
+def open_task(spec: TaskSpec, split: Split, reading: Reading = DEFAULT_READING) -> Task:
+    """The task of an entry. Raises UserError: in one line, when its data are missing or damaged."""
     if spec.name != "conversations":
-        return task_class(spec.name)(split, spec.path, hub)
-    kind: Any = task_class(files)
-    reading = {"bad_records": bad_records, "val_share": val_share, "columns": columns, "thoughts": thoughts}
-    return kind(split, spec.path, hub, label=spec.label, **reading)
+        return task_class(spec.name)(split, spec.path, reading.hub)
+    kind: Any = task_class(reading.files)
+    return kind(split, spec.path, reading.hub, label=spec.label, reading=reading)
 
 
 def require_grades(specs: Sequence[TaskSpec]) -> None:

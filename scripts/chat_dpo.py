@@ -66,7 +66,7 @@ def main(config: Config) -> None:
     from nanochat.mixture import Horizon, Mixture, RenderedPair, open_mixture
     from nanochat.model_folder import weights_sha256
     from nanochat.stage import begin, open_optimizer
-    from nanochat.task import parse_tasks, require_pairs
+    from nanochat.task import Reading, parse_tasks, require_pairs
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, mean_loss, train_step
 
@@ -97,10 +97,9 @@ def main(config: Config) -> None:
     tasks = config.tasks or default_tasks(start.pretraining["data"], stage="dpo")
     require_pairs(parse_tasks(tasks))
     by_epoch = config.num_epochs is not None
-    files = {"bad_records": config.bad_records, "val_share": config.val_share, "files": "pairs"}
-    files |= {"columns": config.columns, "thoughts": config.thoughts}
-    train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
+    reading = Reading.of(config, "pairs")
+    train = open_mixture(tasks, "train", reading, config.seed, by_epoch)
+    held_out = open_mixture(tasks, "test", reading, config.seed)
     print0(f"tasks: {tasks}")
 
     # A row reads all tokens of a reply but the last, which is only a target. A reward model reads the last one, too.

@@ -51,10 +51,10 @@ def main(config: Config) -> None:
     from nanochat.engine import Engine
     from nanochat.evals.chat import Graded, chat_core, evaluate, good_chat, graded_choices, readable
     from nanochat.model_folder import tag_of
-    from nanochat.task import open_task
+    from nanochat.task import Reading, open_task
 
     # ------------------------------------------------------------------ load
-    tasks = {choice.name: open_task(choice, "test", config.hub) for choice in graded_choices(config.tasks)}
+    tasks = {choice.name: open_task(choice, "test", Reading(hub=config.hub)) for choice in graded_choices(config.tasks)}
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag)
     sampling = config.sampling.over(meta["sampling"])

@@ -115,7 +115,7 @@ def main(config: Config) -> None:
     from nanochat.model_folder import weights_sha256
     from nanochat.sampling import SamplingParams, seed_of
     from nanochat.stage import begin, open_optimizer
-    from nanochat.task import Example, Task
+    from nanochat.task import Example, Reading, Task
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import StepStats, train_step
 
@@ -154,9 +154,9 @@ def main(config: Config) -> None:
         return
     tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
     by_epoch = config.num_epochs is not None
-    files: dict[str, Any] = {"bad_records": config.bad_records, "columns": config.columns, "thoughts": config.thoughts}
-    train = open_mixture(tasks, "train", config.hub, config.seed, "prompts", by_epoch=by_epoch, **files)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed, "prompts", **files)
+    reading = Reading.of(config, "prompts")
+    train = open_mixture(tasks, "train", reading, config.seed, by_epoch)
+    held_out = open_mixture(tasks, "test", reading, config.seed)
     examples = config.examples_per_step
     steps = config.num_iterations
     if config.num_epochs is not None:

@@ -46,6 +46,7 @@ def main(config: Config) -> None:
     )
     from nanochat.packing import PackedBatch, pack_sequences
     from nanochat.stage import begin, open_optimizer
+    from nanochat.task import Reading
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, mean_loss, train_step
 
@@ -66,10 +67,9 @@ def main(config: Config) -> None:
         return
     tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
     by_epoch = config.num_epochs is not None
-    files = {"bad_records": config.bad_records, "val_share": config.val_share}
-    files |= {"columns": config.columns, "thoughts": config.thoughts}
-    train = open_mixture(tasks, "train", config.hub, config.seed, by_epoch=by_epoch, **files)
-    held_out = open_mixture(tasks, "test", config.hub, config.seed, **files)
+    reading = Reading.of(config)
+    train = open_mixture(tasks, "train", reading, config.seed, by_epoch)
+    held_out = open_mixture(tasks, "test", reading, config.seed)
     print0(f"tasks: {tasks}")
 
     def draw(mixture: Mixture, numbers: range) -> tuple[PackedBatch, list[Rendered]]:

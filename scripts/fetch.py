@@ -19,17 +19,17 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat.task import open_task, parse_tasks
+    from nanochat.task import Reading, open_task, parse_tasks
     from nanochat.tasks.defaults import default_tasks
 
     learned = config.tasks or default_tasks(config.data, config.hub)
     rewarded = default_tasks(config.data, stage="rl")
     for spec in parse_tasks(f"{learned},{rewarded}"):
-        open_task(spec, "train", config.hub, columns=config.columns)
-        open_task(spec, "test", config.hub, columns=config.columns)
+        open_task(spec, "train", Reading(hub=config.hub, columns=config.columns))
+        open_task(spec, "test", Reading(hub=config.hub, columns=config.columns))
     if config.eval_tasks:
         for spec in parse_tasks(config.eval_tasks):
-            open_task(spec, "test", config.hub)
+            open_task(spec, "test", Reading(hub=config.hub))
     print(f"tasks: mid-training and SFT {learned}; RL {rewarded}; evaluation {config.eval_tasks or 'none'}")
 
 

@@ -73,6 +73,7 @@ def main(config: Config) -> None:
     from nanochat.loop import Run
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, open_mixture
     from nanochat.stage import begin, count_micro_batches, open_optimizer
+    from nanochat.task import Reading
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, next_token_loss, train_step
 
@@ -113,10 +114,9 @@ def main(config: Config) -> None:
         fingerprints["what --data names"] = fingerprint(train_corpus)
     else:
         tasks = config.tasks or default_tasks(pretraining["data"], config.hub)
-        files: dict[str, Any] = {name: getattr(config, name) for name in ("bad_records", "columns", "thoughts")}
+        reading = Reading.of(config)
         train_corpus, val_corpus = (
-            MixtureCorpus(open_mixture(tasks, split, config.hub, config.seed, **files), tokenizer)
-            for split in ("train", "test")
+            MixtureCorpus(open_mixture(tasks, split, reading, config.seed), tokenizer) for split in ("train", "test")
         )
         print0(f"tasks: {tasks}")
         if masked := sum(task.masked for task in train_corpus.mixture.tasks):

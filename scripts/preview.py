@@ -10,7 +10,7 @@ A terminal shows the tokens to learn in green. Elsewhere they are between [[ and
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from nanochat import cli
 from nanochat.cli import Count, Positive, Seed, UserError
@@ -53,7 +53,7 @@ def main(config: Config) -> None:
     from nanochat.packing import pack_sequences
     from nanochat.screen import track
     from nanochat.stage import chosen_template
-    from nanochat.task import FileForm, Task, parse_tasks, require_pairs
+    from nanochat.task import Reading, Task, parse_tasks, require_pairs
     from nanochat.tasks.defaults import default_tasks
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
@@ -63,17 +63,15 @@ def main(config: Config) -> None:
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"
-    files: FileForm = "conversations" if is_sft else "pairs"
     tasks = config.tasks
     if not tasks:
         tasks = default_tasks(pretraining["data"], config.hub, "sft" if is_sft else "dpo")
     if not is_sft:
         require_pairs(parse_tasks(tasks))
-    reading: dict[str, Any] = {"bad_records": config.bad_records, "val_share": config.val_share}
-    reading |= {"columns": config.columns, "thoughts": config.thoughts, "files": files}
-    mixture = open_mixture(tasks, config.split, config.hub, config.seed, **reading)
+    reading = Reading.of(config, "conversations" if is_sft else "pairs")
+    mixture = open_mixture(tasks, config.split, reading, config.seed)
     if config.split == "train":  # the stage opens the other part, too, and counts what is left out there
-        held_out = open_mixture(tasks, "test", config.hub, config.seed, **reading)
+        held_out = open_mixture(tasks, "test", reading, config.seed)
     elif not mixture.tasks:
         raise UserError("--val_share 0 holds nothing out: --split test has no examples")
     else:

@@ -10,6 +10,7 @@ from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 from nanochat import paths
 from nanochat.conversation import render
 from nanochat.mixture import open_mixture
+from nanochat.task import Reading
 
 QUESTION = {"role": "user", "content": "Hi?"}
 
@@ -62,7 +63,7 @@ def test_what_dpo_compares_is_marked(model, tmp_path, capsys):
     out = capsys.readouterr().out
     head = "<|bos|><|user_start|>Hi?<|user_end|><|assistant_start|>"
     assert head + "[[Yes.<|assistant_end|>]]\nrejected: " in out and head + "[[No.<|assistant_end|>]]" in out
-    mixture = open_mixture(path, "train", files="pairs")
+    mixture = open_mixture(path, "train", Reading(files="pairs"))
     pairs = [mixture.rendered_pair(tiny_tokenizer(), number, 33) for number in range(11)]
     same = sum(chosen.ids == rejected.ids for chosen, rejected in pairs)
     row = next(line for line in out.splitlines() if line.startswith("preferences"))

@@ -668,8 +668,8 @@ def test_micro_batches_add_up_to_the_batch(base, tokenizer):
 def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch, capsys):
     requested = set()
 
-    def open_task(spec, split, hub, columns=""):
-        requested.add((spec.name, split, hub))
+    def open_task(spec, split, reading):
+        requested.add((spec.name, split, reading.hub))
 
     monkeypatch.setattr("nanochat.task.open_task", open_task)
     call("fetch", "--data=fineweb-edu-chinese", "--hub=modelscope", "--eval_tasks=mmlu,gsm8k")

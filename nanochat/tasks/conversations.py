@@ -38,7 +38,7 @@ from nanochat.conversation import Message, check_messages, text_of
 from nanochat.data.records import open_part
 from nanochat.log import print0, warn
 from nanochat.screen import track
-from nanochat.task import BadRecords, Example, Split, Thoughts
+from nanochat.task import DEFAULT_READING, BadRecords, Example, Reading, Split
 from nanochat.tasks.columns import (
     MEDIA,
     NAMES,
@@ -99,23 +99,19 @@ class Conversations(RecordTask):
         path: str | None = None,
         hub: str = "hf",
         label: str | None = None,
-        bad_records: BadRecords = "skip",
-        val_share: float | None = None,
-        columns: str = "",
-        thoughts: Thoughts = "keep",
+        reading: Reading = DEFAULT_READING,
     ):
-        """`path`: a file, a folder or ORG/NAME[/CONFIG], each with `@SPLIT` or without; `label`: another name;
-        `val_share`: see `open_part`; `columns`: see `parse_columns`; `thoughts`: drop those of the replies."""
+        """`path`: a file, a folder or ORG/NAME[/CONFIG], each with `@SPLIT` or without; `label`: another name."""
         if path is None:
             raise UserError(f"{self.name}: name a .jsonl file or a folder of them")
         self.name = label or self.name
-        self.columns = parse_columns(columns)
-        self.thoughts = thoughts
+        self.columns = parse_columns(reading.columns)
+        self.thoughts = reading.thoughts
         self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
-        self.records = open_part(path, split, hub, self.columns_to_read, val_share, self.read_with_fields)
+        self.records = open_part(path, split, hub, self.columns_to_read, reading.val_share, self.read_with_fields)
         self.seen = Seen()
         # The numbers of the records that are used.
-        self.numbers = self._checked(f"{path} ({split})", bad_records)
+        self.numbers = self._checked(f"{path} ({split})", reading.bad_records)
         self.masked = self.seen.masked
         if split == "train":
             self.seen.report(path, self)

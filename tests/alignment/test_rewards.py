@@ -22,7 +22,7 @@ from nanochat.cli import Failed, Interrupted
 from nanochat.device import Device
 from nanochat.mixture import open_mixture
 from nanochat.rollout import Reward, Samples, load_rewards
-from nanochat.task import Environment
+from nanochat.task import Environment, Reading
 
 MINE = """
 import asyncio, neighbour, numpy, sys, time
@@ -185,13 +185,13 @@ def test_prompts_need_no_answer(mine, tmp_path):
         {"messages": [user, {"role": "assistant", "content": "a"}], "level": 2},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (task,) = open_mixture(str(tmp_path / "rows.jsonl"), "train", files="prompts", val_share=0.0).tasks
+    (task,) = open_mixture(str(tmp_path / "rows.jsonl"), "train", Reading(files="prompts", val_share=0.0)).tasks
     examples = [task.example(index) for index in range(len(task))]
     assert [example.question[-1] for example in examples] == [user] * 5
     assert [example.fields for example in examples] == rows
     assert [rewards.answer_of(example) for example in examples] == [None, None, None, 7, "a"]
     (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"text": "b"}')
-    assert "prompt" in complaint(lambda: open_mixture(str(tmp_path / "none.jsonl"), "train", files="prompts"))
+    assert "prompt" in complaint(lambda: open_mixture(str(tmp_path / "none.jsonl"), "train", Reading(files="prompts")))
     seen: list[Episode] = []
     own = FunctionReward("own", function=lambda episodes: seen.extend(episodes) or [0.0] * len(episodes))
     own.check([(task, examples[0]), (task, examples[4])], 1.0)

@@ -26,6 +26,7 @@ from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler
 from nanochat.serve.state import LoadedModel
+from nanochat.task import Reading
 from nanochat.tokenizer import Tokenizer
 
 HELLO = [
@@ -179,7 +180,7 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys, suf
     assert "left out" in capsys.readouterr().err
     assert not mixture.rendered(tiny_tokenizer(), 1, 9999).ids
     assert not capsys.readouterr().err
-    strict = open_mixture(str(file), "train", bad_records="fail")
+    strict = open_mixture(str(file), "train", Reading(bad_records="fail"))
     assert f"{file} " in complaint(lambda: strict.rendered(tiny_tokenizer(), 0, 9999))
 
 

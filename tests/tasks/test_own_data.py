@@ -19,7 +19,7 @@ from nanochat.cli import UserError
 from nanochat.conversation import Rendered, render
 from nanochat.learned_share import report_learned
 from nanochat.mixture import open_mixture
-from nanochat.task import Pair
+from nanochat.task import Pair, Reading
 from nanochat.tasks.columns import parse_columns
 from nanochat.tasks.conversations import Conversations, Prompts, messages_of
 from nanochat.tasks.messages import plain
@@ -48,7 +48,7 @@ def lines(path: Path, rows: list[Any]) -> str:
 
 
 def chats(path: str | Path, **settings: Any) -> list[list[dict[str, Any]]]:
-    task = Conversations("train", str(path), **settings)
+    task = Conversations("train", str(path), reading=Reading(**settings))
     return [task.example(number).messages for number in range(len(task))]
 
 
@@ -206,7 +206,7 @@ def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
     assert "in 2 rows the answer is response or output, so answer is not read: --columns answer=answer" in warning
     pair = {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
     whole = {"prompt": "Hello", "chosen": [user("Hello"), GOOD], "rejected": [user("Hello"), BAD]}
-    Preferences("train", lines(tmp_path / "pairs.jsonl", [pair, whole] * 2), val_share=0.0)
+    Preferences("train", lines(tmp_path / "pairs.jsonl", [pair, whole] * 2), reading=Reading(val_share=0.0))
     shown = capsys.readouterr()
     assert "question from prompt, chosen, rejected; not prompt (in 2)" in shown.out
     assert not shown.err
@@ -233,7 +233,7 @@ def test_a_column_that_no_record_has(tmp_path):
     line = complaint(lambda: chats(path, columns="question=ask,answer=say,system=tone"))
     assert "has tone: its columns are ask, say" in line and line.startswith("--columns: no record of")
     assert "--tasks arithmetic has no file" in complaint(
-        lambda: open_mixture("arithmetic", "train", columns="answer=x")
+        lambda: open_mixture("arithmetic", "train", Reading(columns="answer=x"))
     )
 
 
@@ -394,7 +394,7 @@ def test_an_input_that_is_not_a_text_is_a_bad_record(tmp_path, value):
     row = {"instruction": "Add.", "input": value, "output": "5"}
     path = lines(tmp_path / "mine.jsonl", [row, {"instruction": "2+3?", "input": [], "output": "5"}])
     with pytest.raises(UserError, match='"input" is not a text'):
-        Conversations("train", str(path), val_share=0, bad_records="fail")
+        Conversations("train", str(path), reading=Reading(val_share=0, bad_records="fail"))
     assert chats(path, val_share=0) == [SUM]
 
 
@@ -463,14 +463,14 @@ def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
     ]
     rows = [{"messages": messages, "tools": tools}] * 2
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
-    example = Conversations("train", str(tmp_path / "mine.parquet"), val_share=0).example(0)
+    example = Conversations("train", str(tmp_path / "mine.parquet"), reading=Reading(val_share=0)).example(0)
     assert [tool["function"] for tool in example.tools or []] == tools
     assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
 
 
 def test_empty_replies_are_counted(tmp_path, capsys):
     rows = [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5")]
-    Conversations("train", lines(tmp_path / "mine.jsonl", rows), val_share=0)
+    Conversations("train", lines(tmp_path / "mine.jsonl", rows), reading=Reading(val_share=0))
     assert "2 of 4 replies are empty or only white space" in capsys.readouterr().err
 
 
@@ -538,7 +538,9 @@ def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
     path = lines(tmp_path / "mine.jsonl", [row] * 2)
     pair = Preferences("train", path).pair(0)
     assert pair == Pair([user("2+3?")], reply(THOUGHT), reply("<think>\nTwo and four.\n</think>\n\n6"))
-    assert Preferences("train", path, thoughts="drop").pair(0) == Pair([user("2+3?")], reply("5"), reply("6"))
+    assert Preferences("train", path, reading=Reading(thoughts="drop")).pair(0) == Pair(
+        [user("2+3?")], reply("5"), reply("6")
+    )
 
 
 # ---- Pairs -----------------------------------------------------------------------------------------------
@@ -557,7 +559,7 @@ PAIRS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_pairs_of_other_tools(tmp_path, name):
     row, columns = PAIRS[name]
-    task = Preferences("train", lines(tmp_path / "mine.jsonl", [row] * 3), columns=columns)
+    task = Preferences("train", lines(tmp_path / "mine.jsonl", [row] * 3), reading=Reading(columns=columns))
     assert [task.pair(number) for number in range(len(task))] == [Pair([user("Hello")], GOOD, BAD)] * 2
 
 
@@ -579,10 +581,10 @@ def test_a_file_of_labelled_replies_is_refused(tmp_path, capsys, kind):
             line = complaint(lambda path=path: kind("train", path))
             assert line.startswith(f"{path} {'line' if suffix == 'jsonl' else 'row'} 1 cannot be used: its reply has")
             assert f"({str(label).lower()}), as for KTO" in line and "pairs of chosen and rejected" in line
-            assert len(Prompts("train", path, val_share=0.0)) == 3
+            assert len(Prompts("train", path, reading=Reading(val_share=0.0))) == 3
     # A pair may have one, and a number may be a class.
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
-    assert len(Preferences("train", lines(tmp_path / "pairs.jsonl", [pair] * 3), val_share=0.0)) == 3
+    assert len(Preferences("train", lines(tmp_path / "pairs.jsonl", [pair] * 3), reading=Reading(val_share=0.0))) == 3
     capsys.readouterr()
     path = lines(tmp_path / "class.jsonl", [{"messages": [user("a"), GOOD], "label": number} for number in range(4)])
     assert len(chats(path, val_share=0.0)) == 4
@@ -592,7 +594,7 @@ def test_a_file_of_labelled_replies_is_refused(tmp_path, capsys, kind):
 
 def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
     path = lines(tmp_path / "mine.jsonl", [{"题目": "2+3?", "key": "5", "level": 1}] * 2)
-    task = Prompts("train", path, columns="answer=key")
+    task = Prompts("train", path, reading=Reading(columns="answer=key"))
     example = task.example(0)
     assert (example.messages, example.answer) == (SUM, "5")
     assert example.fields == {"题目": "2+3?", "key": "5", "level": 1}
@@ -622,7 +624,7 @@ def test_a_line_that_is_cut_off_is_left_out_and_counted(tmp_path, capsys, count)
 def test_a_share_of_zero_trains_on_all_rows_before_a_line_that_is_cut_off(tmp_path, capsys):
     rows: list[Any] = [{"messages": SUM}] * 11
     path = lines(tmp_path / "end.jsonl", [*rows, '{"messages": [{"role": "user", "cont'])
-    sizes = [sum(map(len, open_mixture(path, split, val_share=0.0).tasks)) for split in ("train", "test")]
+    sizes = [sum(map(len, open_mixture(path, split, Reading(val_share=0.0)).tasks)) for split in ("train", "test")]
     assert sizes == [11, 0]
     assert f"(train): 1 of 12 records left out: first {path} line 12 is not JSON" in capsys.readouterr().err
 
@@ -642,10 +644,10 @@ def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind
     rows: list[Any] = [{"ask": "2+3?", "reply": "5", "a": "5", "b": "6"}] * 11
     rows.insert(place, {"reply": "5"} if kind is Prompts and row == {"ask": "2+3?"} else row)
     path = lines(tmp_path / "mine.jsonl", rows)
-    assert [len(kind(split, path, columns=columns)) for split in ("train", "test")] == [9, 2]
+    assert [len(kind(split, path, reading=Reading(columns=columns))) for split in ("train", "test")] == [9, 2]
     problem = f"{path} line {place + 1}: unknown form ("
     assert f"(train): 1 of 10 records left out: first {problem}" in capsys.readouterr().err
-    refused = complaint(lambda: kind("train", path, columns=columns, bad_records="fail"))
+    refused = complaint(lambda: kind("train", path, reading=Reading(columns=columns, bad_records="fail")))
     assert refused.startswith(f"{path} line {place + 1} cannot be used: unknown form (")
 
 

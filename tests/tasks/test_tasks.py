@@ -21,7 +21,7 @@ from nanochat.conversation import Part, check_messages, parts_of, text_of
 from nanochat.data import catalog, hub
 from nanochat.demo.writer import held_out
 from nanochat.mixture import open_mixture
-from nanochat.task import Example, Pair, Task, TaskSpec, open_task
+from nanochat.task import Example, Pair, Reading, Task, TaskSpec, open_task
 from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.conversations import Conversations, messages_of
@@ -507,10 +507,10 @@ def test_the_last_tenth_of_a_file_is_the_test_split(tmp_path, name):
 def test_a_share_of_a_file_is_held_out(tmp_path, share, held_out):
     path = write(tmp_path / "mine.jsonl", [[{"role": "user", "content": str(n)}, HELLO[1]] for n in range(30)])
     spec = TaskSpec("conversations", str(path), 1.0)
-    train, test = (open_task(spec, split, val_share=share) for split in ("train", "test"))
+    train, test = (open_task(spec, split, Reading(val_share=share)) for split in ("train", "test"))
     numbers = [[task.example(n).messages[0]["content"] for n in range(len(task))] for task in (train, test)]
     assert [*numbers[0], *numbers[1]] == [str(n) for n in range(30)] and len(numbers[1]) == held_out
-    assert len(open_mixture(str(path), "test", val_share=share).tasks) == (held_out > 0)
+    assert len(open_mixture(str(path), "test", Reading(val_share=share)).tasks) == (held_out > 0)
 
 
 def test_a_folder_with_splits_of_its_own(tmp_path):
@@ -571,7 +571,7 @@ BAD_ROWS = [
 @pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
 def test_a_bad_conversation_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [HELLO, HELLO, row, HELLO])
-    line = complaint(lambda: Conversations("train", str(path), bad_records="fail"))
+    line = complaint(lambda: Conversations("train", str(path), reading=Reading(bad_records="fail")))
     assert line.startswith(f"{path} line 3 {problem}")
     path.write_text('{"messages": \n')
     assert f"{path} line 1 is not JSON" in complaint(lambda: Conversations("train", str(path)))
@@ -593,7 +593,7 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name)
     assert wanted in left_out and "--bad_records fail" in left_out
     assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
     assert len(Conversations("test", str(path))) == 2 and not capsys.readouterr().err
-    refused = complaint(lambda: Conversations("train", str(path), bad_records="fail"))
+    refused = complaint(lambda: Conversations("train", str(path), reading=Reading(bad_records="fail")))
     assert refused.startswith(f"{path} {where} cannot be used") and "; 2 more of the 18 records" in refused
     write(path, [{"messages": HELLO[1:]}] * 4)
     assert "3 of 3 records left out: first" in complaint(lambda: Conversations("train", str(path)))
@@ -702,7 +702,7 @@ BAD_PAIRS = [
 @pytest.mark.parametrize(("row", "problem"), BAD_PAIRS)
 def test_a_bad_pair_is_named_when_the_file_is_opened(tmp_path, row, problem):
     path = write(tmp_path / "mine.jsonl", [PAIR_FORMS[0], PAIR_FORMS[2], row, PAIR_FORMS[0]])
-    line = complaint(lambda: Preferences("train", str(path), bad_records="fail"))
+    line = complaint(lambda: Preferences("train", str(path), reading=Reading(bad_records="fail")))
     assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
 
 
@@ -722,7 +722,7 @@ def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path):
 
     def fingerprint(rows: list[dict]) -> str:
         path = write(tmp_path / "pairs.jsonl", rows)
-        return open_mixture(str(path), "train", files="pairs", val_share=0.0).fingerprint()
+        return open_mixture(str(path), "train", Reading(files="pairs", val_share=0.0)).fingerprint()
 
     known = {fingerprint([*rows[:place], {**rows[place], "rejected": "No."}, *rows[place + 1 :]]) for place in (0, 1)}
     assert len(known | {fingerprint(rows)}) == 3 and fingerprint(rows) == fingerprint(list(rows))
