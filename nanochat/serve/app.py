@@ -32,7 +32,7 @@ from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from nanochat.cli import UserError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
@@ -47,6 +47,7 @@ from nanochat.serve.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EncodedResponse,
     Strict,
     TokenizeBody,
     UpdateWeightsBody,
@@ -89,7 +90,10 @@ def create_app(
             yield
         await asyncio.to_thread(state.close)
 
-    app = FastAPI(title="nanochat", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(
+        title="nanochat", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
+        default_response_class=EncodedResponse,
+    )  # fmt: skip
     app.state.nanochat = state
     app.add_middleware(
         AccessMiddleware,
@@ -165,7 +169,7 @@ def create_app(
         """A route of vLLM: the token ids of a text or a conversation."""
         content = await read_limited(request)
         return await parsed(
-            content, lambda: JSONResponse(prompts.tokenize(state.ready_model(), read_body(TokenizeBody, content)))
+            content, lambda: EncodedResponse(prompts.tokenize(state.ready_model(), read_body(TokenizeBody, content)))
         )
 
     @app.post("/detokenize", openapi_extra=_describe(DetokenizeBody))
@@ -173,7 +177,8 @@ def create_app(
         """A route of vLLM: the text of token ids."""
         content = await read_limited(request)
         return await parsed(
-            content, lambda: JSONResponse(prompts.detokenize(state.ready_model(), read_body(DetokenizeBody, content)))
+            content,
+            lambda: EncodedResponse(prompts.detokenize(state.ready_model(), read_body(DetokenizeBody, content))),
         )
 
     @app.get("/tokenizer_info")

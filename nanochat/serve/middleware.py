@@ -14,11 +14,10 @@ from collections.abc import Collection
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.serve.scheduler import log_failure
-from nanochat.serve.schema import CLIENT_LEFT, ApiError
+from nanochat.serve.schema import CLIENT_LEFT, ApiError, EncodedResponse
 from nanochat.serve.state import ServerState
 
 MAX_BODY = 1 << 20  # bytes
@@ -169,11 +168,11 @@ def _too_large(most: int = MAX_BODY) -> ApiError:
     return ApiError(413, message, code="too_large", headers={"connection": "close"})
 
 
-def error_response(error: ApiError) -> JSONResponse:
-    return JSONResponse(error.body, error.status_code, headers=error.headers)
+def error_response(error: ApiError) -> EncodedResponse:
+    return EncodedResponse(error.body, error.status_code, headers=error.headers)
 
 
-async def _refuse(response: JSONResponse, receive: Receive, send: Send) -> None:
+async def _refuse(response: EncodedResponse, receive: Receive, send: Send) -> None:
     """Respond before the body is read, then close the connection.
 
     Closing at once would reset a connection on which the body is still arriving, and the client would see the reset

@@ -134,7 +134,7 @@ def _encode_messages(
 
 def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: ChatBody) -> EncodedPrompt:
     """The prompt in another family's format; with tools, the body learns how the model writes calls."""
-    messages, starts = body.family_conversation()
+    messages, starts = body.family_conversation(tokenizer.chat_format.template.thought_field)
     tools = None
     form = None
     if body.candidates or any(message["role"] == "tool" for message in messages):

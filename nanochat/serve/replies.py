@@ -13,7 +13,6 @@ import asyncio
 import codecs
 import functools
 import itertools
-import json
 import time
 import uuid
 from collections import Counter, defaultdict, deque
@@ -29,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from nanochat.conversation import text_of
 from nanochat.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
-from nanochat.serve.schema import ApiError
+from nanochat.serve.schema import ApiError, encode
 from nanochat.serve.state import LoadedModel
 from nanochat.serve.tools import Calls, FamilyCalls, make_writer
 
@@ -532,9 +531,6 @@ def usage_of(streams: Sequence[Stream], prompt_tokens: Sequence[int]) -> dict[st
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
-
-
-encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
 
 
 def _opened(name: str, fields: dict[str, Any]) -> bytes:

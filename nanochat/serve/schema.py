@@ -24,6 +24,7 @@ from pydantic import (
     model_validator,
 )
 from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from nanochat.cli import Range
 from nanochat.conversation import Message, Part, check_messages, text_of
@@ -43,6 +44,26 @@ CLIENT_LEFT = 499  # status of a request whose client disconnected first; nobody
 # 350,000 empty lists took 0.4 s.
 MAX_CONTAINERS = 20_000  # lists and objects in a body; 5,000 messages of one part each have 15,000
 MAX_ERRORS = 100  # errors to describe in one body; pydantic takes seconds to describe 100,000
+
+
+# ---------------------------------------------------------------------- JSON
+
+# Clients that read server-sent events with `str.splitlines` (httpx, requests) end a line at these characters, too.
+SEPARATORS = {ord(character): f"\\u{ord(character):04x}" for character in "\u0085\u2028\u2029"}
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # made once: it runs for every token
+
+
+def encode(value: Any) -> str:
+    """The value as JSON in one line, whatever a client takes for the end of one."""
+    text = _encode(value)
+    return text if text.isascii() else text.translate(SEPARATORS)
+
+
+class EncodedResponse(JSONResponse):
+    """A response in JSON."""
+
+    def render(self, content: Any) -> bytes:
+        return encode(content).encode()
 
 
 # ---------------------------------------------------------------------- errors
@@ -101,6 +122,7 @@ class StreamOptions(Strict):
 class ContentPart(Strict):
     type: Literal["text", "python", "python_output"]  # the last two: a calculator call of the assistant, its result
     text: str
+    cache_control: dict[str, Any] | None = Field(None, exclude=True)  # Anthropic's; ignored
 
 
 class EarlierReply(Strict):
@@ -132,10 +154,12 @@ class ChatMessage(Strict):
     nanochat: EarlierReply | None = None  # replaces `content`, because it also holds the calculator calls
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None  # from an assistant
     tool_call_id: str | None = None  # from a tool: the call that it answers
+    reasoning_content: str | None = None  # a reply's thought, which some templates write
     # Refused.
-    name: Unsupported = None
     function_call: Unsupported = None
     # Ignored.
+    name: str | None = None
+    cache_control: dict[str, Any] | None = None
     refusal: str | None = None
     annotations: list[Any] | None = Field(None, max_length=128)
     audio: None = None
@@ -172,6 +196,7 @@ class Function(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Function
+    cache_control: dict[str, Any] | None = None  # ignored
 
 
 class NamedFunction(Strict):
@@ -442,9 +467,9 @@ class ChatBody(RequestBody):
             why = f"add_generation_prompt is {not continues} where the last message is by {last_role}"
             raise ApiError(400, why.lower(), param="add_generation_prompt")
 
-    def family_conversation(self) -> tuple[list[Message], list[int]]:
+    def family_conversation(self, thought_field: str | None) -> tuple[list[Message], list[int]]:
         """The messages as chat templates read them, with calls and results as messages of their own; and the index in
-        the request at which each begins.
+        the request at which each begins. `thought_field` is the template's field for the thought of a reply.
 
         Raises ApiError: when there is nothing to reply to.
         """
@@ -471,6 +496,8 @@ class ChatBody(RequestBody):
                 _check_answered(unanswered)
             if not joins:
                 last = {"role": message.role, "content": message.text}
+                if thought_field and message.role == "assistant" and message.reasoning_content:
+                    last[thought_field] = message.reasoning_content
                 messages.append(last)
                 starts.append(index)
             elif message.text:

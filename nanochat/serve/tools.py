@@ -21,6 +21,8 @@ from typing import Any, Literal, Protocol
 from nanochat.families.tool_calls import CallForm, CallReader, FunctionCall, new_id
 
 CALCULATOR = "calculator"
+# With one of these, a schema that lists no properties may still have some.
+MORE_ARGUMENTS = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 
 # The calls that a reply may contain. "none": no calls, only plain text. "own": calls of the calculator, answered by the
 # server. "client": calls of the calculator, passed to the client. "calculator": the whole reply is such a call.
@@ -80,7 +82,8 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]], key: str = "
 def _arguments_schema(parameters: dict[str, Any] | None, number: int) -> dict[str, Any]:
     # A reference such as "#/$defs/City" is relative to the nearest "$id": each tool keeps its own definitions.
     arguments: dict[str, Any] = {"type": "object", **(parameters or {}), "$id": f"tool:{number}"}
-    if arguments.get("properties"):
+    is_listed = "properties" in arguments or not parameters
+    if arguments.get("properties") or (is_listed and not any(name in arguments for name in MORE_ARGUMENTS)):
         # A model that does not read the schema would add other arguments until the end of its reply.
         arguments.setdefault("additionalProperties", False)
     return arguments

@@ -173,6 +173,20 @@ def test_without_tools_and_with_none_nothing_is_parsed(client: Any):
         assert message.tool_calls is None
 
 
+def test_the_thought_of_an_earlier_reply_goes_to_a_template_that_writes_it(model: LoadedModel):
+    called = {**CALL, "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
+    result = {"role": "tool", "tool_call_id": CALL["id"], "content": RESULT["content"]}
+    shown = []
+    for more in ({}, {"reasoning_content": "a cloud"}):
+        reply = {"role": "assistant", "content": None, "tool_calls": [called], **more}
+        body = ChatBody(messages=[*QUESTION, reply, result], tools=TOOLS)  # pyright: ignore
+        (prompt,) = prompts.encode_prompts(model, body)
+        shown.append(model.tokenizer.decode(prompt.ids))
+    assert isinstance(model.tokenizer, ImportedTokenizer)
+    writes_thoughts = model.tokenizer.chat_format.template.thought_field is not None
+    assert ("a cloud" in shown[1]) == writes_thoughts == (shown[0] != shown[1])
+
+
 @pytest.mark.parametrize(
     ("messages", "why"),
     [

@@ -366,6 +366,51 @@ def test_a_required_call_is_whole_however_few_tokens_it_has(client: Any):
             assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}, "required": []}], ids=repr
+)
+def test_a_tool_without_parameters_gets_no_arguments(client: Any, parameters: Any):
+    for seed in range(2):
+        settings = {"tools": [tool("now", parameters)], "tool_choice": "required"}
+        answer = chat(client, **settings, max_tokens=60, seed=seed, temperature=1)
+        (call,) = answer.choices[0].message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("now", "{}")
+
+
+def test_a_tool_whose_parameters_are_elsewhere_gets_its_arguments(client: Any):
+    parameters = {"type": "object", "properties": {}, "allOf": [PLACE]}
+    answer = chat(client, tools=[tool("weather", parameters)], tool_choice="required", max_tokens=80)
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments)["city"] in ("Bern", "Rome")
+
+
+def test_what_changes_nothing_in_a_history_is_ignored(client: Any):
+    cache = {"cache_control": {"type": "ephemeral"}}
+    system = {"role": "system", "name": "s", "content": [{"type": "text", "text": "s", **cache}], **cache}
+    reply = {"role": "assistant", "content": "b", "reasoning_content": "a thought"}
+    plain = [{"role": "system", "content": "s"}, *HELLO, {"role": "assistant", "content": "b"}, *HELLO]
+    same = [system, *HELLO, reply, {**HELLO[0], "name": "me"}]
+    left, right = (chat(client, messages=messages, max_tokens=8) for messages in (plain, same))
+    assert left.choices == right.choices and left.usage == right.usage
+    assert chat(client, tools=[{**tool("now", {}), **cache}], max_tokens=2).choices
+
+
+def test_no_line_ends_within_a_text(port: int):
+    """httpx and requests end a line also at these characters: an event would be cut in two."""
+    text = "one\u2028two\u0085three\u2029four"
+    body = {"model": MODEL, "prompt": text, "max_tokens": 1, "echo": True}
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=KEY_HEADER) as http:
+        events = http.post("/v1/completions", json={**body, "stream": True}).text
+        read = [json.loads(line.removeprefix("data: ")) for line in events.splitlines() if "choices" in line]
+        assert "".join(event["choices"][0]["text"] for event in read).startswith(text)
+        whole = http.post("/v1/completions", json=body).text
+        error = http.post("/v1/completions", json={**body, text: 1}).text
+        tokens = http.post("/tokenize", json={"prompt": text, "return_token_strs": True}).text
+    for content in (whole, error, tokens):
+        assert len(content.splitlines()) == 1
+    assert json.loads(whole)["choices"][0]["text"].startswith(text)
+
+
 def test_the_calculators_call_goes_to_the_client(client: Any, engine: Engine):
     named = {"type": "function", "function": {"name": "calculator"}}
     answer = chat(client, tools=TOOLS, tool_choice=named, max_tokens=60, temperature=1, seed=1).choices[0]

@@ -396,7 +396,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": []}, "messages", ""),
         (user(5), "messages.0.content", ""),
         (user([{"type": "image_url"}]), "messages.0.content.0.type", ""),
-        (user("x", name="Ann"), "messages.0.name", ""),
         (user("x", annotations=[0] * 400_000), "messages.0.annotations", ""),  # also what is ignored is bounded
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", ""),
         ({"metadata": {str(number): "x" for number in range(17)}}, "metadata", ""),
