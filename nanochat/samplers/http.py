@@ -236,6 +236,7 @@ class HttpSampler:
         dtype = self.device.dtype
         if self.family is None:
             about = {"version": FORMAT_VERSION, "world_size": 0, "step": 0, "stage": "rl"}
+            about["trained_at"] = int(time.time())
             about |= {"model": asdict(replace(model.config, scalar_head=False))}
             about |= {"tokenizer": self.tokenizer.fingerprint()}
             weights = {name: tensor.to(dtype) for name, tensor in gathered.items()}

@@ -14,7 +14,7 @@ from nanochat import cli, paths
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine, SamplingParams
 from nanochat.serve.scheduler import Scheduler
-from scripts import chat_batch, chat_cli
+from scripts import chat_batch
 
 CONTEXT = 128
 TOKENIZER = tiny_tokenizer()
@@ -172,9 +172,3 @@ def test_a_mistake_costs_one_line(base: Path, capsys: Any, flags: list[str], mes
     err = capsys.readouterr().err
     lines = [line for line in err.splitlines() if "line 1 of --in" not in line]  # which is named first
     assert stopped.value.code == 1 and len(lines) == 1 and message.format(base=base) in lines[0]
-
-
-def test_flags_of_the_old_place_name_the_command(capsys: Any):
-    with pytest.raises(SystemExit) as stopped:
-        cli.parse(chat_cli.Config, ["--in=prompts.jsonl", "--out", "replies.jsonl"])
-    assert stopped.value.code == 2 and "scripts.chat_batch" in capsys.readouterr().err
