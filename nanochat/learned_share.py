@@ -42,8 +42,8 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
     if misplaced:
         causes.append(
             f"{misplaced:,} of {replies:,} replies are learned after other text than the prompt that serving renders "
-            "before them, such as without the thought that it opens: name a template that writes both alike "
-            "(--chat_template FILE)"
+            "before them, such as without the thought that it opens, or the empty one of enable_thinking=False: name a "
+            "template that writes both alike (--chat_template FILE)"
         )
     if any(one.unlearned for one in rendered):
         causes.append(

@@ -581,7 +581,7 @@ def _has_other_head(folder: Path) -> bool:
     except ValueError:  # without weights, as for --dry_run, or damaged: their reader says so
         return False
     head, embedding = (stored.get(NAMES[name]) for name in ("head.weight", "embedding.weight"))
-    if head is None or embedding is None or head.shape != embedding.shape:
+    if head is None or embedding is None or head.shape != embedding.shape or len(head.shape) != 2:
         return False
     return _differ(head.path, embedding.path, *head.shape, changed=head.path.stat().st_mtime_ns)
 

@@ -97,6 +97,8 @@ def _marked(
     template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, replies: list[int]
 ) -> list[list[Span]]:
     """The marked spans of each reply. A template may mark only some replies, or several parts of one."""
+    if not replies:
+        return []
     if len(whole.marked) == len(replies):
         return [[span] for span in whole.marked]
     owned: dict[int, list[Span]] = {number: [] for number in replies}
