@@ -117,6 +117,19 @@ def test_the_references_of_each_tool_lead_to_its_own_schema(engine: Any, vocabul
         assert grammar.allowed().nonzero().tolist() == [[engine.reply_end]]
 
 
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}, "required": []}], ids=repr
+)
+def test_a_tool_without_parameters_gets_no_arguments(vocabulary: Vocabulary, parameters: Any):
+    grammar = vocabulary.compile(call_schema([("now", parameters)]), 200, is_compact=True)
+    text = '{"name":"now","arguments":{}}'
+    written = b""
+    while written != text.encode():
+        (token,) = grammar.allowed().nonzero().flatten().tolist()
+        written += vocabulary.tokens[grammar.accept(token)]
+        assert text.encode().startswith(written)
+
+
 HOSTILE = {
     "huge": {"enum": [str(number) for number in range(MAX_SCHEMA)]},
     "repeats": {"type": "array", "minItems": MAX_REPEATS + 1, "items": {"type": "integer"}},

@@ -366,17 +366,6 @@ def test_a_required_call_is_whole_however_few_tokens_it_has(client: Any):
             assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-@pytest.mark.parametrize(
-    "parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}, "required": []}], ids=repr
-)
-def test_a_tool_without_parameters_gets_no_arguments(client: Any, parameters: Any):
-    for seed in range(2):
-        settings = {"tools": [tool("now", parameters)], "tool_choice": "required"}
-        answer = chat(client, **settings, max_tokens=60, seed=seed, temperature=1)
-        (call,) = answer.choices[0].message.tool_calls
-        assert (call.function.name, call.function.arguments) == ("now", "{}")
-
-
 def test_a_tool_whose_parameters_are_elsewhere_gets_its_arguments(client: Any):
     parameters = {"type": "object", "properties": {}, "allOf": [PLACE]}
     answer = chat(client, tools=[tool("weather", parameters)], tool_choice="required", max_tokens=80)
