@@ -29,8 +29,8 @@ from nanochat.parallel.mesh import Place
 class RankExchange(Exchange):
     """The exchange between ranks that each hold rows of every matrix and own a few whole matrices.
 
-    The detour of phase 2 takes 2/R of the matrices' bytes on R ranks, in addition to phases 1 and 3
-    (docs/multinode.md). Each matrix's update is computed only on the rank that owns it.
+    The detour of phase 2 takes 2/R of the matrices' bytes on R ranks, in addition to phases 1 and 3. Each matrix's
+    update is computed only on the rank that owns it.
     """
 
     def __init__(self, place: Place):
