@@ -693,6 +693,7 @@ def test_reinforcement_raises_a_reward(start, monkeypatch):
         return float("a" in text_of(reply))
 
     monkeypatch.setattr(Addition, "reward", reward)
+    monkeypatch.setattr("scripts.chat_rl.TABLE_LR_SCALE", 1.0)  # a tiny model learns with its tables
     flags = (*RL, "--source=base", "--source_tag=d1", "--num_iterations=6", "--lr_scale=0.5")
     for loss in ("reinforce", "rloo", "reinforce++", "grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         sizes = ("--num_samples=16", "--eval_every=0", "--eval_examples=8", "--max_tokens=6")
