@@ -28,7 +28,9 @@ title() {
 }
 
 # A shell obeys a signal only after the command that it waits for. So a command runs in the background, in a group of its
-# own, and `pass` sends the signal on to that group: a stage saves and leaves, and the script ends after it.
+# own, and `pass` sends the signal on to that group: a stage saves and leaves, and the script ends after it. If the script
+# is killed (kill -9), Linux sends the command SIGTERM: cli.py asks for that by this variable.
+export NANOCHAT_SPEEDRUN=1
 child=''
 attend() { # command
   local status=0

@@ -281,12 +281,13 @@ def ignore_exported_ranks() -> None:
 
 
 def end_with_launcher() -> None:
-    """Have the system send this process SIGTERM when its torchrun dies; a run then saves and leaves."""
+    """Have the system send this process SIGTERM when its torchrun or its speedrun dies; a run then saves and leaves."""
     # A torchrun that ends in good order ends its processes. One that is killed (kill -9, out of memory) cannot, and
-    # they would train on, with nobody to restart them and the devices taken. The system sends nothing if torchrun died
-    # before this call, so a command makes the call first; what is left of the gap, `store.of_this_start` finds.
+    # they would train on, with nobody to restart them and the devices taken. So it is with speedrun_npu.sh. The system
+    # sends nothing if the parent died before this call, so a command makes the call first; what is left of the gap,
+    # `store.of_this_start` finds.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
-    if prctl is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+    if prctl is not None and {"TORCHELASTIC_RUN_ID", "NANOCHAT_SPEEDRUN"} & os.environ.keys():
         prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
 
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from nanochat import store
-from nanochat.cli import fail
+from nanochat.cli import end_with_launcher, fail
 
 BACKEND = "loopback"
 TIMEOUT_SECONDS = 600
@@ -39,6 +39,7 @@ class LoopbackRendezvous(StaticTCPRendezvous):
 @record  # adds a failed worker's report to torchrun's
 def main() -> None:
     """Run torchrun with this rendezvous instead of the one that its flags choose."""
+    end_with_launcher()
     rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
     arguments = run.parse_args(sys.argv[1:])
     if arguments.nnodes not in ("1", "1:1"):

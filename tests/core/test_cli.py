@@ -361,3 +361,15 @@ def test_a_done_process_is_not_taken_apart(call, job, status):
     )
     assert done.stdout.split("\n") == ["done", "at exit", ""]
     assert done.returncode == status, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the death of a parent")
+def test_a_command_of_a_killed_speedrun_ends():
+    code = "import time; from nanochat.cli import end_with_launcher as end; end(); print(1, flush=True); time.sleep(60)"
+    shell = subprocess.Popen(
+        ["bash", "-c", f'{sys.executable} -c "$CODE" & wait'],
+        env={**os.environ, "NANOCHAT_SPEEDRUN": "1", "CODE": code}, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert shell.stdout is not None and shell.stdout.readline() == "1\n"
+    shell.kill()
+    assert shell.communicate(timeout=20) == ("", None)  # the end of the pipe that the command holds

@@ -68,7 +68,9 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
     # How far bf16 parts from fp32 depends on the shape and on the processor: 0.06% to 1.1%.
     exact = cases.train_losses("cpu", shape=shape)[:12:2]
     rounding = max(abs(rounded - loss) / loss for rounded, loss in zip(on_cpu, exact, strict=True))
-    assert close(on_npu, on_cpu, max(5e-3, 2 * rounding))
+    # A token whose second and third expert score alike goes to another one: 0.54% on an AMD EPYC.
+    floor = 1e-2 if shape in ("experts", "qwen3_moe") else 5e-3
+    assert close(on_npu, on_cpu, max(floor, 2 * rounding))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -103,10 +105,11 @@ def test_ten_calls_record_once_and_need_the_memory_of_one(simulated: On):
     assert figures["left"] <= 0, "the model's memory is free, too"
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 1e-7), ("bfloat16", 2**-9)])
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2**-22), ("bfloat16", 2**-9)])
 def test_recorded_attention_is_cached_attention(simulated: On, dtype: str, rounding: float):
     """In bf16 the fused operator rounds its output; the two products also round the scores, of up to 8, between them.
-    What is between is in fp32."""
+    What is between is in fp32, where the order of a sum of 64 products depends on the processor: 1.2 eps for the
+    whole on Intel, 2.4 on an AMD EPYC."""
     exact = cases.attention_to_a_cache("cpu", "float32")["cached"]
     found = simulated("attention_to_a_cache", dtype=dtype)
     for name, roundings in (("cached", 2), ("recorded", 4)):
