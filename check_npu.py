@@ -126,7 +126,7 @@ def minimum_torch() -> str:
     return first_match(r'"torch>=([\d.]+)', ROOT / "pyproject.toml") or "0"
 
 
-def pythons_for(torch: str, torch_npu: str | None) -> tuple[str, ...]:
+def pythons_for(torch_npu: str | None) -> tuple[str, ...]:
     """Python versions with wheels, the preferred one first."""
     if torch_npu is None:
         return ("3.11", "3.12", "3.13", "3.14", "3.10")
@@ -304,7 +304,7 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
             lines.append(f"found CANN {release} in the version table, used for {found}")
         torch, torch_npu = RELEASES[release][0]
         numpy = numpy_for(release)
-    lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch, torch_npu))}"]
+    lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch_npu))}"]
     lines += [f"install {text}" for text in torch_attempts(kind, torch, torch_npu, machine.system, machine.arch, index)]
     lines += [f"constraint torch=={torch}"]
     if torch_npu:
@@ -638,7 +638,9 @@ def main(arguments: list[str] | None = None) -> int:
         for line in plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", "")):
             print(" ".join(line.split()))  # one line, whatever a file of this machine contains
         return 0
-    if options.full and (ROOT / "tests").is_dir():
+    if options.full:
+        if not (ROOT / "tests").is_dir():
+            parser.error("--full runs tests/on_device: clone the whole project, or leave --full out")
         return from_tests("report").run(sys.modules[__name__], machine, options)
     return check_everything(options.device, machine, options.root)
 

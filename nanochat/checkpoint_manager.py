@@ -289,7 +289,7 @@ def load_weights(model: GPT, step_folder: Path) -> None:
 
 
 def load_training(
-    step_folder: Path, meta: dict[str, Any], optimizer_state: dict[str, Tensor], device: Device
+    step_folder: Path, meta: dict[str, Any], optimizer_state: dict[str, Tensor]
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Load `Optimizer.state_dict()` in place; returns the loader's and the generators' states of every rank that saved.
 
@@ -383,13 +383,12 @@ def load_model(
         device = devices.init(str(device) if device else "auto")
     config, tokenizer, meta = load_config(folder, max_seq_len, rope_scaling, without_weights)
     with model_folder.damage_of(folder):
-        described = model_folder.format_of(folder).described_by(folder)
         weights = None
         if not without_weights:
             weights = _open_weights(folder, config, tokenizer, meta, prepare)
         elif config.n_layer > MAX_LAYERS:
             raise ValueError(f"{config.n_layer} layers: from 1 to {MAX_LAYERS}")
-        meta |= model_folder.facts_of_use(described, meta)
+        meta |= model_folder.facts_of_use(meta)
 
         # ---- the model without memory, as its weights are, then as it will be used
         # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the

@@ -11,7 +11,6 @@ Legend: N rows, T tokens a row, S samples, P pairs, R replies of a batch, Q ques
 
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
@@ -342,10 +341,6 @@ class PairBatch:
     pairs: int
     reference_logp: Tensor | None = None  # (P, 2): sum over each reply's targets, under the frozen reference model
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.pairs, 2)
-
 
 @dataclass(frozen=True)
 class PairLoss:
@@ -393,7 +388,7 @@ def dpo_loss(
 
     `label_smoothing` is the share of pairs taken to be the wrong way round (source: Mitchell 2023, conservative DPO).
     `sft_weight`, of every loss of pairs, adds the chosen reply's mean cross-entropy (source: Pang et al. 2024,
-    Iterative RPO). The sums of REPLY_STATS are added to `stats` (5,); a reply's reward is beta x its gain, a tie counts
+    Iterative RPO). The sums of PAIR_STATS are added to `stats` (4,); a reply's reward is beta x its gain, a tie counts
     half as accurate.
     """
     # Gain of each reply: how much more likely it is now than under the reference, in nats. Only differences count, so
@@ -421,7 +416,7 @@ def dpo_loss(
 
 PAIR_LOSSES = {"dpo": PairLoss(dpo_loss, "Rafailov et al. 2023, DPO", has_reference=True)}
 
-REPLY_STATS = ("chosen", "rejected", "accurate", "chosen_reward", "rejected_reward")
+PAIR_STATS = ("pairs", "accurate", "chosen_reward", "rejected_reward")
 
 
 def sum_over_pairs(
@@ -437,40 +432,38 @@ def sum_over_pairs(
     if stats is not None:
         chosen, rejected = rewards.detach().unbind(dim=1)
         accurate = torch.sign(chosen - rejected) + 1  # both replies, none, or one for a tie
-        stats += (counts * torch.stack((counts, counts, accurate, chosen, rejected))).sum(dim=1)
+        stats += (counts * torch.stack((counts, accurate, chosen, rejected))).sum(dim=1)
     return (losses * counts).sum(), counts.sum()
 
 
-def mean_reply_stats(stats: Tensor, device: Device) -> dict[str, float]:
-    """The share of replies on the right side, and the mean reward of each kind; `stats` (5,) are one rank's sums of
-    REPLY_STATS. Values without a measured reply are left out."""
-    chosen, rejected, accurate, chosen_reward, rejected_reward = sum_over_ranks(stats, device).tolist()
-    means = {}
-    if chosen or rejected:
-        means["accuracy"] = accurate / (chosen + rejected)
-    if chosen and rejected:
-        means["margin"] = chosen_reward / chosen - rejected_reward / rejected
-    if chosen:
-        means["chosen_reward"] = chosen_reward / chosen
-    if rejected:
-        means["rejected_reward"] = rejected_reward / rejected
-    return means
+def mean_pair_stats(stats: Tensor, device: Device) -> dict[str, float]:
+    """The share of replies on the right side, and the mean reward of each kind; empty without a pair. `stats` (4,) are
+    one rank's sums of PAIR_STATS."""
+    pairs, accurate, chosen_reward, rejected_reward = sum_over_ranks(stats, device).tolist()
+    if not pairs:
+        return {}
+    return {
+        "accuracy": accurate / (2 * pairs),
+        "margin": chosen_reward / pairs - rejected_reward / pairs,
+        "chosen_reward": chosen_reward / pairs,
+        "rejected_reward": rejected_reward / pairs,
+    }
 
 
-def reply_logp(model: Any, batch: Any) -> Tensor:
-    """Log probability in nats of each reply's targets together, in the shape of the batch: (P, 2) of pairs."""
+def reply_logp(model: Any, batch: PairBatch) -> Tensor:
+    """Log probability in nats of each reply's targets together: (P, 2)."""
     return by_reply(token_logp(model, batch.rows), batch)
 
 
-def reply_targets(batch: Any) -> Tensor:
-    """The number of targets of each reply, in the shape of the batch."""
+def reply_targets(batch: PairBatch) -> Tensor:
+    """The number of targets of each reply: (P, 2)."""
     return by_reply((batch.rows.targets != IGNORE).float(), batch)
 
 
-def by_reply(values: Tensor, batch: Any) -> Tensor:
-    """Sums, in the shape of the batch, of values (N, T) that are 0 where there is no target."""
+def by_reply(values: Tensor, batch: PairBatch) -> Tensor:
+    """Sums (P, 2) over each reply of values (N, T) that are 0 where there is no target."""
     # One mask for each reply, then a plain sum. index_add would do it without the masks, but adds in a changing order:
     # two runs of one seed would differ in their last digits.
-    numbers = torch.arange(math.prod(batch.shape), device=values.device)
+    numbers = torch.arange(2 * batch.pairs, device=values.device)
     own = batch.rows.source == numbers[:, None, None]  # (R, N, T)
-    return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(batch.shape)
+    return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(batch.pairs, 2)

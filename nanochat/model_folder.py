@@ -412,7 +412,7 @@ def stored_dtype(step_folder: Path) -> torch.dtype:
         return its_format.weights(base, config).dtype
 
 
-def facts_of_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
+def facts_of_use(meta: dict[str, Any]) -> dict[str, Any]:
     """The facts about a checkpoint for a server, its page and the terminal chat, checked.
 
     Where it was saved without settings, a stage or tasks, it counts as a chat model that has learned no task.

@@ -185,7 +185,7 @@ def resume(
     try:
         checkpoint_manager.load_weights(start.model, step_folder)
         state = optimizer.state_dict()
-        loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, state, start.device)
+        loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, state)
     except ValueError as error:  # a damaged file, weights only, or the state of another optimizer
         raise UserError(f"--resume: {error}; or move {step_folder} away to continue from the step before it") from error
     if start.device.rank < len(rng_states):  # a rank that the saving run did not have keeps the generators of its seed

@@ -137,7 +137,7 @@ def reference_tokens() -> int:
     return training_tokens(model_config(12, 32768, 2048), REFERENCE_RATIO)
 
 
-def batch_tokens(config: GPTConfig, tokens: int) -> int:
+def batch_tokens(tokens: int) -> int:
     """B for a horizon of `tokens`, as a power of two."""
     # A longer run ends at a lower loss, where gradients are noisier, and affords a larger batch: B grows as D ** 0.383,
     # through the reference. A run 8 times as long has a batch 8 ** 0.383 = 2.2 times as large, rounded to 2 times: a

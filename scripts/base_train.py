@@ -92,7 +92,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ horizon, batch, optimizer
     micro_tokens = config.device_batch_size * row_tokens * device.data_ranks  # tokens in one pass over all devices
     horizon = scaling.training_tokens(model.config, config.target_param_data_ratio)
-    by_rule = scaling.batch_tokens(model.config, horizon)
+    by_rule = scaling.batch_tokens(horizon)
     accumulation = count_micro_batches(
         micro_tokens, by_rule, config.total_batch_size, config.gradient_accumulation_steps
     )

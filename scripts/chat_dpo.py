@@ -87,7 +87,7 @@ def main(config: Config) -> None:
     row_tokens = model.config.sequence_len
     if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
         optimizer, _ = open_optimizer(config, start, scaling.rates(model.config, batch=1, tokens=1))
-        reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
+        reply_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
         start.ledger.report(
             model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
             batch_of=lambda rows: preferences.with_reference(preferences.full_batch(rows), reference),
@@ -166,12 +166,12 @@ def main(config: Config) -> None:
             # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.must_evaluate:
                 with run.interruptible("evaluation"):
-                    reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
+                    reply_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
                     val_loss_fn = functools.partial(loss_fn, stats=reply_stats)
                     val_loss = mean_loss(model, micro_batches(val_examples), val_loss_fn, device, run.should_stop)
                     metrics = {}
                     if not math.isnan(val_loss):  # otherwise every held-out pair was left out
-                        means = losses.mean_reply_stats(reply_stats, device)
+                        means = losses.mean_pair_stats(reply_stats, device)
                         metrics = {"val_loss": val_loss} | {f"val_{name}": value for name, value in means.items()}
                     run.log_evaluation(**metrics)
             if run.must_save:
@@ -185,7 +185,7 @@ def main(config: Config) -> None:
                 examples = draw(train, numbers)
             if run.stopped:
                 continue  # the data could not be read; the next pass through the loop saves and leaves
-            reply_stats = torch.zeros(len(losses.REPLY_STATS), device=device.torch_device)
+            reply_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
             # Both models are compiled, or neither is: otherwise the margin contains the difference of their rounding.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
@@ -197,7 +197,7 @@ def main(config: Config) -> None:
             run.count(stats, preferences.token_count(examples))
             left_out += len(numbers) - len(examples)
             if run.must_log:
-                means = losses.mean_reply_stats(reply_stats, device)
+                means = losses.mean_pair_stats(reply_stats, device)
                 run.log_step(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
     run.finish()
 

@@ -202,7 +202,7 @@ def test_the_image_has_what_it_copies_and_a_cann_of_the_table():
     releases = {release.lower(): pairs for release, pairs in check_npu.RELEASES.items()}
     torch, torch_npu = releases[tag[1]][0]
     assert check_npu.version_key(torch) >= check_npu.version_key(check_npu.minimum_torch())
-    assert tag[3] in check_npu.pythons_for(torch, torch_npu)
+    assert tag[3] in check_npu.pythons_for(torch_npu)
 
 
 def test_the_image_is_no_root_and_finds_its_own_environment():

@@ -42,17 +42,31 @@ def test_every_script_is_in_a_list_of_commands():
     assert set(SCRIPTS) == set(re.findall(r"-m scripts\.(\w+)", ENGLISH + DOCUMENTS["commands.md"]))
 
 
-@pytest.mark.parametrize("words", [*sorted({*SCRIPTS} - {"bench"}), "bench train", "bench serve"])
-def test_every_flag_is_in_a_document(words):
-    """By its name, `--flag`, outside of the measurements."""
+COMMANDS = [*sorted({*SCRIPTS} - {"bench"}), "bench train", "bench serve"]
+
+
+def flags_of(words: str) -> set[str]:
+    """The flags of a script, or of its subcommand, by their names in `--help`."""
     script, *subcommand = words.split()
     help_text = io.StringIO()
     with contextlib.redirect_stdout(help_text), pytest.raises(SystemExit):
         parse(importlib.import_module(f"scripts.{script}").Config, [*subcommand, "--help"])
     flags = set(re.findall(r"--\w+", help_text.getvalue()))
-    flags -= {flag for flag in flags if flag.startswith("--no_")}
+    return flags - {flag for flag in flags if flag.startswith("--no_")}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_every_flag_is_in_a_document(words):
+    """By its name, `--flag`, outside of the measurements."""
     pages = "".join(text for name, text in DOCUMENTS.items() if name != "measurements.md")
+    flags = flags_of(words)
     assert flags and not flags - set(re.findall(r"--\w+", pages))
+
+
+def test_every_flag_of_the_tables_exists():
+    first_cells = re.findall(r"(?m)^\| (`--.*?) \|", DOCUMENTS["commands.md"])
+    documented = set(re.findall(r"--\w+", " ".join(first_cells)))
+    assert len(documented) > 50 and documented <= set().union(*map(flags_of, COMMANDS))
 
 
 def test_the_table_of_other_trainers_flags_names_flags_that_exist():

@@ -107,7 +107,7 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
                 "other weights: name the first as --source"
             )
         meta = read_json(folder / "meta.json")
-        return read_adapters(folder, config), {**meta, **facts_of_use(folder, meta), "folder": str(folder)}
+        return read_adapters(folder, config), {**meta, **facts_of_use(meta), "folder": str(folder)}
 
 
 def _names_of(folder: Path) -> set[str]:

@@ -1,1 +1,1 @@
-"""Measures of a model: bits per byte on held-out text."""
+"""Measures of a model: graded replies to tasks, and CORE."""

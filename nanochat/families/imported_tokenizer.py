@@ -163,7 +163,7 @@ class ImportedTokenizer(Tokenizer):
         if isinstance(template, list):
             templates = {one["name"]: one["template"] for one in template}
         file = f"{folder.resolve().name}/{file}"
-        _check_templates(templates, file)
+        _check_templates(templates)
         definition = {"tokenizer": content, "config": config, "chat_templates": templates, "eos_token_ids": ends}
         return cls(definition, file)
 
@@ -171,7 +171,7 @@ class ImportedTokenizer(Tokenizer):
     def from_checkpoint(cls, path: Path, content: dict[str, Any]) -> "ImportedTokenizer":
         """From the one file that `save` writes. Raises ValueError: when it is damaged."""
         file = "/".join(path.resolve().parts[-4:])  # <stage>/<tag>/step_<n>/tokenizer.json
-        _check_templates(content["chat_templates"], file)
+        _check_templates(content["chat_templates"])
         tokenizer = cls(content, file)
         if tokenizer.fingerprint() != content["sha256"]:
             raise ValueError("its content does not match its sha256")
@@ -179,7 +179,7 @@ class ImportedTokenizer(Tokenizer):
 
     def with_chat_template(self, source: str, file: str) -> "ImportedTokenizer":
         try:
-            _check_templates({"default": source}, file)
+            _check_templates({"default": source})
             return ImportedTokenizer({**self._definition(), "chat_templates": {"default": source}}, file)
         except ValueError as error:
             raise UserError(f"--chat_template: {error}") from error
@@ -334,7 +334,7 @@ def _optional(path: Path) -> dict[str, Any]:
     return content
 
 
-def _check_templates(templates: dict[str, str], file: str) -> None:
+def _check_templates(templates: dict[str, str]) -> None:
     """Raises ValueError: when they are not chat templates."""
     if not all(isinstance(one, str) and len(one) <= MAX_TEMPLATE for one in templates.values()):
         raise ValueError(f"its chat template is not a text of at most {MAX_TEMPLATE:,} characters")

@@ -115,7 +115,7 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[li
         if (job.prompt_logprobs or job.prompt_topk) and not job.is_cancelled:
             yield []
             logprobs, likeliest = score_prompt(engine.model, job)
-        results.append(write_samples([_finished(one, topk) for one in own], logprobs, likeliest))
+        results.append(write_samples([_finished(one) for one in own], logprobs, likeliest))
     yield results
 
 
@@ -132,7 +132,7 @@ def _take(sample: _Sample, new: NewToken, tokenizer: Tokenizer) -> bool:
     return sample.is_stopped or new.finish_reason is not None
 
 
-def _finished(sample: _Sample, topk: int) -> Sampled:
+def _finished(sample: _Sample) -> Sampled:
     k = sample.job.topk
     if not sample.tokens:
         return Sampled([], [], False, Likeliest(np.zeros((0, k)), np.zeros((0, k))) if k else None)

@@ -351,7 +351,7 @@ class TrainedModel:
         self.steps = 0
         self._start_optimizer()
         if with_optimizer:
-            checkpoints.load_training(step_folder, meta, self.optimizer.state_dict(), self.device)
+            checkpoints.load_training(step_folder, meta, self.optimizer.state_dict())
             self.steps = meta["step"]
 
 

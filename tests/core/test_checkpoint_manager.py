@@ -105,7 +105,7 @@ def test_round_trip_is_exact(folder):
     assert not loaded.training
     assert tokenizer.fingerprint() == TOKENIZER.fingerprint()
     again = optimizer_of(smallest_model(1), steps=0)
-    (loader_share,), (rng,) = load_training(path, meta, again.state_dict(), DEVICE)
+    (loader_share,), (rng,) = load_training(path, meta, again.state_dict())
     assert same_tensors(again.state_dict(), optimizer.state_dict())
     merged = LoaderState.merge([loader_share])
     assert (merged.row, merged.shard_count) == (12, 2)
@@ -131,7 +131,7 @@ def test_weights_alone_load_but_do_not_resume(folder):
     rewrite_manifest(path)
     load_model(str(path), DEVICE)
     with pytest.raises(UserError, match="--source"):
-        load_training(path, model_folder.verify(path), momentum(), DEVICE)
+        load_training(path, model_folder.verify(path), momentum())
 
 
 # ---------------------------------------------------------------------- what was there before
@@ -219,7 +219,7 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name, how):
     rewrite_manifest(path)
     if name.startswith("training"):
         with pytest.raises(DamagedCheckpoint):
-            load_training(path, model_folder.verify(path), momentum(), DEVICE)
+            load_training(path, model_folder.verify(path), momentum())
     else:
         with pytest.raises(UserError):
             load_model(str(path), DEVICE)
@@ -250,7 +250,7 @@ def test_mutated_files_are_an_error_not_a_crash(folder, name):
         rewrite_manifest(path)
         try:
             if training:
-                load_training(path, model_folder.verify(path), momentum(), DEVICE)
+                load_training(path, model_folder.verify(path), momentum())
             else:
                 load_model(str(path), DEVICE)
         except UserError as error:

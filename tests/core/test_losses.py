@@ -30,9 +30,9 @@ from nanochat.cli import UserError
 from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
 from nanochat.losses import (
+    PAIR_STATS,
     POLICY_LOSSES,
     POLICY_STATS,
-    REPLY_STATS,
     PairBatch,
     PolicyBatch,
     clipped_objective,
@@ -469,11 +469,11 @@ def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float,
 
 def test_dpo_by_hand():
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
-    stats = torch.zeros(len(REPLY_STATS))
+    stats = torch.zeros(len(PAIR_STATS))
     loss, pairs = dpo_loss(model, batch, beta=0.5, stats=stats)
     # gains: ln (1/8 : 1/16) = ln 2, and ln (1/8 : 1/4) = -ln 2; half their difference is ln 2: sigmoid 2/3
     assert (loss.item(), pairs.item()) == pytest.approx((-math.log(2 / 3), 1))
-    assert stats.tolist() == pytest.approx([1, 1, 2, 0.5 * math.log(2), -0.5 * math.log(2)])
+    assert stats.tolist() == pytest.approx([1, 2, 0.5 * math.log(2), -0.5 * math.log(2)])
     loss.backward()
     # sigmoid(-margin) x beta pulls every target of the chosen reply up, those of the rejected one down
     assert model.logp.grad.flatten().tolist() == pytest.approx([-1 / 6] * 2 + [1 / 6] * 3 + [0])
@@ -485,27 +485,24 @@ def test_dpo_by_hand():
 
 def test_ipo_by_hand():
     model, batch = one_pair([0.5, 0.25], [0.5, 0.5, 0.5], (1 / 16, 1 / 4))
-    stats = torch.zeros(len(REPLY_STATS))
+    stats = torch.zeros(len(PAIR_STATS))
     loss, pairs = ipo_loss(model, batch, beta=0.25, stats=stats)
     difference = math.log(2) / 2 + math.log(2) / 3  # of the gains a token
     assert (loss.item(), pairs.item()) == pytest.approx(((difference - 2) ** 2, 1))
-    assert stats.tolist() == pytest.approx([1, 1, 2, math.log(2) / 8, -math.log(2) / 12])
+    assert stats.tolist() == pytest.approx([1, 2, math.log(2) / 8, -math.log(2) / 12])
 
 
 def test_replies_as_likely_as_before_are_a_tie():
     model, batch = one_pair([0.5], [0.25], (0.5, 0.25))
-    stats = torch.zeros(len(REPLY_STATS))
+    stats = torch.zeros(len(PAIR_STATS))
     loss, _ = dpo_loss(model, batch, stats=stats)
-    assert loss.item() == pytest.approx(math.log(2)) and stats.tolist() == [1, 1, 1, 0, 0]
+    assert loss.item() == pytest.approx(math.log(2)) and stats.tolist() == [1, 1, 0, 0]
 
 
-def test_what_no_reply_was_measured_for_is_not_reported():
-    means = {counts: losses.mean_reply_stats(torch.tensor([*counts, 1.0, 0.5, 0.25]), cpu_device())
-             for counts in ((2, 1), (2, 0), (0, 0))}  # chosen and rejected replies  # fmt: skip
-    assert means[2, 1] == pytest.approx(
-        {"accuracy": 1 / 3, "margin": 0, "chosen_reward": 0.25, "rejected_reward": 0.25}
-    )
-    assert means[2, 0] == {"accuracy": 0.5, "chosen_reward": 0.25} and means[0, 0] == {}
+def test_means_are_over_the_pairs_and_nothing_without_one():
+    means = losses.mean_pair_stats(torch.tensor([2.0, 3.0, 0.5, 0.25]), cpu_device())
+    assert means == {"accuracy": 0.75, "margin": 0.125, "chosen_reward": 0.25, "rejected_reward": 0.125}
+    assert losses.mean_pair_stats(torch.zeros(4), cpu_device()) == {}
 
 
 LN2 = math.log(2)
@@ -529,12 +526,12 @@ def test_losses_of_preferences_by_hand(name, settings, expected, rewards):
     row = PAIR_ROWS[name]
     if not row.has_reference:
         batch = replace(batch, reference_logp=None)
-    stats = torch.zeros(len(REPLY_STATS))
+    stats = torch.zeros(len(PAIR_STATS))
     loss, count = row.function(model, batch, **settings, stats=stats)
     assert (loss.item(), count.item()) == (pytest.approx(expected, rel=1e-6), 1)
-    assert stats[[0, 1]].tolist() == [1, 1] and stats[3:].tolist() == pytest.approx(rewards)
+    assert stats[0].item() == 1 and stats[2:].tolist() == pytest.approx(rewards)
     accurate = 1 + math.copysign(1, rewards[0] - rewards[1])
-    assert stats[2].item() == (accurate if rewards[0] != rewards[1] else 1)
+    assert stats[1].item() == (accurate if rewards[0] != rewards[1] else 1)
 
 
 @pytest.mark.parametrize("name", OF_REPLIES)
@@ -558,7 +555,7 @@ def test_gradients_of_preferences_are_finite_differences(name):
 def test_the_reward_loss_by_hand():
     """Scores of 1.5 and 0.5 at the replies' last tokens: the first wins with probability sigmoid(1)."""
     _, batch = one_pair([0.5], [0.25], (1.0, 1.0))
-    stats = torch.zeros(len(REPLY_STATS))
+    stats = torch.zeros(len(PAIR_STATS))
     scores = torch.tensor([[1.5, 0.5, 9.0]], requires_grad=True)
     loss, count = reward_loss(lambda *_, **__: scores, batch, stats=stats)
     loss.backward()
@@ -568,7 +565,7 @@ def test_the_reward_loss_by_hand():
     assert torch.autograd.gradcheck(
         lambda moved: reward_loss(lambda *_, **__: moved, batch)[0], scores.detach().double().requires_grad_()
     )
-    assert stats.tolist() == [1, 1, 2, 1.5, 0.5]
+    assert stats.tolist() == [1, 2, 1.5, 0.5]
 
 
 def test_a_certain_reply_has_finite_odds():
@@ -751,7 +748,7 @@ def test_a_micro_batch_of_padding_adds_nothing():
     assert not more
     batch = PairBatch(rows, pairs)
     batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
-    stats = torch.zeros(len(REPLY_STATS))
+    stats = torch.zeros(len(PAIR_STATS))
     for row in (PAIR_ROWS[name] for name in OF_REPLIES):
         loss, count = row.bind(sft_weight=1.0)(model, batch, stats=stats)
         assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)

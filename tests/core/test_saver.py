@@ -68,7 +68,7 @@ def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
     checkpoint_manager.load_weights(model, path)
     expected = smallest_model(seed).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
-    loader, _ = load_training(path, meta, state, cpu_device())
+    loader, _ = load_training(path, meta, state)
     assert torch.equal(state["a.momentum"], momentum(seed)["a.momentum"])
     assert [int(share["row"][0]) for share in loader] == [seed + rank for rank in range(meta["world_size"])]
     assert {file.name for file in path.iterdir()} == FILES | {storage.share_name(r) for r in range(meta["world_size"])}

@@ -80,7 +80,7 @@ def test_the_reference_is_its_own_rule() -> None:
     config = model_config(12, 32768, 2048)
     tokens = training_tokens(config, scaling.REFERENCE_RATIO)
     assert tokens == 12 * (12 * 12 * 768**2 + 768 * 32768)
-    assert batch_tokens(config, tokens) == 524_288
+    assert batch_tokens(tokens) == 524_288
     reference = rates(config, 524_288, tokens)
     assert (reference.matrix, reference.embedding, reference.value_embedding) == (0.02, 0.3, 0.15)
     assert (reference.head, reference.vector, reference.residual_scale) == (0.008, 0.05, 0.005)
@@ -89,13 +89,13 @@ def test_the_reference_is_its_own_rule() -> None:
 
 def test_batches_are_powers_of_two_that_grow_as_the_law() -> None:
     config = model_config(12, 32768, 2048)
-    sizes = [batch_tokens(config, 10**6 * 2**i) for i in range(24)]
+    sizes = [batch_tokens(10**6 * 2**i) for i in range(24)]
     assert sizes == sorted(sizes)
     assert all(size & (size - 1) == 0 for size in sizes)
     law = math.log2(sizes[-1] / sizes[0]) / 23
     assert law == pytest.approx(0.383, abs=1 / 23)
     tokens = training_tokens(config, 12)
-    assert batch_tokens(config, 8 * tokens) == 1 << 20  # 8 ** 0.383 = 2.2
+    assert batch_tokens(8 * tokens) == 1 << 20  # 8 ** 0.383 = 2.2
 
 
 def test_deeper_is_larger_in_every_number() -> None:
@@ -104,7 +104,7 @@ def test_deeper_is_larger_in_every_number() -> None:
         [scaling_parameters(c) for c in configs],
         [flops_per_token(c) for c in configs],
         [training_tokens(c, 10) for c in configs],
-        [batch_tokens(c, training_tokens(c, 10)) for c in configs],
+        [batch_tokens(training_tokens(c, 10)) for c in configs],
     ):
         assert values == sorted(values)
         assert values[0] < values[-1]

@@ -34,7 +34,7 @@ OUTCOMES = ("PASS", "FAIL", "SKIP")
 
 
 def commands(kind: str, first: Sequence[str], is_small: bool) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Each part's command without `--record FILE` or ON_DEVICE_LINES, and the variables that it needs."""
+    """Each part's command, without ON_DEVICE_LINES, and the variables that it needs."""
     variables = {"ON_DEVICE": kind, "ON_DEVICE_SIZES": "small" if is_small or kind == "cpu" else "card"}
     # Without capturing: what a part has printed before it crashed is in the report.
     pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--capture=no"]
