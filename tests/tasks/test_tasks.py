@@ -528,55 +528,6 @@ def test_a_folder_with_splits_of_its_own(tmp_path):
     assert Conversations("train", str(tmp_path / "train" / "train.jsonl")).kind == "dialogue"
 
 
-CALLED = [HELLO[0], {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}]
-BAD_ROWS = [
-    ({"messages": []}, "cannot be used: a conversation is a non-empty list of messages"),
-    ({"messages": [HELLO[1]]}, "cannot be used: message 0 is by assistant, where user is expected"),
-    (
-        {"messages": [HELLO[0], {"role": "tool", "content": "3"}]},
-        "cannot be used: message 1 is by tool, where assistant is expected",
-    ),
-    ({"messages": [HELLO[0], HELLO[0]]}, "cannot be used: the assistant has no message"),
-    ({"messages": [{"role": "robot", "content": "Hi"}]}, "cannot be used: message 0 has the role 'robot'"),
-    ({"messages": [HELLO[0], {"role": "assistant"}]}, "cannot be used: message 1 (assistant) has no content"),
-    ({"messages": [{"content": "Hello"}] * 2}, "cannot be used: message 0 has the role None"),
-    ({"messages": ["Hello", "Hi!"]}, "cannot be used: message 0 is not an object with role and content"),
-    ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "cannot be used: message 0 has the role ['x']"),
-    ({"conversations": [{"from": "tool", "value": "Hello"}]}, "cannot be used: message 0 is by tool, where user"),
-    ({"instruction": "Add.", "output": None}, "cannot be used: message 1 (assistant) has no content"),
-    ({"instruction": "Add."}, "cannot be used: unknown form (with instruction); known forms:"),
-    ({"instruction": "Add.", "output": "3", "history": ["Hello"]}, 'cannot be used: its "history" is not a list of'),
-    *(
-        ({"messages": [HELLO[0], {"role": "assistant", **call}]}, f"cannot be used: {problem}")
-        for call, problem in (
-            ({"function_call": {"name": "weather"}}, "a message calls a function by function_call"),
-            ({"tool_calls": {"id": "a"}}, "tool_calls is not a list"),
-            ({"tool_calls": "[" * 100_000}, "tool_calls is a text that is not JSON"),
-            ({"tool_calls": [{"id": "a"}]}, "a call in tool_calls has no function"),
-            ({"tool_calls": [{"function": {"name": "weather", "arguments": [1]}}]}, "a call in tool_calls has no"),
-            ({"tool_calls": [{"function": {"name": "weather", "arguments": "Rome"}}]}, "the arguments of a function"),
-        )
-    ),
-    ({"messages": [*CALLED, HELLO[1]]}, "cannot be used: message 2 is by assistant, where tool is expected"),
-    ({"messages": [{**HELLO[0], **CALLED[1], "role": "user"}]}, "cannot be used: message 0 (user) has tool_calls"),
-    ({"messages": HELLO, "tools": ["weather"]}, 'cannot be used: its "tools" are not a list of objects'),
-    ({"text": "Hello"}, "cannot be used: unknown form (with text); known forms:"),
-    ({}, "cannot be used: unknown form (with nothing)"),
-    ("Hello", "cannot be used: unknown form (but str)"),
-    ([HELLO[0]], "cannot be used: the assistant has no message"),
-    ([{"role": "system", "content": "Be brief."}, HELLO[0]], "cannot be used: the assistant has no message"),
-]
-
-
-@pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
-def test_a_bad_conversation_is_named_when_the_file_is_opened(tmp_path, row, problem):
-    path = write(tmp_path / "mine.jsonl", [HELLO, HELLO, row, HELLO])
-    line = complaint(lambda: Conversations("train", str(path), reading=Reading(bad_records="fail")))
-    assert line.startswith(f"{path} line 3 {problem}")
-    path.write_text('{"messages": \n')
-    assert f"{path} line 1 is not JSON" in complaint(lambda: Conversations("train", str(path)))
-
-
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
 def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name):
     rows = [{"messages": [{"role": "user", "content": str(n)}, HELLO[1]], "id": n} for n in range(20)]
@@ -605,14 +556,6 @@ def test_a_parquet_of_a_known_form_is_read_without_its_other_columns(tmp_path):
     assert sorted(Conversations("train", str(path)).records[0]) == ["completion", "prompt"]
     problem = 'unknown form (with prompt, completion, embedding, chosen); known forms: {"chosen": [...]'
     assert problem in complaint(lambda: Preferences("train", str(path)))
-
-
-def test_alpaca_as_csv(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text('instruction,input,output\nAdd.,"1, 2\n",3\n"Say ""Hi""!",,Hi!\n')
-    task = Conversations("train", str(path))
-    assert task.example(0).messages[0]["content"] == "Add.\n1, 2\n" and len(task) == 1
-    assert Conversations("test", str(path)).example(0).messages[0]["content"] == 'Say "Hi"!'
 
 
 def test_a_split_of_a_folder_is_named(tmp_path):
@@ -664,19 +607,24 @@ PAIR_FORMS = [
     },
     {"instruction": "Hello", "input": "", "chosen": "Hi!", "rejected": "Go away."},
     {"prompt": "Hello", "instruction": None, "chosen": "Hi!", "rejected": "Go away."},
+    {"Prompt": "Hello", "Chosen": "Hi!", "Rejected": "Go away."},
+    {"input": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"messages": HELLO, "rejected_response": "Go away."},  # ms-swift's
+    {"messages": HELLO, "rejected_messages": [HELLO[0], WORSE]},
+    {"query": "Hello", "response": "Hi!", "rejected_response": "Go away."},
+    {"system": "", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"system": "Be brief.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"system": "Be brief.", "chosen": HELLO, "rejected": [HELLO[0], WORSE]},
 ]
 
 
 @pytest.mark.parametrize("row", PAIR_FORMS)
-def test_every_form_is_the_same_pair(row):
-    assert pair_of(row) == Pair([HELLO[0]], BETTER, WORSE)
-
-
-def test_a_system_message_comes_before_the_question():
-    system = {"role": "system", "content": "Be brief."}
-    row = {"system": "Be brief.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."}
-    assert pair_of(row) == Pair([system, HELLO[0]], BETTER, WORSE)
-    assert pair_of(row | {"system": ""}) == Pair([HELLO[0]], BETTER, WORSE)
+def test_every_form_is_the_same_pair(tmp_path, row):
+    system = [{"role": "system", "content": "Be brief."}] if row.get("system") else []
+    pair = Pair([*system, HELLO[0]], BETTER, WORSE)
+    assert pair_of(row) == pair
+    task = Preferences("train", str(write(tmp_path / "mine.jsonl", [row] * 3)))
+    assert [task.pair(number) for number in range(len(task))] == [pair] * 2
 
 
 BAD_PAIRS = [
