@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_scripts import base, call, mistake, refused  # noqa: F401 (base is a fixture)
 from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat import paths
@@ -82,8 +82,7 @@ def test_each_row_is_shown_once(model, tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.count("[[other<|") == 1 and out.count("--- example ") == 6  # of 5 rows and one
     assert "examples held out: mine 6, yours 1\n" in out
-    code, err = mistake(capsys, "preview", f"--tasks={path}", "--split=test", "--val_share=0")
-    assert code == 1 and "--val_share 0 holds nothing out" in err
+    refused(capsys, ("preview", f"--tasks={path}", "--split=test", "--val_share=0"), "--val_share 0 holds nothing out")
 
 
 @pytest.mark.parametrize("flags", [[], ["--val_share=0"]])
@@ -98,10 +97,8 @@ def test_a_last_line_that_is_cut_off_is_counted(model, tmp_path, capsys, flags):
 
 def test_mistakes(model, tmp_path, capsys):
     path = write(tmp_path / "text.jsonl", [{"text": "Once"}] * 3)
-    code, err = mistake(capsys, "preview", f"--tasks={path}")
-    assert code == 1 and "line 1 cannot be used: unknown form (with text); known forms:" in err
-    code, err = mistake(capsys, "preview", "--stage=dpo", "--tasks=smoltalk")
-    assert code == 1 and "a dialogue has one reply" in err
+    refused(capsys, ("preview", f"--tasks={path}"), "line 1 cannot be used: unknown form (with text); known forms:")
+    refused(capsys, ("preview", "--stage=dpo", "--tasks=smoltalk"), "a dialogue has one reply")
     path = write(tmp_path / "bad.jsonl", [chat("x"), {"messages": [QUESTION, QUESTION]}, chat("y")])
     code, err = mistake(capsys, "preview", f"--tasks={path}", "--bad_records=fail")
     assert code == 1 and "line 2 cannot be used: the assistant has no message" in err
