@@ -48,19 +48,6 @@ def test_accumulation_counts_replies_in_rl(start, capsys):  # noqa: F811
     assert code == 1 and "--minibatches 2: each needs a question, and --examples_per_step is 1" in line
 
 
-@pytest.mark.parametrize(
-    ("script", "other"),
-    [
-        ("chat_sft", "--target_examples_per_step=8"),
-        ("chat_dpo", "--target_examples_per_step=8"),
-        ("chat_rl", "--examples_per_step=8"),
-    ],
-)
-def test_one_flag_sets_the_examples_of_a_step(start, capsys, script, other):  # noqa: F811
-    code, line = mistake(capsys, script, "--gradient_accumulation_steps=2", other)
-    assert code == 2 and other.partition("=")[0] in line and "leave one of them out" in line
-
-
 # ---------------------------------------------------------------------- --num_epochs
 
 
@@ -102,16 +89,6 @@ def test_continued_pretraining_counts_its_epochs(start, tmp_path, capsys):  # no
     assert len(lines) == steps > 4
 
 
-def test_what_has_no_epochs_is_one_line(start, capsys, tmp_path):  # noqa: F811
-    flags = ("--source=base", "--source_tag=d1", "--num_epochs=1", *CPU)
-    for data, why in (("demo", "never ends"), ("demo:0.5,pydoc:0.5", "is drawn by weight")):
-        refused(capsys, ("mid_train", *flags, f"--data={data}"), why, "--num_iterations")
-    refused(capsys, ("mid_train", *flags, "--num_iterations=3"), "leave one of them out", code=2)
-    refused(capsys, ("chat_rl", *RL, "--source=base", "--num_epochs=1", "--loss=dapo"), "--refills 0")
-    code, line = mistake(capsys, "chat_rl", *RL, "--source=base", "--num_epochs=1", "--num_iterations=3")
-    assert code == 2 and "leave one of them out" in line
-
-
 # ---------------------------------------------------------------------- adapters in continued pretraining
 
 
@@ -150,13 +127,28 @@ def test_adapters_in_continued_pretraining_learn(start):  # noqa: F811
     assert lines[-1]["val_bpb"] < lines[0]["val_bpb_before"] - 0.05
 
 
+# ---------------------------------------------------------------------- mistakes
+
+EXAMPLES = ("--target_examples_per_step", "--target_examples_per_step", "--examples_per_step")  # of each stage
+
+
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("command", "words", "code"),
     [
-        ("--lora_rank=4 --lr_scale=0.1", "the rate of --lora_rank is absolute"),
-        ("--lora_alpha=4", "--lora_alpha needs --lora_rank"),
+        *(
+            (f"{script} --gradient_accumulation_steps=2 {flag}=8", (flag, "leave one of them out"), 2)
+            for script, flag in zip(("chat_sft", "chat_dpo", "chat_rl"), EXAMPLES, strict=True)
+        ),
+        ("mid_train --num_epochs=1 --data=demo", ("never ends", "--num_iterations"), 1),
+        ("mid_train --num_epochs=1 --data=demo:0.5,pydoc:0.5", ("is drawn by weight", "--num_iterations"), 1),
+        ("mid_train --num_epochs=1 --num_iterations=3", ("leave one of them out",), 2),
+        ("chat_rl --num_epochs=1 --loss=dapo", ("--refills 0",), 1),
+        ("chat_rl --num_epochs=1 --num_iterations=3", ("leave one of them out",), 2),
+        ("mid_train --data=demo --num_iterations=1 --lora_rank=4 --lr_scale=0.1", ("of --lora_rank is absolute",), 2),
+        ("mid_train --data=demo --num_iterations=1 --lora_alpha=4", ("--lora_alpha needs --lora_rank",), 2),
     ],
 )
-def test_a_mistake_with_adapters_costs_one_line(start, capsys, flags, says):  # noqa: F811
-    command = ("--source=base", "--source_tag=d1", "--data=demo", "--num_iterations=1", *CPU, *flags.split())
-    refused(capsys, ("mid_train", *command), says, code=2)
+def test_a_mistake_costs_one_line(start, capsys, command, words, code):  # noqa: F811
+    script, *flags = command.split()
+    shared = RL if script == "chat_rl" else CPU
+    refused(capsys, (script, *shared, "--source=base", "--source_tag=d1", *flags), *words, code=code)

@@ -245,12 +245,6 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):
     assert set(drawn["sft"]) == set(range(first, first + 32)) and min(drawn["again"]) == first + 32
 
 
-@pytest.mark.slow
-def test_a_reward_model_resumes_exactly(start):
-    flags = (*RM, "--source=base", "--num_iterations=8", "--save_every=2", "--eval_every=4")
-    exactly_resumed(start, "chat_dpo", "rm", flags, 8)
-
-
 def tuned(flags: Sequence[str]) -> tuple[str, ...]:
     """The flags with AdamW at a rate of its own, clipped gradients and a rounded state."""
     others = (flag for flag in flags if "lr_scale" not in flag)
@@ -289,20 +283,21 @@ def test_epochs_have_every_example_once_and_resume_exactly(start, tmp_path, monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "extra",
+    ("script", "stage", "flags", "extra"),
     [
-        "--loss=grpo --kl=0.1 --updates_per_step=2",
-        "--loss=dapo --refills=1",
-        "--loss=reinforce++ --kl=0.1 --kl_in=reward --minibatches=2 --importance_cap=2",
-        "--loss=distill --teacher=base --tasks=identity",
+        ("chat_dpo", "rm", RM, ""),
+        ("chat_rl", "rl", RL, "--loss=grpo --kl=0.1 --updates_per_step=2"),
+        ("chat_rl", "rl", tuned(RL), "--loss=dapo --refills=1"),
+        ("chat_rl", "rl", RL, "--loss=reinforce++ --kl=0.1 --kl_in=reward --minibatches=2 --importance_cap=2"),
+        ("chat_rl", "rl", RL, "--loss=distill --teacher=base --tasks=identity"),
     ],
-    ids=["grpo", "dapo", "reinforce++", "distill"],
+    ids=["reward", "grpo", "dapo", "reinforce++", "distill"],
 )
-def test_rl_resumes_exactly(start, extra):
-    rl = tuned(RL) if "dapo" in extra else RL
-    flags = (*rl, *extra.split(), "--source=base", "--num_iterations=4", "--save_every=1", "--eval_every=2")
-    exactly_resumed(start, "chat_rl", "rl", flags, 4)
-    assert ("kl" in metrics(start, "rl")[-1]) == ("dapo" not in extra)
+def test_other_losses_resume_exactly(start, script, stage, flags, extra):
+    steps = 8 if stage == "rm" else 4
+    flags = (*flags, *extra.split(), "--source=base", f"--num_iterations={steps}", f"--eval_every={steps // 2}")
+    exactly_resumed(start, script, stage, (*flags, f"--save_every={steps // 4}"), steps)
+    assert stage == "rm" or ("kl" in metrics(start, "rl")[-1]) == ("dapo" not in extra)
 
 
 BACKEND: dict[str, str] = {}  # of torch.compile, where a test needs no programs in C++
@@ -815,26 +810,31 @@ def same_training(base: Path, stage: str, one: str, other: str, steps: int) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", ["--parallel=fsdp", "--context_parallel=2"])
 @pytest.mark.parametrize(
     ("stage", "extra"), [*((stage, ()) for stage in STAGES), ("rl", ("--loss=ppo",))], ids=[*STAGES, "ppo"]
 )
-def test_ranks_train_as_one_and_any_layout_continues(taught, stage, extra):
-    """Straight through on two sharded ranks; from the middle on two whole ones, and the rest on one process."""
+def test_ranks_train_as_one_and_any_layout_continues(taught, stage, extra, layout):
+    """Straight through on two ranks that share weights or rows; from the middle on two whole ones, then on one."""
     script, _ = STAGES[stage]
     flags = (*flags_of(stage, taught), *extra, "--num_iterations=6", "--eval_every=3", "--save_every=2")
     call(script, *flags, "--model_tag=one")
-    on_two = (script, *flags, "--model_tag=many", fewest_rows(stage))
-    run_command(*on_two, "--parallel=fsdp")
+    many = (script, *flags, "--model_tag=many")
+    if layout == "--parallel=fsdp":
+        run_command(*many, fewest_rows(stage), layout)
+    else:
+        printed = run_command(*many, layout)
+        assert "device: 2 x" in printed and "ddp, rows shared by 2" in printed
     same_training(taught, stage, "one", "many", 6)
 
     folder = taught / "checkpoints" / stage / "many"
     forget_after(taught, stage, 2, "many")
-    run_command(*on_two, "--parallel=ddp", "--resume")
+    run_command(*many, fewest_rows(stage), "--parallel=ddp", "--resume")
     assert (folder / "step_000006/training.rank1.safetensors").exists()
     same_training(taught, stage, "one", "many", 6)
 
     forget_after(taught, stage, 4, "many")
-    call(script, *flags, "--model_tag=many", "--resume")
+    call(*many, "--resume")
     assert not (folder / "step_000006/training.rank1.safetensors").exists()
     same_training(taught, stage, "one", "many", 6)
     if stage == "rl":  # there was something to learn
@@ -850,28 +850,6 @@ def test_replicas_of_shards_train_as_one(taught, stage):
     call(script, *flags, "--model_tag=one")
     hybrid = ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")
     run_command(script, *flags, *hybrid, "--model_tag=many", fewest_rows(stage), ranks=4)
-    same_training(taught, stage, "one", "many", 6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "extra"), [*((stage, ()) for stage in STAGES), ("rl", ("--loss=ppo",))], ids=[*STAGES, "ppo"]
-)
-def test_ranks_that_share_rows_train_as_one_and_any_layout_continues(taught, stage, extra):
-    """Straight through on two ranks that share rows; from the middle on two with their own, the rest on one process."""
-    script, _ = STAGES[stage]
-    flags = (*flags_of(stage, taught), *extra, "--num_iterations=6", "--eval_every=3", "--save_every=2")
-    call(script, *flags, "--model_tag=one")
-    printed = run_command(script, *flags, "--model_tag=many", "--context_parallel=2")
-    assert "device: 2 x" in printed and "ddp, rows shared by 2" in printed
-    same_training(taught, stage, "one", "many", 6)
-
-    forget_after(taught, stage, 2, "many")
-    run_command(script, *flags, "--model_tag=many", fewest_rows(stage), "--resume")
-    same_training(taught, stage, "one", "many", 6)
-
-    forget_after(taught, stage, 4, "many")
-    call(script, *flags, "--model_tag=many", "--resume")
     same_training(taught, stage, "one", "many", 6)
 
 
@@ -980,14 +958,15 @@ def test_rl_hints_at_flags_that_do_little_good(monkeypatch, capsys, flags, says)
 
 def test_resume_keeps_to_its_flags(start, capsys):
     call("chat_sft", *SFT, "--source=base", "--num_iterations=2")
-    refused(capsys, ("chat_sft", *SFT, "--source=base", "--num_iterations=4", "--seed=1", "--resume"), "--seed")
-    refused(capsys, ("chat_sft", *SFT, "--source=base", "--num_iterations=1", "--resume"), "--num_iterations")
-    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--learning_rate=1e-4", "--resume")
-    assert code == 1 and "adamw and muon, not adamw" in err
-    refused(capsys, ("chat_sft", *SFT, "--source=base", "--num_epochs=1", "--resume"), "steps, not epochs")
-    code, err = mistake(capsys, "chat_sft", *SFT, "--source=base", "--optimizer_dtype=bfloat16", "--resume")
-    assert code == 1 and "--optimizer_dtype float32" in err
-    refused(capsys, ("chat_sft", *SFT, "--source=base", "--offload_optimizer"), "--offload_optimizer")
+    for flags, words in (
+        ("--num_iterations=4 --seed=1 --resume", "--seed"),
+        ("--num_iterations=1 --resume", "--num_iterations"),
+        ("--learning_rate=1e-4 --resume", "adamw and muon, not adamw"),
+        ("--num_epochs=1 --resume", "steps, not epochs"),
+        ("--optimizer_dtype=bfloat16 --resume", "--optimizer_dtype float32"),
+        ("--offload_optimizer", "--offload_optimizer"),
+    ):
+        refused(capsys, ("chat_sft", *SFT, "--source=base", *flags.split()), words)
 
 
 def test_resume_keeps_to_its_source(start, capsys):
