@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_scripts import refused
 from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
@@ -661,22 +662,17 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "words", "code"),
     [
-        (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer"),
-        (["--tasks=nosuch"], "--tasks nosuch: no such task"),
-        (["--samples=4", "--temperature=0"], "--samples 4: greedy replies are all the same; set --temperature"),
-        (["--temperature=-1"], "--temperature -1.0"),
-        (["--source=rl"], "there is no rl checkpoint"),
-        (["--model_tag=other"], "that is whole"),
+        (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer", 1),
+        (["--tasks=nosuch"], "--tasks nosuch: no such task", 1),
+        (["--samples=4", "--temperature=0"], "--samples 4: greedy replies are all the same; set --temperature", 1),
+        (["--temperature=-1"], "--temperature -1.0", 2),
+        (["--source=rl"], "there is no rl checkpoint", 1),
+        (["--model_tag=other"], "that is whole", 1),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_mistakes_cost_a_line(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str, code: int
 ) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        call(*argv)
-    err = capsys.readouterr().err
-    assert leaving.value.code in (1, 2)
-    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    refused(capsys, ("chat_eval", "--device=cpu", *argv), words, code=code)
