@@ -80,16 +80,6 @@ def test_only_the_wanted_fields_are_read_from_a_parquet(tmp_path):
     assert opened[7] == {"answer": 7, "list": [{"a": "7"}]}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-@pytest.mark.parametrize("damage", ['{"question": "cut', "[" * 100_000, '{"a": 1} {"b": 2}', "caf\udce9"])
-def test_a_damaged_line_is_named(tmp_path, name, damage):
-    text = f'{{"question": "one"}}\n\n{damage}\n{{"question": "two"}}\n'.encode("utf-8", "surrogateescape")
-    (tmp_path / name).write_bytes(gzip.compress(text) if name.endswith(".gz") else text)
-    opened = open_records([tmp_path / name], {"question": str})
-    assert opened[0] == {"question": "one"} and opened[2] == {"question": "two"}
-    assert complaint(lambda: opened[1]).startswith(f"{tmp_path / name} line 3 is not JSON")
-
-
 def test_a_row_without_its_field_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": "one"}, {"ask": "two"}, {"question": 3}, ["four"]])
     opened = open_records([path], {"question": str})
@@ -101,19 +91,6 @@ def test_a_row_without_its_field_is_named(tmp_path):
     assert "has no column 'answer': its columns are question" in complaint(
         lambda: open_records([path], {"answer": str})
     )
-
-
-def test_a_damaged_file_is_named(tmp_path):
-    whole = write(tmp_path / "a.jsonl.gz", WANTED)
-    whole.write_bytes(whole.read_bytes()[:-1000])
-    assert f"{whole} is a damaged gzip file" in complaint(lambda: open_records([whole]))
-    (tmp_path / "b.parquet").write_bytes(b"PAR1 not at all")
-    assert "b.parquet is a damaged parquet file" in complaint(lambda: open_records([tmp_path / "b.parquet"]))
-    inside = write(tmp_path / "c.parquet", WANTED)
-    data = bytearray(inside.read_bytes())
-    data[8:2000] = bytes(1992)
-    inside.write_bytes(data)
-    assert "c.parquet is a damaged parquet file" in complaint(lambda: open_records([inside])[0])
 
 
 def test_paths_that_cannot_be(tmp_path):
