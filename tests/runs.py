@@ -49,21 +49,21 @@ def forget_after(base: Path, stage: str, step: int, tag: str = "d1") -> None:
 
 
 def exactly_resumed(
-    base: Path, script: str, stage: str, flags: Sequence[str], steps: int, parts: Sequence[int] = ()
+    base: Path, script: str, stage: str, flags: Sequence[str], steps: int, parts: Sequence[int] = (), tag: str = "d1"
 ) -> None:
     """Straight through; then again from the middle and from a quarter, or from the ends of `parts`."""
     call(script, *flags)
-    folder = base / "checkpoints" / stage / "d1"
+    folder = base / "checkpoints" / stage / tag
     # The manifest and meta.json have seconds in them.
     names = {path.name for path in (folder / f"step_{steps:06d}").iterdir()} - {"manifest.json", "meta.json"}
     assert {"model.safetensors", "adapter.safetensors"} & names and len(names) > 3
 
     def outcome() -> Any:
-        return lasting(base, stage), {name: sha256(base, stage, steps, name=name) for name in names}
+        return lasting(base, stage, tag), {name: sha256(base, stage, steps, tag, name) for name in names}
 
     straight = outcome()
     for kept in parts or (steps // 2, steps // 4):
-        forget_after(base, stage, kept)
+        forget_after(base, stage, kept, tag)
         call(script, *flags, "--resume")
         assert outcome() == straight
 

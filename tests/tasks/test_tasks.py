@@ -513,21 +513,6 @@ def test_a_share_of_a_file_is_held_out(tmp_path, share, held_out):
     assert len(open_mixture(str(path), "test", Reading(val_share=share)).tasks) == (held_out > 0)
 
 
-def test_a_folder_with_splits_of_its_own(tmp_path):
-    def folder(**files: int) -> list[int]:
-        place = tmp_path / "-".join(files)
-        place.mkdir()
-        for name, count in files.items():
-            write(place / f"{name}.jsonl", [HELLO] * count)
-        return [len(Conversations("train", str(place))), len(Conversations("test", str(place)))]
-
-    assert folder(train=20, test=3) == [20, 3]
-    assert folder(train=20, validation=4) == [20, 4]
-    assert folder(train=20) == [18, 2]
-    assert folder(first=10, second=10) == [18, 2]
-    assert Conversations("train", str(tmp_path / "train" / "train.jsonl")).kind == "dialogue"
-
-
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
 def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name):
     rows = [{"messages": [{"role": "user", "content": str(n)}, HELLO[1]], "id": n} for n in range(20)]
@@ -558,13 +543,17 @@ def test_a_parquet_of_a_known_form_is_read_without_its_other_columns(tmp_path):
     assert problem in complaint(lambda: Preferences("train", str(path)))
 
 
-def test_a_split_of_a_folder_is_named(tmp_path):
+def test_splits_of_a_folder(tmp_path):
     for name, count in (("train_sft", 4), ("test_sft", 2), ("train_gen", 3)):
         write(tmp_path / f"{name}.jsonl", [HELLO] * count)
     sizes = [len(Conversations(part, f"{tmp_path}@train_sft")) for part in ("train", "test")]
     assert sizes == [4, 2]
     assert "name one by @" in complaint(lambda: Conversations("train", str(tmp_path)))
     assert "leave @x out" in complaint(lambda: Conversations("train", f"{tmp_path}/test_sft.jsonl@x"))
+    (tmp_path / "other").mkdir()
+    for name in ("first", "second"):  # without splits: the last tenth of all rows
+        write(tmp_path / f"other/{name}.jsonl", [HELLO] * 10)
+    assert [len(Conversations(split, f"{tmp_path}/other")) for split in ("train", "test")] == [18, 2]
 
 
 def test_conversations_need_a_path():
