@@ -970,11 +970,6 @@ def test_a_damaged_tokenizer(base, tokenizer, capsys):
 
 @pytest.mark.parametrize("script", ["tok_train", "base_train"])
 def test_data_without_text(base, tokenizer, tmp_path, capsys, script):
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    refused(capsys, (script, f"--data={empty}"), "no file in this folder ends in .txt")
-    (empty / "a.txt").write_text("")
-    refused(capsys, (script, f"--data={empty}"), "no text for training")
     (tmp_path / "no_text.jsonl").write_text('{"content": "x"}\n' * 50)
     refused(capsys, (script, f"--data={tmp_path / 'no_text.jsonl'}"), 'line 1 has no "text"')
 
