@@ -164,17 +164,17 @@ class FakeScheduler:
         self.thread.join(grace + 5)
 
 
-def loaded(scheduler: Any, chats: bool = True) -> LoadedModel:
-    return LoadedModel(scheduler, tiny.tiny_tokenizer(), "tiny", CONTEXT, chats)
+def loaded(scheduler: Any) -> LoadedModel:
+    return LoadedModel(scheduler, tiny.tiny_tokenizer(), "tiny", CONTEXT, chats=True)
 
 
-def make_app(scheduler: Any = None, chats: bool = True, **settings: Any) -> Any:
+def make_app(scheduler: Any = None, **settings: Any) -> Any:
     """An app over a fake scheduler that is ready as soon as it starts."""
     scheduler = scheduler or FakeScheduler()
 
     def load() -> LoadedModel:
         scheduler.start()
-        return loaded(scheduler, chats)
+        return loaded(scheduler)
 
     return create_app(load, **settings)
 
@@ -592,12 +592,6 @@ def test_what_ended_a_reply_and_what_it_no_longer_read_are_told_apart():
                     (choice,) = answer.json()["choices"]
                     said = [choice.get("message", choice).get("nanochat")]
                 assert said[-1] == facts, body
-        # A message goes back as it came.
-        message = ask("POST", CHAT, json={**HELLO, "truncation": "auto", "max_tokens": 1}).json()["choices"][0][
-            "message"
-        ]
-        again = [*HELLO["messages"], message, *HELLO["messages"]]
-        assert ask("POST", CHAT, json={"messages": again, "max_tokens": 1}).status_code == 200
 
 
 def test_the_event_loop_tokenizes_nothing_long(monkeypatch: pytest.MonkeyPatch):
@@ -1040,9 +1034,7 @@ def test_prompts_are_not_logged(capfd: pytest.CaptureFixture[str], caplog: pytes
 def test_a_failure_on_the_device_logs_no_prompt(
     capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    tokenizer = tiny.tiny_tokenizer()
-    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
-    scheduler = Scheduler(Engine(model, tokenizer, tiny.cpu_device()), slots=2)
+    scheduler = Scheduler(tiny.make_engine(stops=True, sequence_len=CONTEXT), slots=2)
 
     def failing(*_: Any, **settings: Any) -> None:
         raise RuntimeError(f"what the user wrote: {CANARY}")
@@ -1055,9 +1047,11 @@ def test_a_failure_on_the_device_logs_no_prompt(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["alone", "gunicorn"])
-def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, tmp_path: Path):
-    """docs/deploy.md: what it prints, and every file under its home."""
+@pytest.mark.parametrize(
+    ("how", "sign"), [("alone", signal.SIGTERM), ("alone", signal.SIGINT), ("gunicorn", signal.SIGTERM)]
+)
+def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, sign: signal.Signals, tmp_path: Path):
+    """docs/deploy.md: what it prints, and every file under its home. By itself it prints its address."""
     if how == "gunicorn":
         pytest.importorskip("gunicorn", reason="GUNICORN IS NOT TESTED: pip install gunicorn")
     folder = checkpoint(tmp_path)
@@ -1077,29 +1071,15 @@ def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, tmp_path: Pat
         whisper(port)
         secret = [{"role": "user", "content": CANARY}]
         streams = [open_stream(port, messages=secret, max_tokens=400, seed=seed) for seed in range(20)]
-        process.terminate()
+        process.send_signal(sign)
         ends = [rest_of(stream) for stream in streams]
         assert process.wait(15) in (0, -signal.SIGTERM)
     finally:
         process.terminate()
         process.wait(20)
     assert all(b"data: [DONE]" in text for text in ends)
+    assert how == "gunicorn" or (tmp_path / "log").read_text() == f"http://127.0.0.1:{port}/\n"
     assert not [file for file in tmp_path.rglob("*") if file.is_file() and CANARY.encode() in file.read_bytes()]
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_the_command_without_an_error(tmp_path: Path):
-    flags = ["--port", "0", "--device", "cpu", "--source", str(checkpoint(tmp_path))]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "scripts.chat_web", *flags], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    address = process.stdout.readline()
-    until(lambda: is_ready(int(address.strip("/\n").rpartition(":")[2])), 60)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
-    assert (process.returncode, out, err) == (0, "", "")
 
 
 def is_ready(port: int) -> bool:
@@ -1111,33 +1091,35 @@ def is_ready(port: int) -> bool:
 # ---------------------------------------------------------------------- S11: a clean end
 
 
-def serve_fake(port_to: Any) -> None:
-    """In a process of its own: the app as `chat_web.serve` runs it, over replies of known length."""
-    scheduler = FakeScheduler(slots=20, queue=4, tick=0.01)
+def serve(port_to: Any, hangs: bool) -> None:
+    """In a process of its own: the app as `chat_web.serve` runs it, over replies of known length or a device that
+    hangs."""
+    scheduler = wedged_scheduler(threading.Event()) if hangs else FakeScheduler(slots=20, queue=4, tick=0.01)
     chat_web.make_app = lambda config, on_failure: make_app(scheduler, grace=2.0)
     with chat_web.listening("127.0.0.1", 0) as listener:
         port_to.send(listener.getsockname()[1])
         chat_web.serve(chat_web.Config(), listener)
 
 
-def serve_wedged(port_to: Any) -> None:
-    """The same with a device that hangs."""
-    chat_web.make_app = lambda config, on_failure: make_app(wedged_scheduler(threading.Event()))
-    with chat_web.listening("127.0.0.1", 0) as listener:
-        port_to.send(listener.getsockname()[1])
-        chat_web.serve(chat_web.Config(), listener)
-
-
-@pytest.mark.slow
-def test_sigterm_ends_the_process_though_its_device_hangs():
-    context = multiprocessing.get_context("spawn")
+@contextlib.contextmanager
+def process_of(hangs: bool) -> Iterator[tuple[Any, int]]:
+    """A server that is ready, and its port."""
+    context: Any = multiprocessing.get_context("spawn" if hangs else "fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=serve_wedged, args=(theirs,))
+    process = context.Process(target=serve, args=(theirs, hangs))
     process.start()
     try:
         assert ours.poll(60)
         port = ours.recv()
         until(lambda: is_ready(port), 20)
+        yield process, port
+    finally:
+        process.kill()
+
+
+@pytest.mark.slow
+def test_sigterm_ends_the_process_though_its_device_hangs():
+    with process_of(hangs=True) as (process, port):
         content = json.dumps({**PROMPT, "stream": True}).encode()
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head_of(COMPLETIONS, len(content)) + content)
@@ -1146,28 +1128,17 @@ def test_sigterm_ends_the_process_though_its_device_hangs():
             process.terminate()
             process.join(12)
         assert process.exitcode == 1
-    finally:
-        process.kill()
 
 
 @pytest.mark.slow
 def test_sigterm_ends_every_stream_with_a_final_event():
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_fake, args=(theirs,))
-    process.start()
-    try:
-        assert ours.poll(60)
-        port = ours.recv()
-        until(lambda: is_ready(port), 20)
+    with process_of(hangs=False) as (process, port):
         lengths = [5 * (number + 1) for number in range(10)] + [450] * 10  # half a second, and more than the grace
         streams = [open_stream(port, max_tokens=length) for length in lengths]
         process.terminate()
         texts = [rest_of(stream).decode() for stream in streams]
         process.join(10)
         assert process.exitcode in (0, -signal.SIGTERM)
-    finally:
-        process.kill()
     assert all("data: [DONE]" in text for text in texts)
     finished = ['"finish_reason":"length"' in text for text in texts]
     assert all(finished[:10]) and not any(finished[10:])
@@ -1355,7 +1326,9 @@ def test_settings_reach_the_scheduler():
 def test_an_earlier_reply_with_a_call_can_be_sent_back():
     scheduler = FakeScheduler(calls=True)
     with client_of(make_app(scheduler)) as ask:
-        message = ask("POST", CHAT, json={**HELLO, "max_tokens": 2}).json()["choices"][0]["message"]
+        body = {**HELLO, "max_tokens": 2, "truncation": "auto"}
+        message = ask("POST", CHAT, json=body).json()["choices"][0]["message"]
+        assert set(message["nanochat"]) == {"parts", "first_message_read", "limit"}
         turns = [*HELLO["messages"], message, {"role": "user", "content": "more"}]
         assert ask("POST", CHAT, json={"messages": turns, "max_tokens": 1}).status_code == 200
         text = tiny.tiny_tokenizer().decode(scheduler.requests[-1].prompt)
@@ -1444,9 +1417,7 @@ def test_a_lost_device_ends_the_server():
 
 def wedged_scheduler(release: Any) -> Scheduler:
     """A real one whose first step waits for `release`, as for a kernel that hangs."""
-    tokenizer = tiny.tiny_tokenizer()
-    model = tiny.lively_model(tiny.tiny_config(vocab_size=tokenizer.vocab_size, sequence_len=CONTEXT))
-    scheduler = Scheduler(Engine(model, tokenizer, tiny.cpu_device()), slots=2)
+    scheduler = Scheduler(tiny.make_engine(stops=True, sequence_len=CONTEXT), slots=2)
     decode = scheduler.slots.decode
 
     def hang_in_this_kernel(**settings: Any) -> Any:
@@ -1472,13 +1443,6 @@ def test_a_device_that_hangs_is_not_ready_and_its_place_is_logged(caplog: pytest
         release.set()
         until(lambda: httpx.get(f"{base}/ready").status_code == 200)
     assert caplog.text.count("no request has moved for 0.5 s") == 1
-
-
-def test_a_base_model_completes_and_does_not_chat():
-    with client_of(make_app(chats=False)) as ask:
-        answer = ask("POST", CHAT, json=HELLO)
-        assert answer.status_code == 400 and COMPLETIONS in error_of(answer)["message"]
-        assert ask("POST", COMPLETIONS, json=PROMPT).status_code == 200
 
 
 def test_a_request_is_drawn_as_the_checkpoint_says_field_by_field():
@@ -1691,7 +1655,9 @@ def test_several_models_are_chosen_by_name(stages: dict[str, Path], several: Any
         answer = several("POST", COMPLETIONS, json={"prompt": "abc", "max_tokens": 12, "temperature": 0, **default})
         assert answer.json()["choices"][0]["text"] == texts["rl"]
     assert several("POST", CHAT, json={**HELLO, "max_tokens": 1, "model": "sft"}).status_code == 200
-    assert "base is a base model" in error_of(several("POST", CHAT, json={**HELLO, "model": "base"}))["message"]
+    base = several("POST", CHAT, json={**HELLO, "model": "base"})
+    assert base.status_code == 400 and "base is a base model" in error_of(base)["message"]
+    assert COMPLETIONS in error_of(base)["message"]
     unknown = several("POST", CHAT, json={**HELLO, "model": "gpt-4"})
     wrong = error_of(unknown)
     assert unknown.status_code == 404 and (wrong["code"], wrong["param"]) == ("model_not_found", "model")
