@@ -1,4 +1,5 @@
-"""A reply under a schema always ends by itself, as a valid document, however few tokens it has."""
+"""A reply under a schema always ends by itself, as a valid document, however few tokens it has. Rows without a schema
+keep every bit."""
 
 import contextlib
 import json
