@@ -40,6 +40,12 @@ QUESTION: list[Any] = [{"role": "user", "content": "How is it in Paris?"}]
 ARGUMENTS = {"city": "Paris"}
 CALL = {"id": "012345678", "type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
 RESULT = {"role": "tool", "name": "weather", "tool_call_id": "012345678", "content": "rain, 9 degrees"}
+SENT: list[Any] = [  # a call and its result as a client sends them
+    {"role": "assistant", "content": None, "tool_calls": [
+        {**CALL, "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
+    ]},
+    {"role": "tool", "tool_call_id": CALL["id"], "content": RESULT["content"]},
+]  # fmt: skip
 LEARNED = [
     *QUESTION,
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -119,14 +125,7 @@ def test_the_prompt_is_the_familys_own(client: Any, model: LoadedModel, folder: 
     """Tools, a call and its result become transformers' ids, from what a client sends."""
     transformers = pytest.importorskip("transformers")
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    sent = [
-        *QUESTION,
-        {"role": "assistant", "content": None, "tool_calls": [
-            {**CALL, "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
-        ]},
-        {"role": "tool", "tool_call_id": CALL["id"], "content": RESULT["content"]},
-    ]  # fmt: skip
-    for messages, theirs in ((QUESTION, QUESTION), (sent, LEARNED[:3])):
+    for messages, theirs in ((QUESTION, QUESTION), ([*QUESTION, *SENT], LEARNED[:3])):
         (prompt,) = prompts.encode_prompts(model, ChatBody(messages=messages, tools=TOOLS))  # pyright: ignore
         expected = oracle.apply_chat_template(theirs, tools=TOOLS, add_generation_prompt=True, return_dict=False)
         assert prompt.ids == expected == render_prompt(model.tokenizer, theirs, tools=TOOLS)
@@ -163,12 +162,9 @@ def test_without_tools_and_with_none_nothing_is_parsed(client: Any):
 
 
 def test_the_thought_of_an_earlier_reply_goes_to_a_template_that_writes_it(model: LoadedModel):
-    called = {**CALL, "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
-    result = {"role": "tool", "tool_call_id": CALL["id"], "content": RESULT["content"]}
     shown = []
     for more in ({}, {"reasoning_content": "a cloud"}):
-        reply = {"role": "assistant", "content": None, "tool_calls": [called], **more}
-        body = ChatBody(messages=[*QUESTION, reply, result], tools=TOOLS)  # pyright: ignore
+        body = ChatBody(messages=[*QUESTION, {**SENT[0], **more}, SENT[1]], tools=TOOLS)  # pyright: ignore
         (prompt,) = prompts.encode_prompts(model, body)
         shown.append(model.tokenizer.decode(prompt.ids))
     assert isinstance(model.tokenizer, ImportedTokenizer)
@@ -177,35 +173,19 @@ def test_the_thought_of_an_earlier_reply_goes_to_a_template_that_writes_it(model
 
 
 @pytest.mark.parametrize(
-    ("messages", "why"),
-    [
-        ([{"role": "tool", "tool_call_id": "a", "content": "1"}], "no call before it"),
-        (["CALL"], "has no result"),
-        (["BAD", {"role": "tool", "tool_call_id": "a", "content": "1"}], "not a JSON object"),
-    ],
+    ("arguments", "results", "why"),
+    [("", 1, "no call before it"), ("{}", 0, "has no result"), ("[1]", 1, "not a JSON object")],
 )
-def test_histories_that_do_not_fit_together_are_refused(client: Any, messages: list[Any], why: str):
-    def call(arguments: str) -> Any:
-        return {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-
-    turns = {"CALL": "{}", "BAD": "[1]"}
-    sent = [
-        {"role": "assistant", "content": None, "tool_calls": [call(turns[one])]} if isinstance(one, str) else one
-        for one in messages
-    ]
+def test_histories_that_do_not_fit_together_are_refused(client: Any, arguments: str, results: int, why: str):
+    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+    calls = [{"role": "assistant", "content": None, "tool_calls": [call]}] if arguments else []
     with pytest.raises(openai.BadRequestError, match=why):
-        chat(client, [*QUESTION, *sent])
+        chat(client, [*QUESTION, *calls, *SENT[1:] * results])
 
 
 def test_a_long_chat_loses_old_turns_but_no_result_loses_its_call(model: LoadedModel):
-    turn = [
-        {"role": "assistant", "content": None, "tool_calls": [
-            {**CALL, "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
-        ]},
-        {"role": "tool", "tool_call_id": CALL["id"], "content": RESULT["content"]},
-        {"role": "assistant", "content": "Rain."},
-    ]  # fmt: skip
-    long = [*QUESTION, *turn] * 20 + QUESTION + turn[:2]
+    turn = [*SENT, {"role": "assistant", "content": "Rain."}]
+    long = [*QUESTION, *turn] * 20 + QUESTION + SENT
     (whole,) = prompts.encode_prompts(model, ChatBody(messages=long, tools=TOOLS))  # pyright: ignore
     (prompt,) = prompts.encode_prompts(model, ChatBody(messages=long, tools=TOOLS, truncation="auto"))  # pyright: ignore
     assert len(whole.ids) > CONTEXT > len(prompt.ids)
