@@ -168,13 +168,13 @@ def loaded(scheduler: Any) -> LoadedModel:
     return LoadedModel(scheduler, tiny.tiny_tokenizer(), "tiny", CONTEXT, chats=True)
 
 
-def make_app(scheduler: Any = None, **settings: Any) -> Any:
+def make_app(scheduler: Any = None, model: LoadedModel | None = None, **settings: Any) -> Any:
     """An app over a fake scheduler that is ready as soon as it starts."""
     scheduler = scheduler or FakeScheduler()
 
     def load() -> LoadedModel:
         scheduler.start()
-        return loaded(scheduler)
+        return model or loaded(scheduler)
 
     return create_app(load, **settings)
 
@@ -1448,13 +1448,7 @@ def test_a_device_that_hangs_is_not_ready_and_its_place_is_logged(caplog: pytest
 def test_a_request_is_drawn_as_the_checkpoint_says_field_by_field():
     scheduler = FakeScheduler()
     own = SamplingParams(temperature=0.6, top_k=9, min_p=0.1)
-    model = replace(loaded(scheduler), sampling=own)
-
-    def load() -> LoadedModel:
-        scheduler.start()
-        return model
-
-    with client_of(create_app(load)) as ask:
+    with client_of(make_app(scheduler, replace(loaded(scheduler), sampling=own))) as ask:
         shown = ask("GET", "/v1/models").json()["data"][0]["nanochat"]
         assert SamplingParams(**shown["sampling"]) == own and "seed" not in shown["sampling"]
         for path, body in ((CHAT, HELLO), (COMPLETIONS, PROMPT)):
