@@ -141,26 +141,32 @@ def test_batched_is_alone_whoever_joins_and_leaves(
     assert in_all_states(together) == (0, 0)
 
 
+def what_is_read(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The lengths of the pieces of prompts that each pass reads from now on."""
+    read: list[list[int]] = []
+    prefill = scheduler.slots.prefill
+
+    def recorded(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
+        read.append([len(piece) for piece in pieces])
+        return prefill(slot, pieces, filled)
+
+    monkeypatch.setattr(scheduler.slots, "prefill", recorded)
+    return read
+
+
 def test_a_prompt_is_read_once_for_the_choices_of_a_request_and_again_for_another_request(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the time to the first token would tell one client what another one wrote (S14)."""
     engine = make_engine()
     scheduler = running(engine)
-    read: list[int] = []
-    prefill = scheduler.slots.prefill
-
-    def counted(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
-        read.append(len(pieces[0]))
-        return prefill(slot, pieces, filled)
-
-    monkeypatch.setattr(scheduler.slots, "prefill", counted)
+    read = what_is_read(scheduler, monkeypatch)
     requests = [Request(prompt_of(50), 20, SamplingParams(seed=seed)) for seed in range(4)]
     choices = [tokens_of(stream) for stream in scheduler.submit_all(requests)]
-    assert sum(read) == 49
+    assert sum(map(sum, read)) == 49
     assert len({tuple(tokens) for tokens in choices}) == 4
     assert tokens_of(scheduler.submit(requests[2])) == choices[2]
-    assert sum(read) == 2 * 49
+    assert sum(map(sum, read)) == 2 * 49
 
 
 def test_a_client_learns_nothing_of_what_another_one_wrote(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,14 +526,7 @@ def test_prompts_that_wait_are_read_together(running: Any, monkeypatch: pytest.M
     """One forward pass reads several prompts, and each reply equals the one to its prompt alone."""
     engine = make_engine()
     scheduler = running(engine, slots=12, queue=12, prefill_chunk=64)
-    read: list[list[int]] = []
-    prefill = scheduler.slots.prefill
-
-    def recorded(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
-        read.append([len(piece) for piece in pieces])
-        return prefill(slot, pieces, filled)
-
-    monkeypatch.setattr(scheduler.slots, "prefill", recorded)
+    read = what_is_read(scheduler, monkeypatch)
     lengths = [9, 17, 3, 1, 12, 12, 60, 30, 2]
     prompts = [prompt_of(length, 1 + number) for number, length in enumerate(lengths)]
     alone = [engine.generate([prompt], max_tokens=20, sampling=GREEDY)[0][0] for prompt in prompts]
