@@ -8,11 +8,7 @@ import codecs
 import hashlib
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_scripts import call
+from test_serve import KEY, FakeScheduler, make_app, serving
 
 from nanochat import rooms
 from nanochat.demo.plots import lexicon
@@ -29,7 +25,6 @@ from nanochat.demo.stories import orders
 from nanochat.serve.page import PAGE, VENDOR, content_policy, load_page
 from nanochat.tasks.conversations import Conversations
 from nanochat.tasks.preferences import Preferences
-from nanochat.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow  # a server and a browser
 
@@ -1604,70 +1599,43 @@ def test_the_page_is_ready_before_anything_else_has_come(open_page, server):
 # ---------------------------------------------------------------------- the real server
 
 
-@pytest.fixture(scope="module")
-def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`python -m scripts.chat_web` with a chat model trained here for a few seconds, which babbles; yields its address
-    with the key."""
-    base = tmp_path_factory.mktemp("trained")
-    cpu = ("--device=cpu", "--dtype=float32", "--compile=off", "--device_batch_size=1")
-    sizes = ("--depth=2", "--head_dim=32", "--max_seq_len=1024", "--total_batch_size=1024", "--eval_tokens=1024")
-    tuning = ("--source=base", "--tasks=identity", "--target_examples_per_step=4", "--eval_examples=4")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", os.fspath(base))
-        patch.setenv("OMP_NUM_THREADS", "1")
-        texts = [f"What is {n} + {m}? I am nanochat." for n in range(30) for m in range(9)]
-        Tokenizer.train(texts, 400).save(base / "tokenizer")
-        call("base_train", *cpu, *sizes, "--num_iterations=4")
-        call("chat_sft", *cpu, *tuning, "--num_iterations=8")
-        command = [sys.executable, "-m", "scripts.chat_web", "--port=0", "--device=cpu", "--api_key=secret-2"]
-        process = subprocess.Popen([*command, "--source=sft"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip() + "#key=secret-2"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(15)
+def test_with_the_real_server(open_page, tmp_path):
+    """A conversation with the app as it is: stopped, tried again, with payloads."""
+    with serving(make_app(FakeScheduler(tick=0.02), api_key=KEY)) as port:
+        page = open_page(None)
+        page.goto(f"http://127.0.0.1:{port}/#key={KEY}")
+        page.wait_for_selector("#dot[data-state=ready]")
 
-
-def test_with_the_real_server(open_page, real_server, tmp_path):
-    """A conversation through `scripts.chat_web`: stopped, tried again, with payloads."""
-    page = open_page(None)
-    page.set_default_timeout(60_000)  # the page opens before the model is loaded
-    page.goto(real_server)
-    page.wait_for_selector("#dot[data-state=ready]")
-
-    # Stopped, then twice again with another limit; the stopped variant is kept.
-    # With these the reply is long enough to be stopped.
-    settings(page, seed="5", temperature="0.8", top_k="50", min_p="0")
-    send(page, "Tell me a story about a dragon named Ravi.", wait=False)
-    page.wait_for_function("() => document.querySelector('.reply .prose')?.innerText.length > 20")
-    page.keyboard.press("Escape")
-    done(page)
-    stopped = last(page).locator(".prose").inner_text()
-    assert "Stopped." in last(page).inner_text() and len(stopped) > 20
-    settings(page, max_tokens="16")
-    for count in (2, 3):
-        last(page).locator("[data-act=again]").click()
+        # Stopped, then twice again with another limit; the stopped variant is kept.
+        send(page, "Tell me a story about a dragon named Ravi.", wait=False)
+        page.wait_for_function("() => document.querySelector('.reply .prose')?.innerText.length > 20")
+        page.keyboard.press("Escape")
         done(page)
-        assert last(page).locator(".count").inner_text() == f"{count}/{count}"
-        assert re.search(r"\b16 tokens", last(page).inner_text())
-    assert "Cut at 16 tokens, the longest reply that your settings allow." in last(page).inner_text()
-    for _ in range(2):
-        last(page).locator("[data-act=previous]").click()
-    assert last(page).locator(".prose").inner_text() == stopped
+        stopped = last(page).locator(".prose").inner_text()
+        assert "Stopped." in last(page).inner_text() and len(stopped) > 20
+        settings(page, max_tokens="16")
+        for count in (2, 3):
+            last(page).locator("[data-act=again]").click()
+            done(page)
+            assert last(page).locator(".count").inner_text() == f"{count}/{count}"
+            assert re.search(r"\b16 tokens", last(page).inner_text())
+        assert "Cut at 16 tokens, the longest reply that your settings allow." in last(page).inner_text()
+        for _ in range(2):
+            last(page).locator("[data-act=previous]").click()
+        assert last(page).locator(".prose").inner_text() == stopped
 
-    # What a model might say, under the policy that the server sends; then one more question.
-    nodes: dict[str, Any] = {"root": {"children": ["q0"]}}
-    for number, text in enumerate(PAYLOADS):
-        parts = [{"kind": kind, "text": text} for kind in ("text", "python", "python_output")]
-        following = [f"q{number + 1}"] if number + 1 < len(PAYLOADS) else []
-        nodes[f"q{number}"] = {"role": "user", "parts": parts[:1], "children": [f"r{number}"]}
-        nodes[f"r{number}"] = {"role": "assistant", "parts": parts, "children": following, "finish": "stop"}
-    talks = [{"id": "a", "title": PAYLOADS[0], "nodes": nodes}]
-    (tmp_path / "hostile.json").write_text(json.dumps({"format": "nanochat-conversations", "conversations": talks}))
-    page.set_input_files("#file", tmp_path / "hostile.json")
-    page.wait_for_function(f"() => document.querySelectorAll('.reply').length === {len(PAYLOADS)}")
-    send(page, PAYLOADS[0])
-    assert last(page).locator(".prose").inner_text()
-    assert page.locator(".question .said").all_inner_texts() == [*PAYLOADS, PAYLOADS[0]]
-    assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()
+        # What a model might say, under the policy that the server sends; then one more question.
+        nodes: dict[str, Any] = {"root": {"children": ["q0"]}}
+        for number, text in enumerate(PAYLOADS):
+            parts = [{"kind": kind, "text": text} for kind in ("text", "python", "python_output")]
+            following = [f"q{number + 1}"] if number + 1 < len(PAYLOADS) else []
+            nodes[f"q{number}"] = {"role": "user", "parts": parts[:1], "children": [f"r{number}"]}
+            nodes[f"r{number}"] = {"role": "assistant", "parts": parts, "children": following, "finish": "stop"}
+        talks = [{"id": "a", "title": PAYLOADS[0], "nodes": nodes}]
+        (tmp_path / "hostile.json").write_text(json.dumps({"format": "nanochat-conversations", "conversations": talks}))
+        page.set_input_files("#file", tmp_path / "hostile.json")
+        page.wait_for_function(f"() => document.querySelectorAll('.reply').length === {len(PAYLOADS)}")
+        send(page, PAYLOADS[0])
+        assert last(page).locator(".prose").inner_text()
+        assert page.locator(".question .said").all_inner_texts() == [*PAYLOADS, PAYLOADS[0]]
+        assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()
