@@ -3,7 +3,6 @@
 The commands of scripts in all documents are parsed by test_readme.py.
 """
 
-import os
 import re
 import shlex
 import shutil
@@ -217,24 +216,6 @@ def test_the_image_is_no_root_and_finds_its_own_environment():
     assert f"ENV PATH={folder}/.venv/bin:${{PATH}}" in DOCKERFILE
     data = re.search(r"NANOCHAT_BASE_DIR=(\S+)", DOCKERFILE)
     assert data and f"RUN mkdir {data[1]}" in DOCKERFILE and f":{data[1]} " in ENGLISH
-
-
-def test_the_image_is_set_up_without_a_device(tmp_path):
-    """What the RUN line sees while the image is built: CANN, but no device files and no driver."""
-    home = tmp_path / "usr/local/Ascend/ascend-toolkit/latest"
-    home.mkdir(parents=True)
-    (home / "ascend_toolkit_install.info").write_text("package_name=Ascend-cann-toolkit\nversion=8.5.0\n")
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHON": sys.executable,
-        "VENV": str(tmp_path / "venv"),
-        "ARCH": "x86_64",
-    }
-    command = ["bash", "setup_ascend.sh", "--device", "npu", "--dry_run", "--root", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert result.returncode == 0, result.stderr
-    torch, torch_npu = check_npu.RELEASES["8.5.0"][0]
-    assert f"torch=={torch}" in result.stdout and f"torch_npu=={torch_npu}" in result.stdout
 
 
 # ---------------------------------------------------------------------- several hosts
