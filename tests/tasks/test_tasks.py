@@ -289,40 +289,34 @@ def test_humaneval_rendering(half):
     assert (half.name, half.kind, half.baseline) == ("humaneval", "generative", 0.0)
 
 
-RIGHT = [
-    f"```python\n{WHOLE}\n```",
-    f"Here it is:\n\n```py\n{WHOLE}\n```\nIt rounds down.",
-    f"```\n{WHOLE}",  # cut off after the code
-    WHOLE,
-    "```python\ndef half(x):\n    return math.floor(x / 2)\n```",  # without the import
-    "```python\n    return math.floor(x / 2)\n```",  # a body alone
-    "    return math.floor(x / 2)\n",
-    "return math.floor(x / 2)",
-    "```python\nprint(half(3))\n```\nThe function:\n```python\ndef half(x):\n    return x // 2\n```",
-    "half = lambda x: x // 2",
-]
-WRONG = [
-    "```python\ndef half(x):\n    return x / 2\n```",
-    "```python\ndef half(x):\n    return math.ceil(x / 2)\n```",
-    "```python\ndef half(x)\n    return x // 2\n```",
-    "```python\ndef halve(x):\n    return x // 2\n```",
-    "```python\n    return\n```",
-    "```python\ndef half(x):\n    exit(0)\n```",
-    "```python\nimport os\nos._exit(0)\n```",
-    "```python\ndef half(x):\n    raise SystemExit(0)\n```",
-    "Half of x.",
-    "",
-]
+GRADED = {
+    True: [
+        f"```python\n{WHOLE}\n```",
+        f"Here it is:\n\n```py\n{WHOLE}\n```\nIt rounds down.",
+        f"```\n{WHOLE}",  # cut off after the code
+        WHOLE,
+        "```python\ndef half(x):\n    return math.floor(x / 2)\n```",  # without the import
+        "```python\n    return math.floor(x / 2)\n```",  # a body alone
+        "    return math.floor(x / 2)\n",
+        "return math.floor(x / 2)",
+        "```python\nprint(half(3))\n```\nThe function:\n```python\ndef half(x):\n    return x // 2\n```",
+        "half = lambda x: x // 2",
+    ],
+    False: [
+        "```python\ndef half(x):\n    return math.ceil(x / 2)\n```",
+        "```python\ndef half(x)\n    return x // 2\n```",
+        "```python\ndef halve(x):\n    return x // 2\n```",
+        "```python\n    return\n```",
+        "```python\nimport os\nos._exit(0)\n```",  # other ways to leave are in tools/test_sandbox.py
+        "Half of x.",
+        "",
+    ],
+}
 
 
-@pytest.mark.parametrize("reply", RIGHT)
-def test_humaneval_passes(half, reply):
-    assert half.grade(half.example(0), text(reply))
-
-
-@pytest.mark.parametrize("reply", WRONG)
-def test_humaneval_fails(half, reply):
-    assert not half.grade(half.example(0), text(reply))
+@pytest.mark.parametrize(("right", "reply"), [(right, reply) for right in GRADED for reply in GRADED[right]])
+def test_humaneval_grades_what_the_function_does(half, right, reply):
+    assert half.grade(half.example(0), text(reply)) == right
 
 
 def test_humaneval_puts_what_is_missing_before_the_reply():
