@@ -461,19 +461,38 @@ def require_stopped(service: Service, client: Client, after: int, named: str) ->
     assert error.value.status_code == 400  # any of 409 and 5xx is tried again by the client for hours
 
 
-def test_a_flipped_byte_of_a_log_stops_that_model_and_no_other(start, killed):
+def entry_of(log: Path, number: int) -> Path:
+    (entry,) = log.glob(f"{number:09d}.*")
+    return entry
+
+
+def flip_entry(number: int, place: int) -> Callable[[Path], None]:
+    return lambda log: flip(entry_of(log, number), place)
+
+
+def exchange_entries(log: Path) -> None:
+    first, third = entry_of(log, 1), entry_of(log, 3)
+    first.rename(log / "x")
+    third.rename(log / third.name.replace("000000003", "000000001"))
+    (log / "x").rename(log / first.name.replace("000000001", "000000003"))
+
+
+def test_a_damaged_log_stops_that_model_and_no_other(start, killed):
+    """What is done to the log of four requests, the last request that is good, and what the answers name."""
     service = start()
     client, other = Client(service), Client(service)
     for one in (client, other):
         one.train()
         one.train(shift=2)
-    generator = np.random.default_rng(0)
-    for number in range(1, 5):
+    for damage, good, named in (
+        *((flip_entry(number, 5 * number), number - 1, f"{number:09d}.") for number in range(1, 5)),
+        (lambda log: entry_of(log, 2).unlink(), 1, "lacks request 2"),
+        (exchange_entries, 0, "000000001"),
+    ):
         folder = killed()
-        (entry,) = (folder / "models" / client.model_id / "log").glob(f"{number:09d}.*")
-        flip(entry, int(generator.integers(entry.stat().st_size)))
+        damage(folder / "models" / client.model_id / "log")
         again = start(folder)
-        require_stopped(again, client, number - 1, entry.name)
+        require_stopped(again, client, good, named)
         again.promise(OWNER, f"{other.model_id}:4").result.result(30)
         assert_same(weights_of(again, other.model_id), other.weights())
 
@@ -497,25 +516,19 @@ def test_a_flipped_byte_of_a_record_is_named(start, killed, capsys):
         shutil.rmtree(folder)
 
 
-def test_a_missing_entry_stops_its_model_and_one_that_has_not_come_yet_does_not(start, killed):
+def test_a_request_that_has_not_come_yet_stops_no_model(start, killed):
     service = start()
     client = Client(service)
     client.train()
     client.train()
     content = batch(client.model_id, 6)
     service.submit(OWNER, client.model_id, 6, "forward_backward", content)  # before request 5
-    folder = killed()
-    (entry,) = (folder / "models" / client.model_id / "log").glob("000000002.*")
-    entry.unlink()
-    require_stopped(start(folder), client, 1, "lacks request 2")
-
     again = start(killed())
     again.submit(OWNER, client.model_id, 5, "forward_backward", batch(client.model_id, 5))
     for number in (5, 6):
         assert not again.promise(OWNER, f"{client.model_id}:{number}").result.result(30).startswith(b"{")
     # The one that came later is in the log as in its turn: without it there is a gap now.
-    (entry,) = (again.folder / "models" / client.model_id / "log").glob("000000004.*")
-    entry.unlink()
+    entry_of(again.folder / "models" / client.model_id / "log", 4).unlink()
     copy = again.folder.with_name("once more")
     shutil.copytree(again.folder, copy)
     assert start(copy).models[client.model_id].stopped
@@ -528,34 +541,18 @@ def test_a_request_that_was_early_is_missed_once_those_before_it_have_come(start
         service.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
     client.result(3)
     folder = killed()
-    (entry,) = (folder / "models" / client.model_id / "log").glob("000000002.*")
-    entry.unlink()
+    entry_of(folder / "models" / client.model_id / "log", 2).unlink()
     client.number = 3
     require_stopped(start(folder), client, 1, "lacks request 2")
     # A lost newest request looks as if it had not come yet, until it is late.
     folder = killed()
-    (entry,) = (folder / "models" / client.model_id / "log").glob("000000003.*")
-    entry.unlink()
+    entry_of(folder / "models" / client.model_id / "log", 3).unlink()
     again = start(folder)
     request_id = again.submit(OWNER, client.model_id, 4, "forward_backward", batch(client.model_id, 4))
     assert not again.promise(OWNER, request_id).result.done()
     monkeypatch.setattr(service_module, "PARKED_SECONDS", 0.0)
     client.number = 4
     require_stopped(again, client, 3, "request 3 has not come")
-
-
-def test_entries_that_change_places_are_damage(start, killed):
-    service = start()
-    client = Client(service)
-    client.train()
-    client.train(shift=3)
-    folder = killed()
-    log = folder / "models" / client.model_id / "log"
-    first, _, third, _ = sorted(log.iterdir())
-    first.rename(log / "x")
-    third.rename(log / third.name.replace("000000003", "000000001"))
-    (log / "x").rename(log / first.name.replace("000000001", "000000003"))
-    require_stopped(start(folder), client, 0, "000000001")
 
 
 def test_a_folder_without_its_record_is_named_and_becomes_no_other_model(start, killed, capsys):
