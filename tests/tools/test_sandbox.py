@@ -558,6 +558,8 @@ def test_right_programs_pass(sandboxed: Callable[..., Run]):
     run = sandboxed(SQUARE, CHECKS)
     assert (run.ok, run.error, run.output) == (True, "", "")
     assert passes("f = lambda x, *, n=2: x ** n", "assert f(3) == 9 and f(2, n=3) == 8")
+    assert passes(SQUARE + "\nif __name__ == '__main__': print(input())", CHECKS)
+    assert run_checks(SQUARE, "\nassert f(2) == 5, 'not five'").error == "AssertionError: not five (line 2)"
 
 
 VALUES = (
