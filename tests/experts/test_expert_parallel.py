@@ -3,35 +3,27 @@
 Starting ranks is what takes long, so each number of ranks starts once for all tests.
 """
 
-import os
-import signal
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import losses, metrics
-from safetensors.torch import load_file
 from test_parallel import Collectives, same_bits, state, weights
 from test_scripts import base, call  # noqa: F401 (base is a fixture)
-from test_stages import BASE, CPU, pretrained, start  # noqa: F401 (fixtures)
+from test_stages import BASE, pretrained, start  # noqa: F401 (fixtures)
 from test_train import RATES, make_batch, numbers, poisoned_loss, rows_of
 from tiny import (
     EXPERT_SHAPES,
     FOUR_EXPERTS,
-    command_on_a_rank,
     complaint,
     cpu_device,
     lively_model,
-    run_command,
     run_ranks,
     tiny_config,
     tiny_tokenizer,
 )
 from torch import Tensor
 
-from nanochat import checkpoint_manager
 from nanochat.adapters import lora
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
@@ -311,47 +303,6 @@ def test_what_cannot_hold_whole_experts_is_refused():
 
 
 EXPERTS = (*BASE, "--experts=4", "--experts_per_token=2", "--shared_experts=1", "--optimizer_dtype=float32")
-PARALLEL = ("--parallel=fsdp", "--expert_parallel")
-
-
-def killed_on_a_rank(device: Device, after: int, flags: tuple[str, ...]) -> None:
-    """A command whose last rank is killed when it has saved the step `after`."""
-    save = checkpoint_manager.save
-
-    def save_and_die(folder: Path, step: int, *args: Any, **options: Any) -> Path:
-        saved = save(folder, step, *args, **options)
-        if step == after and device.rank == device.world_size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return saved
-
-    checkpoint_manager.save = save_and_die
-    command_on_a_rank(device, "base_train", flags)
-
-
-@pytest.mark.slow
-def test_killed_runs_resume_with_and_without_whole_experts(start):  # noqa: F811
-    """On two ranks with them, on two without, on four with them again: the losses and weights of one process."""
-    flags = (*EXPERTS, "--num_iterations=6", "--save_every=1")
-    call("base_train", *flags, "--model_tag=one")
-    flags += ("--model_tag=many",)
-    with pytest.raises(AssertionError, match="a collective failed|died"):
-        run_ranks(killed_on_a_rank, 2, (*flags, *PARALLEL))
-    with pytest.raises(AssertionError, match="a collective failed|died"):
-        run_ranks(killed_on_a_rank, 4, (*flags, "--parallel=fsdp", "--resume"))
-    assert len(metrics(start, "base", "many")) < 6
-    printed = run_command("base_train", *flags, *PARALLEL, "--device_batch_size=1", "--resume", ranks=4)
-    assert "step_000004" in printed and "fsdp over 4, tokens travel to their experts" in printed
-    assert losses(start, "base", "many") == pytest.approx(losses(start, "base", "one"), abs=1e-6)
-    one, many = (
-        load_file(start / "checkpoints" / "base" / tag / "step_000006/model.safetensors") for tag in ("one", "many")
-    )
-    assert one.keys() == many.keys()
-    for name, tensor in one.items():
-        # As a whole, because AdamW makes a full step of a gradient that is nothing but rounding. One process with
-        # another micro-batch, which adds up in another order, differs by 4.6e-4.
-        assert (many[name] - tensor).norm() <= 1e-3 * tensor.norm(), name
-    loads = [[line["expert_max_tokens"] for line in metrics(start, "base", tag)] for tag in ("one", "many")]
-    assert loads[0] == loads[1]
 
 
 def test_a_dry_run_counts_whole_experts(start, capsys):  # noqa: F811
@@ -363,20 +314,3 @@ def test_a_dry_run_counts_whole_experts(start, capsys):  # noqa: F811
 
     # In fp32 MiB: the 64 experts of a block, 2 x 64 x 64 each, that fsdp gathers.
     assert peak() - peak("--expert_parallel") > 64 * 2 * 64 * 64 * 4 / 2**20
-
-
-@pytest.mark.slow
-def test_rl_samples_and_learns_with_whole_experts(start):  # noqa: F811
-    flags = (*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=4", "--num_samples=2")
-    flags += (
-        "--max_tokens=6",
-        "--eval_examples=8",
-        "--num_iterations=2",
-        "--source=base",
-        "--source_tag=d1",
-        "--learning_rate=0.001",
-    )
-    call("base_train", *EXPERTS, "--num_iterations=2")
-    for tag, how in (("fsdp", ("--parallel=fsdp",)), ("experts", PARALLEL)):
-        run_command("chat_rl", *flags, *how, f"--model_tag={tag}")
-    assert losses(start, "rl", "experts") == pytest.approx(losses(start, "rl", "fsdp"), rel=1e-5, abs=1e-6)

@@ -114,12 +114,15 @@ STAGES: dict[str, tuple[str, ...]] = {
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
 def test_a_stage_on_four_processes_is_that_of_one_and_resumes(qwen, base, stage, adapters):  # noqa: F811
-    """In fsdp, resumed in ddp; the last weights are those of one process."""
+    """In fsdp, without adapters with whole experts on each process, resumed in ddp; the last weights are those of one
+    process."""
     flags = (*STAGES[stage], f"--source={qwen}", "--num_iterations=2", "--save_every=1")
     rate = 0.002 if adapters else 0.001
     flags += (f"--learning_rate={rate}", *(LORA if adapters else ()))
     call(f"chat_{stage}", *flags, "--model_tag=one")
-    run_command(f"chat_{stage}", *flags, "--model_tag=four", "--parallel=fsdp", ranks=4)
+    sharded = ("--parallel=fsdp", *(() if adapters else ("--expert_parallel",)))
+    printed = run_command(f"chat_{stage}", *flags, "--model_tag=four", *sharded, ranks=4)
+    assert ("tokens travel to their experts" in printed) == (not adapters)
     name = "adapter.safetensors" if adapters else "model.safetensors"
     folders = [base / "checkpoints" / stage / tag / "step_000002" for tag in ("one", "four")]
     expected, straight = (load_file(folder / name) for folder in folders)
