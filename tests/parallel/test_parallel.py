@@ -16,9 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from test_scripts import TINY, base, call, losses, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
 from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_of
-from tiny import SHAPES, cpu_device, lively_model, run_command, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
+from tiny import SHAPES, cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -644,18 +643,3 @@ def test_one_process_has_nothing_to_shard() -> None:
 def test_impossible_layouts_are_refused(ranks: int, how: Any, replicate: int, says: str) -> None:
     with pytest.raises(UserError, match=says):
         lay_out(cpu_device(world_size=ranks), how, replicate)
-
-
-# ---------------------------------------------------------------------- the command
-
-
-@slow
-@pytest.mark.usefixtures("tokenizer")
-def test_base_train_shards(base: Path) -> None:  # noqa: F811
-    flags = (*TINY, "--depth=2", "--num_iterations=8", "--save_every=4", "--model_tag=one")
-    call("base_train", *flags)
-    sharded = ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing", "--model_tag=hybrid")
-    run_command("base_train", *flags[:-1], "--device_batch_size=1", *sharded, ranks=4)
-    assert losses(base, "hybrid") == pytest.approx(losses(base, "one"), rel=1e-5)
-    files = [base / f"checkpoints/base/{tag}/step_000008/model.safetensors" for tag in ("one", "hybrid")]
-    assert files[0].stat().st_size == files[1].stat().st_size
