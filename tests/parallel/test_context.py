@@ -3,7 +3,6 @@
 Starting ranks is what takes long, so each number of ranks starts once for all tests.
 """
 
-import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from test_parallel import (
-    CONFIG,
     VARIANTS,
     Collectives,
     alone,
@@ -30,20 +28,17 @@ from tiny import SHAPES, complaint, cpu_device, lively_model, run_command, run_r
 from torch import Tensor
 
 from nanochat.adapters import lora
-from nanochat.alignment.preferences import compared, pair_batches
 from nanochat.attention import Segments
-from nanochat.conversation import Rendered
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.layout import Layout, lay_out
-from nanochat.losses import POLICY_LOSSES, dpo_loss, masked_loss, policy_loss
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
-from nanochat.rollout import Sample, Samples, kl_of_samples, policy_batches, with_advantages
+from nanochat.rollout import Sample
 from nanochat.run.compiling import compile_model
 from nanochat.samplers.agreement import measure
-from nanochat.train import LossFunction, make_adamw, next_token_loss, train_step
+from nanochat.train import make_adamw, next_token_loss, train_step
 
 slow = pytest.mark.slow
 Stats = list[tuple[float, ...]]
@@ -61,7 +56,6 @@ def same_steps(found: Stats, expected: Stats, ranks: int) -> None:
     """Losses within 1e-6, norms within 1e-5, and targets that all ranks of a row count."""
     assert len(found) == len(expected)
     for (loss, targets, norm, updated), one in zip(found, expected, strict=True):
-        # a loss of policy gradients is a sum of both signs near 0
         assert loss == pytest.approx(one[0], rel=1e-6, abs=1e-6)
         assert targets == ranks * one[1]
         assert norm == pytest.approx(one[2], rel=1e-5)
@@ -106,35 +100,6 @@ def sample(seed: int, tokens: int, question: int = 0) -> Sample:
     reply = tokens - 3
     logprobs = [0.0] * 3 + [-1.0 - seed] * reply
     return Sample(question, seed, ids, [0] * 3 + [1] * reply, logprobs, reward=float(seed % 2))
-
-
-def batches_of(stage: str, device: Device, policy: Any, reference: Any, step: int) -> tuple[list[Any], LossFunction]:
-    """This rank's micro-batches of a step of SFT, DPO or RL with a KL penalty in rewards and loss, and the loss."""
-    samples = [sample(10 * step + n, 5 + n, n // 4) for n in range(8)]
-    if stage == "sft":
-        rows = pack_sequences([one.tokens for one in samples], [one.mask for one in samples], 16, device.data_ranks)
-        return list(rows.micro_batches(2, device, device.data_rank, device.data_ranks)), masked_loss
-    if stage == "dpo":
-        replies = [Rendered(one.tokens, one.mask) for one in samples]
-        pairs = list(zip(replies[0::2], replies[1::2], strict=True))
-        return list(compared(pair_batches(pairs, 16, 2, device), reference)), dpo_loss
-    drawn = Samples([samples[:4], samples[4:]], 4)
-    method = POLICY_LOSSES["grpo"]
-    minibatches = [policy_batches(drawn, (2, 16), device, policy, reference)]
-    penalties = kl_of_samples([drawn], minibatches, device)
-    minibatches = with_advantages([drawn], minibatches, method.advantages(drawn.rewards, penalties), device)
-    return minibatches[0], functools.partial(policy_loss, method=method, max_tokens=16, kl=0.1)
-
-
-def stage_steps(device: Device, how: Any, stage: str, count: int) -> Stats:
-    run = make_run(device, how)
-    reference = lively_model(CONFIG, kernels=device.kernels)  # the model before its first step
-    lay_out(device, how).shard(reference, device)
-    stats = []
-    for step in range(count):
-        batches, loss_fn = batches_of(stage, device, run[0], reference, step)
-        stats.append(numbers(train_step(*run, batches, loss_fn, device=device, max_grad_norm=1.0)))
-    return stats
 
 
 def agreement(device: Device, samples: list[Sample]) -> tuple[float, float, int]:
@@ -319,14 +284,14 @@ def on_four_ranks(device: Device) -> dict[str, Any]:
         "two of two": trained(two, "ddp", 1, {"muon": 4}),
         "hybrid": trained(two, "fsdp", 2, {"muon": 20, "tuned": 4}),
         "packed": packed_steps(four, "fsdp", 20),
-        **{stage: stage_steps(four, "ddp", stage, 20) for stage in ("sft", "dpo", "rl")},
         "costs": kept_and_sent(four, TorchKernels()),
     }
 
 
 @slow
 def test_four_ranks_share_two_key_heads() -> None:
-    """Copies of key heads, two pairs of ranks that share rows, and pairs that also hold shards of one model."""
+    """Copies of key heads, two pairs of ranks that share rows, and pairs that also hold shards of one model. The
+    losses of SFT, DPO and RL over such ranks are test_stages.py's."""
     ranks = run_ranks(on_four_ranks, world_size=4)
     check_trained(ranks, "ddp", 4)
     check_trained(ranks, "two of two", 2)
@@ -334,8 +299,6 @@ def test_four_ranks_share_two_key_heads() -> None:
     whole = kept_and_sent(cpu_device(), TorchKernels())
     for rank in ranks:
         same_steps(rank["packed"], packed_steps(cpu_device(), "ddp", 20), 4)
-        for stage in ("sft", "dpo", "rl"):
-            same_steps(rank[stage], stage_steps(cpu_device(), "ddp", stage, 20), 4)
         check_costs(rank["costs"], whole, 4, key_heads=4)
 
 
