@@ -195,6 +195,29 @@ def _rank(
         raise
 
 
+class Kept:
+    """Counts the bytes that a forward pass keeps for its backward pass, each storage once, without `constants`."""
+
+    def __init__(self, constants: list[Tensor]):
+        self.sizes: dict[int, int] = {}
+        self.left_out = {tensor.untyped_storage().data_ptr() for tensor in constants}
+        self.tensors: list[Tensor] = []  # alive until the end, so that no address is used twice
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.left_out:
+            self.sizes[storage.data_ptr()] = storage.nbytes()
+            self.tensors.append(tensor)
+        return tensor
+
+    def counting(self) -> contextlib.AbstractContextManager[None]:
+        return torch.autograd.graph.saved_tensors_hooks(self.note, lambda tensor: tensor)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
 def is_running(pid: int) -> bool:
     """Whether a process has not ended. One that has ended stays in /proc until its parent has asked how, and a host's
     first process, which inherits orphans, may take its time."""

@@ -9,7 +9,13 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
+from tiny import EXPERT_SHAPES, SHAPES, lively_model, tiny_config
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+import nanochat.tokenizer
+from nanochat.families import hf
+from nanochat.sharding import whole_weights
 
 CORPUS = [
     "Once upon a time there was a small boat. The boat had a red sail, and the sail had 3 patches.",
@@ -170,6 +176,16 @@ def save_family(folder: Path, family: str, **config: Any) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(facts), encoding="utf-8")
     ids = [library.token_to_id(name) for name in ends]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
+    return folder
+
+
+def save_qwen3(folder: Path, model_type: str = "qwen3") -> Path:
+    """A tiny Qwen3, or with "qwen3_moe" its mixture of experts, in Hugging Face's layout."""
+    save_family(folder, "qwen3")
+    sizes = {"vocab_size": nanochat.tokenizer.Tokenizer.load(folder).vocab_size, "sequence_len": 128}
+    model = lively_model(tiny_config(**sizes, **(SHAPES | EXPERT_SHAPES)[model_type]))
+    hf.write_weights(folder, model.config, whole_weights(model), torch.float32)
+    (folder / "config.json").write_text(json.dumps(hf.from_config(model.config, model_type)))
     return folder
 
 

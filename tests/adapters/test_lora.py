@@ -5,7 +5,6 @@ The stages run as in test_stages, from its small base model.
 """
 
 import contextlib
-import json
 import math
 import shutil
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
-from tiny import SHAPES, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
-from tiny_families import save_family
+from tiny import SHAPES, Kept, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from tiny_families import save_qwen3
 from torch import Tensor
 
 from nanochat import storage
@@ -35,15 +34,13 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
-from nanochat.families import hf
 from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import StackedLinear
 from nanochat.layout import lay_out
 from nanochat.serve.scheduler import Request, Scheduler
-from nanochat.sharding import fill, whole, whole_weights
-from nanochat.tokenizer import Tokenizer
+from nanochat.sharding import fill, whole
 from nanochat.train import make_adamw, next_token_loss, train_step
 from scripts import chat_web
 
@@ -208,29 +205,9 @@ def test_without_adapters_is_the_base_and_they_come_back():
 # ---------------------------------------------------------------------- what a step keeps
 
 
-class Kept:
-    """Bytes that autograd keeps for backward, each piece of memory once; parameters are not counted."""
-
-    def __init__(self, model: GPT):
-        self.own = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        self.storages: dict[int, int] = {}
-        self.alive: list[Tensor] = []
-
-    def pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.own:
-            self.storages[storage.data_ptr()] = storage.nbytes()
-            self.alive.append(tensor)
-        return tensor
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.storages.values())
-
-
 def kept_bytes(model: GPT) -> int:
-    kept = Kept(model)
-    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+    kept = Kept([*model.parameters(), *model.buffers()])
+    with kept.counting():
         inputs, targets = tokens_of(model.config)
         model(inputs, targets)
     return kept.bytes
@@ -534,13 +511,7 @@ def test_a_mistake_costs_one_line(tuned, capsys):
 
 @pytest.fixture
 def qwen(base, tmp_path) -> Path:  # noqa: F811
-    """A tiny Qwen3 in Hugging Face's layout."""
-    folder = save_family(tmp_path / "qwen", "qwen3")
-    vocab_size = Tokenizer.load(folder).vocab_size
-    model = lively_model(tiny_config(vocab_size=vocab_size, sequence_len=128, **SHAPES["qwen3"]))
-    hf.write_weights(folder, model.config, whole_weights(model), torch.float32)
-    (folder / "config.json").write_text(json.dumps(hf.from_config(model.config, "qwen3")))
-    return folder
+    return save_qwen3(tmp_path / "qwen")
 
 
 def test_a_base_is_hashed_once_and_never_again(qwen, monkeypatch):

@@ -5,7 +5,6 @@ The stages run as in test_stages.
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,11 @@ from safetensors.torch import load_file
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import BASE, CPU, SFT, pretrained, start  # noqa: F401 (fixtures)
-from tiny import EXPERT_SHAPES, cpu_device, lively_model, run_command, tiny_config
-from tiny_families import save_family
+from tiny import cpu_device, run_command
+from tiny_families import save_qwen3
 
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
-from nanochat.families import hf
-from nanochat.sharding import whole_weights
-from nanochat.tokenizer import Tokenizer
 from scripts import chat_web
 
 LORA = ("--lora_rank=4", "--lora_alpha=8")
@@ -90,14 +86,8 @@ def test_our_own_experts_in_transformers(start, tmp_path):  # noqa: F811
 
 
 @pytest.fixture
-def qwen(base, tmp_path) -> Iterator[Path]:  # noqa: F811
-    """A tiny Qwen3-MoE in Hugging Face's layout."""
-    folder = save_family(tmp_path / "qwen", "qwen3")
-    vocab_size = Tokenizer.load(folder).vocab_size
-    model = lively_model(tiny_config(vocab_size=vocab_size, sequence_len=128, **EXPERT_SHAPES["qwen3_moe"]))
-    hf.write_weights(folder, model.config, whole_weights(model), torch.float32)
-    (folder / "config.json").write_text(json.dumps(hf.from_config(model.config, "qwen3_moe")))
-    yield folder
+def qwen(base, tmp_path) -> Path:  # noqa: F811
+    return save_qwen3(tmp_path / "qwen", "qwen3_moe")
 
 
 STAGES: dict[str, tuple[str, ...]] = {

@@ -24,7 +24,7 @@ from test_parallel import (
 )
 from test_scripts import TINY, base, call, losses, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
 from test_train import make_batch, numbers
-from tiny import SHAPES, complaint, cpu_device, lively_model, run_command, run_ranks, tiny_config
+from tiny import SHAPES, Kept, complaint, cpu_device, lively_model, run_command, run_ranks, tiny_config
 from torch import Tensor
 
 from nanochat.adapters import lora
@@ -110,26 +110,6 @@ def agreement(device: Device, samples: list[Sample]) -> tuple[float, float, int]
 # ---------------------------------------------------------------------- what a rank keeps and sends
 
 
-class Kept:
-    """Counts the bytes that a forward pass keeps for its backward pass, each storage once, without `constants`."""
-
-    def __init__(self, constants: list[Tensor]):
-        self.sizes: dict[int, int] = {}
-        self.left_out = {tensor.untyped_storage().data_ptr() for tensor in constants}
-        self.tensors: list[Tensor] = []  # alive until the end, so that no address is used twice
-
-    def note(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self.left_out:
-            self.sizes[storage.data_ptr()] = storage.nbytes()
-            self.tensors.append(tensor)
-        return tensor
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.sizes.values())
-
-
 def kept_and_sent(device: Device, kernels: TorchKernels, mask: Tensor | None = None) -> dict[str, Any]:
     """A forward and a backward pass over 2 rows of 256 tokens: the shapes in a block, the bytes kept, and the bytes
     that this rank passes to each kind of collective, also with recomputed activations. With documents where the
@@ -157,7 +137,7 @@ def kept_and_sent(device: Device, kernels: TorchKernels, mask: Tensor | None = N
         kernels.attention = noted  # type: ignore[method-assign]
         kept = Kept([*model.parameters(), *model.buffers(), *([] if mask is None else [mask])])
         with Collectives() as seen:
-            with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
+            with kept.counting():
                 loss, _ = next_token_loss(model, (tokens, targets, segments))
             if not recompute:
                 found["kept"] = kept.bytes

@@ -1,18 +1,12 @@
 """Models with experts on four simulated NPUs: pretraining from scratch, and SFT, DPO and RL of a tiny Qwen3-MoE, in
 full and with adapters, resumed; their losses are the CPU's."""
 
-import json
 from pathlib import Path
 
 import pytest
-import torch
 from runs import metrics
-from tiny import EXPERT_SHAPES, lively_model, tiny_config
-from tiny_families import save_family
+from tiny_families import save_qwen3
 
-from nanochat.families import hf
-from nanochat.sharding import whole_weights
-from nanochat.tokenizer import Tokenizer
 from simnpu.test_pipeline import chain, run_here
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built")]
@@ -40,11 +34,7 @@ def folder(tmp_path_factory) -> Path:
     """The text, and a tiny Qwen3-MoE in Hugging Face's layout."""
     folder = tmp_path_factory.mktemp("experts")
     (folder / "texts.txt").write_text("\n\n".join(f"What is {n} + {n * 7}? I am nanochat." for n in range(400)))
-    qwen = save_family(folder / "qwen", "qwen3")
-    vocab_size = Tokenizer.load(qwen).vocab_size
-    model = lively_model(tiny_config(vocab_size=vocab_size, sequence_len=128, **EXPERT_SHAPES["qwen3_moe"]))
-    hf.write_weights(qwen, model.config, whole_weights(model), torch.float32)
-    (qwen / "config.json").write_text(json.dumps(hf.from_config(model.config, "qwen3_moe")))
+    save_qwen3(folder / "qwen", "qwen3_moe")
     return folder
 
 
