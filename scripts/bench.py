@@ -33,7 +33,7 @@ import tyro
 from nanochat import provenance
 from nanochat.cli import Positive, Range, UserError, run
 from nanochat.decoding_flags import DecodingFlags
-from nanochat.log import counted, print0, print_table, warn
+from nanochat.log import counted, print0, print_table
 from nanochat.untrusted import read_json
 
 Made = TypeVar("Made")
@@ -45,7 +45,6 @@ NEW_TOKENS = 128  # of a reply
 PRODUCT = 1024  # width and height of the matrix in the bare product
 PRODUCT_FLOPS = 1e11  # one measurement of the product computes at least this much
 LEARNING_RATE = 1e-5  # for --source, a trained model
-NOTICED = 0.1  # processors that other programs take: on a quiet machine it is some hundredths of one
 TRIALS = 5  # per batch size in `serve`, after one warm-up
 THREADS_A_CORE = 4  # thousands of threads would block the machine before the first measurement
 # The defaults of sizes, on a CPU and on an accelerator. On a card a step at depth 4 with rows of 512 tokens takes as
@@ -185,13 +184,6 @@ def medians_of(path: str) -> dict[str, float]:
     return medians
 
 
-def warn_of(others: float | None) -> None:
-    """Warn where other programs took `others` processors beside the measurement."""
-    if others is not None and others >= NOTICED:
-        problem = f"other programs took {others:.1f} processors meanwhile, so the figures are too slow"
-        warn(f"{problem}: stop them and measure again (docs/bench.md)")
-
-
 def train(config: Train) -> dict[str, Any]:
     # The heavy imports are here so that --help answers at once.
     import torch
@@ -200,7 +192,6 @@ def train(config: Train) -> dict[str, Any]:
     from nanochat import scaling
     from nanochat.gpt import GPT
     from nanochat.run.compiling import compile_blocks
-    from nanochat.run.neighbours import Neighbours
     from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ a model and a batch
@@ -253,11 +244,9 @@ def train(config: Train) -> dict[str, Any]:
     warm_up = sum(seconds_of(work) for work in (*works.values(), *works.values()))
     print0(f"warm-up ({how}): {warm_up:.1f} s")
     seconds: dict[str, list[float]] = {name: [] for name in works}
-    neighbours = Neighbours()
     for _ in range(config.steps):
         for name, work in works.items():
             seconds[name].append(seconds_of(work))
-    others = neighbours.processors()
 
     # ------------------------------------------------------------------ report
     step_seconds = statistics.median(seconds["step"])
@@ -286,7 +275,6 @@ def train(config: Train) -> dict[str, Any]:
         f"the step reaches {statistics.median(shares):.0f}% of it"
     )
     print0(f"peak memory: {device.peak_memory() / 2**20:,.0f} MiB")
-    warn_of(others)
     return {
         "device": str(device),
         "versions": device.versions(),
@@ -302,7 +290,6 @@ def train(config: Train) -> dict[str, Any]:
         "tokens_per_second": batch_tokens / step_seconds,
         "flops_per_second": {"step": step_rate, "product": product_rate},
         "mfu": mfu,
-        "other_programs": others,
         "peak_memory_bytes": device.peak_memory(),
     }
 
@@ -312,7 +299,6 @@ def serve(config: Serve) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
-    from nanochat.run.neighbours import Neighbours
     from nanochat.serve.load import LoadStats, closed_loop
 
     if not config.batches or min(config.batches) < 1:
@@ -348,20 +334,17 @@ def serve(config: Serve) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         return seconds[1:]
 
-    neighbours = Neighbours()
     for batch in config.batches:
         seconds = on_a_thread(partial(time_trials, batch))
         rates = [batch * NEW_TOKENS / one for one in seconds]
         best_rates[batch] = max(rates)
         measurements[f"engine, batch {batch}"] = in_unit("tokens/s", rates)
         print0(f"engine, batch {batch:>3}: {best_rates[batch]:>8,.0f} tokens/s")
-    others = [neighbours.processors()]
 
     # ------------------------------------------------------------------ over HTTP, the clients in another process
     body = {"model": "bench", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0.0}
     context = multiprocessing.get_context("spawn")
     with context.Pool(1) as clients, serving(engine, max(config.batches)) as port:
-        neighbours = Neighbours(own=lambda: time.process_time() + clients.apply(time.process_time))
         for batch in config.batches:
             clients.apply(closed_loop, ("127.0.0.1", port, body, batch, batch))  # warm up
             trials = []
@@ -380,12 +363,9 @@ def serve(config: Serve) -> dict[str, Any]:
                     measurements[f"{name.replace('_', ' ')}, {batch} clients"] = in_unit("ms", medians)
             share = best.tokens_per_second() / best_rates[batch]
             print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of the engine's rate without HTTP")
-        others.append(neighbours.processors())
-    most = max((one for one in others if one is not None), default=None)
-    warn_of(most)
     return {
         "device": str(device), "versions": device.versions(), "kernels": str(device.kernels), "threads": threads,
-        "measurements": measurements, "other_programs": most,
+        "measurements": measurements,
     }  # fmt: skip
 
 

@@ -3,9 +3,6 @@
 import contextlib
 import json
 import re
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -16,7 +13,6 @@ import numpy as np
 import pytest
 
 from nanochat.cli import UserError, parse
-from nanochat.run.neighbours import Neighbours
 from nanochat.serve import load
 from nanochat.serve.load import LoadStats
 from scripts import bench
@@ -47,41 +43,6 @@ def write(tmp_path):
         return [str(path) for path in paths]
 
     return written
-
-
-# ---------------------------------------------------------------------- other programs
-
-
-def test_other_programs_are_counted_and_ones_own_are_not():
-    """A program beside takes its share of the processors, whatever else runs here; a loop in this process none."""
-    work = "import time\nbegan = time.process_time()\nwhile time.process_time() - began < 3: pass"
-    clock = Neighbours()
-    assert clock.processors() is None  # after too short a time
-    beside = subprocess.Popen([sys.executable, "-c", work])
-    began = time.monotonic()
-    assert beside.wait() == 0
-    others = clock.processors()
-    if not sys.platform.startswith("linux"):
-        assert others is None
-        return
-    assert others * (time.monotonic() - began) > 2.5
-    ours = Neighbours(own=lambda: 10**6 * time.process_time())  # with more than all of the work as its own
-    began = time.monotonic()
-    while time.monotonic() - began < 1.1:
-        pass
-    assert ours.processors() == 0
-
-
-def test_bench_says_that_the_machine_is_busy(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(Neighbours, "processors", lambda self: 1.24)
-    bench.main(bench.Config(bench.Train(**TINY, steps=1, json=str(tmp_path / "a.json"))))
-    assert (
-        "warning: other programs took 1.2 processors meanwhile, so the figures are too slow" in capsys.readouterr().err
-    )
-    assert json.loads((tmp_path / "a.json").read_text())["other_programs"] == 1.24
-    monkeypatch.setattr(Neighbours, "processors", lambda self: 0.05)
-    bench.main(bench.Config(bench.Train(**TINY, steps=1)))
-    assert not capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- two files
@@ -165,7 +126,7 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     bench.main(bench.Config(config))
     assert "1 thread," in capsys.readouterr().out
     written = json.loads((tmp_path / "serve.json").read_text())
-    names = ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements", "other_programs"]
+    names = ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
     assert [*written] == names
     assert written["measurements"]["HTTP, 2 clients"] == {"unit": "tokens/s", "values": [8.0] * 5}
     stats.failed = 1
