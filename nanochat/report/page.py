@@ -9,7 +9,6 @@ import io
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -43,55 +42,11 @@ class Table:
     rows: list[list[Cell]]
 
 
-# ---------------------------------------------------------------------- the headline
-
-
-def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
-    """The results in at most six numbers, each with its name and a detail; unknown numbers are left out."""
-    for stage in [stage for stage in summary.stages if stage.val_bpb is not None][:1]:
-        earlier = stage.curve("val_bpb")[:-1]
-        start = f"; {earlier[0][1]:.2f} at first" if earlier else ""
-        yield f"{stage.val_bpb:.3f}", "bits per byte", f"{stage.name}, held out{start}"
-
-    # A story follows the order if it has the name, the kind and the trait that the order names.
-    for name, measure in (("stories hold together", "holds together"), ("stories follow the order", "order followed")):
-        key = ("stories", measure)
-        shares = {stage.name: stage.shares[key] for stage in summary.stages if key in stage.shares}
-        if shares:
-            *earlier, last = shares
-            before = "".join(f"; {stage} {shares[stage]['accuracy']:.0%}" for stage in earlier)
-            yield f"{shares[last]['accuracy']:.0%}", name, f"{last}{before}"
-
-    evaluated = [stage for stage in summary.stages if stage.scores and stage.name != "base"]  # it only tells stories
-    if evaluated:
-        shared = set.intersection(*(set(stage.scores) for stage in evaluated))
-        means = {}
-        for stage in evaluated:
-            means[stage.name] = fmean(stage.scores[task]["accuracy"] for task in shared or stage.scores)
-        best = max(means, key=lambda name: means[name])
-        others = "".join(f"; {name} {mean:.0%}" for name, mean in means.items() if name != best)
-        yield f"{means[best]:.0%}", f"accuracy after {best}", f"mean of {'shared' if shared else 'its'} tasks{others}"
-
-    rl = next((stage for stage in summary.stages if stage.name == "rl"), Stage("rl"))
-    held_out = [value for _, value in rl.curve("eval_reward")]
-    if len(held_out) > 1:
-        ends = f"{held_out[0]:.2f} → {held_out[-1]:.2f}"
-        yield ends, "RL reward", "held-out questions, first and last evaluation"
-
-    seconds = sum(summary.seconds_by_stage().values())
-    if seconds:
-        evaluations = summary.evaluation_seconds()
-        more = f"; evaluations of it {duration(evaluations)} more" if evaluations else ""
-        yield duration(seconds), "the run", f"{duration(training_seconds(summary))} of it training steps{more}"
-
-
-def training_seconds(summary: RunSummary) -> float:
-    return sum(stage.training_seconds() for stage in summary.stages)
+# ---------------------------------------------------------------------- facts and the chat
 
 
 def header(summary: RunSummary) -> dict[str, str]:
     """The model, data, time and code of the training, in words; missing facts are "unknown" or left out."""
-    tokens = [f"{stage.last('tokens'):,.0f} in {stage.name}" for stage in summary.stages if stage.last("tokens")]
     devices = [f"{one.world_size} × {one.device} ({one.kind}, {one.dtype})" for one in summary.commands if one.device]
     versions: dict[str, list[str]] = {}
     for stage in summary.stages:
@@ -103,7 +58,6 @@ def header(summary: RunSummary) -> dict[str, str]:
         "Vocabulary": [f"{count:,}" for count in summary.fact("vocab_size") if isinstance(count, int)],
         "Context": [f"{count:,} tokens" for count in summary.fact("context") if isinstance(count, int)],
         "Data": summary.fact("data"),
-        "Tokens": [", ".join(tokens)] if tokens else [],
         "Date": [summary.began.replace("T", " ").replace("+00:00", " UTC")] if summary.began else [],
         "Commit": summary.fact("commit") or ["unknown"],
         "Device": devices,
@@ -137,16 +91,15 @@ def stage_table(summary: RunSummary) -> Table:
     for name in dict.fromkeys([*others, *stages, *(command.stage for command in summary.commands)]):
         stage = stages.get(name, Stage(name))
         step = stage.last("step")
-        mfu = stage.values("mfu")
+        tokens = stage.last("tokens")
+        rates, memory, mfu = (stage.values(key) for key in ("tok_per_sec", "peak_memory_gib", "mfu"))
         row = {
             "stage": name,
             "steps": "" if step is None else f"{step + 1:,.0f}",
-            "tokens": in_a_word(stage, "tokens", "last"),
-            "loss": _decimals(last_loss(stage)),
+            "tokens": "" if tokens is None else short(tokens),
             "val loss": _decimals(stage.last("val_loss")),
-            "val bpb": _decimals(stage.val_bpb),
-            "tokens/s": in_a_word(stage, "tok_per_sec", "median"),
-            "GiB": in_a_word(stage, "peak_memory_gib", "peak"),
+            "tokens/s": short(median(rates)) if rates else "",
+            "GiB": short(max(memory)) if memory else "",
             "MFU": f"{median(mfu):.1%}" if mfu else "",
             "training": duration(stage.training_seconds()) if stage.metrics else "",
             "in all": duration(seconds[name]) if name in seconds else "",
@@ -154,7 +107,7 @@ def stage_table(summary: RunSummary) -> Table:
         }
         rows.append(row)
     heads = [head for head in rows[0] if any(row[head] for row in rows)]
-    total = {"stage": "total", "training": duration(training_seconds(summary))}
+    total = {"stage": "total", "training": duration(sum(stage.training_seconds() for stage in summary.stages))}
     total["evaluation"] = duration(summary.evaluation_seconds())
     rows.append(total | {"in all": duration(sum(seconds.values()))})
     return Table(heads, [[Cell(row.get(head, "")) for head in heads] for row in rows])
@@ -169,11 +122,11 @@ def score_table(summary: RunSummary) -> Table:
 
     rows = [numbers("bits per byte", "held out", "val_bpb"), numbers("bits per byte", "training", "train_bpb")]
     further = dict.fromkeys(key for stage in stages for key in stage.shares)
-    guessing = chances(stages)
     # A base model has shares of a task, such as the stories, without an accuracy.
     named = [[*stage.scores, *(task for task, _ in stage.shares)] for stage in stages]
     for task in dict.fromkeys(chain.from_iterable(named)):
-        detail = f"chance {guessing[task]:.0%}" if guessing.get(task) else ""
+        chance = max(stage.scores.get(task, {}).get("baseline", 0) for stage in stages)  # the accuracy of guessing
+        detail = f"chance {chance:.0%}" if chance else ""
         rows.append([Cell(task, detail), *_score_cells([stage.scores.get(task) for stage in stages])])
         for key in further:
             if key[0] == task:
@@ -182,12 +135,6 @@ def score_table(summary: RunSummary) -> Table:
     return Table(
         ["task", *(stage.name for stage in stages)], [row for row in rows if any(cell.text for cell in row[1:])]
     )
-
-
-def chances(stages: list[Stage]) -> dict[str, float]:
-    """Each task with the accuracy of guessing."""
-    tasks = dict.fromkeys(task for stage in stages for task in stage.scores)
-    return {task: max(stage.scores.get(task, {}).get("baseline", 0) for stage in stages) for task in tasks}
 
 
 def _score_cells(scores: list[dict[str, float] | None]) -> list[Cell]:
@@ -217,24 +164,6 @@ def questions(summary: RunSummary) -> dict[tuple[str, Pairs], dict[str, list[Cha
 
 
 # ---------------------------------------------------------------------- numbers as words
-
-
-def in_a_word(stage: Stage, key: str, how: str, share: float = SMOOTH) -> str:
-    """A stage's values in one word: their last, peak, median or ends, with the last smoothed; "" without values."""
-    values = [value for _, value in stage.curve(key)] if how == "ends" else stage.values(key)
-    if not values:
-        return ""
-    if how == "ends":
-        return f"{values[0]:.2f} → {smooth(stage.curve(key), share)[-1][1]:.2f}"
-    return short({"last": values[-1], "peak": max(values), "median": median(values)}[how])
-
-
-def word_of(plot: "Plot", stage: Stage) -> str:
-    """What the title of a plot says about a stage. Where held-out questions are drawn as dots, the first and the last
-    value are of these: the first value in training is of a single batch, which may be easy or hard."""
-    if plot.dots and plot.word == "ends" and len(stage.curve(plot.dots)) > 1:
-        return in_a_word(stage, plot.dots, "ends", 0)
-    return in_a_word(stage, plot.metric, plot.word, plot.smooth)
 
 
 def smooth(points: Points, share: float = SMOOTH) -> Points:
@@ -269,32 +198,30 @@ class Plot:
     metric: str
     title: str
     detail: str
-    word: str  # the number above each stage: its last, peak, median, or its ends
     from_zero: bool = True  # the y axis
     smooth: float = SMOOTH  # draw a moving mean over this share of the values to either side; 0: none
-    dots: str | None = None  # a second metric, drawn into the same axes
+    held_out: str | None = None  # the metric of held-out examples, drawn as dots into the same axes
 
 
 PLOTS = (
-    Plot("reward", "Reward", "line: training questions; dots: held-out questions", "ends", dots="eval_reward"),
-    Plot("margin", "Preference margin", "chosen less rejected reward; line: training; dots: held out", "ends",
-         dots="val_margin"),
-    Plot("val_bpb", "Bits per byte", "held-out text of each stage", "ends", from_zero=False, smooth=0),
-    Plot("lr", "Learning rate", "the peak is above", "peak", smooth=0),
-    Plot("tok_per_sec", "Throughput", "tokens a second; the median is above", "median"),
-    Plot("peak_memory_gib", "Peak memory", "GiB", "peak", smooth=0),
-    Plot("val_accuracy", "Preference accuracy", "held-out replies on the right side", "ends", smooth=0),
-    Plot("pass_at_k", "Best reply to a question", "mean reward; of rewards of 0 and 1 this is pass@k", "ends"),
-    Plot("no_signal", "Questions without signal", "share to which all replies are equally good", "last"),
-    Plot("entropy", "Entropy", "nats a token", "ends"),
-    Plot("kl", "KL to the reference", "nats a token", "last"),
-    Plot("clipped", "Clipped tokens", "share that the clip stops", "last"),
-    Plot("response_tokens", "Length of replies", "tokens", "last"),
-    Plot("truncated", "Replies cut off", "share", "last"),
-    Plot("sampling_seconds", "Seconds of a step", "line: sampling, with its median; dots: training", "median",
-         dots="training_seconds"),
+    Plot("reward", "Reward", "line: training questions; dots: held-out questions", held_out="eval_reward"),
+    Plot("margin", "Preference margin", "chosen less rejected reward; line: training; dots: held out",
+         held_out="val_margin"),
+    Plot("val_bpb", "Bits per byte", "held-out text of each stage", from_zero=False, smooth=0),
+    Plot("lr", "Learning rate", "", smooth=0),
+    Plot("tok_per_sec", "Throughput", "tokens a second"),
+    Plot("val_accuracy", "Preference accuracy", "held-out replies on the right side", smooth=0),
+    Plot("pass_at_k", "Best reply to a question", "mean reward; of rewards of 0 and 1 this is pass@k"),
+    Plot("no_signal", "Questions without signal", "share to which all replies are equally good"),
+    Plot("entropy", "Entropy", "nats a token"),
+    Plot("kl", "KL to the reference", "nats a token"),
+    Plot("clipped", "Clipped tokens", "share that the clip stops"),
+    Plot("response_tokens", "Length of replies", "tokens"),
+    Plot("truncated", "Replies cut off", "share"),
+    Plot("sampling_seconds", "Seconds of sampling", "of each step"),
+    Plot("training_seconds", "Seconds of training", "of each step"),
 )  # fmt: skip
-LOSS = Plot("loss", "Loss", "", "ends", from_zero=False)
+LOSS = Plot("loss", "Loss", "", from_zero=False)
 # A step of fine-tuning has few targets, and its loss depends on which ones: only a wide mean shows whether it falls.
 TUNING_LOSS = replace(LOSS, smooth=1 / 8)
 
@@ -318,10 +245,18 @@ def loss_plot(stage: Stage) -> Plot | None:
     return LOSS if stage.name in ("base", "mid") else TUNING_LOSS
 
 
-def last_loss(stage: Stage) -> float | None:
-    """The mean of the last losses, as its plot shows it."""
-    plot = loss_plot(stage)
-    return smooth(stage.curve("loss"), plot.smooth)[-1][1] if plot else None
+def ends(plot: Plot, stage: Stage) -> str:
+    """The first value of a stage and its last smoothed value, for the title of its plot.
+
+    Held-out values are preferred: the first value in training comes from one batch, which may be easy or hard.
+    """
+    held_out = stage.curve(plot.held_out) if plot.held_out else []
+    if len(held_out) > 1:
+        first, last = held_out[0], held_out[-1]
+    else:
+        curve = stage.curve(plot.metric)
+        first, last = curve[0], smooth(curve, plot.smooth)[-1]
+    return f"{short(first[1])} → {short(last[1])}"
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:
@@ -354,10 +289,11 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
         mean = smooth(curve, plot.smooth)
         axes.plot(*zip(*mean, strict=True), **style, linewidth=1.8, gid=f"{plot.metric}-{stage.name}")
         drawn += curve
-        if plot.dots and stage.curve(plot.dots):
+        if plot.held_out and stage.curve(plot.held_out):
             style |= {"color": COLOURS["text"], "marker": "o", "linewidth": 0}
-            axes.plot(*zip(*stage.curve(plot.dots), strict=True), **style, gid=f"{plot.dots}-{stage.name}")
-        axes.set_title(word_of(plot, stage))
+            axes.plot(*zip(*stage.curve(plot.held_out), strict=True), **style, gid=f"{plot.held_out}-{stage.name}")
+        if len(stages) < 3:  # more panels are too narrow
+            axes.set_title(ends(plot, stage))
         axes.set_xlabel(stage.name, color=COLOURS[stage.name])
         room = max(1, round(width * share / sum(shares) / 0.6))  # a tick each 0.6 inches
         axes.xaxis.set_major_locator(MaxNLocator(room, steps=[1, 2, 5, 10], integer=True))
@@ -374,7 +310,7 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    words = [f"{stage.name} {word_of(plot, stage)}" for stage in stages]
+    words = [f"{stage.name} {ends(plot, stage)}" for stage in stages]
     return _svg(figure, plot.metric + "-".join(stage.name for stage in stages), f"{plot.title}: {', '.join(words)}")
 
 
@@ -391,7 +327,7 @@ def to_html(summary: RunSummary) -> str:
         for stage in stages:
             logged.update(*stage.metrics)
         plots_of_parts = [
-            Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight", "ends")
+            Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight")
             for name in sorted(logged)
             if name.startswith("reward/")
         ]
@@ -410,9 +346,9 @@ def to_html(summary: RunSummary) -> str:
     environment.filters["duration"] = duration
     chat_title, chat = conversation(summary)
     text = environment.get_template("report.html").render(
-        summary=summary, headline=headline(summary), stage_table=stage_table(summary), score_table=score_table(summary),
+        summary=summary, stage_table=stage_table(summary), score_table=score_table(summary),
         questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title,
-        chat=chat, plots=plots, losses=losses, tasks=list(chances(stages).items()),
+        chat=chat, plots=plots, losses=losses,
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()

@@ -138,10 +138,6 @@ class Stage:
             covered = max(covered, one.last_step)
         return total + self.training_seconds() - self.training_seconds(covered)
 
-    @property
-    def val_bpb(self) -> float | None:
-        return self.evaluation.get("val_bpb", self.last("val_bpb"))
-
 
 def further_shares(task: str, score: dict[str, float]) -> dict[tuple[str, str], dict[str, float]]:
     """The shares in a task's result besides its accuracy; `NAME_low` and `NAME_high` are the interval of `NAME`."""
