@@ -5,10 +5,10 @@
 
 A wrong sampler damages the policy without an error, so every reply is checked: the number of its tokens, their range,
 the prompt's tokens as the server has read them, and the weights if the server names them. If a server refuses a request
-for a while (429, 503), the next server gets it, with the same seed. A server that is lost, because it died or restarts,
-gets no requests until it answers again, and then first the weights. After `patience` seconds without a reply the run
-saves and ends. A reply may be hostile: it is read without compression, up to 64 MiB, and any error of its reader
-becomes one line.
+for a while (429, 503), the next server gets it, with the same seed. Requests go only to servers that are ready: that
+have the present weights. One that was lost, because it died or restarts, or that has other weights, is made ready while
+the others sample. After `patience` seconds without a reply the run saves and ends. A reply may be hostile: it is read
+without compression, up to 64 MiB, and any error of its reader becomes one line.
 """
 
 import asyncio
@@ -48,10 +48,9 @@ from nanochat.screen import bar
 from nanochat.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
-RETURN_SECONDS = 1.0  # between two checks whether a lost server answers again
+RETURN_SECONDS = 1.0  # between two attempts to make a server ready
 CONNECT_SECONDS = 10.0
 LONGEST_PAUSE = 10.0  # the longest time before a request is sent again
-STALE_REPLIES = 3  # replies with other weights that a restart may explain; more are an error
 FOREIGN_SEEDS = 2**63  # vLLM's seeds are below this
 MAX_REPLY = 64 << 20  # bytes; a million tokens with their logprobs take 30 MB
 Result = TypeVar("Result")
@@ -65,26 +64,12 @@ class Server:
     kind: str  # its software, from its /v1/models: nanochat, vllm, sglang
     model: str  # its name for the model
     at_once: int  # requests that it gets at the same time
-    needs_weights: bool = True  # it has not received them, or may have lost them
-    has_loaded: bool = False  # it has taken weights at least once, so it can
-    is_lost: bool = False  # it does not answer, and gets no requests
-
-
-@dataclass(frozen=True)
-class Response:
-    """What a server has replied."""
-
-    status: int
-    retry_after: str  # a header; empty: it has none
-    content: bytes
+    is_ready: bool = False  # it has the present weights, and gets requests
+    is_lost: bool = False  # it does not answer
 
 
 class TryAgain(Exception):
     """The server cannot reply now."""
-
-    def __init__(self, why: str, pause: float = 0.0):
-        super().__init__(why)
-        self.pause = pause  # seconds that the server requests
 
 
 NEUTRAL_PARAMS = SamplingParams()
@@ -125,7 +110,10 @@ class HttpSampler:
         self.weights = Path()  # the folder last handed over; its name identifies the weights
         if device.is_main:  # the copy of the weights is removed after the run
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        self.servers = [self._find(address.rstrip("/"), rows) for address in addresses]
+        try:
+            self.servers = [asyncio.run(self._find(address.rstrip("/"), rows)) for address in addresses]
+        except Failed as error:
+            raise UserError(str(error)) from error
         kinds = {server.kind for server in self.servers}
         if len(kinds) > 1:
             raise UserError(f"--sampler: one kind of server, these are {', '.join(sorted(kinds))}")
@@ -157,27 +145,21 @@ class HttpSampler:
             key=os.environ.get("NANOCHAT_API_KEY", ""), sampling=sampling, should_stop=should_stop,
         )  # fmt: skip
 
-    def _find(self, address: str, rows: int) -> Server:
-        async def list_models() -> Response:
-            async with self._client() as client:
-                return await self._fetch(client, f"{address}/v1/models", None, CONNECT_SECONDS)
-
+    async def _find(self, address: str, rows: int) -> Server:
         try:
-            response = asyncio.run(list_models())
+            async with self._client() as client:
+                status, content = await self._fetch(client, f"{address}/v1/models", None, CONNECT_SECONDS)
         except (httpx2.TransportError, httpx2.InvalidURL) as error:
-            raise UserError(f"--sampler {address}: {_words(error)}; is the server started?") from error
-        except Failed as error:
-            raise UserError(str(error)) from error
-        if response.status != 200:
+            raise Failed(f"--sampler {address}: {_words(error)}; is the server started?") from error
+        if status != 200:
             hints = {
                 401: "set NANOCHAT_API_KEY to its key",
                 404: "it has no /v1/models, so it is not a server with OpenAI's API, as chat_web --for_rl is",
             }
-            hint = hints.get(response.status, "look at its log")
-            raise UserError(f"--sampler {address}: status {response.status}; {hint}")
+            raise Failed(f"--sampler {address}: status {status}; {hints.get(status, 'look at its log')}")
 
         def read() -> Server:
-            listed = json.loads(response.content)["data"][0]
+            listed = json.loads(content)["data"][0]
             slots = listed.get("nanochat", {}).get("slots")
             # A few more than it has slots, so that none is free while a request is on its way.
             at_once = rows if slots is None else math.ceil(1.5 * slots / self.device.world_size)
@@ -185,12 +167,9 @@ class HttpSampler:
                 raise ValueError("slots")
             return Server(address, str(listed["owned_by"])[:100], str(listed["id"]), at_once)
 
-        try:
-            server = _understood(address, "its /v1/models has not the form of OpenAI's API", read)
-        except Failed as error:
-            raise UserError(str(error)) from error
+        server = _understood(address, "its /v1/models has not the form of OpenAI's API", read)
         if server.kind not in HAND_OVER:
-            raise UserError(f"--sampler {address} is a server of {server.kind}: weights go to {', '.join(HAND_OVER)}")
+            raise Failed(f"--sampler {address} is a server of {server.kind}: weights go to {', '.join(HAND_OVER)}")
         return server
 
     # ------------------------------------------------------------------ weights
@@ -210,14 +189,13 @@ class HttpSampler:
         def write_and_tell() -> str:
             self.weights = self._write(model, gathered)
             asyncio.run(self._tell_all())
-            return json.dumps([str(self.weights), [server.needs_weights for server in self.servers]])
+            return json.dumps([str(self.weights), [server.is_ready for server in self.servers]])
 
         try:
-            weights, need = json.loads(str(decide_on_rank_zero(self.device, write_and_tell)))
+            weights, ready = json.loads(str(decide_on_rank_zero(self.device, write_and_tell)))
             self.weights = Path(weights)
-            for server, needs_weights in zip(self.servers, need, strict=True):
-                server.needs_weights = needs_weights
-                server.has_loaded |= not needs_weights  # only rank 0 has seen it
+            for server, is_ready in zip(self.servers, ready, strict=True):
+                server.is_ready = is_ready
             if not self.is_checked:
                 check_agreement(self, model, self.tokenizer, self.device, self.sampling)
         except (UserError, Failed) as error:
@@ -262,52 +240,48 @@ class HttpSampler:
         """Make all servers load the weights, except lost ones; at least one server must load them."""
         self.trouble = "no server takes the weights"
         for server in self.servers:
-            server.needs_weights = True
-        began = time.monotonic()
+            server.is_ready = False
+        deadline = time.monotonic() + self.patience
         async with self._client() as client:
-
-            async def tell(server: Server) -> None:
-                try:
-                    await self._tell(client, server)
-                except httpx2.TransportError as error:
-                    self._lose(server, error)
-                except TryAgain as error:
-                    self.trouble = f"{server.address}: {error}"
-
-            while True:
-                if all(server.is_lost for server in self.servers):
-                    await self._find_lost(client)
-                waiting = [server for server in self.servers if server.needs_weights and not server.is_lost]
-                await asyncio.gather(*(tell(server) for server in waiting))
-                is_late = time.monotonic() - began > self.patience
-                has_any = any(not server.needs_weights for server in self.servers)
-                has_all = all(server.is_lost or not server.needs_weights for server in self.servers)
-                if has_any and (has_all or is_late):
-                    return  # the other servers get them before their next request
+            while not self.should_stop():  # the next sampling sees it, too
+                # A lost server would delay the others; it gets the weights while they sample.
+                called = [server for server in self.servers if not server.is_lost] or self.servers
+                await asyncio.gather(*(self._make_ready(client, server) for server in called if not server.is_ready))
+                is_late = time.monotonic() > deadline
+                has_all = all(server.is_ready or server.is_lost for server in self.servers)
+                if any(server.is_ready for server in self.servers) and (has_all or is_late):
+                    return
                 if is_late:
                     raise Failed(self._given_up())
-                if self.should_stop():
-                    return  # the next sampling sees it, too
                 await asyncio.sleep(RETURN_SECONDS)
 
-    async def _tell(self, client: httpx2.AsyncClient, server: Server) -> None:
-        """Make a server load the weights."""
-        for route, body in HAND_OVER[server.kind](str(self.weights), self.weights.name):
-            response = await self._fetch(client, server.address + route, body, self.patience)
-            what = f"does not take the weights in {self.weights}"
-            # A server that has never loaded weights cannot: asking it again would only delay the message.
-            hint = "" if server.has_loaded else HINTS.get((server.kind, response.status), "")
-            _require(server, response, what, hint, is_final=response.status == 500 and not server.has_loaded)
-            if _is_refusal(response):
-                raise TryAgain(f"{route} has no success: requests are still running")
-        server.needs_weights = False
-        server.has_loaded = True
-
-    # ------------------------------------------------------------------ servers that are lost
+    async def _make_ready(self, client: httpx2.AsyncClient, server: Server) -> None:
+        """Try once to make a server load the weights. Raises Failed: when it refuses them for good."""
+        try:
+            if server.is_lost:
+                status, _ = await self._fetch(client, f"{server.address}/v1/models", None, CONNECT_SECONDS)
+                if status != 200:
+                    raise TryAgain(f"status {status}")
+                server.is_lost = False
+                print0(f"sampler: {server.address} is back")
+            for route, body in HAND_OVER[server.kind](str(self.weights), self.weights.name):
+                status, content = await self._fetch(client, server.address + route, body, self.patience)
+                # A server that cannot load weights at the start of a run never will: do not wait for it.
+                hint = "" if self.is_checked else HINTS.get((server.kind, status), "")
+                what = f"does not take the weights in {self.weights}"
+                _require(server, status, content, what, hint, is_final=status == 500 and not self.is_checked)
+                if _is_refusal(content):
+                    raise TryAgain(f"{route} has no success: requests are still running")
+        except httpx2.TransportError as error:
+            self._lose(server, error)
+        except TryAgain as error:
+            self.trouble = f"{server.address}: {error}"
+        else:
+            server.is_ready = True
 
     def _lose(self, server: Server, error: httpx2.TransportError) -> None:
         self.trouble = f"{server.address}: {_words(error)}"
-        server.needs_weights = True  # it may come back with its initial weights
+        server.is_ready = False  # it may come back with its initial weights
         if server.is_lost:
             return
         server.is_lost = True
@@ -317,29 +291,14 @@ class HttpSampler:
         # `warn` prints on rank 0 only: every rank uses all servers.
         warn(f"sampler: {server.address} is lost ({_words(error)}): {what}")
 
-    async def _find_lost(self, client: httpx2.AsyncClient) -> None:
-        """Check once whether lost servers answer again."""
-        for server in self.servers:
-            if not server.is_lost:
-                continue
-            try:
-                response = await self._fetch(client, f"{server.address}/v1/models", None, CONNECT_SECONDS)
-            except (httpx2.TransportError, Failed) as error:
-                self.trouble = f"{server.address}: {_words(error)}"
-                continue
-            if response.status == 200:
-                server.is_lost = False
-                print0(f"sampler: {server.address} is back")
-
     def _client(self) -> httpx2.AsyncClient:
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
-        timeout = httpx2.Timeout(self.patience, connect=CONNECT_SECONDS)
-        return httpx2.AsyncClient(headers=self.headers, limits=limits, timeout=timeout)
+        return httpx2.AsyncClient(headers=self.headers, limits=limits)
 
     async def _fetch(
         self, client: httpx2.AsyncClient, address: str, body: dict[str, Any] | None, seconds: float
-    ) -> Response:
-        """The whole reply to a request; without a body it is a GET.
+    ) -> tuple[int, bytes]:
+        """The status and the whole content of the reply to a request; without a body it is a GET.
 
         Raises Failed: when it is too large. Raises TransportError: when it has not arrived in time, as for whatever
         happens to the connection.
@@ -357,7 +316,7 @@ class HttpSampler:
                     raise Failed(f"--sampler {address}: a reply of more than {MAX_REPLY >> 20} MiB")
                 if time.monotonic() > deadline:
                     raise httpx2.ReadTimeout(f"no whole reply within {seconds:g} s")
-            return Response(response.status_code, response.headers.get("retry-after", ""), bytes(content))
+            return response.status_code, bytes(content)
 
     def _given_up(self) -> str:
         return (
@@ -376,42 +335,24 @@ class HttpSampler:
         self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int
     ) -> list[Reply]:
         gates = [asyncio.Semaphore(server.at_once) for server in self.servers]
-        locks = [asyncio.Lock() for _ in self.servers]  # one request at a time makes a server load weights
         self.trouble = "no server replies"
         last_reply = time.monotonic()
         left: set[int] = set()  # servers whose requests have gone to others
 
         async def ask(number: int, client: httpx2.AsyncClient) -> Reply:
             nonlocal last_reply
-            stale = 0
             # Neighbours are samples of one question: they go to the servers in turn, as do the attempts of one request.
             for attempt in itertools.count():
-                living = [place for place, server in enumerate(self.servers) if not server.is_lost]
-                if not living:
+                ready = [place for place, server in enumerate(self.servers) if server.is_ready]
+                if not ready:
                     await asyncio.sleep(LOOK_SECONDS)
                     continue
-                place = living[(number + self.device.rank + attempt) % len(living)]
+                place = ready[(number + self.device.rank + attempt) % len(ready)]
                 server = self.servers[place]
                 try:
                     async with gates[place]:
-                        if server.needs_weights:
-                            async with locks[place]:
-                                if server.needs_weights and not server.is_lost:
-                                    await self._tell(client, server)
-                        if server.is_lost:  # while this request waited for its turn
-                            continue
-                        body = self._request(server, prompts[number], settings[number], max_tokens)
-                        route = f"{server.address}/v1/completions"
-                        response = await self._fetch(client, route, body, self.patience)
-                        _require(server, response, "refuses a request")
-                        reply, weights = self._read(server, response, prompts[number], max_tokens)
-                        if weights in ("", self.weights.name):
-                            return reply
-                    stale += 1
-                    server.needs_weights = True
-                    self.trouble = f"{server.address} samples with the weights {weights}, not {self.weights.name}"
-                    if stale > STALE_REPLIES:
-                        raise Failed(f"--sampler {self.trouble}: does another trainer use it?")
+                        if server.is_ready:  # also after this request has waited for its turn
+                            return await self._reply(client, server, prompts[number], settings[number], max_tokens)
                 except httpx2.TransportError as error:
                     self._lose(server, error)
                     # It may have been silent for `patience`: give the other servers the same time once.
@@ -420,38 +361,55 @@ class HttpSampler:
                         last_reply = time.monotonic()
                 except TryAgain as error:
                     self.trouble = f"{server.address}: {error}"
-                    await asyncio.sleep(max(error.pause, _pause(attempt)))
+                    await asyncio.sleep(min(LONGEST_PAUSE, 0.25 * 2 ** min(attempt, 8)))
             raise AssertionError("unreachable")
 
-        async def find_lost(client: httpx2.AsyncClient) -> None:
+        async def keep_ready(server: Server, client: httpx2.AsyncClient) -> None:
             while True:
-                await self._find_lost(client)
-                await asyncio.sleep(RETURN_SECONDS)
+                if not server.is_ready:
+                    await self._make_ready(client, server)
+                await asyncio.sleep(LOOK_SECONDS if server.is_ready else RETURN_SECONDS)
 
         async with self._client() as client:
-            finding = asyncio.create_task(find_lost(client))
+            keepers: list[asyncio.Task[Any]] = [
+                asyncio.create_task(keep_ready(server, client)) for server in self.servers
+            ]
             tasks = [asyncio.create_task(ask(number, client)) for number in range(len(prompts))]
             try:
                 with bar("replies", len(tasks)) as progress:
-                    pending = set(tasks)
+                    pending: set[asyncio.Task[Any]] = set(tasks)
                     while pending:
-                        done, pending = await asyncio.wait(
-                            pending, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                        done, _ = await asyncio.wait(
+                            {*pending, *keepers}, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED
                         )
                         for task in done:
-                            task.result()  # raises what the task has raised
+                            task.result()  # raises what the task has raised; a keeper ends in no other way
                             progress.done += 1
                             last_reply = time.monotonic()
+                        pending -= done
                         if self.should_stop():
                             raise Interrupted
                         # The timeout of a request ends first.
                         if time.monotonic() - last_reply > self.patience + LOOK_SECONDS:
                             raise Failed(self._given_up())
             finally:
-                for task in (finding, *tasks):
+                for task in (*keepers, *tasks):
                     task.cancel()  # the server then gives the slot to another request
-                await asyncio.gather(finding, *tasks, return_exceptions=True)
+                await asyncio.gather(*keepers, *tasks, return_exceptions=True)
         return [task.result() for task in tasks]
+
+    async def _reply(
+        self, client: httpx2.AsyncClient, server: Server, prompt: Sequence[int], params: SamplingParams, max_tokens: int
+    ) -> Reply:
+        """One reply of the present weights. Raises Failed: when it is wrong."""
+        body = self._request(server, prompt, params, max_tokens)
+        status, content = await self._fetch(client, f"{server.address}/v1/completions", body, self.patience)
+        _require(server, status, content, "refuses a request")
+        reply, weights = self._read(server, content, prompt, max_tokens)
+        if weights not in ("", self.weights.name):
+            server.is_ready = False
+            raise TryAgain(f"the weights {weights} instead of {self.weights.name}: does another trainer use it?")
+        return reply
 
     def _request(
         self, server: Server, prompt: Sequence[int], params: SamplingParams, max_tokens: int
@@ -467,14 +425,14 @@ class HttpSampler:
             body["stop_token_ids"] = sorted(self.tokenizer.stop_ids)
         return body
 
-    def _read(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
+    def _read(self, server: Server, content: bytes, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
         """The reply, and the weights that sampled it if the server names them. Raises Failed: when it is wrong."""
         what = "a reply without token_ids or logprobs; it needs the field return_token_ids of vLLM 0.16"
-        return _understood(server.address, what, lambda: self._checked(server, response, prompt, max_tokens))
+        return _understood(server.address, what, lambda: self._checked(server, content, prompt, max_tokens))
 
-    def _checked(self, server: Server, response: Response, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
+    def _checked(self, server: Server, content: bytes, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
         """Raises Failed: for what is wrong in the reply. Raises whatever its form makes it raise."""
-        body = json.loads(response.content)
+        body = json.loads(content)
         choices = body["choices"]
         choice = choices[0]
         tokens = list(choice["token_ids"])
@@ -493,7 +451,7 @@ class HttpSampler:
             wrong = f"it has read other tokens than the {len(prompt)} of the prompt: it has another tokenization"
         elif not all(type(token) is int and 0 <= token < self.vocab_size for token in tokens):
             wrong = f"token ids outside of the vocabulary of {self.vocab_size}: it has another model"
-        elif not all(logp is None or (isinstance(logp, int | float) and _is_logprob(logp)) for logp in logprobs):
+        elif not all(logp is None or _is_logprob(logp) for logp in logprobs):
             wrong = "logprobs that are not logarithms of probabilities"
         if wrong:
             raise Failed(f"--sampler {server.address}: {wrong}")
@@ -537,38 +495,30 @@ def _understood(address: str, what: str, read: Callable[[], Result]) -> Result:
         raise Failed(f"--sampler {address}: {what} ({_words(error)})") from error
 
 
-def _is_logprob(value: float) -> bool:
-    return math.isfinite(value) and value <= 1e-3
+def _is_logprob(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value <= 1e-3
 
 
-def _require(server: Server, response: Response, what: str, hint: str = "", *, is_final: bool = False) -> None:
+def _require(server: Server, status: int, content: bytes, what: str, hint: str = "", *, is_final: bool = False) -> None:
     """Raises TryAgain: when the server is busy or restarts. Raises Failed: when it refuses, or this `is_final`."""
-    status = response.status
     if 200 <= status < 300:
         return
-    message = response.content.decode(errors="replace")
+    message = content.decode(errors="replace")
     with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
         message = str(json.loads(message)["error"]["message"])
     message = " ".join(message.split())  # vLLM's may have several lines
     if (status in (408, 429) or status >= 500) and not is_final:
-        pause = 0.0
-        with contextlib.suppress(ValueError):
-            pause = max(0.0, float(response.retry_after))  # NaN is no pause
-        raise TryAgain(f"status {status} {message[:200]}".rstrip(), min(pause, LONGEST_PAUSE))
+        raise TryAgain(f"status {status} {message[:200]}".rstrip())
     after = f"; {hint}" if hint else ""
     raise Failed(f"--sampler {server.address} {what} (status {status}): {message[:300]}{after}")
 
 
-def _is_refusal(response: Response) -> bool:
+def _is_refusal(content: bytes) -> bool:
     """Whether vLLM says that it has not dropped its cached prompts, with status 200: a running request holds them."""
     with contextlib.suppress(ValueError, RecursionError):
-        answer = json.loads(response.content)
+        answer = json.loads(content)
         return isinstance(answer, dict) and answer.get("success") is False
     return False
-
-
-def _pause(attempt: int) -> float:
-    return min(LONGEST_PAUSE, 0.25 * 2 ** min(attempt, 8))
 
 
 def _words(error: BaseException) -> str:

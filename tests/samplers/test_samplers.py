@@ -341,7 +341,7 @@ HOSTILE = {
     "a redirection": (302, b"", {"location": "http://localhost:1/"}, "status 302"),
     "an error that is no text": (400, b'{"error": {"message": 5}}', {}, "status 400): 5"),
     "an error that is nested": (400, b"[" * 200_000, {}, "status 400): [[["),
-    "a pause that is none": (503, b"", {"retry-after": "nan"}, "no reply for 1 s"),
+    "busy for ever": (503, b"", {}, "no reply for 1 s"),
 }
 
 
@@ -406,6 +406,7 @@ def test_a_server_with_other_weights_gets_them_again_and_not_for_ever(sampler, f
         reply["system_fingerprint"] = "fp_of_another"
 
     fake.fault = stale
+    sampler.patience = 3.0
     assert "fp_of_another" in failure(lambda: sampler(prompts, settings, 8))
 
 
@@ -457,7 +458,7 @@ def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_add
         sampler.hand_over(model)
         assert sample() == (expected, "", "")
     routes = [route for route, _ in other.requests]
-    assert routes[:3] == ["/v1/models", "/update_weights_from_disk", "/v1/completions"]
+    assert routes[:2] == ["/v1/models", "/update_weights_from_disk"] and "/v1/completions" in routes[2:]
     assert other.weights == sampler.weights.name
 
 
