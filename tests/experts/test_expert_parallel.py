@@ -176,7 +176,8 @@ def check_equal(ranks: list[dict[str, Any]], how: str, context_ranks: int = 1) -
         ):
             assert loss == pytest.approx(one[0], rel=1e-6), (case, step)
             assert (targets, updated) == (context_ranks * one[1], one[3]), (case, step)
-            assert norm == pytest.approx(one[2], rel=1e-5), (case, step)
+            # A norm sums squares in another order on each processor: 2.3e-5 after five steps on an AMD EPYC.
+            assert norm == pytest.approx(one[2], rel=5e-5), (case, step)
         for rank in ranks[1:]:
             assert rank[how][case]["stats"] == first["stats"], case
             assert same_bits(rank[how][case]["weights"], first["weights"]), case
