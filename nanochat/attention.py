@@ -115,8 +115,10 @@ def causal_mask(
     return mask
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    """torch's fused causal attention on (B, T, heads, D)."""
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """torch's fused attention on (B, T, heads, D)."""
     # torch takes (B, heads, T, D). The fused operator works in tiles and never holds the T x T scores
     # (source: Dao et al. 2022, FlashAttention). A transposed view costs nothing: no value is copied.
     q = q.transpose(1, 2)
@@ -125,7 +127,7 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     # Several query heads may share a key head (source: Ainslie et al. 2023, GQA). torch derives the groups from the
     # head counts: with 6 query heads and 2 key heads, query heads 0 to 2 read key head 0, and 3 to 5 key head 1.
     grouped = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 

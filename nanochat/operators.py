@@ -140,7 +140,7 @@ class TorchKernels:
         # restricts nothing.
         if 0 < window < q.size(1) or segments is not None:
             return blockwise_attention(q, k, v, scale=scale, window=window, segments=segments)
-        return fused_attention(q, k, v, scale=scale)
+        return fused_attention(q, k, v, scale=scale, is_causal=True)
 
     def row_attention(
         self, q: Tensor, k: Tensor, v: Tensor, offset_masks: tuple[Tensor, Tensor] | None, **options: Any
