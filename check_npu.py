@@ -407,7 +407,7 @@ class Report:
         except Skip as skip:
             detail = str(skip)
             outcome = "SKIP"
-        except AssertionError as wrong:  # of a computation
+        except AssertionError as wrong:  # a computation differs
             detail = str(wrong)
             fix = "the versions of driver, CANN and torch do not fit: see above; --full finds the operator"
         except Fail as fail:

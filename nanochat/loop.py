@@ -47,7 +47,7 @@ from nanochat.train import Meter, StepStats
 from nanochat.untrusted import printable
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
-SAVE_EVERY_SECONDS = 600.0  # of training, between saves, unless --save_every is set
+SAVE_EVERY_SECONDS = 600.0  # training time between saves, unless --save_every is set
 STILL_STEPS = 10  # without a gradient, before a warning
 FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 
@@ -106,7 +106,7 @@ class Run:
         self.loader_states = self.saver.loader_states
         self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
         self.stopped = False  # a signal ends the run, or a failure
-        self.saved_at = (self.progress.step, self.progress.seconds)  # of the last save, or of the start
+        self.saved_at = (self.progress.step, self.progress.seconds)  # at the last save, or at the start
         self.next_save: int | None = None  # the step at which it is time for the next one
         self.validation: dict[str, float] = {}  # what this process has evaluated last
         self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
@@ -115,7 +115,7 @@ class Run:
             self.meter.more = rooms.find("attendants", "experts")(start.model, start.device)
         self.stop = Stop(start.device, self.progress.step)
         self.failure = ""  # why the run ends early, unless by a signal
-        self.error: BaseException | None = None  # its cause
+        self.error: BaseException | None = None  # the cause of `failure`
         self.attendants: list[Attendant] = []
 
     def compile(
@@ -213,7 +213,7 @@ class Run:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Reading the data of a step. One process that fails in it saves first; of several the others wait already."""
+        """Read the data of a step. After an error a single process saves first; several cannot."""
         try:
             yield
         except (UserError, OSError) as error:
@@ -362,7 +362,7 @@ class Run:
         return ", ".join(f"{name} {before:.4f} -> {now:.4f}" for name, before, now in self._validations())
 
     def _validations(self) -> list[tuple[str, float, float]]:
-        """Of each measure of validation its name, its value before the first step, and the last one."""
+        """The name of each validation metric, its value before the first step, and its last value."""
         # A reward is left out: it is sampled, and falls and rises by chance.
         found = []
         for name in ("val_bpb", "val_loss"):

@@ -461,7 +461,7 @@ def reply_targets(batch: PairBatch) -> Tensor:
 
 
 def by_reply(values: Tensor, batch: PairBatch) -> Tensor:
-    """Sums (P, 2) over each reply of values (N, T) that are 0 where there is no target."""
+    """Sum values (N, T), which are 0 where there is no target, over each reply: (P, 2)."""
     # One mask for each reply, then a plain sum. index_add would do it without the masks, but adds in a changing order:
     # two runs of one seed would differ in their last digits.
     numbers = torch.arange(2 * batch.pairs, device=values.device)

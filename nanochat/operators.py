@@ -55,7 +55,7 @@ class TorchKernels:
     # Logits that it passes over at a time; None: all that it holds.
     loss_slice_elements: int | None = None
     # Whether the steps between the head's products are in fp32 in training, or in the dtype of the products. In bf16
-    # they move half of the bytes, and losses differ by 0.004, as those of bf16 and fp32 do (depth 2, 2026-11-26).
+    # they move half of the bytes, and losses differ by 0.004, as between bf16 and fp32 (depth 2, 2026-11-26).
     loss_in_fp32 = True
     # top_p looks at this many of the likeliest tokens before it sorts them all; 0: it sorts them all at once.
     top_p_first = 0

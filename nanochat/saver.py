@@ -70,7 +70,7 @@ class Saver:
         self.loader_states: list[dict[str, Tensor]] = []  # one per rank that saved
         if config.resume:
             self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
-        self._bytes = 0  # of a checkpoint, on rank 0
+        self._bytes = 0  # size of a checkpoint, on rank 0
         self._require_room(steps)
         self.resumed_step = self.progress.step if self.loader_states else None
         self.saved_step = self.resumed_step  # step of the newest checkpoint

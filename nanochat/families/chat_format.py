@@ -50,7 +50,7 @@ class TemplateFormat(ChatFormat):
         plain = self._as_texts(messages)
         whole = self.template.render(plain, tools)
         spans: list[Span] = []
-        elsewhere: list[Span] = []  # of these, those that follow another prompt than the served one
+        elsewhere: list[Span] = []  # the spans that follow another prompt than the served one
         count = 0
         unlearned = 0
         misplaced = 0

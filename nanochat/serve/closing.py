@@ -33,7 +33,7 @@ OUTSIDE = b'{}[]":,+-.0123456789eEtruefalsn \t\r\n'  # all other bytes occur in 
 # random find the way out.
 RANDOM_ORDERS = 6
 # Steps of walks. A step takes 10 us, with a vocabulary of 150,000 tokens 60 us.
-FIRST_STEPS = 4_000  # of each one before a reply starts
+FIRST_STEPS = 4_000  # for each walk before a reply starts
 TOKEN_STEPS = 12  # each token of a reply earns this many, so that a walk now and then may take more,
 MOST_STEPS = 500  # and at most this many
 MAX_HINTS = 32

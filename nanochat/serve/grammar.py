@@ -200,7 +200,7 @@ class Grammar:
     def __init__(self, matcher: Any, width: int, closer: Closer, closing: list[int], max_tokens: int):
         self._matcher = matcher
         self._steps = Steps(MOST_STEPS)
-        self._budget = MORE_SECONDS  # of CPU
+        self._budget = MORE_SECONDS  # CPU time
         self._width = width  # size of the vocabulary
         self._closer = closer
         self._closing = closing

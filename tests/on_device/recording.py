@@ -15,8 +15,8 @@ from nanochat.train import make_optimizer, next_token_loss, train_step
 
 # The operators of a device (nanochat/kernels/). They are functions, not modules, and the first suspects on a new card.
 WATCHED = ("rms_norm", "add_rms_norm", "rotate", "offset_keys", "attention", "swiglu")
-# Of a tensor's norm. In bf16 the gradient of a single number, such as a scale, is off by up to 5% on a simulated NPU; a
-# wrong operator changes a tensor by about its norm.
+# Relative to a tensor's norm. In bf16 the gradient of a single number, such as a scale, is off by up to 5% on a
+# simulated NPU; a wrong operator changes a tensor by about its norm.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.15}
 Reading = tuple[str, Tensor]  # a place such as "forward blocks.1.attention: rotate", and its tensor on the host
 

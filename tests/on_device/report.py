@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-FIRST = "checks"  # those of check_npu.py; without a device that works no other part makes sense
+FIRST = "checks"  # the checks of check_npu.py; without a device that works no other part makes sense
 # Seconds that a part may take. On a card all of them together take about ten minutes. A part but the first is
 # tests/on_device/test_<part>.py.
 PARTS = {

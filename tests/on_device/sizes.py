@@ -20,11 +20,11 @@ REPEATS = 7
 class Sizes:
     depth: int
     rows: int
-    tokens: int  # of a row
+    tokens: int  # in a row
     vocab_size: int
     matrix: tuple[int, int]  # outputs and inputs of a matrix in 4 bits
     documents: tuple[int, int, int]  # in all rows together
-    steps: int  # of training
+    steps: int  # training steps
     judges_speed: bool  # at small sizes the host's launches take the time
 
 

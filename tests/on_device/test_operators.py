@@ -24,7 +24,7 @@ from on_device.sizes import Sizes, draw, init, median_ms, relative_error
 # A slower operator is not limited by its bytes: its algorithm is wrong for the card, or it runs on a slow AI CPU. Those
 # that sort, add in order or scatter may take twice as many times as on an NVIDIA H200 (2026-11-27).
 TIMES_COPY = 3.0
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}  # of a result's norm
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.03}  # relative to a result's norm
 C = 768
 H = 6
 D = 128
@@ -51,7 +51,7 @@ class Operator:
     """An operator to time: `prepare` makes its inputs on a device and returns the call."""
 
     prepare: Callable[[Device, Sizes], Callable[[], Tensor]]
-    tolerance: float  # of the result's norm
+    tolerance: float  # relative to the result's norm
     bytes: Callable[[Sizes], float]  # that its launches must read and write at least
     launches: Callable[[Sizes], int] = lambda sizes: 1
     is_bound_by_bytes: bool = True  # else by its products: then a copy of as many bytes says nothing about it
