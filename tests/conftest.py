@@ -32,6 +32,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody calls it
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to workers, as `--dist loadfile`, and when a worker dies the others run what it has left.
+
+    With xdist 3.8's own scheduler a dead worker's finished files go to a new one, which waits for ever for their ends.
+    """
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def remove_node(self, node: Any) -> str | None:
+            units = self.assigned_work.pop(node).items()
+            left = [(file, test) for file, tests in units for test, has_ended in tests.items() if not has_ended]
+            if not left:
+                return None
+            for file, test in left[1:]:
+                self.workqueue.setdefault(file, {})[test] = False
+            for other in self.nodes:
+                self._reschedule(other)
+            return left[0][1]  # the test that the worker died of
+
+    return Files(config, log)
+
+
 def pytest_collection_finish() -> None:
     """The garbage collector skips what the imports have left, to the end: a run freezes more and would thaw it all."""
     gc.collect()
