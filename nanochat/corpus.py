@@ -5,7 +5,7 @@ order of calls. The next block is read fast, any other correctly. The loader add
 of training is a function of (seed, index) at any world size.
 
     paths    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (text_files.py)
-    names    the rows "corpora" of the rooms (rooms.py): demo, pydoc, some datasets, any `org/name` of a hub
+    names    demo and pydoc, the rows "corpora" of the rooms (rooms.py); some datasets, any `org/name` of a hub
 
 Several with commas are a mixture, `a:0.7,b:0.3`: a loader draws from each its share of the tokens.
 """
@@ -25,7 +25,8 @@ from nanochat.cli import UserError
 from nanochat.text_files import TEXT_SUFFIXES, DataFile, ParquetFile, Records, TextFile, list_files, open_file, text_cut
 
 COLUMN = "text"  # the field of a .jsonl, the column of a .parquet
-NAMES = (*rooms.names("corpora"), *rooms.names("hub corpora"))
+HUB_NAMES = ("climbmix", "fineweb-edu", "fineweb-edu-chinese", "ORG/NAME")  # data/catalog.py has their places
+NAMES = (*rooms.names("corpora"), *HUB_NAMES)
 ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -198,9 +199,8 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, colum
         near = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"{flag} {data}: no such file or folder; {hint}the names are {', '.join(NAMES)}")
-    fetch = rooms.find("hub corpora", data if data in NAMES else "ORG/NAME")
     try:
-        files = fetch(data, hub, shards)
+        files = rooms.find("hubs", hub).texts(data, hub, shards)
     except UserError as error:
         lead = f"{flag} {data} is not a file or folder here; as a hub dataset, " if is_hub_name else ""
         raise UserError(f"{lead}{error}") from error

@@ -252,7 +252,7 @@ def find_folder(
         return _find_in_stage(source, model_tag, step, flag, without_weights)
     hub, _, name = source.partition(":")
     is_of_hub = bool(name) and hub in rooms.names("hubs")
-    chosen = rooms.find("hubs", hub)(source, without_weights) if is_of_hub else Path(source).expanduser()
+    chosen = rooms.find("hubs", hub).model(source, without_weights) if is_of_hub else Path(source).expanduser()
     its_format = format_of(chosen)
     if not its_format.is_folder(chosen):
         why = ", it has neither manifest.json nor config.json" if chosen.is_dir() else ""

@@ -19,14 +19,13 @@ from nanochat.extras import advice
 
 # The purpose of each seam. A name is usually the value of a flag.
 SEAMS = {
-    # Reads a tokenizer.json that is not ours: (path, content) -> a Tokenizer.
-    "tokenizers",
     # Attendants of a run, by the flag that requests them: a class of objects for a run (loop.Attendant), or a function
     # that makes one. The watchdog is --hang_seconds.
     "attendants",
-    # Formats of model folders other than ours, asked in this order: `FolderFormat` of model_folder.py.
+    # Formats of model folders other than ours, asked in this order: `FolderFormat` of model_folder.py. Hugging Face's
+    # also reads a tokenizer.json that is not ours.
     "folders",
-    # Where --source hf:ORG/NAME is downloaded from: a function from that text to a folder.
+    # Where to download from, by --hub and in --source hf:ORG/NAME: `Hub` of data/hub.py.
     "hubs",
     # Adapters: new ones to train, as a `Preparation` of checkpoint_manager.py; of a folder that holds nothing else,
     # where their base is, and the weights of both together.
@@ -39,9 +38,8 @@ SEAMS = {
     "file formats",
     # Text that --data names and that this machine has: "train" or "val" -> a Corpus.
     "corpora",
-    # Text that --data names on a hub: (name, hub, shards) -> its files here, of which the last one is validation.
-    "hub corpora",
-    # A task by its name in --tasks: a Task, or an Environment, whose episodes have several turns.
+    # A task by its name in --tasks: a Task, or an Environment, whose episodes have several turns. A PATH without a
+    # name has a task, too, by the form of its content (`FileForm` of task.py).
     "tasks",
     # Methods of `chat_rl --loss` beyond the ones that teach: `PolicyLoss` of losses.py.
     "policy losses",
@@ -50,13 +48,9 @@ SEAMS = {
     # The beginning of --sampler, for samples from outside this process: a class with the methods of EngineSampler
     # (rollout.py), `check_flag` and `open`.
     "samplers",
-    # The content of a PATH without a task's name -> a Task.
-    "file forms",
     # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
     # operators.py, or one of its subclasses.
     "kernels",
-    # Other modules in the place of a block's MLP: (config, kernels) -> nn.Module.
-    "blocks",
 }
 
 

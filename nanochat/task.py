@@ -43,7 +43,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from nanochat import rooms, user_code
 from nanochat.cli import UserError
@@ -408,7 +408,7 @@ def _is_here(path: str) -> bool:
 
 
 def task_names() -> list[str]:
-    return rooms.names("tasks")
+    return [name for name in rooms.names("tasks") if name not in get_args(FileForm)]
 
 
 def generated_tasks() -> list[str]:
@@ -430,7 +430,7 @@ def task_class(name: str) -> type[Task]:
         code = user_code.fingerprint(name)
         name = name.rpartition(":")[2].lower()
     else:
-        found = rooms.find("tasks" if name in task_names() else "file forms", name)
+        found = rooms.find("tasks", name)
     if isinstance(found, type) and issubclass(found, Environment):
         return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
     if not isinstance(found, type) or not issubclass(found, Task):

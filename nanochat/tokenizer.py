@@ -215,7 +215,7 @@ class Tokenizer:
         try:
             content = read_json(path, **MAX_FILE)
             if "model" in content or "tokenizer" in content:  # another family: our files have neither
-                return rooms.find("tokenizers", "hugging_face")(path, content)
+                return rooms.find("folders", "huggingface").tokenizer(path, content)
             if content["version"] != cls.format_version:
                 raise ValueError(f"it has format version {content['version']}, this code reads {cls.format_version}")
             tokens = [base64.b64decode(token, validate=True) for token in content["merges"]]

@@ -3,8 +3,8 @@
 # The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "hubs": {
-        "hf": "nanochat.data.hub:fetch_model",
-        "modelscope": "nanochat.data.hub:fetch_model",
+        "hf": "nanochat.data.hub:Hub",
+        "modelscope": "nanochat.data.hub:Hub",
     },
     "file formats": {
         ".jsonl.gz": "nanochat.data.formats:GzipFile",
@@ -13,11 +13,5 @@ PLUGS = {
     },
     "corpora": {
         "pydoc": "nanochat.data.python_docs:PydocCorpus",
-    },
-    "hub corpora": {
-        "climbmix": "nanochat.data.hub:fetch",
-        "fineweb-edu": "nanochat.data.hub:fetch",
-        "fineweb-edu-chinese": "nanochat.data.hub:fetch",
-        "ORG/NAME": "nanochat.data.hub:fetch",
     },
 }

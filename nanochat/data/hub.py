@@ -222,6 +222,13 @@ def fetch_model(source: str, without_weights: bool = False) -> Path:
     return folder
 
 
+class Hub:
+    """What the core requests of a hub (rooms.py)."""
+
+    texts = staticmethod(fetch)
+    model = staticmethod(fetch_model)
+
+
 def check_name(name: str) -> None:
     """Raises UserError: when this is not a repository name to push to."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) or leaves_folder(name):

@@ -2,6 +2,5 @@
 
 # The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
-    "blocks": {"experts": "nanochat.experts.layer:Experts"},
     "attendants": {"experts": "nanochat.experts.loads:Loads"},
 }

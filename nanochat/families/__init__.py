@@ -2,9 +2,6 @@
 
 # The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
-    "tokenizers": {
-        "hugging_face": "nanochat.families.imported_tokenizer:read_tokenizer",
-    },
     "folders": {
         "huggingface": "nanochat.families.hf:FORMAT",
     },

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nanochat import storage
 from nanochat.data import hashes
+from nanochat.families.imported_tokenizer import ImportedTokenizer, read_tokenizer
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.log import warn
 from nanochat.rotary import RopeScaling
@@ -632,6 +633,10 @@ class FolderFormat:
         if config.tied_head and _has_other_head(folder):
             config = replace(config, tied_head=False)
         return config, {"model": asdict(config), **describe(folder, str(settings.get("model_type")), config)}
+
+    def tokenizer(self, path: Path, content: Any) -> ImportedTokenizer:
+        """The tokenizer of a tokenizer.json that is not ours, for tokenizer.py."""
+        return read_tokenizer(path, content)
 
     def weights(self, folder: Path, config: GPTConfig) -> FamilyWeights:
         return FamilyWeights(folder, config)

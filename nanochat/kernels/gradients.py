@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.gpt import Attention, Linear
+from nanochat.gpt import Attention, GPTConfig, Linear
 from nanochat.operators import TorchKernels
 
 
@@ -40,6 +40,11 @@ class WrittenKernels(TorchKernels):
 
     def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return mix(x, first, a, b)
+
+    def experts(self, config: GPTConfig) -> Any:
+        from nanochat.experts.layer import Experts  # most models have none
+
+        return Experts(config, self)
 
 
 # ---------------------------------------------------------------------- queries and keys in one tensor

@@ -15,8 +15,7 @@ PLUGS = {
         "smoltalk": "nanochat.tasks.smoltalk:SmolTalk",
         "smoltalk_zh": "nanochat.tasks.smoltalk:SmolTalkChinese",
         "ultrafeedback": "nanochat.tasks.ultrafeedback:UltraFeedback",
-    },
-    "file forms": {
+        # The content of a PATH without a task's name: its form stands in for a task.
         "conversations": "nanochat.tasks.conversations:Conversations",
         "prompts": "nanochat.tasks.conversations:Prompts",
         "pairs": "nanochat.tasks.preferences:Preferences",

@@ -334,7 +334,7 @@ def test_a_hub_name_opens_its_shards(tmp_path, monkeypatch):
         requested.append((name, hub_name, shards))
         return paths[: (shards or 8)][:2] + paths[-1:]
 
-    monkeypatch.setattr(hub, "fetch", fetch)
+    monkeypatch.setattr(hub.Hub, "texts", fetch)
     train, val = open_corpus("climbmix", hub="modelscope", shards=2)
     assert (documents(train)[::3], documents(val)) == (["0 0", "1 0"], ["2 0", "2 1", "2 2"])
     here = write(tmp_path / "a.txt", "mine")
@@ -389,7 +389,7 @@ def test_mistakes_with_paths(tmp_path, monkeypatch):
     def offline(name, hub_name, shards):
         raise UserError("cannot reach it")
 
-    monkeypatch.setattr(hub, "fetch", offline)
+    monkeypatch.setattr(hub.Hub, "texts", offline)
     line = mistake("org/name")
     assert line.startswith("--data org/name") and line.endswith("cannot reach it")
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from tiny import complaint
 
-from nanochat import rooms, storage
+from nanochat import corpus, storage
 from nanochat.data import catalog, hashes, hub
 from nanochat.data.catalog import Dataset, Source
 from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url, leaves_folder
@@ -154,7 +154,7 @@ def shards(count: int) -> dict[str, bytes]:
 
 
 def test_every_dataset_of_the_catalog_has_a_name():
-    assert [*catalog.DATASETS, "ORG/NAME"] == rooms.names("hub corpora")
+    assert (*catalog.DATASETS, "ORG/NAME") == corpus.HUB_NAMES
 
 
 def test_fetch_takes_the_first_shards_and_the_last(fake, tmp_path):
