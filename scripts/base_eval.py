@@ -40,7 +40,6 @@ class Config:
     eval_tokens: Positive = 1_048_576  # tokens of text to evaluate in each split
     device_batch_size: Positive = 16  # rows a device computes at once
     core: str = ""  # the CORE metric: a folder with its bundle of tasks, or download; default: not measured
-    core_examples: Count = 0  # examples per CORE task; 0: all
     samples: Count = 4  # samples to print
     prompt: str = ""  # the start of every sample; default: openings of held-out demo stories, or nothing
     stories: Count = 0  # demo stories to sample and grade with the story checker
@@ -68,7 +67,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ load
     corpora = open_corpus(config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns)
-    tasks = core.open_bundle(config.core, config.core_examples) if config.core else []
+    tasks = core.open_bundle(config.core) if config.core else []
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag)
     tag = tag_of(Path(meta["folder"]))
@@ -114,8 +113,7 @@ def main(config: Config) -> None:
         measured = core.evaluate(model, tokenizer, tasks, device, config.device_batch_size)
         results["core"] = measured.core
         results["core_tasks"] = measured.tasks
-        part = f", on {config.core_examples} examples of each at most" if config.core_examples else ""
-        scores.append(["CORE", f"{measured.core:.4f}", f"the mean of {len(tasks)} tasks{part}"])
+        scores.append(["CORE", f"{measured.core:.4f}", f"the mean of {len(tasks)} tasks"])
 
     # ------------------------------------------------------------------ samples and stories, on rank 0
     if device.is_main:

@@ -18,7 +18,6 @@ import contextlib
 import json
 import math
 import multiprocessing
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -46,7 +45,6 @@ PRODUCT = 1024  # width and height of the matrix in the bare product
 PRODUCT_FLOPS = 1e11  # one measurement of the product computes at least this much
 LEARNING_RATE = 1e-5  # for --source, a trained model
 TRIALS = 5  # per batch size in `serve`, after one warm-up
-THREADS_A_CORE = 4  # thousands of threads would block the machine before the first measurement
 # The defaults of sizes, on a CPU and on an accelerator. On a card a step at depth 4 with rows of 512 tokens takes as
 # long as its launches from the host, so its time says nothing about the card.
 CPU_SIZES = {"depth": 4, "vocab_size": 8192, "max_seq_len": 512, "device_batch_size": 8}
@@ -66,7 +64,6 @@ class ModelFlags:
     max_seq_len: DefaultSize = 0  # tokens a row; 0: 2048, on a CPU 512
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
-    threads: Positive | None = None  # CPU threads; default: torch's choice
     json: str | None = None  # also write the metrics to this file
 
 
@@ -109,7 +106,6 @@ def main(config: Config) -> None:
     if isinstance(measured, Compare):
         compare(*measured.files)
         return
-    check_threads(measured.threads)
     if measured.source:
         for field in fields(ModelFlags):
             if field.name in ("depth", "head_dim", "vocab_size") and getattr(measured, field.name) != field.default:
@@ -130,13 +126,6 @@ def with_default_sizes(config: MeasuredFlags) -> MeasuredFlags:
     sizes = CPU_SIZES if devices.kind_of(config.device) == "cpu" else ACCELERATOR_SIZES
     missing = {name: size for name, size in sizes.items() if getattr(config, name, size) == 0}
     return replace(config, **missing)
-
-
-def check_threads(threads: int | None) -> None:
-    """Raises UserError: when there are far more threads than cores that this process may use."""
-    most = THREADS_A_CORE * len(os.sched_getaffinity(0))
-    if threads and threads > most:
-        raise UserError(f"--threads {threads}: at most {most} here, {THREADS_A_CORE} a core")
 
 
 def check_writable(path: str) -> None:
@@ -196,7 +185,6 @@ def train(config: Train) -> dict[str, Any]:
 
     # ------------------------------------------------------------------ a model and a batch
     device = devices.init(config.device, config.dtype)
-    torch.set_num_threads(config.threads or torch.get_num_threads())
     rows = config.device_batch_size
     tokens = config.max_seq_len
     batch_tokens = rows * tokens
@@ -306,7 +294,6 @@ def serve(config: Serve) -> dict[str, Any]:
     if config.max_seq_len < PROMPT_TOKENS + NEW_TOKENS:
         raise UserError(f"--max_seq_len {config.max_seq_len}: a request takes {PROMPT_TOKENS + NEW_TOKENS} tokens")
     device = devices.init(config.device, config.dtype)
-    torch.set_num_threads(config.threads or torch.get_num_threads())
     engine = on_a_thread(partial(open_engine, config, device))
     prompt = list(range(300, 300 + PROMPT_TOKENS))
     needed = 300 + PROMPT_TOKENS + max(config.batches)

@@ -55,8 +55,6 @@ class Config(ChatFlags):
     importance_cap: Frozen[Annotated[float, Range(0)] | None] = None
     # How often questions with equally good replies are replaced by others; default: 0, dapo 3.
     refills: Frozen[Annotated[int, Range(0, 1000)] | None] = None
-    # The last share of max_tokens, in which a reply's reward falls by up to 1; default: 0, dapo 0.2.
-    overlong: Frozen[Fraction | None] = None
     teacher: Frozen[str | None] = None  # --loss distill: the model to learn from; a stage, a folder or hf:ORG/NAME
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.05  # multiplies all learning rates of pretraining
@@ -121,7 +119,7 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ loss, rewards, sampler
     method = losses.find(losses.POLICY_LOSSES, "policy losses", config.loss).override(
-        clip_low=config.clip_low, clip_high=config.clip_high, refills=config.refills, overlong=config.overlong
+        clip_low=config.clip_low, clip_high=config.clip_high, refills=config.refills
     )
     rewards = parse_rewards(config.reward)
     sampler_kind = None if config.sampler == "engine" else rollout.sampler_kind(config.sampler)

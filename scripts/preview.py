@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from nanochat import cli
-from nanochat.cli import Count, Positive, Seed, UserError
+from nanochat.cli import Count, Positive, Seed
 from nanochat.flags import Share
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ class Config:
     columns: str = ""  # columns of the files, as in the stage: question=COLUMN,answer=COLUMN
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies, as in the stage
     val_share: Share | None = None  # rows of a file that are held out, as in the stage
-    split: Literal["train", "test"] = "train"  # test: held-out examples
     seed: Seed = 0  # as in the stage
     examples: Count = 3  # examples to print
     count: Positive = 1000  # examples that the table covers
@@ -69,15 +68,10 @@ def main(config: Config) -> None:
     if not is_sft:
         require_pairs(parse_tasks(tasks))
     reading = Reading.of(config, "conversations" if is_sft else "pairs")
-    mixture = open_mixture(tasks, config.split, reading, config.seed)
-    if config.split == "train":  # the stage opens the other part, too, and counts what is left out there
-        held_out = open_mixture(tasks, "test", reading, config.seed)
-    elif not mixture.tasks:
-        raise UserError("--val_share 0 holds nothing out: --split test has no examples")
-    else:
-        held_out = mixture
+    mixture = open_mixture(tasks, "train", reading, config.seed)
+    held_out = open_mixture(tasks, "test", reading, config.seed)  # the stage counts what is left out there, too
     # SFT continues in the mixture where mid-training stopped.
-    first = pretraining.get("conversations", 0) if config.split == "train" and is_sft else 0
+    first = pretraining.get("conversations", 0) if is_sft else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")
     sizes = ", ".join(f"{task.name} {len(task):,}" for task in held_out.tasks)
     print0(f"examples held out: {sizes or 'none'}")

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from nanochat.cli import UserError, parse
+from nanochat.log import counted
 from nanochat.serve import load
 from nanochat.serve.load import LoadStats
 from scripts import bench
@@ -120,11 +122,11 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda _: SimpleNamespace(Pool=ThreadPool))
     monkeypatch.setattr(bench, "NEW_TOKENS", 2)
     config = bench.Serve(
-        device="cpu", depth=1, head_dim=32, vocab_size=400, batches=(2,), threads=1,
+        device="cpu", depth=1, head_dim=32, vocab_size=400, batches=(2,),
         json=str(tmp_path / "serve.json"),
     )  # fmt: skip
     bench.main(bench.Config(config))
-    assert "1 thread," in capsys.readouterr().out
+    assert f"{counted(torch.get_num_threads(), 'thread')}, depth 1," in capsys.readouterr().out
     written = json.loads((tmp_path / "serve.json").read_text())
     names = ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
     assert [*written] == names
@@ -143,8 +145,6 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
 @pytest.mark.parametrize(
     ("what", "flags"),
     [
-        (bench.Train, {"threads": 4096}),
-        (bench.Serve, {"threads": 4096}),
         (bench.Train, {"json": "/"}),
         (bench.Train, {"json": ""}),
         (bench.Train, {"json": f"/tmp/{'long' * 70}"}),

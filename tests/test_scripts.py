@@ -461,7 +461,7 @@ def test_flags_that_resume_refuses():
     assert frozen["chat_dpo"] == frozen["chat_sft"] | losses
     samples = {"examples_per_step", "num_samples", "max_tokens", "temperature", "top_k", "reward"}
     assert frozen["chat_rl"] == stage | samples | {
-        *("loss", "kl", "kl_in", "clip_low", "clip_high", "importance_cap", "refills", "overlong", "teacher"),
+        *("loss", "kl", "kl_in", "clip_low", "clip_high", "importance_cap", "refills", "teacher"),
         "staleness",
     }
 

@@ -101,11 +101,10 @@ class ScoredText:
 # ---------------------------------------------------------------------- the bundle
 
 
-def open_bundle(source: str, max_per_task: int = 0) -> list[CoreTask]:
+def open_bundle(source: str) -> list[CoreTask]:
     """The tasks of the bundle, checked. `source` is a folder with it (or with its `eval_bundle/`), or `download`,
     which fetches it once and keeps it.
 
-    `max_per_task`: how many of each task's shuffled examples to take; 0 takes all.
     Raises UserError: when the bundle is damaged or out of reach, or has too few examples for the solved ones.
     """
     root = _downloaded() if source == "download" else Path(source).expanduser()
@@ -125,12 +124,9 @@ def open_bundle(source: str, max_per_task: int = 0) -> list[CoreTask]:
             raise ValueError("icl_tasks is empty, or two tasks have the same label")
     for task in tasks:
         random.Random(SHUFFLE_SEED).shuffle(task.examples)
-        if max_per_task:
-            del task.examples[max_per_task:]
         count = len(task.examples)
         if count <= task.shots:
-            flag = f"--core_examples {max_per_task}" if max_per_task else f"--core {root}"
-            raise UserError(f"{flag} leaves {count} examples of {task.label}: it needs at least {task.shots + 1}")
+            raise UserError(f"--core {root} has {count} examples of {task.label}: it needs at least {task.shots + 1}")
     return tasks
 
 

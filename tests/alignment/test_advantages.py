@@ -55,6 +55,7 @@ def test_the_last_part_of_a_reply_costs():
 
 
 def test_a_method_and_its_settings():
-    dapo = POLICY_LOSSES["dapo"].override(clip_low=0.1, clip_high=None, refills=None, overlong=0.0)
-    assert (dapo.clip_low, dapo.clip_high, dapo.refills, dapo.overlong) == (0.1, 0.28, 3, 0.0)
-    assert POLICY_LOSSES["dapo"].overlong == 0.2 and POLICY_LOSSES["grpo"].refills == 0
+    dapo = POLICY_LOSSES["dapo"].override(clip_low=0.1, clip_high=None, refills=0)
+    assert (dapo.clip_low, dapo.clip_high, dapo.refills, dapo.overlong) == (0.1, 0.28, 0, 0.2)
+    assert POLICY_LOSSES["dapo"].refills == 3
+    assert (POLICY_LOSSES["grpo"].refills, POLICY_LOSSES["grpo"].overlong) == (0, 0.0)

@@ -114,16 +114,12 @@ def test_the_bundle_is_read(bundle):
         assert sorted(endings.examples, key=str) == sorted(task("language_modeling", ENDINGS).examples, key=str)
 
 
-def test_examples_are_shuffled_with_a_fixed_seed_and_the_first_taken(bundle):
+def test_examples_are_shuffled_with_a_fixed_seed(bundle):
     """What random.Random(1337).shuffle makes of ten lines."""
     rows = [{"context": str(n), "continuation": "x"} for n in range(10)]
     (bundle / "eval_data" / "endings.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = [example.options[0][0] for example in open_bundle(str(bundle))[2].examples]
     assert words == list("0372164589")
-    for most in (3, 4):
-        few = open_bundle(str(bundle), most)
-        assert [example.options[0][0] for example in few[2].examples] == words[:most]
-        assert [len(task.examples) for task in few] == [min(most, 3), 2, most]
 
 
 def edited(name: str, old: str, new: str | None):
@@ -170,7 +166,7 @@ DAMAGES = [
         edited("core.yaml", "label: animals", "label: !!python/object/apply:os.abort []"),
         r"core\.yaml: ConstructorError",
     ),
-    (edited("core.yaml", "[2]", "[4]"), "leaves 4 examples of endings: it needs at least 5"),
+    (edited("core.yaml", "[2]", "[4]"), "has 4 examples of endings: it needs at least 5"),
 ]
 
 
@@ -183,8 +179,6 @@ def test_a_damaged_bundle_is_one_line(bundle, damage, words):
 
 
 def test_other_mistakes(bundle, tmp_path):
-    with pytest.raises(UserError, match="--core_examples 2 .*endings"):
-        open_bundle(str(bundle), 2)
     with pytest.raises(UserError, match="--core .*nowhere"):
         open_bundle(str(tmp_path / "nowhere"))
     (bundle / ROWS).write_bytes(b'{"query": "\xff"}')
@@ -583,15 +577,15 @@ COMMAND = {"eval_tokens": 64, "device_batch_size": 2, "max_tokens": 4, "device":
 
 def test_the_command_writes_core_with_the_rest(bundle, base, tiny_tokenizer, capsys):
     save_base(tiny_tokenizer, 128)
-    base_eval.main(base_eval.Config(**COMMAND, core=str(bundle), core_examples=3, samples=1, stories=1))
+    base_eval.main(base_eval.Config(**COMMAND, core=str(bundle), samples=1, stories=1))
     written = json.loads((base / "runs" / "base" / "tiny" / "eval.json").read_text())
     out = capsys.readouterr().out
     assert list(written["core_tasks"]) == ["animals", "pronouns", "endings"]
-    assert written["core_tasks"]["endings"]["examples"] == 3
+    assert written["core_tasks"]["endings"]["examples"] == 4
     centered = [one["centered"] for one in written["core_tasks"].values()]
     assert written["core"] == pytest.approx(sum(centered) / 3) and not math.isnan(written["core"])
     table = out[out.index("measure ") :]  # all numbers in one place, after the samples
-    assert re.search(rf"^CORE +{written['core']:.4f}  the mean of 3 tasks, on 3 examples of each at most$", table, re.M)
+    assert re.search(rf"^CORE +{written['core']:.4f}  the mean of 3 tasks$", table, re.M)
     assert re.search(rf"^bits per byte, val +{written['val_bpb']:.4f}  \d+ tokens of ", table, re.M)
     assert re.search(r"^stories that hold together +(0|100)\.0%  [01] of 1", table, re.M)
     assert len(written["samples"]) == 1 and written["stories"] == 1 and "skipped" not in out
