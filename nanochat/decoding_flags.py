@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat.cli import Range
-from nanochat.sampling import NEUTRAL, SamplingParams
+from nanochat.cli import check_ranges
+from nanochat.sampling import SamplingParams
 
 T = TypeVar("T")
 # A setting that takes the checkpoint's value if the flag is not set.
@@ -16,30 +16,22 @@ Setting = Annotated[T | None, tyro.conf.arg(help_behavior_hint="(default: the ch
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """The settings of `SamplingParams`, repeated because tyro reads a flag's help from the comment at its field. A test
-    compares the two."""
+    """Settings of `SamplingParams`, which has their ranges."""
 
-    # below 1 likely tokens become likelier; 0: greedy
-    temperature: Setting[Annotated[float, Range(0, 100)]] = None
-    # keep the k likeliest tokens; 0: all
-    top_k: Setting[Annotated[int, Range(0)]] = None
-    # keep the fewest likeliest tokens that reach this probability
-    top_p: Setting[Annotated[float, Range(1e-9, 1)]] = None
-    # keep tokens with this share of the likeliest one's probability
-    min_p: Setting[Annotated[float, Range(0, 1)]] = None
-    # above 1: tokens seen so far become less likely
-    repetition_penalty: Setting[Annotated[float, Range(0.01, 100)]] = None
-    # subtracted from the logit of a token that the reply has
-    presence_penalty: Setting[Annotated[float, Range(-2, 2)]] = None
-    # the same, for each time that the reply has the token
-    frequency_penalty: Setting[Annotated[float, Range(-2, 2)]] = None
-    # the same seed and prompt give the same reply
-    seed: Annotated[int, Range(0, 2**64)] = 0
+    temperature: Setting[float] = None  # below 1 likely tokens become likelier; 0: greedy
+    top_k: Setting[int] = None  # keep the k likeliest tokens; 0: all
+    top_p: Setting[float] = None  # keep the fewest likeliest tokens that reach this probability
+    min_p: Setting[float] = None  # keep tokens with this share of the likeliest one's probability
+    repetition_penalty: Setting[float] = None  # above 1: tokens seen so far become less likely
+    seed: int = 0  # the same seed and prompt give the same reply
+
+    def __post_init__(self):
+        check_ranges(self.over({}))
 
     def over(self, sampling: Mapping[str, Any]) -> SamplingParams:
         """The settings of a checkpoint (`meta["sampling"]`), replaced by the flags that are set."""
-        flags = {name: getattr(self, name) for name in NEUTRAL if getattr(self, name) is not None}
-        return SamplingParams(**{**sampling, **flags, "seed": self.seed})
+        flags = {name: value for name, value in vars(self).items() if value is not None}
+        return SamplingParams(**{**sampling, **flags})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat import cli
 from nanochat.cli import UserError, check_ranges
 from nanochat.decoding_flags import SamplingFlags
 from nanochat.operators import TorchKernels
@@ -265,10 +264,12 @@ def test_one_order_of_sums_does_not_stop_sampling(monkeypatch: pytest.MonkeyPatc
     assert shapes == [max(2, rows)] * 2  # never a single row
 
 
-def test_every_setting_is_a_flag_with_the_same_range():
-    settings = cli._metadata_of_flags(SamplingParams)
-    flags = cli._metadata_of_flags(SamplingFlags)
-    assert list(flags) == list(settings)
-    for name, metadata in settings.items():
-        assert [one for one in flags[name] if isinstance(one, cli.Range)] == metadata
-        assert getattr(SamplingFlags(), name) == (0 if name == "seed" else None)
+def test_flags_replace_the_settings_of_a_checkpoint_within_their_ranges():
+    saved = {"temperature": 0.8, "presence_penalty": 0.5}
+    assert SamplingFlags().over(saved) == SamplingParams(**saved)
+    assert SamplingFlags(temperature=0, top_k=3, seed=7).over(saved) == SamplingParams(
+        0, 3, presence_penalty=0.5, seed=7
+    )
+    for name in set(vars(SamplingFlags())):
+        with pytest.raises(UserError, match=f"^--{name} -1: (at least|above) 0"):
+            SamplingFlags(**{name: -1})
