@@ -186,12 +186,6 @@ def test_generate_takes_the_settings_by_name_too(engine: Engine) -> None:
             call(prompts, max_tokens=12, temprature=0.7)
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 1}, {"temperature": 1e-5}, {"top_p": 1e-6}, {"min_p": 1.0}])
-def test_a_setting_that_leaves_one_token_is_greedy(engine: Engine, settings: dict[str, Any]) -> None:
-    expected = engine.generate_batch(prompt_of(6), max_tokens=12, temperature=0)
-    assert engine.generate_batch(prompt_of(6), max_tokens=12, **settings) == expected
-
-
 # ---------------------------------------------------------------------- where a reply ends
 
 
@@ -270,40 +264,32 @@ def special(name: str) -> int:
 CALL = [special("python_start"), *b"6*7", special("python_end")]
 
 
-def test_a_call_is_answered_and_the_other_rows_are_not_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    caller = [*CALL, 1, 1, 1, 1, 65]
-    other = list(range(70, 70 + len(caller)))
-    tokens, masks = scripted(monkeypatch, caller, other)
-    text = tiny_tokenizer().decode(tokens[0])
-    assert text == "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>A"
-    assert masks[0] == [1] * 5 + [0] * 4 + [1]
+ANSWERED = "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>A"
+ERROR = "<|python_end|><|output_start|>error<|output_end|>"
+# What the "model" chooses (a place where it is not asked: 1), the text of the reply, and its mask.
+CALLS: dict[str, tuple[list[int], str, list[int]]] = {
+    "answered": ([*CALL, 1, 1, 1, 1, 65], ANSWERED, [1] * 5 + [0] * 4 + [1]),
+    "without a result": (
+        [CALL[0], *b"1/0", CALL[-1], *[1] * 7], f"<|python_start|>1/0{ERROR}", [1] * 5 + [0] * 7,
+    ),
+    "open at the end": ([CALL[0], *b"1+2+3+4+5+6"], "<|python_start|>1+2+3+4+5+6", [1] * 12),
+    # The turn ends inside the call, or no expression can come of it: the mark is not the model's.
+    "closed for it": (
+        [*CALL[:-1], special("assistant_end"), *[1] * 4, 65, special("assistant_end")],
+        f"{ANSWERED}<|assistant_end|>", [1] * 4 + [0] * 5 + [1] * 2,
+    ),
+    "prose": ([CALL[0], *b"2 d", *[1] * 8], f"<|python_start|>2 d{ERROR}", [1] * 4 + [0] * 8),
+    "cut by max_tokens": ([*CALL, 1, 1], ANSWERED[: ANSWERED.index("2<")], [1] * 5 + [0] * 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_answered_and_the_other_rows_are_not_touched(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen, text, mask = CALLS[name]
+    other = list(range(70, 70 + len(chosen)))
+    tokens, masks = scripted(monkeypatch, chosen, other)
+    assert tiny_tokenizer().decode(tokens[0]) == text and masks[0] == mask
     assert tokens[1] == other and masks[1] == [1] * len(other)
-
-
-def test_a_call_without_a_result_reads_error_and_an_open_one_gets_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = [CALL[0], *b"1/0", CALL[-1], *[1] * 7]
-    tokens, _ = scripted(monkeypatch, wrong, [CALL[0], *b"1+2+3+4+5+6"])
-    assert tiny_tokenizer().decode(tokens[0]) == "<|python_start|>1/0<|python_end|><|output_start|>error<|output_end|>"
-    assert tokens[1] == [CALL[0], *b"1+2+3+4+5+6"]
-
-
-def test_a_call_that_the_model_does_not_close_is_closed_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it ends its turn inside the call, and where no expression can come of what it writes."""
-    ended = [*CALL[:-1], special("assistant_end"), *[1] * 4, 65, special("assistant_end")]
-    prose = [CALL[0], *b"2 d", *[1] * 8]
-    tokens, masks = scripted(monkeypatch, [*ended, 1], prose)
-    text = tiny_tokenizer().decode(tokens[0])
-    assert text == "<|python_start|>6*7<|python_end|><|output_start|>42<|output_end|>A<|assistant_end|>"
-    assert masks[0] == [1] * 4 + [0] * 5 + [1] * 2  # the model has not chosen the mark
-    text = tiny_tokenizer().decode(tokens[1])
-    assert text == "<|python_start|>2 d<|python_end|><|output_start|>error<|output_end|>"
-    assert masks[1] == [1] * 4 + [0] * 8
-
-
-def test_the_answer_counts_towards_max_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens, masks = scripted(monkeypatch, [*CALL, 1, 1])
-    assert tiny_tokenizer().decode(tokens[0]) == "<|python_start|>6*7<|python_end|><|output_start|>4"
-    assert masks[0] == [1] * 5 + [0] * 2
 
 
 @pytest.mark.parametrize("mark", ["output_start", "output_end", "user_start", "system_start", "assistant_end", "bos"])

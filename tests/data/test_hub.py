@@ -50,6 +50,7 @@ class FakeHub:
         self.status = 200  # of every answer
         self.redirect = ""  # where every answer points to
         self.listing: bytes | None = None  # instead of the true one
+        self.body = b"bundle"  # of any other address
         self.seen: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -106,7 +107,7 @@ class FakeHub:
                     return self.answer(200, json.dumps({"Code": 200, "Data": {"Id": 5, "Type": 1}}).encode())
                 if "/resolve/" in url.path:
                     return self.file(urllib.parse.unquote(url.path.split("/resolve/")[1].split("/", 1)[1]))
-                return self.answer(200, b"bundle")
+                return self.answer(200, fake.body)
 
             def file(self, name: str):
                 if name not in fake.files:

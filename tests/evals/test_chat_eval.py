@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanochat import cli, paths
 from nanochat.cli import UserError
-from nanochat.conversation import Part, parse_reply, render, render_prompt, text_of
+from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.evals.chat import (
@@ -277,24 +277,6 @@ def test_a_prompt_may_fill_all_but_one_token_of_the_context(room: int) -> None:
 
     choice, _ = grade(OneLetter(1), engine, model=engine.model)
     assert choice.too_long == (room < 0)  # nothing is written: the prompt may fill it all
-
-
-def test_the_engine_itself_replies() -> None:
-    """A model alone, greedy, gives the same texts."""
-    tokenizer, model = tiny_tokenizer(), tiny_model()
-    engine = Engine(model, tokenizer, cpu_device())
-    _, replies = grade(Echo(6), engine, model=model, max_tokens=5)
-    assert len(replies) == 6
-    for reply in replies:
-        prompt = render_prompt(tokenizer, reply.messages)
-        ids = list(prompt)
-        while len(ids) < len(prompt) + 5:
-            token = int(model(torch.tensor([ids]))[0, -1].argmax())
-            if token in engine.stop_ids:
-                break
-            ids.append(token)
-        assert reply.reply == parse_reply(tokenizer, ids[len(prompt) :])
-    assert len({text_of(reply.reply) for reply in replies}) > 3
 
 
 # ---------------------------------------------------------------------- reference answers fed back

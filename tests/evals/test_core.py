@@ -8,13 +8,13 @@ import random
 import re
 import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from test_hub import FakeHub
 from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
@@ -198,32 +198,10 @@ def zipped(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
-class Store:
-    """A server with one file, which answers `status` and remembers its requests."""
-
-    def __init__(self, body: bytes):
-        self.body, self.status, self.seen = body, 200, []
-        store = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, format, *args):
-                pass
-
-            def do_GET(self):
-                store.seen.append((self.path, self.headers.get("Authorization")))
-                self.send_response(store.status)
-                self.send_header("Content-Length", str(len(store.body)))
-                self.end_headers()
-                self.wfile.write(store.body)
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
-
-
 @pytest.fixture
 def store(bundle, monkeypatch):
-    store = Store(zipped(bundle))
+    store = FakeHub()
+    store.body = zipped(bundle)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setattr(core, "BUNDLE_URL", f"{store.url}/eval_bundle.zip")
@@ -241,7 +219,8 @@ def test_the_bundle_is_downloaded_once_and_without_a_token(store, bundle, base):
     for thread in threads:
         thread.join()
     assert found == [open_bundle(str(bundle))] * 3
-    assert store.seen == [("/eval_bundle.zip", None)]
+    ((_, path, headers),) = store.seen
+    assert path == "/eval_bundle.zip" and "authorization" not in headers
     left = sorted(path.name for path in (base / "data" / "core").iterdir() if not path.name.endswith("lock"))
     assert left == ["eval_bundle"]
 
@@ -497,22 +476,6 @@ def test_a_model_scores_as_its_logits_say(tiny_tokenizer, batch_rows):
     for one in tasks:
         assert result.tasks[one.label]["accuracy"] == by_hand(model, tiny_tokenizer, one, context)
     assert result.tasks["choices"]["cut"] > 0
-
-
-def test_language_modelling_needs_every_token(tiny_tokenizer):
-    """The continuation is the model's own greedy one, then the same with its last token changed."""
-    context = 64
-    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=context))
-    rows = []
-    for seed in range(6):
-        tokens = [tiny_tokenizer.get_bos_token_id(), *tiny_tokenizer.encode("the owl " * (seed + 1))]
-        start = len(tokens)
-        for _ in range(4):
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-        rows += [ScoredText(0, 0, tokens, start), ScoredText(0, 0, [*tokens[:-1], (tokens[-1] + 1) % 256], start)]
-    scores = core.score_texts(model, rows, 64, 16, cpu_device())
-    assert [hit for _, hit in scores] == [True, False] * 6
 
 
 def test_bf16_is_near(tiny_tokenizer):

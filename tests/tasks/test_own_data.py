@@ -3,6 +3,7 @@
 What is not read is named: nothing is lost in silence.
 """
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from nanochat import paths
 from nanochat.conversation import Rendered, render
 from nanochat.learned_share import report_learned
 from nanochat.mixture import open_mixture
-from nanochat.task import Pair, Reading
+from nanochat.task import Pair, Reading, TaskSpec, open_task
 from nanochat.tasks.columns import parse_columns
 from nanochat.tasks.conversations import Conversations, Prompts, messages_of
 from nanochat.tasks.messages import plain
@@ -40,7 +41,10 @@ def called(text: str, *cities: str) -> dict[str, Any]:
 
 
 def lines(path: Path, rows: list[Any]) -> str:
-    """A .jsonl; a row that is a text is written as it is."""
+    """A .jsonl, or .parquet; a row that is a text is written as it is."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return str(path)
     texts = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
     path.write_text("\n".join(texts) + "\n", encoding="utf-8")
     return str(path)
@@ -54,6 +58,7 @@ def chats(path: str | Path, **settings: Any) -> list[list[dict[str, Any]]]:
 SYSTEM = {"role": "system", "content": "Be kind."}
 SUM = [user("2+3?"), reply("5")]
 WEATHER = [user("Weather?"), called("", "Rome"), {"role": "tool", "content": "sun"}, reply("Sunny.")]
+CODE = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 THOUGHT = "<think>\nTwo and three.\n</think>\n\n5"
 
@@ -153,6 +158,31 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     ),
     "one system message in two places": ({"system": "Be kind.", "messages": [SYSTEM, *SUM]}, "", [SYSTEM, *SUM], ""),
     "messages as JSON, for a .csv": ({"messages": json.dumps(SUM), "lang": "en"}, "", SUM, "not lang"),
+    "nobody answers the last message": ({"messages": [*SUM, user("Are you there?")]}, "", SUM, ""),
+    "keys of messages that are null": (
+        {"messages": [SUM[0] | {"name": None, "train": None}, SUM[1]]}, "", SUM, "",
+    ),
+    "a conversation, and the number of its turns": ({"conversation": SUM, "turn": 1}, "", SUM, "not turn"),
+    "messages that are null beside others": (
+        {"messages": None, "prompt": "2+3?", "completion": "5"}, "", SUM, "",
+    ),
+    "an empty system prompt": ({"question": "2+3?", "response": "5", "system_prompt": ""}, "", SUM, ""),
+    "a reply that is a message": ({"query": "2+3?", "response": SUM[1]}, "", SUM, ""),
+    "Alpaca without an instruction": ({"instruction": "", "input": "2+3?", "output": "5", "history": []}, "", SUM, ""),
+    "Alpaca without an input": ({"instruction": "2+3?", "output": "5"}, "", SUM, ""),
+    "dolly": (
+        {"instruction": "Add.", "context": "1 and 2", "response": "3", "history": [["2+3?", "5"]]}, "",
+        [*SUM, user("Add.\n1 and 2"), reply("3")], "",
+    ),
+    "a system message among the conversations": (
+        {"conversations": [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "2+3?"},
+                           {"from": "gpt", "value": "5"}]}, "", [SYSTEM, *SUM], "",
+    ),
+    "a system message before them": ({"system": "Be kind.", "conversations": SUM}, "", [SYSTEM, *SUM], ""),
+    "parts, learned or not": (
+        {"messages": [SUM[0], reply("", weight=0) | {"content": CODE}, SUM[0], reply("5", weight=1)]}, "",
+        [SUM[0], reply("", train=False) | {"content": CODE}, *SUM], "",
+    ),
 }  # fmt: skip
 
 
@@ -166,14 +196,15 @@ def test_a_form_of_other_tools(tmp_path, capsys, name):
 
 
 def test_what_a_parquet_holds_is_read_by_the_same_names(tmp_path, capsys):
-    path = tmp_path / "mine.parquet"
-    table = pyarrow.Table.from_pylist([{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 3)
-    pyarrow.parquet.write_table(table, path)
+    path = lines(tmp_path / "mine.parquet", [{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 3)
     assert chats(path, columns="question=ask") == [SUM] * 2
     shown = capsys.readouterr()
     assert f"{path} reads question from Ask, answer from 答案; not image, note" in shown.out
     assert "the column image is not read" in shown.err
     assert "unknown form (with Ask, 答案, image, note)" in complaint(lambda: chats(path))
+    path = lines(tmp_path / "known.parquet", [{"prompt": "2+3?", "completion": "5", "embedding": [0.5] * 9}] * 2)
+    assert sorted(Conversations("train", path).records[0]) == ["completion", "prompt"]  # the others are not read
+    assert "unknown form (with prompt, completion, embedding)" in complaint(lambda: Preferences("train", path))
 
 
 def test_the_column_that_is_chosen_among_several_is_named(tmp_path, capsys):
@@ -282,13 +313,30 @@ def test_keys_that_nothing_reads_are_counted_once_by_name(tmp_path, capsys):
     assert "loss=true of the role user, which is never learned (in 18)" in line
 
 
-def test_pictures_are_not_answered_blindly(tmp_path, capsys):
-    rows = [
-        {"messages": [user("<image>What?"), reply("A cat.")], "images": ["cat.jpg"]},
-        {"messages": SUM, "images": []},
-    ]
-    assert chats(lines(tmp_path / "mine.jsonl", rows * 3)) == [SUM] * 2
-    assert 'it has "images": models here read only text' in capsys.readouterr().err
+PICTURES = [
+    {"messages": [user("<image>What?"), reply("A cat.")], "images": ["cat.jpg"]}, {"messages": SUM, "images": []},
+]  # fmt: skip
+REPORTED: dict[str, tuple[str, Any, int, str]] = {  # the file, how many conversations are used, what is reported
+    "pictures": ("jsonl", PICTURES * 3, 2, 'it has "images": models here read only text'),
+    "empty replies": (
+        "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5", "5")], 4,
+        "2 of 4 replies are empty or only white space",
+    ),
+    "a thought of the user": (
+        "jsonl", [{"messages": [user("2+3?") | {"reasoning": "Hm."}, reply("5")]}] * 2, 1,
+        "nothing reads these keys of its messages: reasoning (in 1)",
+    ),
+    "too few values": ("csv", "instruction,output\na,b\na\na,b\na,b\n", 2, "1 of 3 records left out: first"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_what_is_left_out_or_odd_is_reported(tmp_path, capsys, name):
+    suffix, content, count, words = REPORTED[name]
+    path = tmp_path / f"mine.{suffix}"
+    path.write_text(content) if suffix == "csv" else lines(path, content)
+    assert len(chats(path)) == count
+    assert words in capsys.readouterr().err
 
 
 # ---- Rows that cannot be used ----------------------------------------------------------------------------
@@ -370,10 +418,34 @@ BAD_ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("row", "problem"), BAD_ROWS)
-def test_a_row_that_cannot_be_used_is_named_when_the_file_is_opened(tmp_path, row, problem):
-    path = lines(tmp_path / "mine.jsonl", [SUM, SUM, row, SUM])
-    line = complaint(lambda: chats(path, bad_records="fail"))
+HELLO = [user("Hello"), reply("Hi!")]
+GOOD, BAD = reply("Hi!"), reply("Go away.")
+STRANGE = [user("Bye"), BAD]
+BAD_PAIRS: list[tuple[Any, str]] = [
+    (HELLO, "unknown form (but list); known forms:"),
+    ({"messages": HELLO}, "unknown form (with messages)"),
+    ({"chosen": HELLO}, "unknown form (with chosen)"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "of rejected, message 1 (assistant) has no content"),
+    ({"chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
+    ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has 3 as its content"),
+    ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
+    ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is not an object"),
+    ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),
+    ({"chosen": HELLO, "rejected": STRANGE}, "do not answer the same messages"),
+    ({"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."}, "of chosen, message 2 is by assistant, where user is"),
+    ({"prompt": "Hello", "chosen": user("x"), "rejected": "y"}, "chosen does not end with"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "problem"),
+    [*((Conversations, *case) for case in BAD_ROWS), *((Preferences, *case) for case in BAD_PAIRS)],
+)
+def test_a_row_that_cannot_be_used_is_named_when_the_file_is_opened(tmp_path, kind, row, problem):
+    good = SUM if kind is Conversations else {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
+    path = lines(tmp_path / "mine.jsonl", [good, good, row, good])
+    line = complaint(lambda: kind("train", path, reading=Reading(bad_records="fail")))
     assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
 
 
@@ -435,10 +507,12 @@ def test_a_thought_in_a_field_may_have_its_marks(thought):
 
 
 def test_a_text_that_is_there_twice_or_in_parts_is_one_text():
+    assert messages_of(SUM) == messages_of([{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]) == SUM
     assert plain({"from": "gpt", "content": "5", "value": "5"}) == reply("5")
     assert plain({"from": "gpt", "content": None, "value": "5"}) == reply("5")
     assert plain(reply("") | {"content": parts("Two and three.\n</think>", "\n\n5")})["content"] == THOUGHT
     assert plain({"role": "user", "content": parts("2+", "3?")}) == SUM[0]
+    assert plain(reply("5", train=0))["train"] is False and "train" not in plain(reply("5", train=1, loss=True))
 
 
 def test_a_reply_in_a_prompt_is_not_learned(tmp_path, capsys):
@@ -481,26 +555,10 @@ def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
         {"name": "a", "parameters": {"x": {"type": "string"}}},
         {"name": "b", "parameters": {"y": {"type": "int"}}},
     ]
-    rows = [{"messages": messages, "tools": tools}] * 2
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "mine.parquet")
-    example = Conversations("train", str(tmp_path / "mine.parquet"), reading=Reading(val_share=0)).example(0)
+    path = lines(tmp_path / "mine.parquet", [{"messages": messages, "tools": tools}] * 2)
+    example = Conversations("train", path, reading=Reading(val_share=0)).example(0)
     assert [tool["function"] for tool in example.tools or []] == tools
     assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-
-
-def test_empty_replies_are_counted(tmp_path, capsys):
-    rows = [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5")]
-    Conversations("train", lines(tmp_path / "mine.jsonl", rows), reading=Reading(val_share=0))
-    assert "2 of 4 replies are empty or only white space" in capsys.readouterr().err
-
-
-def test_a_thought_of_the_user_is_named(tmp_path, capsys):
-    chats(lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?") | {"reasoning": "Hm."}, reply("5")]}] * 2))
-    assert "nothing reads these keys of its messages: reasoning (in 1)" in capsys.readouterr().err
-
-
-def test_marks_agree():
-    assert plain(reply("5", train=0))["train"] is False and "train" not in plain(reply("5", train=1, loss=True))
 
 
 def test_replies_with_an_empty_thought_are_counted(tmp_path, capsys):
@@ -550,7 +608,48 @@ def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
 
 # ---- Pairs -----------------------------------------------------------------------------------------------
 
-GOOD, BAD = reply("Hi!"), reply("Go away.")
+PAIR_FORMS: list[dict[str, Any]] = [
+    {"chosen": HELLO, "rejected": [HELLO[0], BAD]},
+    {"prompt": "Hello", "chosen": HELLO, "rejected": [HELLO[0], BAD], "score_chosen": 9.0},  # UltraFeedback's
+    {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"prompt": "Hello", "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": [HELLO[0]], "chosen": [GOOD], "rejected": [BAD]},
+    {"prompt": [HELLO[0]], "chosen": GOOD, "rejected": "Go away."},
+    {
+        "conversations": [{"from": "human", "value": "Hello"}], "chosen": {"from": "gpt", "value": "Hi!"},
+        "rejected": {"from": "gpt", "value": "Go away."},
+    },
+    {"instruction": "Hello", "input": "", "chosen": "Hi!", "rejected": "Go away."},
+    {"prompt": "Hello", "instruction": None, "chosen": "Hi!", "rejected": "Go away."},
+    {"Prompt": "Hello", "Chosen": "Hi!", "Rejected": "Go away."},
+    {"input": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"messages": HELLO, "rejected_response": "Go away."},  # ms-swift's
+    {"messages": HELLO, "rejected_messages": [HELLO[0], BAD]},
+    {"query": "Hello", "response": "Hi!", "rejected_response": "Go away."},
+    {"system": "", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"system": "Be kind.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"system": "Be kind.", "chosen": HELLO, "rejected": [HELLO[0], BAD]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", PAIR_FORMS)
+def test_every_form_is_the_same_pair(tmp_path, row):
+    pair = Pair([*([SYSTEM] if row.get("system") else []), HELLO[0]], GOOD, BAD)
+    task = Preferences("train", lines(tmp_path / "mine.jsonl", [row] * 3))
+    assert [task.pair(number) for number in range(len(task))] == [pair] * 2
+    assert task.example(0).messages == [*pair.question, GOOD]
+
+
+def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path):
+    """A fingerprint holds the messages of sixteen examples, in which only the chosen reply is."""
+    rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(40)]
+
+    def fingerprint(rows: list[dict[str, str]]) -> str:
+        path = lines(tmp_path / "pairs.jsonl", rows)
+        return open_mixture(path, "train", Reading(files="pairs", val_share=0.0)).fingerprint()
+
+    known = {fingerprint([*rows[:place], {**rows[place], "rejected": "No."}, *rows[place + 1 :]]) for place in (0, 1)}
+    assert len(known | {fingerprint(rows)}) == 3 and fingerprint(rows) == fingerprint(list(rows))
 
 
 @pytest.mark.parametrize("kind", [Conversations, Preferences])
@@ -560,8 +659,6 @@ def test_a_file_of_labelled_replies_is_refused(tmp_path, capsys, kind):
         rows = [{"messages": [user("a"), GOOD], name: label}] * 3
         for suffix in ("jsonl", "parquet"):
             path = lines(tmp_path / f"{name}.{suffix}", rows)
-            if suffix == "parquet":
-                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
             line = complaint(lambda path=path: kind("train", path))
             assert line.startswith(f"{path} {'line' if suffix == 'jsonl' else 'row'} 1 cannot be used: its reply has")
             assert f"({str(label).lower()}), as for KTO" in line and "pairs of chosen and rejected" in line
@@ -587,7 +684,63 @@ def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
     assert alone.example(0).messages[0] == user("2+3?")
 
 
+# ---- Splits ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz", "mine.parquet"])
+def test_a_share_at_the_end_of_a_file_is_held_out(tmp_path, name):
+    """A tenth by default, and at least one row of several."""
+    for count, share, train in (
+        (1, 0.1, 1), (2, 0.1, 1), (5, 0.1, 4), (10, 0.1, 9), (25, 0.1, 22),
+        (30, 0.0, 30), (30, 0.01, 29), (30, 0.2, 24), (30, 0.25, 22), (30, 0.9, 3),
+    ):  # fmt: skip
+        path = tmp_path / name.removesuffix(".gz")
+        lines(path, [{"messages": [user(str(number)), GOOD]} for number in range(count)])
+        if name.endswith(".gz"):
+            path = tmp_path / name
+            path.write_bytes(gzip.compress((tmp_path / "mine.jsonl").read_bytes()))
+        spec, reading = TaskSpec("conversations", str(path), 1.0), Reading(val_share=share)
+        tasks = [open_task(spec, split, reading) for split in ("train", "test")]
+        found = [[task.example(n).messages[0]["content"] for n in range(len(task))] for task in tasks]
+        assert found == [[str(n) for n in range(train)], [str(n) for n in range(train, count)]]
+        if count == 30:
+            assert len(open_mixture(str(path), "test", reading).tasks) == (train < count)
+
+
+def test_splits_of_a_folder(tmp_path):
+    for name, count in (("train_sft", 4), ("test_sft", 2), ("train_gen", 3)):
+        lines(tmp_path / f"{name}.jsonl", [SUM] * count)
+    assert [len(Conversations(part, f"{tmp_path}@train_sft")) for part in ("train", "test")] == [4, 2]
+    (tmp_path / "other").mkdir()
+    for name in ("first", "second"):  # without splits: the last tenth of all rows
+        lines(tmp_path / f"other/{name}.jsonl", [SUM] * 10)
+    assert [len(Conversations(split, f"{tmp_path}/other")) for split in ("train", "test")] == [18, 2]
+    assert "name one by @" in complaint(lambda: Conversations("train", str(tmp_path)))
+    assert "leave @x out" in complaint(lambda: Conversations("train", f"{tmp_path}/test_sft.jsonl@x"))
+    assert "name a .jsonl file" in complaint(lambda: Conversations("train"))
+
+
 # ---- Dirt ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
+def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name):
+    rows = [{"messages": [user(str(n)), GOOD], "id": n} for n in range(20)]
+    for place in (2, 3, 7):
+        rows[place]["messages"].append({"role": "tool", "content": "42"})
+    rows[5]["messages"].append(user("Are you there?"))
+    path = lines(tmp_path / name, rows)
+    found = [chat[0]["content"] for chat in chats(path)]
+    assert found == [str(n) for n in range(18) if n not in (2, 3, 7)]
+    left_out, dropped = capsys.readouterr().err.splitlines()
+    where = {"mine.jsonl": "line 3", "mine.parquet": "row 3"}[name]
+    wanted = f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2 is by tool, where user"
+    assert wanted in left_out and "--bad_records fail" in left_out
+    assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
+    refused = complaint(lambda: chats(path, bad_records="fail"))
+    assert refused.startswith(f"{path} {where} cannot be used") and "; 2 more of the 18 records" in refused
+    lines(tmp_path / name, [{"messages": SUM[1:]}] * 4)
+    assert "3 of 3 records left out: first" in complaint(lambda: chats(path))
 
 
 @pytest.mark.parametrize("count", [3, 30])
@@ -673,26 +826,6 @@ def test_a_csv_of_pandas_and_of_excel(tmp_path, name):
     path = tmp_path / "mine.csv"
     path.write_bytes(CSVS[name])
     assert chats(path) == [SUM]
-
-
-def test_a_row_of_a_csv_with_too_few_values_is_left_out(tmp_path, capsys):
-    path = tmp_path / "mine.csv"
-    path.write_text("instruction,output\n2+3?,5\n2+3?\n2+3?,5\n2+3?,5\n")
-    assert chats(path) == [SUM] * 2
-    assert "1 of 3 records left out: first" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("mine.json", json.dumps([{"messages": SUM}] * 4)[:-9]),
-        ("mine.csv", 'instruction,output\n2+3?,5\n2+3?,"5\n2+3?,5\n'),
-    ],
-)
-def test_a_file_whose_rows_have_no_certain_end_is_refused(tmp_path, name, text):
-    path = tmp_path / name
-    path.write_text(text)
-    assert f"{path} is a damaged .{name.rpartition('.')[2]}" in complaint(lambda: chats(path))
 
 
 def test_utf16_lines_name_their_encoding(tmp_path):
