@@ -3,7 +3,7 @@
 import errno
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,18 @@ class Client:
         return weights_of(self.service, self.model_id)
 
 
-def weights_of(service: Service, model_id: str) -> dict[str, torch.Tensor]:
+def live_model(service: Service, model_id: str) -> Any:
     live = service.models[model_id].live
     assert live is not None
-    return {name: one.detach().clone() for name, one in live.model.named_parameters() if one.requires_grad}
+    return live.model
+
+
+def trained_weights(model: Any) -> dict[str, torch.Tensor]:
+    return {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
+
+
+def weights_of(service: Service, model_id: str) -> dict[str, torch.Tensor]:
+    return trained_weights(live_model(service, model_id))
 
 
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -93,8 +101,9 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 
 @pytest.fixture
-def start(base: Base, tmp_path: Path) -> Any:
+def start(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a service in a folder, by default the same one; all are closed at the end."""
+    monkeypatch.setattr(service_module, "READ_PAUSE", 0.0)
     started: list[Service] = []
 
     def start(folder: Path = tmp_path / "service", **limits: Any) -> Service:
@@ -129,7 +138,30 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "write_file", write_file)
 
 
-# ---------------------------------------------------------------------- a full disk
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1 << place % 8
+    path.write_bytes(content)
+
+
+# ---------------------------------------------------------------------- kills and a full disk
+
+
+def test_a_killed_service_resumes_to_the_same_bits(start, killed):
+    service = start(snapshot_steps=3)
+    client = Client(service)
+    for shift in range(5):
+        client.train(shift)  # a snapshot after step 3, two more steps in the log
+    client.result(client.submit("forward_backward", shift=1))
+    folder = killed()
+    assert "error" not in client.run("optim_step", **ADAM)
+    again = start(folder)
+    assert again.models[client.model_id].next == client.number
+    for number in (4, client.number - 1):  # one that the snapshot covers, one of the log
+        assert b'"error"' not in again.promise(OWNER, f"{client.model_id}:{number}").result.result(30)
+    last = again.submit(OWNER, client.model_id, client.number, "optim_step", json.dumps(ADAM).encode())
+    assert b'"error"' not in again.promise(OWNER, last).result.result(30)
+    assert_same(weights_of(again, client.model_id), client.weights())
 
 
 def test_a_disk_that_was_full_costs_no_later_start(start, killed, monkeypatch):
@@ -156,26 +188,39 @@ def test_a_disk_that_was_full_costs_no_later_start(start, killed, monkeypatch):
 
 
 def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, capsys):
-    service = start()
-    client, other = Client(service), Client(service)
+    service = start(snapshot_steps=2)
+    client, other, nameless = (Client(service) for _ in range(3))
+    sampler = service.create_sampler(OWNER, client.session, 1, None)
     client.train()
     other.train()
+    for _ in range(3):
+        nameless.train()
     folder = killed()
     (folder / "models" / other.model_id / "model.json").write_bytes(b"")
+    (folder / "models" / nameless.model_id / "model.json").unlink()
+    flip(folder / "tokenizer" / "tokenizer.json", 7)
+    flip(folder / "samplers" / f"{sampler}.json", 30)
     (folder / "models" / "lost+found").mkdir()
     (folder / "sessions" / f"{'0' * 16}.json").write_bytes(b"[]")
     for name in (".DS_Store", "000000001.optim_step.swp~", "notes", "000000003.tmp"):
         (folder / "models" / client.model_id / "log" / name).write_bytes(b"?")
     (folder / "models" / client.model_id / "state" / "notes").mkdir()
     again = start(folder)
-    named = capsys.readouterr()
-    assert f"{other.model_id}/model.json" in named.out + named.err and "0000.json" in named.out + named.err
+    named = "".join(capsys.readouterr())
+    for name in (f"{other.model_id}/model.json", "0000.json", f"{nameless.model_id} has no model.json"):
+        assert name in named
     assert again.models.keys() == {client.model_id}
     assert again.promise(OWNER, f"{client.model_id}:2").result.result(30)
     assert_same(weights_of(again, client.model_id), client.weights())
     assert again.models[client.model_id].next == 3 and not list(folder.glob("models/*/log/*.tmp"))
-    with pytest.raises(ApiError, match="cannot be read"):
-        again.create_model(OWNER, other.session, 0, Trained(2), None)
+    for lost in (other, nameless):  # it becomes no new model
+        with pytest.raises(ApiError, match="cannot be read"):
+            again.create_model(OWNER, lost.session, 0, Trained(2, seed=7), None)
+    expected = (service.folder / "tokenizer" / "tokenizer.json").read_bytes()
+    assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == expected
+    with pytest.raises(ApiError, match="create another one") as error:
+        again.find_sampler(OWNER, sampler)
+    assert error.value.status_code == 400 and f"{sampler}.json" in capsys.readouterr().err
 
 
 def test_the_log_is_read_while_a_request_is_written_to_it(tmp_path, monkeypatch):
@@ -444,12 +489,6 @@ def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch)
 # ---------------------------------------------------------------------- damage
 
 
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1 << place % 8
-    path.write_bytes(content)
-
-
 def require_stopped(service: Service, client: Client, after: int, named: str) -> None:
     """Requests after `after` are answered by one line, which also names the file."""
     for number in range(after + 1, client.number + 1):
@@ -477,13 +516,89 @@ def exchange_entries(log: Path) -> None:
     (log / "x").rename(log / first.name.replace("000000001", "000000003"))
 
 
+def continued(service: Service, model_id: str) -> dict[str, torch.Tensor] | None:
+    """The weights after one more step; None: the model has stopped, and said so."""
+    model = service.models.get(model_id)
+    if model is None:
+        return None
+    number = model.next
+    try:
+        service.submit(model.owner, model_id, number, "forward_backward", batch(model_id, number))
+        service.submit(model.owner, model_id, number + 1, "optim_step", json.dumps(ADAM).encode())
+    except ApiError as error:
+        assert "has stopped" in str(error.body)
+        return None
+    result = service.promise(model.owner, f"{model_id}:{number + 1}").result.result(60)
+    if b"has stopped" in result:
+        assert model.stopped and model.live is None
+        return None
+    assert not result.startswith(b'{"error"'), result
+    return weights_of(service, model_id)
+
+
+def files_of(folder: Path, ids: list[str]) -> Iterator[Path]:
+    """Files of models, but for checkpoints, which are checked when they are loaded; relative to the folder."""
+    for path in sorted(file for one in ids for file in (folder / "models" / one).rglob("*") if file.is_file()):
+        file = path.relative_to(folder)
+        if "weights" not in str(file) and path.stat().st_size:
+            yield file
+
+
+def require_flips_noticed(start: Any, folder: Path, ids: list[str], flips: list[tuple[Path, int]], capsys: Any) -> int:
+    """Flip one byte at a time in a copy of a killed server's folder: every model has its weights, or has stopped.
+
+    Returns how many models stopped.
+    """
+    copy = folder.with_name("copy")
+    expected: dict[str, Any] = {}
+    stopped = 0
+    for place, (file, byte) in enumerate([(None, 0), *flips]):  # nothing is flipped at first
+        shutil.copytree(folder, copy)
+        if file is not None:
+            flip(copy / file, byte)
+        capsys.readouterr()
+        service = start(copy)
+        found = {one: continued(service, one) for one in ids}
+        service.close()
+        said = "".join(capsys.readouterr())
+        for one, weights in found.items():
+            if place == 0:
+                assert weights
+                expected[one] = weights
+            elif weights is None:
+                assert file is not None and one in file.parts and one in said, (one, file, said)
+                stopped += 1
+            else:
+                assert_same(weights, expected[one])
+        shutil.rmtree(copy)
+    return stopped
+
+
+def test_a_flipped_byte_anywhere_is_named_and_stops_its_model_alone(start, killed, capsys):
+    service = start(snapshot_steps=3)
+    source = Client(service)
+    source.train()
+    load = {"path": source.save("x")["path"], "optimizer": True}
+    loaded, saved = Client(service, load=load), Client(service, load=load)
+    loaded.train()
+    for shift in range(4):
+        saved.train(shift)  # a snapshot and a step in the log
+    ids = [loaded.model_id, saved.model_id]
+    folder = killed()
+    files = [file for file in files_of(folder, ids) if file.parts[2] != "log"]  # the next test is of logs
+    assert {file.parts[2] for file in files} == {"model.json", "loaded", "state"}
+    flips = [(file, (folder / file).stat().st_size - 1 - place) for place, file in enumerate(files)]
+    assert require_flips_noticed(start, folder, ids, flips, capsys) > len(flips) / 2
+
+
 def test_a_damaged_log_stops_that_model_and_no_other(start, killed):
-    """What is done to the log of four requests, the last request that is good, and what the answers name."""
+    """What is done to the log of five requests, the last request that is good, and what the answers name."""
     service = start()
     client, other = Client(service), Client(service)
     for one in (client, other):
         one.train()
         one.train(shift=2)
+    checkpoint = client.save("x")["path"]
     for damage, good, named in (
         *((flip_entry(number, 5 * number), number - 1, f"{number:09d}.") for number in range(1, 5)),
         (lambda log: entry_of(log, 2).unlink(), 1, "lacks request 2"),
@@ -493,27 +608,9 @@ def test_a_damaged_log_stops_that_model_and_no_other(start, killed):
         damage(folder / "models" / client.model_id / "log")
         again = start(folder)
         require_stopped(again, client, good, named)
+        assert again.path_of(OWNER, checkpoint)
         again.promise(OWNER, f"{other.model_id}:4").result.result(30)
         assert_same(weights_of(again, other.model_id), other.weights())
-
-
-def test_a_flipped_byte_of_a_record_is_named(start, killed, capsys):
-    service = start()
-    client = Client(service)
-    client.train()
-    path = Path("models") / client.model_id / "model.json"
-    for place in range(0, (service.folder / path).stat().st_size, 23):
-        folder = killed()
-        flip(folder / path, place)
-        capsys.readouterr()
-        again = start(folder)
-        if client.model_id in again.models:  # a space between two fields
-            again.promise(OWNER, f"{client.model_id}:2").result.result(30)
-            assert_same(weights_of(again, client.model_id), client.weights())
-        else:
-            named = capsys.readouterr()
-            assert str(path) in named.out + named.err
-        shutil.rmtree(folder)
 
 
 def test_a_request_that_has_not_come_yet_stops_no_model(start, killed):
@@ -555,34 +652,6 @@ def test_a_request_that_was_early_is_missed_once_those_before_it_have_come(start
     require_stopped(again, client, 3, "request 3 has not come")
 
 
-def test_a_folder_without_its_record_is_named_and_becomes_no_other_model(start, killed, capsys):
-    service = start(snapshot_steps=1)
-    client = Client(service)
-    client.train()
-    client.train()
-    folder = killed()
-    (folder / "models" / client.model_id / "model.json").unlink()
-    again = start(folder)
-    assert f"{client.model_id} has no model.json" in capsys.readouterr().err
-    with pytest.raises(ApiError, match="cannot be read"):
-        again.create_model(OWNER, client.session, 0, Trained(2, seed=7), None)
-
-
-def test_other_small_files_that_are_damaged_end_no_start(start, killed, capsys):
-    service = start()
-    client = Client(service)
-    sampler = service.create_sampler(OWNER, client.session, 1, None)
-    folder = killed()
-    flip(folder / "tokenizer" / "tokenizer.json", 7)
-    flip(folder / "samplers" / f"{sampler}.json", 30)
-    again = start(folder)
-    expected = (service.folder / "tokenizer" / "tokenizer.json").read_bytes()
-    assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == expected
-    with pytest.raises(ApiError, match="create another one") as error:
-        again.find_sampler(OWNER, sampler)
-    assert error.value.status_code == 400 and f"{sampler}.json" in capsys.readouterr().err
-
-
 def test_a_snapshot_that_fails_gives_its_room_back_and_comes_later(start, monkeypatch):
     service = start(snapshot_steps=1)
     client = Client(service)
@@ -600,26 +669,6 @@ def test_a_snapshot_that_fails_gives_its_room_back_and_comes_later(start, monkey
     assert "error" not in client.run("optim_step", **ADAM)
     client.result(client.submit("forward_backward"))
     assert list(state.iterdir())
-
-
-@pytest.mark.parametrize("part", ["state", "loaded"])
-def test_a_damaged_snapshot_or_loaded_checkpoint_stops_its_model(start, killed, part):
-    service = start(snapshot_steps=1 if part == "state" else 20)
-    source = Client(service)
-    source.train()
-    path = source.save("x")["path"]
-    client = Client(service, load={"path": path, "optimizer": True} if part == "loaded" else None)
-    client.train()
-    client.run("save_weights", name="y", overwrite=False, sampler=None)
-    folder = killed()
-    (weights,) = (folder / "models" / client.model_id / part).glob("*/step_*/adapter.safetensors")
-    flip(weights, weights.stat().st_size - 1)
-    again = start(folder)
-    again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
-    assert again.models[client.model_id].stopped and again.models[client.model_id].live is None
-    with pytest.raises(ApiError, match="has stopped"):
-        again.submit(OWNER, client.model_id, client.number + 1, "optim_step", b"{}")
-    assert again.path_of(OWNER, f"tinker://{client.model_id}/weights/y")
 
 
 def test_a_model_whose_start_is_lost_does_not_become_a_new_one(start, killed):

@@ -4,9 +4,6 @@ import asyncio
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from test_durability import ADAM, OWNER, Client, assert_same, batch
-from test_train_service import NAME, serving, tinker, train
+from test_train_service import NAME, Server, serving, tinker, train
 
 from nanochat import storage
 from nanochat.cli import UserError
@@ -144,20 +141,19 @@ def test_bodies_are_parsed_one_at_a_time(http, monkeypatch):
     assert most == [1] * 4
 
 
-def test_a_list_of_wrong_items_ends_at_the_first():
-    body = {
-        "prompt": {"chunks": [{"tokens": [5]}]}, "sampling_session_id": "x", "seq_id": 0,
-        "sampling_params": {"stop": [0.5] * 200_000},
-    }  # fmt: skip
-    with pytest.raises(ApiError, match="sampling_params.stop"):
-        read_body(bodies.SampleBody, json.dumps(body).encode())
-    body["sampling_params"] = {"stop": [5] * 200_000}
-    with pytest.raises(ApiError, match="sampling_params.stop"):
-        read_body(bodies.SampleBody, json.dumps(body).encode())
-    body["sampling_params"] = {}
-    body["prompt"] = {"chunks": [{"tokens": []}] * 2000}
-    with pytest.raises(ApiError, match="chunks"):
-        read_body(bodies.SampleBody, json.dumps(body).encode())
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [
+        ({"sampling_params": {"stop": [0.5] * 200_000}}, "sampling_params.stop"),
+        ({"sampling_params": {"stop": [5] * 200_000}}, "sampling_params.stop"),
+        ({"prompt": {"chunks": [{"tokens": []}] * 2000}}, "chunks"),
+    ],
+    ids=["wrong items", "stops", "chunks"],
+)
+def test_a_list_that_is_wrong_or_long_ends_at_its_first_items(part, named):
+    good = {"prompt": {"chunks": [{"tokens": [5]}]}, "sampling_session_id": "x", "seq_id": 0, "sampling_params": {}}
+    with pytest.raises(ApiError, match=named):
+        read_body(bodies.SampleBody, json.dumps({**good, **part}).encode())
 
 
 def test_nothing_waits_for_the_disk_on_the_event_loop(service, monkeypatch):
@@ -450,38 +446,31 @@ def test_another_user_of_the_machine_reads_nothing(service):
 # ---------------------------------------------------------------------- the end of a server
 
 
-WEDGED = """
-import sys, time
+HANG = """
+import time
 from nanochat.train_service.tenants import TrainedModel
 def hang(*arguments):
     print("hangs", flush=True)
     time.sleep(1000)
 TrainedModel.forward = hang
-from nanochat.cli import run
-from scripts.train_server import Config, main
-run(main, Config)
 """
 
 
 @pytest.mark.slow
 def test_a_thread_that_hangs_does_not_keep_the_server_from_ending(base, tmp_path):
-    command = [sys.executable, "-c", WEDGED, f"--source={base.source}", "--port=0", f"--name={NAME}", "--device=cpu"]
-    command += [f"--folder={tmp_path / 'service'}", "--dtype=float32"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as server:
-        assert server.stdout is not None and server.stderr is not None
-        address = server.stdout.readline().split()[0].partition("=")[2]
-        server.stdout.readline()
-        with httpx.Client(base_url=f"{address}api/v1/", timeout=30) as http:
+    server = Server(base, tmp_path / "service", tmp_path / "log", before=HANG)
+    try:
+        with httpx.Client(base_url=f"{server.address}/api/v1/", timeout=30) as http:
             model_id = new_model(http)
             http.post("forward_backward", content=batch(model_id, 1), headers=PROTO).raise_for_status()
-            assert server.stdout.readline() == "hangs\n"
-            server.send_signal(signal.SIGTERM)
-            server.wait(30)
-        assert "hang" in server.stderr.read()
+            while "hangs\n" not in server.log.read_text():
+                time.sleep(0.01)
+            server.process.terminate()
+            server.process.wait(30)
+        assert "in hang" in server.log.read_text()
+    finally:
+        server.kill()
     # What was acknowledged is on the disk, which only its owner reads.
-    (entry,) = (tmp_path / "service" / "models" / model_id / "log").iterdir()
+    (entry,) = (server.folder / "models" / model_id / "log").iterdir()
     assert entry.read_bytes() == batch(model_id, 1)
     assert entry.stat().st_mode & 0o777 == 0o600

@@ -8,11 +8,11 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_durability import ADAM, batch, flip
+from test_durability import batch, files_of, require_flips_noticed
 from test_limits import PROTO as PROTO_HEADERS
 from test_limits import new_model
-from test_train_service import IDS, NAME, SERVER, datum, lora_client, serving, tinker, train
+from test_train_service import IDS, NAME, Server, datum, lora_client, serving, tinker, train
 
-from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
 from nanochat.train_service.service import Limits, Service
 from nanochat.train_service.tenants import Base
@@ -113,47 +112,31 @@ class Loop:
         return found
 
 
+def ran(address: str, key: str, seed: int) -> Loop:
+    loop = Loop(address, key, seed)
+    loop.run()
+    return loop
+
+
+def run_into(ended: list[Loop | Exception], address: str, key: str, seed: int) -> None:
+    try:
+        ended.append(ran(address, key, seed))
+    except Exception as error:
+        ended.append(error)
+
+
 # ---------------------------------------------------------------------- what happens to the server
 
 
-class Server:
-    """The command, in a process that is killed and started again, on a disk that fills up."""
+def soaked_server(base: Base, disk: Path, log: Path) -> Server:
+    return Server(base, disk / "service", log, f"--models={LIMITS.models}", f"--api_key={','.join(KEYS)}")
 
-    def __init__(self, base: Base, disk: Path, log: Path):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        self.address = f"http://127.0.0.1:{port}"
-        self.folder = disk / "service"
-        self.ballast = disk / "ballast"
-        self.log = log
-        self.command = [*SERVER, f"--source={base.source}", f"--port={port}"]
-        self.command += [f"--name={NAME}", f"--folder={self.folder}", "--device=cpu", "--dtype=float32"]
-        self.command += [f"--batch_tokens={LIMITS.batch_tokens}", f"--models={LIMITS.models}"]
-        self.command.append(f"--api_key={','.join(KEYS)}")
-        self.start()
 
-    def start(self) -> None:
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                self.command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
-            )
-        end = time.monotonic() + 120
-        while time.monotonic() < end and self.process.poll() is None:
-            with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"{self.address}/api/v1/healthz")
-                return
-            time.sleep(0.05)
-        raise AssertionError(self.log.read_text()[-3000:])
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
-
-    def fill_disk(self) -> None:
-        with self.ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-            while True:
-                file.write(b"\0" * 4096)
+def fill(ballast: Path) -> None:
+    """Write a file until the disk is full."""
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
 
 
 @pytest.fixture
@@ -167,129 +150,59 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", str(path)], check=True)
 
 
-# ---------------------------------------------------------------------- damage
-
-
-def continued(service: Service, model_id: str) -> dict[str, torch.Tensor] | None:
-    """The weights after one more step; None: the model has stopped, and said so."""
-    model = service.models.get(model_id)
-    if model is None:
-        return None
-    number = model.next
-    try:
-        service.submit(model.owner, model_id, number, "forward_backward", batch(model_id, number))
-        service.submit(model.owner, model_id, number + 1, "optim_step", json.dumps(ADAM).encode())
-    except ApiError as error:
-        assert "has stopped" in str(error.body)
-        return None
-    result = service.promise(model.owner, f"{model_id}:{number + 1}").result.result(60)
-    if b"has stopped" in result:
-        return None
-    assert not result.startswith(b'{"error"'), result
-    assert model.live is not None
-    return {name: one.detach().clone() for name, one in model.live.model.named_parameters() if one.requires_grad}
-
-
-def damage_each(base: Base, folder: Path, copy: Path, ids: list[str], count: int, draw: Any, capsys: Any) -> int:
-    """Flip one byte at a time in a copy of a killed server's folder: every model has its weights, or has stopped.
-
-    Returns how many models stopped.
-    """
-    shutil.copytree(folder, copy)
-    service = Service(base, copy, NAME, LIMITS)
-    expected = {one: continued(service, one) for one in ids}
-    service.close()
-    assert all(expected.values())
-    shutil.rmtree(copy)
-    stopped = 0
-    for _ in range(count):
-        shutil.copytree(folder, copy)
-        files = sorted(
-            path for one in ids for path in (copy / "models" / one).rglob("*") if path.is_file() and path.stat().st_size
-        )
-        files = [path for path in files if "weights" not in str(path.relative_to(copy))]  # checked when they are loaded
-        file = files[draw.integers(len(files))]
-        flip(file, int(draw.integers(file.stat().st_size)))
-        capsys.readouterr()
-        service = Service(base, copy, NAME, LIMITS)
-        for one in ids:
-            weights = continued(service, one)
-            if weights is None:
-                assert one in file.parts, (one, file)
-                stopped += 1
-            else:
-                assert all(torch.equal(weights[name], tensor) for name, tensor in (expected[one] or {}).items()), file
-        service.close()
-        said = "".join(capsys.readouterr())
-        hurt = next(one for one in ids if one in file.parts)
-        if any(service.models.get(one) is None or service.models[one].stopped for one in ids):
-            assert str(file) in said or str(file.parent) in said or hurt in said, (file, said)
-        shutil.rmtree(copy)
-    return stopped
-
-
 # ---------------------------------------------------------------------- the soak
 
 
 @pytest.mark.soak
 def test_a_bad_week(base, disk, tmp_path, capsys):
     draw = np.random.default_rng(int(os.environ.get("NANOCHAT_SEED", "0")))
-    server = Server(base, disk, tmp_path / "server.log")
+    server = soaked_server(base, disk, tmp_path / "server.log")
+    ballast = disk / "ballast"
     kills = fills = flips = stops = operations = refused = rounds = 0
     try:
         while kills < TRIALS:
-            loops: list[Loop] = []
-            failures: list[BaseException] = []
-            done = threading.Event()
-
-            def run(key: str, seed: int, loops: list[Loop] = loops, failures: list[BaseException] = failures) -> None:
-                try:
-                    loops.append(Loop(server.address, key, seed))
-                    loops[-1].run()
-                except BaseException as error:
-                    failures.append(error)
-
-            threads = [
-                threading.Thread(target=run, args=(key, 100 * rounds + place), daemon=True)
-                for place, key in enumerate(KEYS)
-            ]
-            for thread in threads:
-                thread.start()
-            while any(thread.is_alive() for thread in threads):
-                done.wait(0.1 + draw.exponential(1))
+            ended: list[Loop | Exception] = []
+            for place, key in enumerate(KEYS):
+                run = (ended, server.address, key, 100 * rounds + place)
+                threading.Thread(target=run_into, args=run, daemon=True).start()
+            while len(ended) < len(KEYS):
+                time.sleep(0.1 + draw.exponential(1))
                 if draw.random() < 0.4:
-                    server.fill_disk()
+                    fill(ballast)
                     fills += 1
-                    done.wait(draw.exponential(2))
+                    time.sleep(draw.exponential(2))
                 server.kill()
                 kills += 1
                 if draw.random() < 0.5:
-                    server.ballast.unlink(missing_ok=True)
+                    ballast.unlink(missing_ok=True)
                 server.start()  # also on a disk that is full
-                if server.ballast.exists():
-                    done.wait(draw.exponential(2))
-                    server.ballast.unlink()
-            assert not failures, (failures, server.log.read_text()[-3000:])
-            ended = {loop.seed: loop.weights(server.folder) for loop in loops}
+                if ballast.exists():
+                    time.sleep(draw.exponential(2))
+                    ballast.unlink()
+            loops = [one for one in ended if isinstance(one, Loop)]
+            assert len(loops) == len(KEYS), (ended, server.log.read_text()[-3000:])
+            weights = {loop.seed: loop.weights(server.folder) for loop in loops}
             server.kill()
 
             # The same without an accident.
             service = Service(base, tmp_path / f"straight-{rounds}", NAME, LIMITS)
             with serving(service) as address:
                 for loop in loops:
-                    straight = Loop(address, "tml-any", loop.seed)
-                    straight.run()
+                    straight = ran(address, "tml-any", loop.seed)
                     assert straight.record == loop.record
                     expected = straight.weights(service.folder)
-                    assert len(expected) == len(ended[loop.seed])
-                    for left, right in zip(expected, ended[loop.seed], strict=True):
+                    assert len(expected) == len(weights[loop.seed])
+                    for left, right in zip(expected, weights[loop.seed], strict=True):
                         assert left.keys() == right.keys()
                         assert all(torch.equal(left[name], right[name]) for name in left)
 
             ids = [model.model_id for loop in loops for model in loop.models]
-            count = 10
-            stops += damage_each(base, server.folder, tmp_path / "copy", ids, count, draw, capsys)
-            flips += count
+            files = [*files_of(server.folder, ids)]
+            chosen = [files[draw.integers(len(files))] for _ in range(10)]
+            places = [(file, int(draw.integers((server.folder / file).stat().st_size))) for file in chosen]
+            start = lambda folder: Service(base, folder, NAME, LIMITS)  # noqa: E731
+            stops += require_flips_noticed(start, server.folder, ids, places, capsys)
+            flips += len(places)
             operations += sum(OPERATIONS for _ in loops)
             refused += sum(loop.refused for loop in loops)
             rounds += 1
@@ -334,38 +247,33 @@ def worst_bodies(model_id: str) -> list[tuple[str, bytes, str]]:
     ]  # fmt: skip
 
 
+def sent_until(ended: threading.Event, url: str, content: bytes, headers: dict[str, str]) -> list[int]:
+    """Send a body again and again; returns the statuses of the answers."""
+    statuses = []
+    while not ended.is_set():
+        statuses.append(httpx.post(url, content=content, headers=headers, timeout=60).status_code)
+    return statuses
+
+
 @pytest.mark.soak
 def test_health_is_answered_under_the_worst_bodies(base, tmp_path):
     """p99 under 100 ms, as for the chat server, while clients send each of the worst bodies as fast as they can."""
-    server = Server(base, tmp_path, tmp_path / "server.log")
+    server = soaked_server(base, tmp_path, tmp_path / "server.log")
     slowest: dict[str, float] = {}
     try:
         headers = {"x-api-key": KEYS[0]}
-        with httpx.Client(base_url=f"{server.address}/api/v1/", headers=headers, timeout=60) as http:
+        with (
+            httpx.Client(base_url=f"{server.address}/api/v1/", headers=headers, timeout=60) as http,
+            ThreadPoolExecutor(4) as threads,
+        ):
             model_id = new_model(http)
             for number, (route, content, kind) in enumerate(worst_bodies(model_id)):
                 ended = threading.Event()
-                statuses: list[int] = []
-
-                def send(
-                    route: str = route,
-                    content: bytes = content,
-                    kind: str = kind,
-                    ended: threading.Event = ended,
-                    statuses: list[int] = statuses,
-                ) -> None:
-                    while not ended.is_set():
-                        answer = httpx.post(
-                            f"{server.address}/api/v1/{route}",
-                            content=content,
-                            headers={**headers, "content-type": kind},
-                            timeout=60,
-                        )
-                        statuses.append(answer.status_code)
-
-                senders = [threading.Thread(target=send) for _ in range(4)]
-                for sender in senders:
-                    sender.start()
+                kind_of = {**headers, "content-type": kind}
+                senders = [
+                    threads.submit(sent_until, ended, f"{server.address}/api/v1/{route}", content, kind_of)
+                    for _ in range(4)
+                ]
                 seconds = []
                 while len(seconds) < 500:
                     start = time.perf_counter()
@@ -373,8 +281,7 @@ def test_health_is_answered_under_the_worst_bodies(base, tmp_path):
                     seconds.append(time.perf_counter() - start)
                     time.sleep(0.01)
                 ended.set()
-                for sender in senders:
-                    sender.join()
+                statuses = [status for sender in senders for status in sender.result()]
                 assert statuses
                 p99 = sorted(seconds)[int(0.99 * len(seconds))]
                 slowest[f"{number} {route} {len(content):,} bytes {sorted(set(statuses))}"] = p99
