@@ -340,6 +340,11 @@ def server() -> Iterator[Script]:
     server.server_close()
 
 
+@pytest.fixture
+def page(open_page: Any, server: Script) -> Any:
+    return open_page(server)
+
+
 def send(page: Any, text: str, wait: bool = True) -> None:
     page.fill("#input", text)
     page.press("#input", "Enter")
@@ -362,8 +367,36 @@ def last(page: Any) -> Any:
     return page.locator(".reply").last
 
 
-def test_streams_with_a_caret_and_stops(server, open_page):
-    page = open_page(server)
+def press(page: Any, act: str) -> None:
+    """A button of the last reply."""
+    last(page).locator(f"[data-act={act}]").click()
+    done(page)
+
+
+def prose(page: Any) -> str:
+    """What the last reply shows."""
+    return last(page).locator(".prose").inner_text()
+
+
+def counted(page: Any) -> str:
+    """Which of its variants the last reply is."""
+    return last(page).locator(".count").inner_text()
+
+
+def questions(page: Any) -> list[str]:
+    return page.locator(".question .said").all_inner_texts()
+
+
+def ready(page: Any) -> None:
+    page.wait_for_selector("#dot[data-state=ready]")
+
+
+def written(page: Any) -> None:
+    """Once the text is no longer continued."""
+    page.wait_for_selector("#write-stop", state="hidden")
+
+
+def test_streams_with_a_caret_and_stops(server, page):
     send(page, "slow", wait=False)
     page.wait_for_selector(".reply .caret")
     assert page.locator(".reply").get_attribute("aria-busy") == "true"
@@ -387,43 +420,40 @@ def test_streams_with_a_caret_and_stops(server, open_page):
     assert contents[0] == "slow" and contents[1].startswith("word0") and contents[-1] == "hello"
 
 
-def test_regenerate_edit_and_variants_outlive_a_reload(server, open_page):
-    page = open_page(server)
+def test_regenerate_edit_and_variants_outlive_a_reload(server, page):
     send(page, "tell one")
     send(page, "tell two")
     assert [m["content"].split(": ")[-1] for m in server.bodies[-1]["messages"]] == ["tell one", "tell one", "tell two"]
     assert server.bodies[-1]["stream_options"] == {"include_usage": True}
-    before = last(page).locator(".prose").inner_text()
-    last(page).locator("[data-act=again]").click()
-    done(page)
-    assert last(page).locator(".count").inner_text() == "2/2"
-    after = last(page).locator(".prose").inner_text()
+    before = prose(page)
+    press(page, "again")
+    assert counted(page) == "2/2"
+    after = prose(page)
     assert before != after  # another seed
     assert server.bodies[-1]["messages"] == server.bodies[-2]["messages"]
-    last(page).locator("[data-act=previous]").click()
-    assert last(page).locator(".prose").inner_text() == before
+    press(page, "previous")
+    assert prose(page) == before
     # The first question, edited: a branch of its own, from which one comes back.
     page.locator(".question").first.hover()
     page.locator(".question [data-act=edit]").first.click()
     page.locator(".editor textarea").fill("tell three")
     page.keyboard.press("Enter")
     done(page)
-    assert page.locator(".question .said").all_inner_texts() == ["tell three"]
+    assert questions(page) == ["tell three"]
     assert [m["content"] for m in server.bodies[-1]["messages"]] == ["tell three"]
     page.reload()
-    assert page.locator(".question .said").all_inner_texts() == ["tell three"]
+    assert questions(page) == ["tell three"]
     page.locator(".question [data-act=previous]").click()
-    assert page.locator(".question .said").all_inner_texts() == ["tell one", "tell two"]
-    assert last(page).locator(".prose").inner_text() == before and last(page).locator(".count").inner_text() == "1/2"
+    assert questions(page) == ["tell one", "tell two"]
+    assert prose(page) == before and counted(page) == "1/2"
     assert "3 tokens" in last(page).inner_text()
 
 
-def test_a_cut_reply_names_its_limit_and_continues(server, open_page):
-    page = open_page(server)
+def test_a_cut_reply_names_its_limit_and_continues(server, page):
     send(page, "hello")
     server.facts = {"limit": "context", "first_message_read": 2}
     send(page, "long")
-    first = last(page).locator(".prose").inner_text()
+    first = prose(page)
     assert "fill all that the model can read" in last(page).locator(".note").inner_text()
     # Above the line is what the model did not read any more; it stays there over a reload.
     page.reload()
@@ -432,11 +462,10 @@ def test_a_cut_reply_names_its_limit_and_continues(server, open_page):
 
     # The same reply grows: it goes along as the last message, without another question.
     server.facts = {}
-    last(page).locator("[data-act=continue]").click()
-    done(page)
+    press(page, "continue")
     assert [m["role"] for m in server.bodies[-1]["messages"]] == ["user", "assistant", "user", "assistant"]
     assert server.bodies[-1]["messages"][-1]["content"] == first
-    assert last(page).locator(".prose").inner_text() == first + " and more"
+    assert prose(page) == first + " and more"
     assert "6 tokens" in last(page).inner_text() and not last(page).locator(".count, .note").count()
 
     # A limit of the user's own is named with its number, and a stopped reply continues too.
@@ -452,39 +481,43 @@ def test_a_cut_reply_names_its_limit_and_continues(server, open_page):
     server.errors.append((400, "no room", {}))
     page.keyboard.press("Enter")
     done(page)
-    assert "word3" in last(page).locator(".prose").inner_text()  # a failure takes nothing away
+    assert "word3" in prose(page)  # a failure takes nothing away
     last(page).locator(".failure [data-act=continue]").click()
     done(page)
-    assert last(page).locator(".prose").inner_text().endswith("and more")
+    assert prose(page).endswith("and more")
     assert not page.locator("[data-act=continue], .failure").count()
 
 
-def test_an_edited_reply_is_a_version_to_go_on_from(server, open_page):
-    page = open_page(server)
+def test_a_call_is_a_card_and_its_edited_reply_a_version_to_go_on_from(server, page):
     send(page, "sum")
-    last(page).locator("[data-act=edit]").click()
+    assert page.locator(".call").inner_text().split() == ["Calculator", "2+3", "→", "5"]
+    stats = last(page).locator(".stats").inner_text()
+    assert "3 tokens" in stats and "tokens/s" not in stats  # it came at once: there is no speed to measure
+    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+    send(page, "hello")
+    assert server.bodies[-1]["messages"][1]["content"] == [*call, {"type": "text", "text": "2+3 = 5."}]
+    page.click("#new")
+    send(page, "sum")
+    press(page, "edit")
     last(page).locator("textarea").fill("It is *five*")
     page.keyboard.press("Escape")
-    assert last(page).locator(".prose").inner_text() == "2+3 = 5."
-    last(page).locator("[data-act=edit]").click()
+    assert prose(page) == "2+3 = 5."
+    press(page, "edit")
     last(page).locator("textarea").fill("It is *five*")
     page.keyboard.press("Control+Enter")
-    assert last(page).locator(".prose em").inner_text() == "five" and last(page).locator(".count").inner_text() == "2/2"
+    assert last(page).locator(".prose em").inner_text() == "five" and counted(page) == "2/2"
     assert "Edited by you." in last(page).inner_text() and last(page).locator(".call").count() == 1
     page.reload()
-    last(page).locator("[data-act=continue]").click()
-    done(page)
-    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+    press(page, "continue")
     assert server.bodies[-1]["messages"][-1]["content"] == [*call, {"type": "text", "text": "It is *five*"}]
-    assert last(page).locator(".prose").inner_text() == "It is five and more"
+    assert prose(page) == "It is five and more"
     send(page, "hello")
     assert server.bodies[-1]["messages"][1]["content"][-1]["text"] == "It is *five* and more"
     page.locator("[data-act=previous]").click()
     assert page.locator(".reply .prose").all_inner_texts() == ["2+3 = 5."]
 
 
-def test_the_list_has_dates_and_a_search(server, open_page):
-    page = open_page(server)
+def test_the_list_has_dates_and_a_search(page):
     send(page, "say The dragon sleeps.")
     page.click("#new")
     send(page, "A fox in the barn")
@@ -510,8 +543,7 @@ def test_the_list_has_dates_and_a_search(server, open_page):
     assert page.locator("#list h2").all_inner_texts() == ["今天", "2024年3月"]
 
 
-def test_drafts_survive_a_reload(server, open_page):
-    page = open_page(server)
+def test_drafts_survive_a_reload(page):
     send(page, "hello")
     page.fill("#input", "half a thought")
     page.click("#new")
@@ -534,12 +566,11 @@ def levels(tokens: Any) -> list[list[str]]:
     return [name.split()[1:] for name in tokens.evaluate_all("all => all.map((one) => one.className)")]
 
 
-def test_tokens_have_the_colours_of_their_probabilities(server, open_page):
-    page = open_page(server)
+def test_tokens_have_the_colours_of_their_probabilities(server, page):
     send(page, "odds")
     assert (server.bodies[-1]["logprobs"], server.bodies[-1]["top_logprobs"]) == (True, 5)
-    assert last(page).locator(".prose").inner_text() == "The dragon café!"
-    last(page).locator("[data-act=odds]").click()
+    assert prose(page) == "The dragon café!"
+    press(page, "odds")
     assert last(page).locator(".token").count() == 5
     page.click("#new")
     page.click("#open-settings")
@@ -575,8 +606,8 @@ def test_tokens_have_the_colours_of_their_probabilities(server, open_page):
     assert not page.locator("#odds").is_visible()
 
     # As Markdown again, for this reply alone. A conversation keeps a bounded number of tokens.
-    last(page).locator("[data-act=odds]").click()
-    assert last(page).locator(".prose").inner_text() == "The dragon café!" and not page.locator(".legend").count()
+    press(page, "odds")
+    assert prose(page) == "The dragon café!" and not page.locator(".legend").count()
     kept = page.evaluate(
         """() => {
              const node = shownPath(current).at(-1);
@@ -587,14 +618,12 @@ def test_tokens_have_the_colours_of_their_probabilities(server, open_page):
     assert kept == 4000
 
 
-def test_conversations_become_training_data(server, open_page, tmp_path):
-    page = open_page(server)
+def test_conversations_become_training_data(page, tmp_path):
     assert page.locator("#set-system").count() == 1
     page.evaluate("change('system', 'You are a fox.')")
     send(page, "sum")
-    last(page).locator("[data-act=again]").click()
-    done(page)
-    last(page).locator("[data-act=edit]").click()
+    press(page, "again")
+    press(page, "edit")
     last(page).locator("textarea").fill("Five.")
     page.keyboard.press("Control+Enter")
     send(page, "long")  # cut: nothing to learn
@@ -624,26 +653,10 @@ def test_conversations_become_training_data(server, open_page, tmp_path):
     assert pair.rejected["content"] == [*call, {"type": "text", "text": "2+3 = 5."}]
 
 
-def test_tool_calls_are_cards_and_are_handed_back(server, open_page):
-    page = open_page(server)
-    send(page, "sum")
-    assert page.locator(".call").inner_text().split() == ["Calculator", "2+3", "→", "5"]
-    assert page.locator(".reply .prose").inner_text() == "2+3 = 5."
-    stats = last(page).locator(".stats").inner_text()
-    assert "3 tokens" in stats and "tokens/s" not in stats  # it came at once: there is no speed to measure
-    send(page, "hello")
-    assert server.bodies[-1]["messages"][1]["content"] == [
-        {"type": "python", "text": "2+3"},
-        {"type": "python_output", "text": "5"},
-        {"type": "text", "text": "2+3 = 5."},
-    ]
-
-
-def test_markdown(server, open_page):
-    page = open_page(server)
+def test_markdown(page):
     send(page, "say " + RICH)
-    prose = last(page).locator(".prose")
-    html = re.sub(r"<(?:div class=\"block|header|button)[^>]*>.*?</(?:header|button)>", "", prose.inner_html())
+    reply = last(page).locator(".prose")
+    html = re.sub(r"<(?:div class=\"block|header|button)[^>]*>.*?</(?:header|button)>", "", reply.inner_html())
     for part in (
         "<h2>Heading</h2>",
         "<em>soft</em> and <strong>strong</strong>",
@@ -660,10 +673,10 @@ def test_markdown(server, open_page):
         "Last *plain* line.",
     ):
         assert part in html, part
-    link = prose.locator("a")
+    link = reply.locator("a")
     assert "noopener" in link.get_attribute("rel") and link.get_attribute("target") == "_blank"
     send(page, "say 龙🐉 und ßtraße ✓ " + "é" * 300)  # bytes of a character in two pieces
-    assert last(page).locator(".prose").inner_text() == "龙🐉 und ßtraße ✓ " + "é" * 300
+    assert prose(page) == "龙🐉 und ßtraße ✓ " + "é" * 300
 
 
 # What it is -> text, what the node contains. The hand-written reader that the library replaced failed the first six.
@@ -690,9 +703,8 @@ def with_libraries(page: Any) -> None:
     page.evaluate("() => { markdown(document.createElement('div'), '$a$'); return typesetter; }")
 
 
-def test_markdown_cases_also_as_they_grow(server, open_page):
+def test_markdown_cases_also_as_they_grow(page):
     """What a reply shows does not depend on the pieces in which it came."""
-    page = open_page(server)
     with_libraries(page)
     for name, (text, part, count) in CASES.items():
         shown = page.evaluate("text => { const e = make('div'); markdown(e, text); return e.innerHTML; }", text)
@@ -711,8 +723,7 @@ def test_markdown_cases_also_as_they_grow(server, open_page):
     assert differing == []
 
 
-def test_formulas_are_loaded_when_there_is_one(server, open_page):
-    page = open_page(server)
+def test_formulas_are_loaded_when_there_is_one(server, page):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     send(page, "say It costs $5 and $6.")
@@ -724,7 +735,7 @@ def test_formulas_are_loaded_when_there_is_one(server, open_page):
     # Without the libraries a reply is still there to be read.
     page.route("**/vendor/**", lambda route: route.abort())
     page.reload()
-    assert last(page).locator(".prose").inner_text() == r"Then \(\frac{1}{2}\)."
+    assert prose(page) == r"Then \(\frac{1}{2}\)."
 
 
 LONG = 50_000
@@ -762,9 +773,8 @@ HOSTILE = {
 }
 
 
-def test_hostile_markdown_takes_linear_work_and_few_elements(server, open_page):
+def test_hostile_markdown_takes_linear_work_and_few_elements(page):
     """Quadratic work on 50,000 characters takes minutes; a browser cannot lay out 50,000 elements either."""
-    page = open_page(server)
     with_libraries(page)
     for name, text in HOSTILE.items():
         milliseconds, elements = page.evaluate(
@@ -779,9 +789,8 @@ def test_hostile_markdown_takes_linear_work_and_few_elements(server, open_page):
         assert elements <= 5000, name
 
 
-def test_what_is_too_much_to_lay_out_stays_text(server, open_page):
+def test_what_is_too_much_to_lay_out_stays_text(page):
     """Also as it grows: a block at a time, nothing is shown twice or left out."""
-    page = open_page(server)
     with_libraries(page)
     for line in ("- item%d", "para%d\n", "> quote%d\n", "|cell%d|x|", "**bold%d**\n"):
         start = "|a|b|\n|-|-|\n" if line[0] == "|" else ""
@@ -833,8 +842,7 @@ def test_settings_are_sent_and_kept(server, open_page):
     body = server.bodies[-1]
     assert {name: body[name] for name in sent} == sent
     assert body["messages"][0] == {"role": "system", "content": "You are a fox."}
-    last(page).locator("[data-act=again]").click()
-    done(page)
+    press(page, "again")
     assert server.bodies[-1]["seed"] == 41  # another try with the same seed would be the same reply
     page.click("#open-settings")
     page.fill("#set-max_tokens", "-3")
@@ -844,8 +852,7 @@ def test_settings_are_sent_and_kept(server, open_page):
     assert not names & set(server.bodies[-1])
 
 
-def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_page, tmp_path):
-    page = open_page(server)
+def test_conversations_are_kept_renamed_deleted_exported_imported(page, tmp_path):
     titles = lambda: page.locator("#list .open").all_inner_texts()  # noqa: E731
     send(page, "first one")
     page.click("#new")
@@ -857,7 +864,7 @@ def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_p
     page.keyboard.press("Enter")
     page.reload()
     assert titles() == ["second one", "A better name"]
-    assert page.locator(".question .said").all_inner_texts() == ["second one"]
+    assert questions(page) == ["second one"]
     with page.expect_download() as download:
         page.click("#export")
     download.value.save_as(tmp_path / "all.json")
@@ -876,7 +883,7 @@ def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_p
     page.wait_for_selector("#list li")
     assert titles() == ["second one", "A better name"]
     page.locator("#list .open").nth(1).click()
-    assert page.locator(".question .said").all_inner_texts() == ["first one"]
+    assert questions(page) == ["first one"]
     assert "first one" in last(page).inner_text()
     assert page.locator("#toast span").inner_text() == "Conversations imported: 2; already here: 0"
     # Imported again, as long as it is here it does not come twice; another text under the same id does.
@@ -889,8 +896,7 @@ def test_conversations_are_kept_renamed_deleted_exported_imported(server, open_p
     assert len(titles()) == 3
 
 
-def test_a_wrong_import_changes_nothing(server, open_page, tmp_path):
-    page = open_page(server)
+def test_a_wrong_import_changes_nothing(page, tmp_path):
     send(page, "hello")
     start = '{"format":"nanochat-conversations","conversations":['
     for content in (
@@ -946,8 +952,7 @@ def test_thirty_payloads_stay_text(browser, open_page):
     server.shutdown()
 
 
-def test_errors_are_shown_and_tried_again(server, open_page):
-    page = open_page(server)
+def test_errors_are_shown_and_tried_again(server, page):
     for error, words in (
         ((429, "full", {"Retry_After": "7"}), "Try again in about 7 s"),
         ((429, "full", {}), "busy with other conversations."),
@@ -967,27 +972,25 @@ def test_errors_are_shown_and_tried_again(server, open_page):
         page.locator("#list .open").first.click()
         page.click("[data-act=retry]")
         done(page)
-        assert "hello" in last(page).locator(".prose").inner_text() and not page.locator(".failure").count()
+        assert "hello" in prose(page) and not page.locator(".failure").count()
         assert not last(page).locator(".count").count()  # a failed try leaves no variant
 
 
-def test_a_reply_that_breaks_off_keeps_what_came(server, open_page):
-    page = open_page(server)
+def test_a_reply_that_breaks_off_keeps_what_came(page):
     for question, words in (("break", "connection was lost"), ("fail", "the device is gone")):
         page.click("#new")
         send(page, question)
-        assert words in page.locator(".failure").inner_text() and "half" in last(page).locator(".prose").inner_text()
+        assert words in page.locator(".failure").inner_text() and "half" in prose(page)
 
 
-def test_offline_and_a_server_that_is_gone(server, open_page):
-    page = open_page(server)
-    page.wait_for_selector("#dot[data-state=ready]")
+def test_offline_and_a_server_that_is_gone(server, page):
+    ready(page)
     page.context.set_offline(True)
     page.wait_for_selector("#dot[data-state=away]")
     send(page, "hello")
     assert "You are offline" in page.locator(".failure").inner_text()
     page.context.set_offline(False)
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
     page.click("[data-act=retry]")
     done(page)
     server.shutdown()
@@ -1001,10 +1004,10 @@ def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page
     page = open_page(server, "#key=secret-1")
     assert page.url == server.url
     send(page, "hello")
-    assert "hello" in last(page).locator(".prose").inner_text()
+    assert "hello" in prose(page)
     page.reload()
     send(page, "again")
-    assert "again" in last(page).locator(".prose").inner_text()
+    assert "again" in prose(page)
     assert "secret-1" not in page.evaluate("JSON.stringify(localStorage)")
     stranger = open_page(server)
     stranger.wait_for_selector("#dot[data-state=locked]")
@@ -1014,15 +1017,14 @@ def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page
     stranger.click("[data-act=key]")
     stranger.keyboard.type("secret-1")
     stranger.keyboard.press("Tab")
-    stranger.wait_for_selector("#dot[data-state=ready]")
+    ready(stranger)
     stranger.keyboard.press("Escape")
     stranger.click("[data-act=retry]")
     done(stranger)
-    assert "hello" in last(stranger).locator(".prose").inner_text()
+    assert "hello" in prose(stranger)
 
 
-def test_by_keyboard_alone(server, open_page):
-    page = open_page(server)
+def test_by_keyboard_alone(server, page):
     keys = page.keyboard
     assert page.evaluate("document.activeElement.id") == "input"
     keys.type("one")
@@ -1047,14 +1049,14 @@ def test_by_keyboard_alone(server, open_page):
     done(page)
     reach(".reply [data-act=previous]", "Shift+Tab")
     keys.press("Enter")
-    assert last(page).locator(".count").inner_text() == "1/2"
+    assert counted(page) == "1/2"
     assert page.evaluate("document.activeElement.dataset.act") == "next"
     reach(".question [data-act=edit]", "Shift+Tab")
     keys.press("Enter")
     keys.press("End")
     keys.type(" three")
     keys.press("Escape")
-    assert page.locator(".question .said").all_inner_texts() == ["one\ntwo"]
+    assert questions(page) == ["one\ntwo"]
     assert page.evaluate("document.activeElement.dataset.act") == "edit"
     reach("#open-settings", "Shift+Tab")
     keys.press("Enter")
@@ -1084,8 +1086,7 @@ def test_by_keyboard_alone(server, open_page):
     assert names == []
 
 
-def test_an_input_method_takes_enter_for_itself(server, open_page):
-    page = open_page(server)
+def test_an_input_method_takes_enter_for_itself(server, page):
     page.fill("#input", "ni hao")
     page.evaluate(
         "$('input').dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', isComposing: true, bubbles: true }))"
@@ -1151,7 +1152,7 @@ def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
         {"id": "sft-demo", "nanochat": {"context": 512, "tasks": ["addition"], "sampling": {"min_p": 0.05}}}
     ]
     page = open_page(server, width=width, locale=locale)
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
 
     def check(part: str) -> None:
         for theme in ("light", "dark"):
@@ -1163,8 +1164,7 @@ def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
     page.keyboard.press("Escape")
     send(page, "say " + RICH + "\n\n$x^2$")
     send(page, "sum 2+3")
-    last(page).locator("[data-act=again]").click()
-    done(page)
+    press(page, "again")
     page.click("#open-settings")
     page.set_checked("#set-probabilities", True)
     check("settings")
@@ -1188,7 +1188,7 @@ def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
     page.reload()
     page.fill("#text", "Once")
     page.press("#text", "Control+Enter")
-    page.wait_for_selector("#write-stop", state="hidden")
+    written(page)
     check("a text that is continued")
     page.fill("#text", "The dragon café!")
     page.click("#write-odds")
@@ -1196,7 +1196,7 @@ def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
     check("its probabilities")
     served_models(server)
     page.reload()
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
     pick(page, "全部模型并排" if locale == "zh-CN" else "All, side by side")
     page.click("#model")
     check("the models to pick")
@@ -1218,21 +1218,19 @@ def test_only_a_server_on_this_machine_is_said_to_be_here(server, open_page):
     assert page.locator("#empty p").inner_text() == "A small model, trained from raw text."
 
 
-def test_a_reload_in_the_middle_keeps_what_came(server, open_page):
-    page = open_page(server)
+def test_a_reload_in_the_middle_keeps_what_came(page):
     send(page, "slow", wait=False)
     page.wait_for_function("() => document.querySelector('.reply')?.innerText.includes('word9')")
     page.reload()
     assert "word9" in last(page).inner_text() and "closed before the reply was complete" in last(page).inner_text()
 
 
-def test_two_conversations_at_once(server, open_page):
-    page = open_page(server)
+def test_two_conversations_at_once(page):
     send(page, "slow one", wait=False)
     page.wait_for_selector(".caret")
     page.click("#new")
     send(page, "hello")
-    assert page.locator(".question .said").all_inner_texts() == ["hello"]
+    assert questions(page) == ["hello"]
     page.locator("#list .open", has_text="slow one").click()
     page.wait_for_selector(".caret")
     before = last(page).inner_text()
@@ -1247,7 +1245,6 @@ def test_two_tabs_with_one_conversation(server, open_page):
     two = one.context.new_page()
     two.goto(server.url)
     two.locator("#list .open").click()
-    questions = lambda page: page.locator(".question .said").all_inner_texts()  # noqa: E731
     send(one, "slow", wait=False)
     two.wait_for_selector(".reply .caret")
     two.wait_for_function("() => /word9[^]*Being written in another tab/.test($('messages').innerText)")
@@ -1317,16 +1314,16 @@ def test_a_base_model_continues_a_text(server, open_page):
     page.fill("#text", "Once")
     assert not page.locator("#input").is_visible() and not page.locator("#ideas").is_visible()
     page.press("#text", "Control+Enter")
-    page.wait_for_selector("#write-stop", state="hidden")
+    written(page)
     assert page.input_value("#text") == "Once word0 word1 word2" and page.locator(
         "#mirror mark"
     ).inner_text().startswith(" word0")
     assert server.bodies[-1]["prompt"] == "Once" and server.bodies[-1]["max_tokens"] == 100
     page.click("#write")
-    page.wait_for_selector("#write-stop", state="hidden")
+    written(page)
     assert server.bodies[-1]["prompt"] == "Once word0 word1 word2"
     page.click("#write-again")
-    page.wait_for_selector("#write-stop", state="hidden")
+    written(page)
     assert server.bodies[-1]["prompt"] == "Once word0 word1 word2" != server.bodies[-1]["seed"]
     assert server.bodies[-1]["seed"] != server.bodies[-2]["seed"]
     for _ in range(2):
@@ -1336,7 +1333,7 @@ def test_a_base_model_continues_a_text(server, open_page):
     page.click("#write")
     page.wait_for_function("() => $('text').value.includes('word5')")
     page.keyboard.press("Escape")
-    page.wait_for_selector("#write-stop", state="hidden")
+    written(page)
     assert server.left.wait(3)
     server.errors.append((400, "the prompt has 900 tokens, the context 512", {}))
     page.click("#write")
@@ -1352,7 +1349,7 @@ def test_ideas_and_what_the_model_is(server, open_page):
     about |= {"trained_at": time.time() - 3 * 3600 - 60, "tasks": ["addition", "identity"], "sampling": {"min_p": 0.05}}
     server.models = [{"id": "sft-demo", "nanochat": about}]
     page = open_page(server)
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
     seen = set()
     for _ in range(6):
         ideas = page.locator("#ideas button").all_inner_texts()
@@ -1371,7 +1368,7 @@ def test_ideas_and_what_the_model_is(server, open_page):
     page.keyboard.press("Escape")
     assert not page.locator("#about").is_visible()
     chinese = open_page(server, locale="zh-CN", width=360, height=720)
-    chinese.wait_for_selector("#dot[data-state=ready]")
+    ready(chinese)
     assert re.match(r"\d+ \+ \d+ 等于多少？", chinese.locator("#ideas button").first.inner_text())
     chinese.click("#model")
     assert "3小时前" in chinese.locator("#about").inner_text() and "510万" in chinese.locator("#about").inner_text()
@@ -1385,16 +1382,15 @@ def test_ideas_and_what_the_model_is(server, open_page):
     chinese.click("#show")
     chinese.click("#new")
     chinese.reload()
-    chinese.wait_for_selector("#dot[data-state=ready]")
+    ready(chinese)
     idea = chinese.locator("#ideas button").first.inner_text()
     chinese.locator("#ideas button").first.click()
     done(chinese)
     assert server.bodies[-1]["messages"][-1]["content"] == idea and re.search(r"[\u4e00-\u9fff]", idea)
 
 
-def test_the_ideas_are_what_the_tasks_teach(server, open_page):
+def test_the_ideas_are_what_the_tasks_teach(page):
     """Kinds and names are in the lexicon of the corpus, and the orders are among those that the task draws."""
-    page = open_page(server)
     words = lexicon()
     shapes = set()
     for order in page.evaluate("Array.from({ length: 300 }, () => IDEAS.stories()[0])"):
@@ -1424,7 +1420,7 @@ def pick(page: Any, label: str) -> None:
 def test_a_model_is_picked_and_kept(server, open_page):
     served_models(server)
     page = open_page(server)
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
     assert page.locator("#model-name").inner_text() == "demo-rl" and page.locator("#pick").is_visible()
     send(page, "hello")
     assert server.bodies[-1]["model"] == "demo-rl" and "demo-rl · " in last(page).inner_text()
@@ -1432,9 +1428,8 @@ def test_a_model_is_picked_and_kept(server, open_page):
     assert page.locator(".models label").all_inner_texts() == ["demo-base", "demo-sft", "demo-rl", "All, side by side"]
     page.keyboard.press("Escape")
     pick(page, "demo-sft")
-    last(page).locator("[data-act=again]").click()
-    done(page)
-    assert server.bodies[-1]["model"] == "demo-sft" and last(page).locator(".count").inner_text() == "2/2"
+    press(page, "again")
+    assert server.bodies[-1]["model"] == "demo-sft" and counted(page) == "2/2"
     assert "demo-sft · " in last(page).inner_text()
     page.reload()
     page.wait_for_selector("#model-name:has-text('demo-sft')")
@@ -1453,7 +1448,7 @@ def test_a_model_is_picked_and_kept(server, open_page):
 def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     served_models(server)
     page = open_page(server)
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
     pick(page, "All, side by side")
     assert page.locator("#model-name").inner_text() == "All, side by side"
     send(page, "odds")
@@ -1508,7 +1503,7 @@ def test_two_models_side_by_side_fill_the_row(server, open_page):
     server.models = server.models[1:]
     page = open_page(server)
     page.set_viewport_size({"width": 1100, "height": 800})
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
     pick(page, "All, side by side")
     send(page, "hello")
     row, left, right, buttons = (
@@ -1519,14 +1514,12 @@ def test_two_models_side_by_side_fill_the_row(server, open_page):
     assert buttons["y"] >= max(box["y"] + box["height"] for box in (left, right))
 
 
-def test_try_again_is_not_offered_where_it_cannot_help(server, open_page):
+def test_try_again_is_not_offered_where_it_cannot_help(page):
     """At temperature 0 another try is the same reply, until something else has changed."""
     from playwright.sync_api import expect
 
-    page = open_page(server)
     again = page.locator("[data-act=again]")
-
-    page.wait_for_selector("#dot[data-state=ready]")
+    ready(page)
     send(page, "hello")
     expect(again).to_have_count(1)
     settings(page, temperature="0")
@@ -1534,7 +1527,7 @@ def test_try_again_is_not_offered_where_it_cannot_help(server, open_page):
     again.click()
     done(page)
     expect(again).to_have_count(0)
-    assert last(page).locator(".count").inner_text() == "2/2"
+    assert counted(page) == "2/2"
     settings(page, system="You are a fox.")
     expect(again).to_have_count(1)
     settings(page, system="")
@@ -1571,7 +1564,7 @@ def test_a_text_has_its_probabilities_too(server, open_page):
     assert page.locator("#text").is_visible() and not page.locator("#written").is_visible()
     page.evaluate("change('temperature', 0); drawText()")
     page.click("#write")
-    page.wait_for_selector("#write-stop", state="hidden")
+    written(page)
     assert not page.locator("#write-again").is_visible() and page.locator("#write-undo").is_enabled()
 
 
@@ -1599,43 +1592,26 @@ def test_the_page_is_ready_before_anything_else_has_come(open_page, server):
 # ---------------------------------------------------------------------- the real server
 
 
-def test_with_the_real_server(open_page, tmp_path):
-    """A conversation with the app as it is: stopped, tried again, with payloads."""
+def test_with_the_real_server(open_page):
+    """A conversation with the app as it is: stopped and tried again, under the policy that it sends."""
     with serving(make_app(FakeScheduler(tick=0.02), api_key=KEY)) as port:
         page = open_page(None)
         page.goto(f"http://127.0.0.1:{port}/#key={KEY}")
-        page.wait_for_selector("#dot[data-state=ready]")
+        ready(page)
 
         # Stopped, then twice again with another limit; the stopped variant is kept.
         send(page, "Tell me a story about a dragon named Ravi.", wait=False)
         page.wait_for_function("() => document.querySelector('.reply .prose')?.innerText.length > 20")
         page.keyboard.press("Escape")
         done(page)
-        stopped = last(page).locator(".prose").inner_text()
+        stopped = prose(page)
         assert "Stopped." in last(page).inner_text() and len(stopped) > 20
         settings(page, max_tokens="16")
         for count in (2, 3):
-            last(page).locator("[data-act=again]").click()
-            done(page)
-            assert last(page).locator(".count").inner_text() == f"{count}/{count}"
+            press(page, "again")
+            assert counted(page) == f"{count}/{count}"
             assert re.search(r"\b16 tokens", last(page).inner_text())
         assert "Cut at 16 tokens, the longest reply that your settings allow." in last(page).inner_text()
         for _ in range(2):
-            last(page).locator("[data-act=previous]").click()
-        assert last(page).locator(".prose").inner_text() == stopped
-
-        # What a model might say, under the policy that the server sends; then one more question.
-        nodes: dict[str, Any] = {"root": {"children": ["q0"]}}
-        for number, text in enumerate(PAYLOADS):
-            parts = [{"kind": kind, "text": text} for kind in ("text", "python", "python_output")]
-            following = [f"q{number + 1}"] if number + 1 < len(PAYLOADS) else []
-            nodes[f"q{number}"] = {"role": "user", "parts": parts[:1], "children": [f"r{number}"]}
-            nodes[f"r{number}"] = {"role": "assistant", "parts": parts, "children": following, "finish": "stop"}
-        talks = [{"id": "a", "title": PAYLOADS[0], "nodes": nodes}]
-        (tmp_path / "hostile.json").write_text(json.dumps({"format": "nanochat-conversations", "conversations": talks}))
-        page.set_input_files("#file", tmp_path / "hostile.json")
-        page.wait_for_function(f"() => document.querySelectorAll('.reply').length === {len(PAYLOADS)}")
-        send(page, PAYLOADS[0])
-        assert last(page).locator(".prose").inner_text()
-        assert page.locator(".question .said").all_inner_texts() == [*PAYLOADS, PAYLOADS[0]]
-        assert page.evaluate("window.hurt") is None and not page.locator("#messages :is(img, script, iframe)").count()
+            press(page, "previous")
+        assert prose(page) == stopped
