@@ -3,8 +3,9 @@
     pip install -e ".[clients]" && npm install ai @ai-sdk/openai-compatible zod
     python tests/serve/clients_table.py
 
-A call that works fulfils the assertions below. A call that is refused gets a 400 that names the field, which the table
-shows. tests/serve/test_clients.py runs the same calls, those of clients that are not installed are skipped.
+A call that works returns a City or a reply that ended, or fulfils its own assertions. A call that is refused gets a 400
+that names the field, which the table shows. tests/serve/test_clients.py runs the same calls; those of clients that are
+not installed are skipped.
 """
 
 import asyncio
@@ -78,78 +79,67 @@ def chat(url: str, **settings: Any) -> Any:
     )
 
 
-def openai_chat(url: str) -> None:
-    assert chat(url).choices[0].finish_reason in ("stop", "length")
+def reply(**settings: Any) -> Callable[[str], Any]:
+    return lambda url: chat(url, **settings).choices[0]
 
 
-def openai_stream(url: str) -> None:
-    assert list(chat(url, stream=True))[-1].choices[0].finish_reason in ("stop", "length")
+def openai_stream(url: str) -> Any:
+    return list(chat(url, stream=True))[-1].choices[0]
 
 
-def openai_completion(url: str) -> None:
-    assert client(url).completions.create(model=MODEL, prompt="a", max_tokens=4).choices[0].text is not None
+def openai_completion(url: str) -> Any:
+    return client(url).completions.create(model=MODEL, prompt="a", max_tokens=4).choices[0]
 
 
 def openai_object(url: str) -> None:
     assert chat(url, response_format={"type": "json_object"}).choices[0].message.content.startswith("{")
 
 
-def openai_parse(url: str) -> None:
-    answer = client(url).chat.completions.parse(
-        model=MODEL, messages=HELLO, response_format=City, max_tokens=MAX_TOKENS
-    )
-    assert isinstance(answer.choices[0].message.parsed, City)
+def openai_parse(url: str) -> City:
+    settings: Any = {"model": MODEL, "messages": HELLO, "max_tokens": MAX_TOKENS}
+    return client(url).chat.completions.parse(response_format=City, **settings).choices[0].message.parsed
 
 
 def openai_auto(url: str) -> None:
     assert chat(url, tools=TOOLS, tool_choice="auto").choices[0].message.tool_calls is None
 
 
-def openai_required(url: str) -> None:
+def openai_required(url: str) -> City:
     (call,) = chat(url, tools=TOOLS, tool_choice="required").choices[0].message.tool_calls
-    assert City.model_validate_json(call.function.arguments)
+    return City.model_validate_json(call.function.arguments)
 
 
-def openai_image(url: str) -> None:
-    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-    chat(url, messages=[{"role": "user", "content": [part]}])
-
-
-def openai_functions(url: str) -> None:
-    chat(url, functions=[CITY_TOOL])
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
 
 
 # ---------------------------------------------------------------------- the others
 
 
-def instructor_create(mode: str) -> Callable[[str], None]:
-    def run(url: str) -> None:
+def instructor_create(mode: str) -> Callable[[str], Any]:
+    def run(url: str) -> Any:
         import instructor
 
         patched = instructor.from_openai(client(url), mode=getattr(instructor.Mode, mode))
-        answer = patched.chat.completions.create(
+        return patched.chat.completions.create(
             model=MODEL, messages=HELLO, response_model=City, max_retries=0, max_tokens=MAX_TOKENS
         )
-        assert isinstance(answer, City)
 
     return run
 
 
-def langchain(method: str) -> Callable[[str], None]:
-    def run(url: str) -> None:
-        from langchain_openai import ChatOpenAI
+def langchain_model(url: str, max_tokens: int) -> Any:
+    from langchain_openai import ChatOpenAI
 
-        model: Any = ChatOpenAI(model=MODEL, base_url=url, api_key="any", max_retries=0, max_tokens=MAX_TOKENS)
-        assert isinstance(model.with_structured_output(City, method=method).invoke("hello"), City)
+    settings: Any = {"api_key": "any", "max_retries": 0, "max_tokens": max_tokens}
+    return ChatOpenAI(model=MODEL, base_url=url, **settings)
 
-    return run
+
+def langchain(method: str) -> Callable[[str], Any]:
+    return lambda url: langchain_model(url, MAX_TOKENS).with_structured_output(City, method=method).invoke("hello")
 
 
 def langchain_stream(url: str) -> None:
-    from langchain_openai import ChatOpenAI
-
-    model: Any = ChatOpenAI(model=MODEL, base_url=url, api_key="any", max_retries=0, max_tokens=20)
-    assert list(model.stream("hello"))
+    assert list(langchain_model(url, 20).stream("hello"))
 
 
 def agents(url: str) -> None:
@@ -179,61 +169,37 @@ def agents(url: str) -> None:
     assert called in (["Bern"], ["Rome"]) and isinstance(result.final_output, str)
 
 
-def pydantic_ai(url: str) -> None:
-    from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
+def pydantic_ai(is_native: bool) -> Callable[[str], Any]:
+    def run(url: str) -> Any:
+        from pydantic_ai import Agent, NativeOutput
+        from pydantic_ai.models.openai import OpenAIChatModel
+        from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key="any"))
-    assert isinstance(
-        Agent(model, output_type=City, model_settings={"max_tokens": MAX_TOKENS}).run_sync("hello").output, City
-    )
+        profile: Any = {"supports_json_schema_output": True} if is_native else None
+        model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key="any"), profile=profile)
+        output: Any = NativeOutput(City) if is_native else City
+        return Agent(model, output_type=output, model_settings={"max_tokens": MAX_TOKENS}).run_sync("hello").output
 
-
-def pydantic_ai_native(url: str) -> None:
-    from pydantic_ai import Agent, NativeOutput
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    profile: Any = {"supports_json_schema_output": True}
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key="any"), profile=profile)
-    assert isinstance(
-        Agent(model, output_type=NativeOutput(City), model_settings={"max_tokens": MAX_TOKENS})
-        .run_sync("hello")
-        .output,
-        City,
-    )
+    return run
 
 
-def import_litellm() -> Any:
+def litellm_completion(url: str, **settings: Any) -> Any:
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it asks another host for prices
     import litellm
 
-    return litellm
+    settings |= {"api_base": url, "api_key": "any", "num_retries": 0, "max_tokens": MAX_TOKENS}
+    answer: Any = litellm.completion(model=f"openai/{MODEL}", messages=HELLO, **settings)
+    return litellm.stream_chunk_builder(list(answer)) if settings.get("stream") else answer
 
 
-def litellm_format(url: str) -> None:
-    litellm = import_litellm()
-    answer: Any = litellm.completion(
-        model=f"openai/{MODEL}",
-        messages=HELLO,
-        api_base=url,
-        api_key="any",
-        response_format=City,
-        num_retries=0,
-        max_tokens=MAX_TOKENS,
-    )
-    assert City.model_validate_json(answer.choices[0].message.content)
+def litellm_format(url: str) -> City:
+    answer = litellm_completion(url, response_format=City)
+    return City.model_validate_json(answer.choices[0].message.content)
 
 
-def litellm_tools(url: str) -> None:
-    litellm = import_litellm()
-    answer: Any = litellm.completion(
-        model=f"openai/{MODEL}", messages=HELLO, api_base=url, api_key="any", tools=TOOLS, tool_choice="required",
-        stream=True, num_retries=0, max_tokens=MAX_TOKENS,
-    )  # fmt: skip
-    whole: Any = litellm.stream_chunk_builder(list(answer))
-    assert City.model_validate_json(whole.choices[0].message.tool_calls[0].function.arguments)
+def litellm_tools(url: str) -> City:
+    answer = litellm_completion(url, tools=TOOLS, tool_choice="required", stream=True)
+    return City.model_validate_json(answer.choices[0].message.tool_calls[0].function.arguments)
 
 
 AI_SDK = """
@@ -267,44 +233,42 @@ def ai_sdk_version() -> str | None:
     return json.loads(package.read_text())["version"] if shutil.which("node") and package.exists() else None
 
 
-def ai_sdk(call: str) -> Callable[[str], None]:
-    def run(url: str) -> None:
+def ai_sdk(call: str) -> Callable[[str], City]:
+    def run(url: str) -> City:
         command = ["node", "--input-type=module", "-e", AI_SDK, call, url]
         done = subprocess.run(command, cwd=node_folder(), capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-2000:]
-        assert City.model_validate_json(done.stdout)
+        return City.model_validate_json(done.stdout)
 
     return run
 
 
 CALLS = (
-    Call("openai", "openai", "`chat.completions.create`", openai_chat),
+    Call("openai", "openai", "`chat.completions.create`", reply()),
     Call("openai", "openai", "`chat.completions.create(stream=True)`", openai_stream),
     Call("openai", "openai", "`completions.create`", openai_completion),
     Call("openai", "openai", "`response_format` `json_object`", openai_object),
     Call("openai", "openai", "`chat.completions.parse`", openai_parse),
     Call("openai", "openai", "`tools`, `tool_choice` `auto`", openai_auto),
     Call("openai", "openai", "`tools`, `tool_choice` `required`", openai_required),
-    Call("openai", "openai", "images in a message", openai_image, "type"),
-    Call("openai", "openai", "`functions`, before there were tools", openai_functions, "functions"),
+    Call("openai", "openai", "images in a message", reply(messages=[{"role": "user", "content": [IMAGE]}]), "type"),
+    Call("openai", "openai", "`functions`, before there were tools", reply(functions=[CITY_TOOL]), "functions"),
     Call("instructor", "instructor", "`Mode.TOOLS`", instructor_create("TOOLS")),
     Call("instructor", "instructor", "`Mode.JSON_SCHEMA`", instructor_create("JSON_SCHEMA")),
     Call("LangChain", "langchain-openai", '`with_structured_output(method="json_schema")`', langchain("json_schema")),
     Call(
-        "LangChain",
-        "langchain-openai",
-        '`with_structured_output(method="function_calling")`',
-        langchain("function_calling"),
+        "LangChain", "langchain-openai",
+        '`with_structured_output(method="function_calling")`', langchain("function_calling"),
     ),
     Call("LangChain", "langchain-openai", "`stream`", langchain_stream),
     Call("OpenAI Agents", "openai-agents", "tools, `OpenAIChatCompletionsModel`", agents),
-    Call("Pydantic AI", "pydantic-ai-slim", "`Agent(output_type=...)`", pydantic_ai),
-    Call("Pydantic AI", "pydantic-ai-slim", "`NativeOutput`", pydantic_ai_native),
+    Call("Pydantic AI", "pydantic-ai-slim", "`Agent(output_type=...)`", pydantic_ai(is_native=False)),
+    Call("Pydantic AI", "pydantic-ai-slim", "`NativeOutput`", pydantic_ai(is_native=True)),
     Call("LiteLLM", "litellm", "`completion(response_format=...)`", litellm_format),
     Call("LiteLLM", "litellm", "`completion(tools=..., stream=True)`", litellm_tools),
     Call("AI SDK", "ai", "`generateObject`", ai_sdk("object")),
     Call("AI SDK", "ai", "`generateText`, `toolChoice` `required`", ai_sdk("tools")),
-)
+)  # fmt: skip
 
 
 # ---------------------------------------------------------------------- server and table
@@ -340,9 +304,10 @@ def outcome(call: Call, url: str) -> str:
     import openai
 
     try:
-        call.run(url)
+        got = call.run(url)
     except openai.BadRequestError as error:
         return (error.param or "").rpartition(".")[2]
+    assert got is None or isinstance(got, City) or got.finish_reason in ("stop", "length"), got
     return "works"
 
 

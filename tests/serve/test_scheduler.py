@@ -5,7 +5,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from test_serve import until
 from tiny import SHAPES, tiny_tokenizer
 
 from nanochat import engine as engines
@@ -61,13 +62,6 @@ def finished(scheduler: Scheduler) -> dict[str, float]:
     """Requests by how they ended."""
     samples = [sample for family in scheduler.metrics.finished.collect() for sample in family.samples]
     return {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
-
-
-def wait_until(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.001)
 
 
 # ---------------------------------------------------------------------- batched as alone
@@ -185,7 +179,7 @@ def test_a_client_learns_nothing_of_what_another_one_wrote(running: Any, monkeyp
         first = scheduler.submit(Request(written, 4, GREEDY))  # as one request ends, and while another one runs
         tokens_of(first)
         running_on = scheduler.submit(Request(written, 30, GREEDY))
-        wait_until(lambda stream=running_on: stream.completion_tokens > 0)
+        until(lambda stream=running_on: stream.completion_tokens > 0)
         began = len(work)
         guess = scheduler.submit(Request(secret, 4, GREEDY))
         tokens = tokens_of(guess)
@@ -252,7 +246,7 @@ def test_an_echo_has_the_models_logprobs_of_the_prompt(running: Any, monkeypatch
         assert one.alternatives[0][0] == int(exact[place - 1].argmax())
 
     neighbour = scheduler.submit(Request(prompt_of(9), 70, SamplingParams(seed=1)))
-    wait_until(lambda: neighbour.completion_tokens > 0)
+    until(lambda: neighbour.completion_tokens > 0)
     streams = scheduler.submit_all([replace(request, max_tokens=3)] * 2)
     for stream, cached in zip(streams, (0, 49), strict=True):
         _, entries = echo_of(stream)
@@ -314,7 +308,7 @@ def test_cancelled_at_any_point_no_slot_is_lost(running: Any) -> None:
 def test_a_slot_is_free_before_the_next_token(running: Any) -> None:
     scheduler = running(slots=1)
     first = scheduler.submit(Request(prompt_of(4), 70))
-    wait_until(lambda: first.completion_tokens > 0)
+    until(lambda: first.completion_tokens > 0)
     first.cancel()
     made = first.completion_tokens
     chunks = list(first)
@@ -378,24 +372,20 @@ def test_one_that_waits_and_is_cancelled_makes_room_at_once(running: Any) -> Non
     assert len(tokens_of(third)) == 2
 
 
-def test_closing_lets_the_running_finish_and_gives_every_stream_an_end(running: Any) -> None:
+@pytest.mark.parametrize("grace", [20, 0])
+def test_closing_lets_the_running_finish_and_gives_every_stream_an_end(running: Any, grace: int) -> None:
     scheduler = running(slots=2)
-    streams = [scheduler.submit(Request(prompt_of(5), 30)) for _ in range(6)]
-    wait_until(lambda: metric(scheduler, "requests_running") == 2)
-    scheduler.close(grace=20)
+    streams = [scheduler.submit(Request(prompt_of(5), 30 if grace else 75)) for _ in range(6)]
+    until(lambda: metric(scheduler, "requests_running") == 2)
+    scheduler.close(grace=grace)
     reasons = [list(stream)[-1].finish_reason for stream in streams]
-    assert reasons.count("length") >= 2 and reasons.count("cancelled") >= 3
+    if grace:
+        assert reasons.count("length") >= 2 and reasons.count("cancelled") >= 3
+    else:
+        assert reasons == ["cancelled"] * 6
     assert not scheduler.thread.is_alive()
     with pytest.raises(Overloaded):
         scheduler.submit(Request(prompt_of(5), 1))
-
-
-def test_closing_without_grace_cuts_the_running_off(running: Any) -> None:
-    scheduler = running(slots=1)
-    stream = scheduler.submit(Request(prompt_of(5), 75))
-    wait_until(lambda: stream.completion_tokens > 0)
-    scheduler.close(grace=0)
-    assert list(stream)[-1].finish_reason == "cancelled"
 
 
 def test_models_on_one_device_take_turns_and_close_together(running: Any) -> None:
@@ -417,7 +407,7 @@ def test_models_on_one_device_take_turns_and_close_together(running: Any) -> Non
         for number, scheduler in enumerate(schedulers):
             request = Request(prompt, 30, SamplingParams(temperature=0), logit_bias={97: 100.0})
             scheduler.submit_all([request], functools.partial(taken, number))
-    wait_until(lambda: not any(one.requests for one in schedulers))
+    until(lambda: not any(one.requests for one in schedulers))
     assert sorted(order) == [0] * 30 + [1] * 30 and order == [0, 1] * 30
     last = schedulers[1].submit(Request(prompt, 60, GREEDY, logit_bias={97: 100.0}))
     begin = next(iter(last))  # it has a slot: the grace is for it, too
@@ -473,7 +463,7 @@ def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
     monkeypatch.setattr(slots, "admit", lambda *a: events.append("admit") or admit(*a))
     monkeypatch.setattr(slots, "decode", lambda **a: events.append("decode") or decode(**a))
     runner = scheduler.submit(Request(prompt_of(3), 400))
-    wait_until(lambda: runner.completion_tokens > 5)
+    until(lambda: runner.completion_tokens > 5)
     long = scheduler.submit(Request(prompt_of(300), 3, GREEDY))
     tokens = tokens_of(long)
     runner.cancel()
@@ -487,35 +477,46 @@ def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
     assert events[joined - 1] == events[joined + 1] == "decode", "it joins in a turn that reads nothing"
 
 
+class Clock:
+    """Counts steps. Only the model's work moves it: no busy machine can disturb it. A step of decoding takes one."""
+
+    def __init__(self, running: Any, patch: pytest.MonkeyPatch, read_steps: Callable[[int], float], **settings: Any):
+        """`read_steps`: the steps that it takes to read so many tokens."""
+        self.now = 0.0
+        self.ends: list[float] = []  # of the steps of decoding
+        self.read: list[tuple[int, float]] = []  # prompts, steps
+        self.disturbed: int | None = None  # this reading takes 20 steps more
+        patch.setattr(schedulers, "time", SimpleNamespace(perf_counter=lambda: self.now, monotonic=time.monotonic))
+        self.scheduler = running(make_engine(sequence_len=512), prefill_chunk=256, **settings)
+        slots = self.scheduler.slots
+        prefill, decode = slots.prefill, slots.decode
+
+        def timed(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
+            computed = prefill(slot, pieces, filled)
+            took = read_steps(computed)
+            self.now += took + (20 if len(self.read) == self.disturbed else 0)
+            self.read.append((len(pieces), took))
+            return computed
+
+        def step(**arguments: Any) -> list[NewToken]:
+            self.now += 1
+            self.ends.append(self.now)
+            return decode(**arguments)
+
+        patch.setattr(slots, "prefill", timed)
+        patch.setattr(slots, "decode", step)
+        self.runner = self.scheduler.submit(Request(prompt_of(3), 500))
+        until(lambda: self.runner.completion_tokens > 5)
+
+
 @pytest.mark.parametrize("tokens_a_step", [20, 50, 400])
 def test_a_long_prompt_keeps_the_others_waiting_for_two_steps_at_most(
     tokens_a_step: int, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in steps, on a clock that nothing but the model's work moves: no busy machine can disturb it."""
-    clock = [0.0]
-    monkeypatch.setattr(schedulers, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
-    scheduler = running(make_engine(sequence_len=512), prefill_chunk=256)
-    slots = scheduler.slots
-    prefill, decode = slots.prefill, slots.decode
-    ends = []
-
-    def read(*arguments: Any) -> int:
-        computed = prefill(*arguments)
-        clock[0] += computed / tokens_a_step
-        return computed
-
-    def step(**arguments: Any) -> list[NewToken]:
-        clock[0] += 1
-        ends.append(clock[0])
-        return decode(**arguments)
-
-    monkeypatch.setattr(slots, "prefill", read)
-    monkeypatch.setattr(slots, "decode", step)
-    runner = scheduler.submit(Request(prompt_of(3), 400))
-    wait_until(lambda: runner.completion_tokens > 5)
-    assert len(tokens_of(scheduler.submit(Request(prompt_of(400), 3, GREEDY)))) == 3
-    runner.cancel()
-    stalls = [after - before for before, after in itertools.pairwise(ends)]
+    clock = Clock(running, monkeypatch, lambda tokens: tokens / tokens_a_step)
+    assert len(tokens_of(clock.scheduler.submit(Request(prompt_of(400), 3, GREEDY)))) == 3
+    clock.runner.cancel()
+    stalls = [after - before for before, after in itertools.pairwise(clock.ends)]
     assert 1.5 < max(stalls) <= 2  # it uses what it may
 
 
@@ -548,42 +549,23 @@ def test_prompts_that_wait_are_read_together(running: Any, monkeypatch: pytest.M
 def test_how_many_are_read_while_others_wait_is_learned(
     disturbed: int | None, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted in steps, on a clock that only the model's work advances: a pass over one prompt takes a step, and each
-    further token a hundredth of one. A single disturbed pass is forgotten after a while."""
-    clock = [0.0]
-    monkeypatch.setattr(schedulers, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
-    scheduler = running(make_engine(sequence_len=512), slots=24, queue=24, prefill_chunk=256)
-    slots = scheduler.slots
-    prefill, decode = slots.prefill, slots.decode
-    read: list[tuple[int, float]] = []  # prompts, steps
-
-    def timed(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
-        computed = prefill(slot, pieces, filled)
-        took = 1 + (computed - 16) / 100
-        clock[0] += took + (20 if len(read) == disturbed else 0)
-        read.append((len(pieces), took))
-        return computed
-
-    def step(**arguments: Any) -> list[NewToken]:
-        clock[0] += 1
-        return decode(**arguments)
-
-    monkeypatch.setattr(slots, "prefill", timed)
-    monkeypatch.setattr(slots, "decode", step)
-    runner = scheduler.submit(Request(prompt_of(3), 500))
-    wait_until(lambda: runner.completion_tokens > 5)
+    """A pass over one prompt takes a step, and each further token a hundredth of one. A single disturbed pass is
+    forgotten after a while."""
+    clock = Clock(running, monkeypatch, lambda tokens: 1 + (tokens - 16) / 100, slots=24, queue=24)
+    clock.disturbed = disturbed
+    scheduler = clock.scheduler
     tokens_of(scheduler.submit(Request(prompt_of(10), 1)))  # one alone: the shortest piece
     for _ in range(4):
         with scheduler.changed:
             streams = [scheduler.submit(Request(prompt_of(10, number), 5)) for number in range(20)]
         for stream in streams:
             tokens_of(stream)
-    runner.cancel()
-    counts = [count for count, _ in read]
+    clock.runner.cancel()
+    counts = [count for count, _ in clock.read]
     if disturbed is None:
-        assert max(took for _, took in read) <= 1.5  # half as long again as one prompt
+        assert max(took for _, took in clock.read) <= 1.5  # half as long again as one prompt
         assert counts[:8] == [1, 1, 2, 4, 4, 4, 4, 2]  # two to learn, then 64 tokens at once
-    assert max(took for _, took in read) <= 2  # at most twice as many tokens as the time before
+    assert max(took for _, took in clock.read) <= 2  # at most twice as many tokens as the time before
     assert 4 <= max(counts[-6:]) <= 5, counts
 
 
@@ -761,7 +743,7 @@ def test_a_listener_that_takes_no_more_is_cancelled(running: Any) -> None:
         raise RuntimeError("Event loop is closed")
 
     (stream,) = scheduler.submit_all([Request(prompt_of(5), 70)], closed)
-    wait_until(lambda: finished(scheduler))
+    until(lambda: finished(scheduler))
     assert finished(scheduler) == {"cancelled": 1} and stream.completion_tokens < 70
     assert len(tokens_of(scheduler.submit(Request(prompt_of(5), 3)))) == 3
 
