@@ -95,14 +95,6 @@ def test_chat_is_what_the_engine_generates(client: Any, engine: Engine):
     assert 0 < usage.completion_tokens <= 24 and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
 
-def test_max_completion_tokens_goes_before_max_tokens_and_both_end_with_length(client: Any):
-    seed, _ = long_reply(client)
-    short = chat(client, temperature=1, seed=seed, max_tokens=3)
-    assert short.choices[0].finish_reason == "length" and short.usage.completion_tokens == 3
-    answer = chat(client, temperature=1, seed=seed, max_tokens=20, max_completion_tokens=2)
-    assert answer.usage.completion_tokens == 2
-
-
 def test_a_seed_gives_the_same_again_and_another_or_none_does_not(client: Any):
     seed, first = long_reply(client)
     again = chat(client, temperature=1, seed=seed).choices[0].message.content
@@ -118,13 +110,6 @@ def test_stop_ends_the_text_before_it(client: Any):
     stopped = chat(client, temperature=1, seed=seed, stop=stop)
     assert stopped.choices[0].message.content == text[: text.index(stop)]
     assert stopped.choices[0].finish_reason == "stop"
-
-
-def test_our_own_settings_go_as_extra_body(client: Any):
-    greedy = chat(client).choices[0].message.content
-    for extra in ({"top_k": 1}, {"min_p": 1.0}):
-        assert chat(client, temperature=1.5, seed=3, extra_body=extra).choices[0].message.content == greedy
-    assert chat(client, temperature=1.5, seed=3, top_p=1e-6).choices[0].message.content == greedy
 
 
 def test_chat_logprobs(client: Any):
