@@ -356,7 +356,6 @@ def load_model(
     device: str | torch.device | Device | None = None,
     *,
     model_tag: str | None = None,
-    step: int | None = None,
     verified: bool = False,
     layout: Layout | None = None,
     activation_checkpointing: bool = False,
@@ -378,7 +377,7 @@ def load_model(
     Raises UserError: when the checkpoint does not exist, or cannot be used.
     """
     # Verified, then built: no byte of a damaged file reaches a model.
-    folder = Path(source) if verified else model_folder.find_source(str(source), model_tag, step)
+    folder = Path(source) if verified else model_folder.find_source(str(source), model_tag)
     if not isinstance(device, Device):
         device = devices.init(str(device) if device else "auto")
     config, tokenizer, meta = load_config(folder, max_seq_len, rope_scaling, without_weights)

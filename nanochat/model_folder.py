@@ -200,7 +200,6 @@ def lineage(folder: Path) -> list[Path]:
 def find_source(
     source: str,
     model_tag: str | None = None,
-    step: int | None = None,
     device: Device | None = None,
     flag: str = "--source ",
     without_weights: bool = False,
@@ -210,30 +209,29 @@ def find_source(
     `source` is a stage ("base", "mid", "sft", "dpo", "rl"), "auto" for the furthest stage that has a checkpoint, "rm"
     for a reward model, one of these with a tag or with a tag and a step ("sft/big", "sft/big/step_000100"), a
     checkpoint's own folder, a folder in Hugging Face's layout, or a repository of such files, hf:ORG/NAME or
-    modelscope:ORG/NAME, which is downloaded once. Without `model_tag` it is the tag last written,
-    without `step` the newest whole step. With `device`, all of its ranks call this together and take what rank 0 finds.
-    `flag` precedes the source in the messages. `without_weights`: only the small files are downloaded and read.
+    modelscope:ORG/NAME, which is downloaded once. Without a tag it is the tag last written, without a step the newest
+    whole one. With `device`, all of its ranks call this together and take what rank 0 finds. `flag` precedes the source
+    in the messages. `without_weights`: only the small files are downloaded and read.
 
     Raises UserError: when it does not exist.
     """
+
+    def find() -> str:
+        found = find_folder(source, model_tag, flag, without_weights)
+        if not without_weights:
+            with damage_of(found):
+                for base in lineage(found)[1:]:  # adapters are as whole as their base
+                    if not is_foreign(base):
+                        verify(base)
+        return str(found)
+
     # Rank 0 decides for all: ranks that each looked could find different steps while a run still saves, and
     # each would read every file.
-    if device is not None:
-        arguments = (source, model_tag, step, None, flag, without_weights)
-        return Path(str(decide_on_rank_zero(device, lambda: str(find_source(*arguments)))))
-    found = find_folder(source, model_tag, step, flag, without_weights)
-    if without_weights:
-        return found
-    # Adapters are as whole as their base.
-    with damage_of(found):
-        for base in lineage(found)[1:]:
-            if not is_foreign(base):
-                verify(base)
-    return found
+    return Path(find() if device is None else str(decide_on_rank_zero(device, find)))
 
 
 def find_folder(
-    source: str, model_tag: str | None, step: int | None, flag: str = "--source ", without_weights: bool = False
+    source: str, model_tag: str | None = None, flag: str = "--source ", without_weights: bool = False
 ) -> Path:
     """`find_source` for one folder, without a look at the base of its adapters."""
     # A stage, its tag, its step: choose the parts that are not given.
@@ -242,10 +240,11 @@ def find_folder(
         for stage in paths.STAGES:  # in the order in which they are trained
             if any(model_tag in (None, path.name) for path in tags(stage)):
                 source = stage
+    step = None
     short = re.fullmatch(rf"({'|'.join(paths.SCRIPTS)})/([^/]+)(?:/step_(\d+))?", source)
     if short is not None and not Path(source).exists():
-        if model_tag is not None or step is not None:
-            raise UserError(f"{flag}{source} names a tag: leave out the flags for a tag and a step")
+        if model_tag is not None:
+            raise UserError(f"{flag}{source} names a tag: leave out the flag for a tag")
         source, model_tag = short[1], short[2]
         step = int(short[3]) if short[3] else None
     if source in paths.SCRIPTS:
@@ -261,10 +260,8 @@ def find_folder(
             f"checkpoint's folder (.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or "
             "hf:ORG/NAME"
         )
-    if model_tag is not None or step is not None:
-        raise UserError(
-            f"{flag}{source} is one checkpoint's folder: leave out the flags for a tag and a step, or name a stage"
-        )
+    if model_tag is not None:
+        raise UserError(f"{flag}{source} is one checkpoint's folder: leave out the flag for a tag, or name a stage")
     with damage_of(chosen):
         its_format.check(chosen, without_weights)
     return chosen

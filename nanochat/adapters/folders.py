@@ -86,7 +86,7 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
 
     Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
     """
-    folder = find_folder(source, None, None, flag="--adapter ")
+    folder = find_folder(source, flag="--adapter ")
     with damage_of(folder):
         if peft.is_folder(folder):
             if base is not None:

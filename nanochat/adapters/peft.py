@@ -50,13 +50,13 @@ def find_base(folder: Path) -> Path:
     name = base_of(folder)[:MAX_NAME]
     for path in (Path(name).expanduser(), paths.base_dir() / "checkpoints" / name):
         if path.is_dir() and not is_folder(path):
-            return find_folder(str(path), None, None)
+            return find_folder(str(path))
     if name.count("/") != 1:
         raise UserError(
             f"{folder} holds adapters for {name}, which is not a model here: put the model there, or change "
             f"base_model_name_or_path in {SETTINGS}"
         )
-    return find_folder(name if name.partition(":")[0] in rooms.names("hubs") else f"hf:{name}", None, None)
+    return find_folder(name if name.partition(":")[0] in rooms.names("hubs") else f"hf:{name}")
 
 
 def require_same_modules(base: Path, flag: str) -> None:

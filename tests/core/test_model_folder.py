@@ -137,7 +137,7 @@ def test_load_model_by_stage_tag_step_and_folder(base_folder):
     os.utime(bases / "new" / "step_000003", (0, 0))
     assert seed_of("base") == 2  # the tag written last, not the first by name
     assert seed_of("base", model_tag="new") == 3
-    assert seed_of("base", model_tag="old", step=1) == 1
+    assert seed_of("base/old/step_000001") == 1
     assert seed_of("sft") == 4
     assert seed_of(str(bases / "old" / "step_000001")) == 1
     assert load_model("sft")[0].device.type in devices.KINDS  # no device: the best one here
@@ -145,17 +145,14 @@ def test_load_model_by_stage_tag_step_and_folder(base_folder):
 
 
 NEITHER = "neither a stage .*base, mid, sft, rm, dpo, rl.* nor a checkpoint"
-LEAVE_OUT = "is one checkpoint's folder: leave out the flags for a tag and a step"
+LEAVE_OUT = "is one checkpoint's folder: leave out the flag for a tag"
 # Of base/tiny there are steps 2 and 4, and of step 2 the weights are gone. FOLDER is the tag's folder.
 NOT_FOUND: list[tuple[str, dict[str, Any], str]] = [
-    ("base", {"step": 3}, r"no step 3 .*\[2, 4\]"),
-    ("base", {"step": -1}, "no step -1"),
     *((source, {}, NEITHER) for source in ("pretrain", "FOLDER/../../..", "", "../base")),
     ("FOLDER", {}, f"{NEITHER}|it has neither manifest.json"),
     ("base/huge", {}, "--source base/tiny"),
     ("base/tiny/step_000003", {}, r"no step 3 .*\[2, 4\]"),
-    ("base/tiny", {"step": 2}, "names a tag"),
-    ("FOLDER/step_000002", {"step": 2}, LEAVE_OUT),
+    ("base/tiny", {"model_tag": "tiny"}, "names a tag"),
     ("FOLDER/step_000002", {"model_tag": "tiny"}, LEAVE_OUT),
     ("FOLDER/step_000002", {}, r"step_000002/model.safetensors is damaged \(there is no such file\)"),
     ("base", {"device": "tpu"}, "--device"),
@@ -208,7 +205,7 @@ def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, monkeypatch):
         return len(hashed) == len(files) and set(hashed) == files
 
     assert hashed_by(lambda: load_model("base", DEVICE))
-    assert hashed_by(lambda: load_model("base", DEVICE, step=2))
+    assert hashed_by(lambda: load_model("base/tiny/step_000002", DEVICE))
     assert hashed_by(lambda: load_model(folder / "step_000002", DEVICE))
     assert hashed_by(lambda: load_model(model_folder.find_source("base"), DEVICE, verified=True))
     (folder / "step_000002/model.safetensors").write_bytes(b"")
