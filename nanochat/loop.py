@@ -13,7 +13,7 @@
             stats = train_step(...)
             run.count(stats, tokens)
             if run.must_log:
-                run.log_step(stats, lr=...)
+                run.log_step(lr=...)
     run.finish()
 
 A step's log line waits for its evaluation at the top of the next turn. A run that a signal stops in between saves the
@@ -28,7 +28,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -117,25 +117,6 @@ class Run:
         self.failure = ""  # why the run ends early, unless by a signal
         self.error: BaseException | None = None  # the cause of `failure`
         self.attendants: list[Attendant] = []
-
-    def compile(
-        self,
-        model: Any,
-        mode: Literal["auto", "on", "off"],
-        step_flops: int,
-        shape: Sequence[int] | None = None,
-        part: str = "step",
-        *,
-        forward_alone: bool = False,
-    ) -> Any:
-        """The model, compiled if that pays over the run's steps (run/compiling.py).
-
-        If micro-batches differ, only `shape` (rows, tokens) is compiled; the others stay eager. None: all have the same
-        shape. `forward_alone`: some passes have no backward pass.
-        Raises UserError: when `mode` is "on" and the model cannot be compiled.
-        """
-        compile_model = rooms.find("attendants", "compile")
-        return compile_model(self, model, mode, step_flops, shape, part, forward_alone)
 
     def __enter__(self) -> "Run":
         config = self.config
@@ -296,12 +277,12 @@ class Run:
         self.logger.advance(self.progress.step)
         self._stats = stats
 
-    def log_step(self, stats: StepStats, **more: Any) -> None:
-        """Log the last step, or keep its line in `progress.pending` until its evaluation.
+    def log_step(self, **more: Any) -> None:
+        """Log the last step with `more` numbers, or keep its line in `progress.pending` until its evaluation.
 
         Raises UserError: when three steps in a row were not finite.
         """
-        line = self._read(stats) | more
+        line = self._read() | more
         self.plan_save()
         if self.progress.step == 1:
             line |= self.progress.initial or {}
@@ -371,12 +352,9 @@ class Run:
                 found.append((name, before, self.validation[name]))
         return found
 
-    def message(self, text: str) -> None:
-        self.logger.message(text)
-
-    def _read(self, stats: StepStats | None = None) -> dict[str, Any]:
-        """The numbers of the last step that no line has read yet; refuses to continue where training has diverged."""
-        stats = stats or self._stats
+    def _read(self) -> dict[str, Any]:
+        """The numbers of the last step that no line has read; refuses to continue where training has diverged."""
+        stats = self._stats
         self._stats = None
         if stats is None:
             return {}
@@ -402,7 +380,7 @@ class Run:
                 raise
             warn(f"step {self.progress.step} was not saved: {error}")
         else:
-            self.message(f"saved {saved}")
+            self.logger.message(f"saved {saved}")
             self.plan_save(has_saved=True)
         self.meter.restart()
 

@@ -65,6 +65,7 @@ def main(config: Config) -> None:
     from nanochat.loop import Run
     from nanochat.mixture import Horizon, Mixture, RenderedPair, open_mixture
     from nanochat.model_folder import weights_sha256
+    from nanochat.run.compiling import compile_model
     from nanochat.stage import begin, open_optimizer
     from nanochat.task import Reading, parse_tasks, require_pairs
     from nanochat.tasks.defaults import default_tasks
@@ -155,10 +156,12 @@ def main(config: Config) -> None:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
     step_flops = token_flops * preferences.token_count(first_examples)
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled = run.compile(model, config.compile, step_flops, shape, forward_alone=True)
+    compiled = compile_model(run, model, config.compile, step_flops, shape, forward_alone=True)
     compiled_reference = None
     if reference is not None:
-        compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
+        compiled_reference = compile_model(
+            run, reference, config.compile, step_flops, shape, "reference", forward_alone=True
+        )
     left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs with nothing to prefer
 
     with run:
@@ -198,7 +201,7 @@ def main(config: Config) -> None:
             left_out += len(numbers) - len(examples)
             if run.must_log:
                 means = losses.mean_pair_stats(reply_stats, device)
-                run.log_step(stats, lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
+                run.log_step(lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
     run.finish()
 
 

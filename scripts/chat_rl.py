@@ -111,6 +111,7 @@ def main(config: Config) -> None:
     from nanochat.loop import Run
     from nanochat.mixture import FIRST_EXAMPLES, Mixture, open_mixture
     from nanochat.model_folder import weights_sha256
+    from nanochat.run.compiling import compile_model
     from nanochat.sampling import SamplingParams, seed_of
     from nanochat.stage import begin, open_optimizer
     from nanochat.task import Example, Reading, Task
@@ -177,10 +178,12 @@ def main(config: Config) -> None:
     # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.
     shape = (config.device_batch_size, row_tokens)
     step_flops = scaling.flops_per_token(model.config) * examples * config.num_samples * config.max_tokens // 4
-    compiled = run.compile(model, config.compile, step_flops, shape, forward_alone=True)
+    compiled = compile_model(run, model, config.compile, step_flops, shape, forward_alone=True)
     compiled_reference = None
     if reference is not None:
-        compiled_reference = run.compile(reference, config.compile, step_flops, shape, "reference", forward_alone=True)
+        compiled_reference = compile_model(
+            run, reference, config.compile, step_flops, shape, "reference", forward_alone=True
+        )
     reward_before = math.nan  # mean reward on held-out questions before the first step
     reward_after = math.nan  # the same at the last evaluation
     last_kl = math.nan  # KL to the reference or the teacher in the last logged step
@@ -307,12 +310,12 @@ def main(config: Config) -> None:
                 if frozen is None:
                     del means["kl"]
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
-                run.log_step(stats, lr=peak_lr * lr, **metrics, **means, **seconds)
+                run.log_step(lr=peak_lr * lr, **metrics, **means, **seconds)
                 # Log an example as often as an evaluation runs.
                 if run.every(config.eval_every) and drawn.groups:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)
-                    run.message(f"a question and a reply, reward {first.reward:g}: {text!r}")
+                    run.logger.message(f"a question and a reply, reward {first.reward:g}: {text!r}")
     outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}"
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"

@@ -45,6 +45,7 @@ def main(config: Config) -> None:
         require_learnable,
     )
     from nanochat.packing import PackedBatch, pack_sequences
+    from nanochat.run.compiling import compile_model
     from nanochat.stage import begin, open_optimizer
     from nanochat.task import Reading
     from nanochat.tasks.defaults import default_tasks
@@ -105,7 +106,7 @@ def main(config: Config) -> None:
     report_learned(opened, start.tokenizer)
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.data_ranks)).inputs.shape
-    compiled = run.compile(model, config.compile, token_flops * opening.inputs.numel(), usual)
+    compiled = compile_model(run, model, config.compile, token_flops * opening.inputs.numel(), usual)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, _ = draw(held_out, range(held_out_count))
     no_target = 0  # conversations since the last log line with nothing to learn
@@ -149,7 +150,7 @@ def main(config: Config) -> None:
                 computed = sum(micro.inputs.numel() for micro in mine) * device.data_ranks
                 real = sum(len(one.ids) - 1 for one in rendered if one.target_count) / computed
                 lr = peak_lr * schedule.lr(step)
-                run.log_step(stats, lr=lr, no_target=no_target, cut=cut, real_tokens=real)
+                run.log_step(lr=lr, no_target=no_target, cut=cut, real_tokens=real)
                 no_target = 0
                 cut = 0
     run.finish()

@@ -72,6 +72,7 @@ def main(config: Config) -> None:
     from nanochat.loader import Loader, LoaderState
     from nanochat.loop import Run
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, open_mixture
+    from nanochat.run.compiling import compile_model
     from nanochat.stage import begin, count_micro_batches, open_optimizer
     from nanochat.task import Reading
     from nanochat.tasks.defaults import default_tasks
@@ -158,7 +159,8 @@ def main(config: Config) -> None:
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask, step_batches=accumulation, on_error=run.fail,
     )  # fmt: skip
-    compiled = run.compile(model, config.compile, token_flops * batch_tokens, (config.device_batch_size, row_tokens))
+    shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
+    compiled = compile_model(run, model, config.compile, token_flops * batch_tokens, shape)
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture of texts; its share sets the size
     for part in weighted_parts(val_corpus):
@@ -203,7 +205,7 @@ def main(config: Config) -> None:
             position = micro[-1].state
             if run.must_log:
                 epochs = by_part("epoch", micro[-1].epochs, train_corpus) if config.data else {}
-                run.log_step(stats, lr=peak_lr * schedule.lr(step), **epochs)
+                run.log_step(lr=peak_lr * schedule.lr(step), **epochs)
     loader.close()
     run.finish()
 

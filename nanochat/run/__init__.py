@@ -5,7 +5,6 @@ PLUGS = {
     "attendants": {
         "watchdog": "nanochat.run.watchdog:Watchdog",
         "profile": "nanochat.run.profiling:Recorder",
-        "compile": "nanochat.run.compiling:compile_model",
         "dry_run": "nanochat.run.memory:begin",
         "pretend": "nanochat.run.memory:pretend",
         "check_track": "nanochat.run.trackers:check_trackers",

@@ -35,10 +35,15 @@ def compile_model(
     mode: Literal["auto", "on", "off"],
     step_flops: int,
     shape: Sequence[int] | None,
-    part: str,
-    forward_alone: bool,
+    part: str = "step",
+    forward_alone: bool = False,
 ) -> Any:
-    """The work of `Run.compile`; prints how this `part` of the run is computed."""
+    """The model, compiled if that pays over the run's steps; prints how this `part` of the run is computed.
+
+    If micro-batches differ, only `shape` (rows, tokens) is compiled; the others stay eager. None: all have the same
+    shape. `forward_alone`: some passes have no backward pass.
+    Raises UserError: when `mode` is "on" and the model cannot be compiled.
+    """
     over = getattr(model, "over", None)
     if over is not None:  # a function over a model, as the reference of adapters is
         return over(compile_model(run, model.model, mode, step_flops, shape, part, forward_alone))
