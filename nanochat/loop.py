@@ -28,22 +28,22 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
+from nanochat import checkpoint_manager, model_folder, rooms, saver, screen, user_code
 from nanochat import device as devices
-from nanochat import model_folder, rooms, screen, user_code
 from nanochat.cli import Interrupted, UserError
 from nanochat.collectives import decide_on_rank_zero
 from nanochat.flags import TrainFlags
 from nanochat.log import RunLog, counted, print0, record, warn
 from nanochat.optim import Optimizer
-from nanochat.paths import lock, run_dir, unlock
-from nanochat.saver import Saver, set_aside, write_facts
+from nanochat.paths import checkpoint_dir, lock, run_dir, unlock
 from nanochat.stage import Start
 from nanochat.stop import Stop
-from nanochat.train import Meter, StepStats
+from nanochat.train import Meter, Progress, StepStats
 from nanochat.untrusted import printable
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
@@ -76,9 +76,10 @@ class Attendant:
 class Run:
     """A context manager around a training loop, on all ranks.
 
-    The `must_...` decide the work of a turn of the loop, by the flags and the end; `saver` writes checkpoints, `stop`
-    receives signals. With `--resume`, `progress` and `loader_states` come from the checkpoint.
+    The `must_...` decide the work of a turn of the loop, by the flags and the end; `stop` receives signals. With
+    `--resume`, `progress` and `loader_states` (of every rank that saved) come from the newest checkpoint.
     `attendants` accompany the loop; the run enters them and reports its steps and phases to them.
+    `fingerprints` and `tasks` are described in `saver.describe`.
     """
 
     def __init__(
@@ -96,18 +97,27 @@ class Run:
         self.stage = stage
         self.config = config
         self.start = start
+        self.optimizer = optimizer
         self.device = start.device
         self.last = steps
         if config.offload_optimizer:
             size = optimizer.state_bytes()["cpu"] / 2**20
             print0(f"optimizer state: {size:,.1f} MiB in main memory, copied to the device and back in every step")
-        self.saver = Saver(stage, config, start, optimizer, steps, fingerprints, tasks)
-        self.progress = self.saver.progress
-        self.loader_states = self.saver.loader_states
+        self.folder = checkpoint_dir(stage, start.tag)
+        self.meta = saver.describe(stage, config, start, optimizer, tasks, fingerprints)
+        self.progress = Progress()
+        self.loader_states: list[dict[str, Tensor]] = []
+        if config.resume:
+            self.progress, self.loader_states = saver.resume(self.folder, config, start, optimizer, steps, self.meta)
         self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
+        new_steps = 0 if self.first_step else steps  # of a resumed run some are there, and older ones make room
+        self.checkpoint_bytes = saver.require_room(self.folder, config, start, optimizer, new_steps)
+        self.saved_step = self.first_step if self.loader_states else None  # step of the newest checkpoint
+        self.saved_seconds = self.progress.seconds  # of training before it
+        self.step_seconds = 0.0  # time of a step since then, as of the last log line
+        self.next_save: int | None = None  # without --save_every: the step at which it is time
+        self.warned_of_room = False
         self.stopped = False  # a signal ends the run, or a failure
-        self.saved_at = (self.progress.step, self.progress.seconds)  # at the last save, or at the start
-        self.next_save: int | None = None  # the step at which it is time for the next one
         self.validation: dict[str, float] = {}  # what this process has evaluated last
         self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
         self.meter = Meter(self.progress, start.device, token_flops)
@@ -122,16 +132,15 @@ class Run:
         config = self.config
         device = self.device
         progress = self.progress
-        folder = self.saver.folder
         runs = run_dir(self.stage, self.start.tag)
         if device.is_main:
-            lock(folder)
+            lock(self.folder)
         if not config.resume:
-            aside = set_aside(folder, runs, device)
+            aside = saver.set_aside(self.folder, runs, device)
             if aside is not None:
                 print0(f"an earlier run of this tag is now {aside}; --resume would have continued it")
         self.logger = RunLog(
-            self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.saver.meta["config"],
+            self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.meta["config"],
             rank=device.rank, start_step=progress.step - (1 if progress.pending else 0),
         )  # fmt: skip
         watchdog = rooms.find("attendants", "watchdog")
@@ -141,14 +150,14 @@ class Run:
             steps_left = self.last - progress.step
             self.attendants.append(profiler(config.profile, steps_left, device, runs / "profile", self.logger.message))
         self._stack = contextlib.ExitStack()
-        self._stack.callback(unlock, folder)
+        self._stack.callback(unlock, self.folder)
         self._stack.callback(gc.unfreeze)
         self._stack.enter_context(self.stop)
         self._stack.enter_context(self.logger)
         for attendant in self.attendants:
             self._stack.enter_context(attendant)
         if self.first_step == 0:
-            write_facts(runs / "run.json", self.start, self.stage, self.last)
+            saver.write_facts(runs / "run.json", self.start, self.stage, self.last)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -232,7 +241,7 @@ class Run:
     @property
     def must_save(self) -> bool:
         due = self.stopped or self.every(self.config.save_every or 0) or self.progress.step == self.next_save
-        return due and self.progress.step != self.saver.saved_step
+        return due and self.progress.step != self.saved_step
 
     @property
     def must_leave(self) -> bool:
@@ -244,25 +253,6 @@ class Run:
         config = self.config
         regular = (self.progress.step - 1) % config.log_every == 0
         return regular or self.every(config.eval_every) or self.every(config.save_every or 0)
-
-    def plan_save(self, has_saved: bool = False) -> None:
-        """Without --save_every: choose the step of the next save, by the time of the steps so far. A collective."""
-        step, seconds = self.saved_at
-        if has_saved:
-            self.saved_at = (self.progress.step, self.progress.seconds)
-        if self.config.save_every is not None or self.progress.step == step:
-            return
-
-        # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.
-        def choose() -> str | None:
-            elapsed = self.progress.seconds - seconds
-            pace = elapsed / (self.progress.step - step)
-            left = SAVE_EVERY_SECONDS - (0 if has_saved else elapsed)
-            steps = max(int(has_saved), int(left / pace))
-            return str(self.progress.step + steps) if self.saver.has_room_in_time() else None
-
-        chosen = decide_on_rank_zero(self.device, choose)
-        self.next_save = None if chosen is None else int(chosen)
 
     def every(self, steps: int) -> bool:
         """Whether this is a multiple of `steps` or the end of the run; 0: only the end."""
@@ -283,7 +273,9 @@ class Run:
         Raises UserError: when three steps in a row were not finite.
         """
         line = self._read() | more
-        self.plan_save()
+        steps = self.progress.step - (self.saved_step or 0)
+        self.step_seconds = (self.progress.seconds - self.saved_seconds) / steps
+        self._plan_save()
         if self.progress.step == 1:
             line |= self.progress.initial or {}
         # A step that is due for evaluation has one line for both: kept here, which makes `must_evaluate` true, it is
@@ -360,7 +352,8 @@ class Run:
             return {}
         line = self.meter.read(stats)
         if self.meter.since_good >= 3:
-            raise self.saver.divergence(self.progress.step - self.meter.since_good - 1)
+            last_good = self.progress.step - self.meter.since_good - 1
+            raise saver.divergence(self.folder, last_good, self.first_step)
         return line
 
     # ---------------------------------------------------------------------- saving, and the end
@@ -372,17 +365,54 @@ class Run:
         Raises UserError: when it cannot be written and the run ends here. Else a later save may succeed.
         """
         self._read()  # a signal may have stopped the run between two log lines
+        meta = {**self.meta, "progress": asdict(self.progress)}
         try:
             with self.phase("saving", SAVE_SECONDS), screen.bar("saving"):
-                saved = self.saver.save(loader_state, in_time=self.config.save_every is None and not self.must_leave)
+                saved = checkpoint_manager.save(
+                    self.folder, self.progress.step, self.start.model, self.start.tokenizer, meta,
+                    self.optimizer.state_dict(), loader_state, self.device, keep_last=self.config.keep_last,
+                    replaces=None if self.config.keep_last else self._saved_in_time,
+                )  # fmt: skip
         except (UserError, OSError) as error:
             if self.must_leave:
                 raise
             warn(f"step {self.progress.step} was not saved: {error}")
         else:
             self.logger.message(f"saved {saved}")
-            self.plan_save(has_saved=True)
+            self.saved_step = self.progress.step
+            self.saved_seconds = self.progress.seconds
+            if not self.must_leave:
+                self._plan_save()
         self.meter.restart()
+
+    @property
+    def _saved_in_time(self) -> int | None:
+        """The step that this process saved because it was time, and no flag requested: the next save replaces it."""
+        is_own = self.saved_step is not None and self.saved_step > self.first_step
+        return self.saved_step if is_own and self.config.save_every is None else None
+
+    def _plan_save(self) -> None:
+        """Without --save_every: choose the step of the next save, by the time of the steps so far. A collective."""
+        if self.config.save_every is not None:
+            return
+
+        # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.
+        def choose() -> str | None:
+            # A save before the end leaves room for the one at the end.
+            count = 2 if self._saved_in_time is None else 1
+            if checkpoint_manager.free_bytes(self.folder) <= 1.02 * count * self.checkpoint_bytes:
+                if not self.warned_of_room:
+                    warn(
+                        f"{self.folder} has room for the checkpoint at the end only: make room, or a crash loses this "
+                        "run"
+                    )
+                self.warned_of_room = True
+                return None
+            steps = max(1, int(SAVE_EVERY_SECONDS / self.step_seconds))
+            return str(max(self.progress.step, (self.saved_step or 0) + steps))
+
+        chosen = decide_on_rank_zero(self.device, choose)
+        self.next_save = None if chosen is None else int(chosen)
 
     def finish(self, summary: str = "") -> None:
         """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run.
@@ -391,7 +421,7 @@ class Run:
         """
         devices.shutdown(self.device)
         record(self.stage, self.start.tag, self.start.began, self.device, (self.first_step, self.progress.step))
-        saved = model_folder.step_path(self.saver.folder, self.progress.step)
+        saved = model_folder.step_path(self.folder, self.progress.step)
         if self.failure:
             if not self.device.is_main:  # one line for all ranks
                 sys.exit(1)

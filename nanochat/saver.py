@@ -1,4 +1,4 @@
-"""The checkpoints of one run: resume from the newest, set an earlier run's aside, and save.
+"""The folder of a run's checkpoints: room for them, resume from the newest, or set an earlier run's aside.
 
 The meta.json of a checkpoint describes the run that made it. A resumed run compares itself with this first: `Frozen`
 flags, the source, the tokenizer and the fingerprints of its data have to be the same.
@@ -24,126 +24,90 @@ from nanochat.device import Device
 from nanochat.flags import TrainFlags
 from nanochat.log import print0, warn
 from nanochat.optim import Optimizer
-from nanochat.paths import checkpoint_dir, lock, naming
+from nanochat.paths import lock, naming
 from nanochat.stage import Start
 from nanochat.train import Progress
 
 
-class Saver:
-    """Writes and loads a run's checkpoints. With `--resume` the constructor loads the newest one.
+def describe(
+    stage: str,
+    config: TrainFlags,
+    start: Start,
+    optimizer: Optimizer,
+    tasks: Sequence[str],
+    fingerprints: dict[str, Any],
+) -> dict[str, Any]:
+    """The meta data of a run's checkpoints, but for its progress.
 
-    `steps` is the end of the run. `fingerprints` are facts that must not change in a resumed run and that no flag
-    states, by their names in a message. `tasks` are the names of the tasks that the run learns.
+    `fingerprints` are facts that must not change in a resumed run and that no flag states, by their names in a message.
+    `tasks` are the names of the tasks that the run learns.
     """
+    meta: dict[str, Any] = {
+        "stage": stage,
+        "config": dataclasses.asdict(config),
+        "source": None if start.source is None else model_folder.short_name(start.source),
+        "pretraining": start.pretraining,
+        # A server reads the sampling settings, and the tasks to suggest.
+        "sampling": start.sampling,
+        "tasks": list(dict.fromkeys([*start.tasks, *tasks])),
+    }
+    optimizers = " and ".join(sorted({group.kind for group in optimizer.groups}))
+    meta["fingerprints"] = {**fingerprints, "the optimizer": optimizers}
+    if start.adapter is not None:
+        meta["adapter"] = start.adapter
+        meta["fingerprints"]["the base's weights"] = start.adapter["base_sha256"]
+    if start.reference is not None:
+        assert start.reference_source is not None
+        meta["fingerprints"]["the reference's weights"] = model_folder.weights_sha256(start.reference_source)
+    return meta
 
-    def __init__(
-        self,
-        stage: str,
-        config: TrainFlags,
-        start: Start,
-        optimizer: Optimizer,
-        steps: int,
-        fingerprints: dict[str, Any],
-        tasks: Sequence[str],
-    ):
-        self.config = config
-        self.start = start
-        self.optimizer = optimizer
-        self.folder = checkpoint_dir(stage, start.tag)
-        fingerprints = {**fingerprints}
-        fingerprints["the optimizer"] = " and ".join(sorted({group.kind for group in optimizer.groups}))
-        self.meta: dict[str, Any] = {
-            "stage": stage,
-            "config": dataclasses.asdict(config),
-            "fingerprints": fingerprints,
-            "pretraining": start.pretraining,
-            # A server reads the sampling settings, and the tasks to suggest.
-            "sampling": start.sampling,
-            "tasks": list(dict.fromkeys([*start.tasks, *tasks])),
-        }
-        if start.adapter is not None:
-            self.meta["adapter"] = start.adapter
-            fingerprints["the base's weights"] = start.adapter["base_sha256"]
-        if start.source is not None:
-            self.meta["source"] = model_folder.short_name(start.source)
-        self.progress = Progress()
-        self.loader_states: list[dict[str, Tensor]] = []  # one per rank that saved
-        if config.resume:
-            self.progress, self.loader_states = resume(self.folder, config, start, optimizer, steps, self.meta)
-        self._bytes = 0  # size of a checkpoint, on rank 0
-        self._require_room(steps)
-        self.resumed_step = self.progress.step if self.loader_states else None
-        self.saved_step = self.resumed_step  # step of the newest checkpoint
-        self._in_time: int | None = None  # the step that was saved because it was time, until a later one is saved
-        self._warned = False
 
-    def _require_room(self, steps: int) -> None:
-        """Raises UserError: when the disk has no room for a checkpoint; warns when it has none for all of them."""
+def require_room(folder: Path, config: TrainFlags, start: Start, optimizer: Optimizer, steps: int) -> int:
+    """The bytes of a checkpoint, as rank 0 knows them; `steps` is the end of a new run, 0 for one that resumes.
 
-        # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
-        # first save that the disk is too small.
-        def compare() -> None:
-            state = self.optimizer.state_dict()
-            needed_bytes = checkpoint_manager.bytes_of_checkpoint(self.start.model, state, self.start.device)
-            checkpoint_manager.require_room(self.folder, needed_bytes)
-            self._bytes = needed_bytes
-            if self.progress.step or not self.config.save_every:
-                return  # of a resumed run some are there, and older ones make room
-            count = math.ceil(steps / self.config.save_every)
-            if self.config.keep_last:
-                count = min(count, self.config.keep_last + 1)  # an old one is deleted after the new one is saved
-            free_bytes = checkpoint_manager.free_bytes(self.folder)
-            if needed_bytes * count > free_bytes:
-                warn(
-                    f"{count} checkpoints of {needed_bytes:,} bytes will not fit into the {free_bytes:,} free bytes of "
-                    f"{self.folder}: make room, set --keep_last, or raise --save_every"
-                )
+    Raises UserError: when the disk has no room for a checkpoint; warns when it has none for all of them.
+    """
+    # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
+    # first save that the disk is too small.
+    needed_bytes = checkpoint_manager.bytes_of_checkpoint(start.model, optimizer.state_dict(), start.device)
 
-        decide_on_rank_zero(self.start.device, compare)
+    def compare() -> None:
+        checkpoint_manager.require_room(folder, needed_bytes)
+        if not config.save_every:
+            return
+        count = math.ceil(steps / config.save_every)
+        if config.keep_last:
+            count = min(count, config.keep_last + 1)  # an old one is deleted after the new one is saved
+        free_bytes = checkpoint_manager.free_bytes(folder)
+        if needed_bytes * count > free_bytes:
+            warn(
+                f"{count} checkpoints of {needed_bytes:,} bytes will not fit into the {free_bytes:,} free bytes of "
+                f"{folder}: make room, set --keep_last, or raise --save_every"
+            )
 
-    def has_room_in_time(self) -> bool:
-        """Whether a save before the end leaves room for the one at the end; warns once if not. Rank 0 calls it."""
-        count = 2 if self._in_time is None else 1
-        if checkpoint_manager.free_bytes(self.folder) > 1.02 * count * self._bytes:
-            return True
-        if not self._warned:
-            warn(f"{self.folder} has room for the checkpoint at the end only: make room, or a crash loses this run")
-        self._warned = True
-        return False
+    decide_on_rank_zero(start.device, compare)
+    return needed_bytes
 
-    def save(self, loader_state: dict[str, Tensor], in_time: bool = False) -> Path:
-        """Write a checkpoint of the present weights; returns when all ranks have written their part.
 
-        `loader_state` is this rank's position in the data. The next save replaces one that is `in_time`, which no flag
-        requested. Raises UserError, OSError: when it cannot be written.
-        """
-        start = self.start
-        meta = {**self.meta, "progress": self.progress.to_dict()}
-        saved = checkpoint_manager.save(
-            self.folder, self.progress.step, start.model, start.tokenizer, meta, self.optimizer.state_dict(),
-            loader_state, start.device, keep_last=self.config.keep_last,
-            replaces=None if self.config.keep_last else self._in_time,
-        )  # fmt: skip
-        self._in_time = self.progress.step if in_time else None
-        self.saved_step = self.progress.step
-        return saved
+def divergence(folder: Path, last_good: int, first_step: int) -> UserError:
+    """The advice after three steps in a row that were not finite; `last_good` is the step before them, or -1.
 
-    def divergence(self, last_good: int) -> UserError:
-        """The advice after three steps in a row that were not finite; `last_good` is the step before them, or -1."""
-        steps = model_folder.steps(self.folder)
-        checkpoint = model_folder.step_path(self.folder, steps[-1]) if steps else "none"
-        hint = ", then --resume" if steps else ""
-        # A checkpoint whose next step was not finite has diverged itself; so has the one that this run resumed, if it
-        # saved none since.
-        earlier = [step for step in steps[:-1] if step <= last_good]
-        if earlier and (steps[-1] > last_good or steps[-1] == self.resumed_step):
-            good = model_folder.step_path(self.folder, earlier[-1])
-            checkpoint = f"{checkpoint}, which diverges: move all after {good} away"
-        return UserError(
-            f"the loss or its gradient was not finite three steps in a row; last good step: "
-            f"{last_good if last_good >= 0 else 'none'}, newest "
-            f"checkpoint: {checkpoint}; lower the learning rates{hint}"
-        )
+    `first_step` is the one that this process began with.
+    """
+    steps = model_folder.steps(folder)
+    checkpoint = model_folder.step_path(folder, steps[-1]) if steps else "none"
+    hint = ", then --resume" if steps else ""
+    # A checkpoint whose next step was not finite has diverged itself; so has the one that this run resumed, if it
+    # saved none since.
+    earlier = [step for step in steps[:-1] if step <= last_good]
+    if earlier and (steps[-1] > last_good or steps[-1] == first_step):
+        good = model_folder.step_path(folder, earlier[-1])
+        checkpoint = f"{checkpoint}, which diverges: move all after {good} away"
+    return UserError(
+        f"the loss or its gradient was not finite three steps in a row; last good step: "
+        f"{last_good if last_good >= 0 else 'none'}, newest "
+        f"checkpoint: {checkpoint}; lower the learning rates{hint}"
+    )
 
 
 # ---------------------------------------------------------------------- resume, or begin anew
@@ -205,16 +169,17 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
     before = _facts(saved)
     changes = []
     for name, now in _facts(meta).items():
-        if before.get(name, now) == now:
+        was = before.get(name)  # another script's checkpoint may lack it
+        if was == now:
             continue
         if name not in free:
             flag = "--total_batch_size (tokens a step)" if name == "tokens a step" else name
-            was, requested = ("(default)" if value in ("", None) else value for value in (before[name], now))
+            was, requested = ("(default)" if value in ("", None) else value for value in (was, now))
             raise UserError(
                 f"--resume: {step_folder} was trained with {flag} {was}, not {requested}: use its flags, or another "
                 "--model_tag"
             )
-        changes.append(f"{name} {before[name]} -> {now}")
+        changes.append(f"{name} {was} -> {now}")
     return changes
 
 
@@ -223,8 +188,8 @@ def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     facts = {f"--{flag}": value for flag, value in meta["config"].items() if flag != "resume"}
     # Steps draw examples by weight, epochs take each example once: another order.
     facts["the horizon in"] = "steps" if meta["config"].get("num_epochs") is None else "epochs"
-    facts |= {"source": meta.get("source"), "tokenizer": meta["tokenizer"]}
-    return {**facts, **meta["model"], **meta.get("fingerprints", {})}
+    facts |= {"source": meta["source"], "tokenizer": meta["tokenizer"]}
+    return {**facts, **meta["model"], **meta["fingerprints"]}
 
 
 def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:

@@ -7,7 +7,7 @@ number of targets over all of them and all ranks, and updates. Stages differ in 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -107,9 +107,6 @@ class Progress:
     best_val_bpb: float | None = None
     pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
     initial: dict[str, float] | None = None  # the evaluation before the first step; None: not yet, or no run had one
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Meter:

@@ -64,7 +64,6 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.loop import Run
     from nanochat.mixture import Horizon, Mixture, RenderedPair, open_mixture
-    from nanochat.model_folder import weights_sha256
     from nanochat.run.compiling import compile_model
     from nanochat.stage import begin, open_optimizer
     from nanochat.task import Reading, parse_tasks, require_pairs
@@ -127,21 +126,11 @@ def main(config: Config) -> None:
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} pairs")
 
     # ------------------------------------------------------------------ train
-    assert start.source is not None
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)
-    fingerprints = {"what --tasks names": train.fingerprint()}
-    if reference is not None:
-        fingerprints["the reference's weights"] = weights_sha256(start.source)
     run = Run(
-        loss.stage,
-        config,
-        start,
-        optimizer,
-        steps,
-        token_flops=token_flops,
-        tasks=train.task_names,
-        fingerprints=fingerprints,
-    )
+        loss.stage, config, start, optimizer, steps, token_flops=token_flops, tasks=train.task_names,
+        fingerprints={"what --tasks names": train.fingerprint()},
+    )  # fmt: skip
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_examples = draw(held_out, range(held_out_count))
     first_examples = draw(train, horizon.draws(0))

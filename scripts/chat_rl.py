@@ -110,7 +110,6 @@ def main(config: Config) -> None:
     from nanochat.engine import Engine
     from nanochat.loop import Run
     from nanochat.mixture import FIRST_EXAMPLES, Mixture, open_mixture
-    from nanochat.model_folder import weights_sha256
     from nanochat.run.compiling import compile_model
     from nanochat.sampling import SamplingParams, seed_of
     from nanochat.stage import begin, open_optimizer
@@ -171,8 +170,6 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ train
     fingerprints = {"what --tasks names": train.fingerprint(), **rollout.reward_fingerprints(rewards)}
-    if reference is not None and start.reference_source is not None:
-        fingerprints["the reference's weights"] = weights_sha256(start.reference_source)
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.task_names)
     # Micro-batches of samples have many shapes, unknown before sampling, so only the full shape is compiled. In the
     # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.

@@ -162,8 +162,8 @@ def test_a_run_that_cannot_have_its_folder_moves_nothing(folder):
 
 
 SAVED = {
-    "model": {"n_layer": 2, "key_offset": False}, "tokenizer": "", "fingerprints": {"tokens a step": 256},
-    "config": {"tasks": ""},
+    "model": {"n_layer": 2, "key_offset": False}, "tokenizer": "", "source": None, "config": {"tasks": ""},
+    "fingerprints": {"tokens a step": 256},
 }  # fmt: skip
 
 
@@ -173,6 +173,7 @@ SAVED = {
         ({}, ""),
         ({"config": {"tasks": "addition"}}, "with --tasks (default), not addition: use its flags"),
         ({"fingerprints": {"tokens a step": 512}}, "with --total_batch_size (tokens a step) 256, not 512"),
+        ({"fingerprints": {"what --data names": "text"}}, "with what --data names (default), not text"),
         # The weights have the same shapes, so that nothing else would say that the model is another one.
         ({"model": {"n_layer": 2, "key_offset": True}}, "with key_offset False, not True: use its flags"),
     ],

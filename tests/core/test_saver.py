@@ -3,6 +3,7 @@
 A kill is real: a forked process ends by os._exit before, or in the middle of, its k-th file operation, for every k.
 """
 
+import dataclasses
 import errno
 import gc
 import io
@@ -552,13 +553,13 @@ def begin(device: Device, folder: str, steps: int) -> float:
     laid_out = lay_out(device, "ddp")
     laid_out.shard(model, device)
     optimizer = make_optimizer(model, Rates(0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.1), device, layout=laid_out)
-    meta = {"config": {"seed": 0}, "fingerprints": {}}
+    meta = {"config": {"seed": 0}, "source": None, "fingerprints": {}}
     start = Start(0.0, device, laid_out, model, TOKENIZER, "run", {})
     progress, _ = resume(Path(folder), TrainFlags(), start, optimizer, steps, meta)
     if not progress.step:
         torch.rand(7)  # the generator is not as at the beginning
         progress.step = 5
-        now, state = meta | {"progress": progress.to_dict()}, optimizer.state_dict()
+        now, state = meta | {"progress": dataclasses.asdict(progress)}, optimizer.state_dict()
         checkpoint_manager.save(Path(folder), 5, model, TOKENIZER, now, state, {"row": torch.ones(1)}, device)
     paths.unlock(Path(folder))
     return torch.rand(()).item()
