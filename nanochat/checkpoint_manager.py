@@ -120,11 +120,8 @@ def save(
     try:
         with explained_full_disk(folder, needed_bytes):
             if device.is_main:
-                # The facts that a reader needs before it builds a model: sizes, tokenizer, number of shares.
-                about = {"model": asdict(model.config), "tokenizer": tokenizer.fingerprint()}
-                about |= {"version": model_folder.FORMAT_VERSION, "step": step, "world_size": device.world_size}
-                about["trained_at"] = int(time.time())
-                files = write_model(unfinished, weights, tokenizer, about | meta)
+                about = {"step": step, "world_size": device.world_size}
+                files = write_model(unfinished, model.config, weights, tokenizer, about | meta)
             name = storage.share_name(device.rank)
             files[name] = storage.write_tensors(unfinished / name, share)
     except Exception as error:
@@ -182,12 +179,19 @@ def _delete(folder: Path) -> None:
 
 def write_model(
     folder: Path,
+    config: GPTConfig,
     weights: dict[str, Tensor],
     tokenizer: Tokenizer,
     meta: dict[str, Any],
     tokenizer_name: str = TOKENIZER_NAME,
 ) -> dict[str, Any]:
-    """Write the files for later stages and the engine into a folder; returns them for its manifest."""
+    """Write the files for later stages and the engine into a folder; returns them for its manifest.
+
+    `meta` has at least the step. Without a `world_size` in it, the folder has no training state.
+    """
+    # The facts that a reader needs before it builds a model: sizes, tokenizer, number of shares.
+    facts = {"model": asdict(config), "tokenizer": tokenizer.fingerprint(), "version": model_folder.FORMAT_VERSION}
+    meta = {**facts, "world_size": 0, "trained_at": int(time.time()), **meta}
     about = {"format": "pt", "step": str(meta["step"]), "tokenizer": meta["tokenizer"]}
     weights_name = model_folder.weights_name(meta)
     return {

@@ -135,11 +135,9 @@ def write_as_ours(
     from nanochat.tokenizer import EXPORTED_NAME
 
     kept = {key: meta[key] for key in KEPT if key in meta}
-    kept["version"] = model_folder.FORMAT_VERSION
-    kept["world_size"] = 0  # no training state
     kept["exported_from"] = model_folder.short_name(Path(meta["folder"]))
     weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    files = checkpoint_manager.write_model(folder, weights, tokenizer, kept, EXPORTED_NAME)
+    files = checkpoint_manager.write_model(folder, model.config, weights, tokenizer, kept, EXPORTED_NAME)
 
     contents = tokenizer_files(tokenizer, model.config.sequence_len, for_others=for_transformers)
     settings = {"model_type": "nanochat", "dtype": dtype_name(dtype), **meta["model"]}

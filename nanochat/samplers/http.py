@@ -23,7 +23,7 @@ import shutil
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +39,6 @@ from nanochat.engine import ending
 from nanochat.families import hf
 from nanochat.gpt import GPT
 from nanochat.log import print0, warn
-from nanochat.model_folder import FORMAT_VERSION
 from nanochat.paths import run_dir
 from nanochat.rollout import Reply
 from nanochat.samplers.agreement import check_agreement
@@ -213,12 +212,10 @@ class HttpSampler:
         unfinished.mkdir(parents=True)
         dtype = self.device.dtype
         if self.family is None:
-            about = {"version": FORMAT_VERSION, "world_size": 0, "step": 0, "stage": "rl"}
-            about["trained_at"] = int(time.time())
-            about |= {"model": asdict(replace(model.config, scalar_head=False))}
-            about |= {"tokenizer": self.tokenizer.fingerprint()}
+            config = replace(model.config, scalar_head=False)
             weights = {name: tensor.to(dtype) for name, tensor in gathered.items()}
-            files = checkpoint_manager.write_model(unfinished, weights, self.tokenizer, about)
+            about = {"step": 0, "stage": "rl"}
+            files = checkpoint_manager.write_model(unfinished, config, weights, self.tokenizer, about)
         else:
             weights = dict(gathered)
             if self.kind == "vllm" and model.config.tied_head:

@@ -12,9 +12,8 @@ Legend: N rows, T tokens a row.
 
 import math
 import shutil
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -332,11 +331,11 @@ class TrainedModel:
         unfinished = checkpoints.unfinished_path(final)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        about = {"model": asdict(self.model.config), "tokenizer": tokenizer.fingerprint(), "step": self.steps}
-        about |= {"version": model_folder.FORMAT_VERSION, "world_size": 0, "trained_at": int(time.time())}
         weights = dict(whole_weights(self.model))
         with checkpoints.explained_full_disk(folder, sum(one.nbytes for one in weights.values())):
-            files = checkpoints.write_model(unfinished, weights, tokenizer, about | meta)
+            files = checkpoints.write_model(
+                unfinished, self.model.config, weights, tokenizer, {"step": self.steps} | meta
+            )
             checkpoints.commit(unfinished, final, files)
 
     def load(self, step_folder: Path, with_optimizer: bool) -> None:
