@@ -208,6 +208,17 @@ def commit(unfinished: Path, final: Path, files: dict[str, Any]) -> None:
     publish(unfinished, final)
 
 
+@contextlib.contextmanager
+def new_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """A folder that gets its final name after the block has filled it. Raises UserError: when the disk is full."""
+    unfinished = unfinished_path(final)
+    with explained_full_disk(final, needed_bytes):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        publish(unfinished, final)
+
+
 def publish(unfinished: Path, final: Path) -> None:
     """Give a folder, whose files are all on the disk, its final name."""
     # Flush the list of the folder's names: a file whose name is lost is lost, though its bytes are on the disk.
@@ -257,10 +268,9 @@ def _bytes_of(model: GPT, share: dict[str, Tensor], device: Device) -> int:
 
 def require_room(folder: Path, needed_bytes: int) -> None:
     """Raises UserError: when the disk of a folder, which may be missing yet, has less room than a checkpoint needs."""
-    with explained_full_disk(folder, needed_bytes):
-        # Two percent more, for the JSON files and the file system.
-        if needed_bytes * 1.02 > free_bytes(folder):
-            raise OSError(errno.ENOSPC, "too little room for a checkpoint")
+    # Two percent more, for the JSON files and the file system.
+    if needed_bytes * 1.02 > free_bytes(folder):
+        raise _full_disk(folder, needed_bytes)
 
 
 def free_bytes(folder: Path) -> int:
@@ -276,10 +286,14 @@ def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise UserError(
-            f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {folder} has {free_bytes(folder):,} free; "
-            "make room, or point NANOCHAT_BASE_DIR elsewhere"
-        ) from error
+        raise _full_disk(folder, needed_bytes) from error
+
+
+def _full_disk(folder: Path, needed_bytes: int) -> UserError:
+    return UserError(
+        f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {folder} has {free_bytes(folder):,} free; "
+        "make room, or point NANOCHAT_BASE_DIR elsewhere"
+    )
 
 
 # ---------------------------------------------------------------------- loading
@@ -411,15 +425,14 @@ def load_model(
             model.recompute_activations()
         if layout is not None:
             layout.shard(model, device)
-        if weights is None:
-            return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
         # ---- memory, and the numbers in it
-        model.to_empty(device=device.torch_device)
-        model.fill_rotary()
-        _read_weights(model, shapes, weights)
-        for one in preparations:
-            one.fill(model)
+        if weights is not None:
+            model.to_empty(device=device.torch_device)
+            model.fill_rotary()
+            _read_weights(model, shapes, weights)
+            for one in preparations:
+                one.fill(model)
     return model.eval(), tokenizer, {**meta, "folder": str(folder)}
 
 

@@ -5,7 +5,7 @@ Every rank calls a collective, in the same order; a rank that does not call it l
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from nanochat.cli import UserError
 from nanochat.device import Device
+
+Decision = TypeVar("Decision")  # what JSON can hold
 
 
 def sum_over_ranks(tensor: Tensor, device: Device) -> Tensor:
@@ -37,14 +39,14 @@ def gather_values(value: Any, device: Device) -> list[Any]:
     return [json.loads(text.cpu().numpy().tobytes()) for text in texts]
 
 
-def decide_on_rank_zero(device: Device, decide: Callable[[], str | None]) -> str | None:
+def decide_on_rank_zero(device: Device, decide: Callable[[], Decision]) -> Decision:
     """The result of `decide` on rank 0, on every rank.
 
     It reads folders that all hosts share: another host may see a listing that is seconds old.
 
     Raises UserError: on all ranks, when `decide` fails on rank 0.
     """
-    decision: str | None = None
+    decision: Any = None
     failure: Exception | None = None
     if device.is_main:
         try:

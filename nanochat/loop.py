@@ -397,7 +397,7 @@ class Run:
             return
 
         # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.
-        def choose() -> str | None:
+        def choose() -> int | None:
             # A save before the end leaves room for the one at the end.
             count = 2 if self._saved_in_time is None else 1
             if checkpoint_manager.free_bytes(self.folder) <= 1.02 * count * self.checkpoint_bytes:
@@ -409,10 +409,9 @@ class Run:
                 self.warned_of_room = True
                 return None
             steps = max(1, int(SAVE_EVERY_SECONDS / self.step_seconds))
-            return str(max(self.progress.step, (self.saved_step or 0) + steps))
+            return max(self.progress.step, (self.saved_step or 0) + steps)
 
-        chosen = decide_on_rank_zero(self.device, choose)
-        self.next_save = None if chosen is None else int(chosen)
+        self.next_save = decide_on_rank_zero(self.device, choose)
 
     def finish(self, summary: str = "") -> None:
         """Call after the `with` block, when everything is on the disk. Ends the process if a signal stopped the run.

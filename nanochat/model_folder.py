@@ -227,7 +227,7 @@ def find_source(
 
     # Rank 0 decides for all: ranks that each looked could find different steps while a run still saves, and
     # each would read every file.
-    return Path(find() if device is None else str(decide_on_rank_zero(device, find)))
+    return Path(find() if device is None else decide_on_rank_zero(device, find))
 
 
 def find_folder(

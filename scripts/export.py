@@ -23,8 +23,6 @@ same ids. With both, text never becomes a special token; transformers' AutoToken
 with split_special_tokens=False.
 """
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -80,7 +78,7 @@ def main(config: Config) -> None:
         shape, _, meta = checkpoint_manager.load_config(source)
         adapters, _ = folders.load_adapters(str(source), shape)
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
-        with new_folder(out) as folder:
+        with checkpoint_manager.new_folder(out) as folder:
             peft.write(folder, adapters, shape, base)
         print0(f"exported the adapters of {source} to {out}")
         if adapters.lora.base_format == "nf4":
@@ -98,7 +96,7 @@ def main(config: Config) -> None:
             if family not in hf.FAMILIES or not hf.computes(family, model.config):
                 family = hf.family_of(model.config)
         weight_bytes = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
-        with new_folder(out, weight_bytes) as folder:
+        with checkpoint_manager.new_folder(out, weight_bytes) as folder:
             if family is None:
                 write_as_ours(folder, model, tokenizer, meta, dtype, for_transformers=config.to == "hf")
             else:
@@ -108,21 +106,6 @@ def main(config: Config) -> None:
         print0(f"exported {source} to {out}: {size:,} bytes, weights in {dtype_name(dtype)}{shape}")
     if config.push is not None:
         print0(f"uploaded to {hub.push_model(out, config.push)}, which is private: its page makes it public")
-
-
-@contextlib.contextmanager
-def new_folder(out: Path, weight_bytes: int = 0) -> Iterator[Path]:
-    """A folder that gets the name `out` after the block has filled it. Raises UserError: when the disk is full."""
-    import shutil
-
-    from nanochat import checkpoint_manager
-
-    unfinished = checkpoint_manager.unfinished_path(out)
-    with checkpoint_manager.explained_full_disk(out, weight_bytes):
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        checkpoint_manager.publish(unfinished, out)
 
 
 def write_as_ours(

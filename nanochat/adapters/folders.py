@@ -76,7 +76,7 @@ def base_of(source: Path, device: Device) -> dict[str, str]:
     folder = source.resolve()
     checkpoints = (paths.base_dir() / "checkpoints").resolve()
     where = folder.relative_to(checkpoints) if folder.is_relative_to(checkpoints) else folder
-    sha256 = str(decide_on_rank_zero(device, lambda: weights_sha256(source)))
+    sha256 = decide_on_rank_zero(device, lambda: weights_sha256(source))
     return {"base": where.as_posix(), "base_sha256": sha256}
 
 

@@ -185,13 +185,13 @@ class HttpSampler:
             if self.device.is_main and name != SCALAR_HEAD:  # PPO's head, which samplers do not read
                 gathered[name] = weight.cpu().contiguous()
 
-        def write_and_tell() -> str:
+        def write_and_tell() -> tuple[str, list[bool]]:
             self.weights = self._write(model, gathered)
             asyncio.run(self._tell_all())
-            return json.dumps([str(self.weights), [server.is_ready for server in self.servers]])
+            return str(self.weights), [server.is_ready for server in self.servers]
 
         try:
-            weights, ready = json.loads(str(decide_on_rank_zero(self.device, write_and_tell)))
+            weights, ready = decide_on_rank_zero(self.device, write_and_tell)
             self.weights = Path(weights)
             for server, is_ready in zip(self.servers, ready, strict=True):
                 server.is_ready = is_ready

@@ -11,7 +11,6 @@ Legend: N rows, T tokens a row.
 """
 
 import math
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import model_folder
+from nanochat import model_folder, storage
 from nanochat.adapters import lora
 from nanochat.adapters.folders import base_of
 from nanochat.adapters.lora import Lora
@@ -328,15 +327,11 @@ class TrainedModel:
             checkpoints.save(folder, self.steps, self.model, tokenizer, meta, state, {}, self.device)
             return
         final = model_folder.step_path(folder, self.steps)
-        unfinished = checkpoints.unfinished_path(final)
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
         weights = dict(whole_weights(self.model))
-        with checkpoints.explained_full_disk(folder, sum(one.nbytes for one in weights.values())):
-            files = checkpoints.write_model(
-                unfinished, self.model.config, weights, tokenizer, {"step": self.steps} | meta
-            )
-            checkpoints.commit(unfinished, final, files)
+        meta["step"] = self.steps
+        with checkpoints.new_folder(final, sum(one.nbytes for one in weights.values())) as unfinished:
+            files = checkpoints.write_model(unfinished, self.model.config, weights, tokenizer, meta)
+            storage.write_json(unfinished / "manifest.json", files)
 
     def load(self, step_folder: Path, with_optimizer: bool) -> None:
         """Load the weights, and optionally the optimizer's state, from a checkpoint of `save`.
