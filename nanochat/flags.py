@@ -165,6 +165,8 @@ class ChatFlags(StageFlags, TuningFlags):
     # optimizer
     weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
     max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
+    # device
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
     def __post_init__(self):
         super().__post_init__()

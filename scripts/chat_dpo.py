@@ -12,7 +12,7 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_dpo -- --target
 import functools
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from nanochat import cli
 from nanochat.cli import Count, Frozen, Positive, Range, UserError
@@ -40,10 +40,9 @@ class Config(EpochFlags):
 
     # Multiplies all learning rates of pretraining. Default 0.02, for reward 0.1.
     lr_scale: Annotated[float, Range(0, 100)] | None = None
-    # evaluation, device
+    # evaluation
     eval_every: Count = 50  # steps between evaluations; 0: only at the beginning and the end
     eval_examples: Positive = 256  # held-out pairs
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
     @property
     def adapter_rate(self) -> float:

@@ -64,7 +64,6 @@ class Config(ChatFlags):
     log_every: Positive = 1  # steps between log lines
     # An accelerator records the launches of a decoded token and replays them as one; auto: on accelerators.
     graphs: Literal["auto", "on", "off"] = "auto"
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
     def __post_init__(self):
         super().__post_init__()

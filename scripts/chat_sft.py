@@ -7,7 +7,7 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_sft -- --target
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from nanochat import cli
 from nanochat.cli import Positive, Range
@@ -21,9 +21,8 @@ class Config(EpochFlags):
     source: str = "mid"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.2  # multiplies all learning rates of pretraining
-    # evaluation, device
+    # evaluation
     eval_examples: Positive = 256  # held-out conversations
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
 
 def main(config: Config) -> None:

@@ -11,7 +11,7 @@ python -m scripts.mid_train --source hf:Qwen/Qwen3-0.6B --data my_texts:0.7,fine
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from nanochat import cli
 from nanochat.cli import Count, Fraction, Frozen, Positive, Range, UserError
@@ -41,10 +41,9 @@ class Config(ChatFlags):
     # new text (source: Ibrahim et al. 2024, Simple and Scalable Strategies to Continually Pre-train).
     lr_scale: Annotated[float, Range(0, 100)] = 0.5  # multiplies all learning rates of pretraining
     warmdown_fraction: Fraction = 0.8  # the last part of the run, in which the rates fall
-    # evaluation, device
+    # evaluation
     eval_every: Count = 150  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 262_144  # tokens of held-out conversations or text
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
     def __post_init__(self):
         super().__post_init__()
