@@ -110,8 +110,11 @@ class Run:
         if config.resume:
             self.progress, self.loader_states = saver.resume(self.folder, config, start, optimizer, steps, self.meta)
         self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
-        new_steps = 0 if self.first_step else steps  # of a resumed run some are there, and older ones make room
-        self.checkpoint_bytes = saver.require_room(self.folder, config, start, optimizer, new_steps)
+        # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
+        # first save that the disk is too small. Of a resumed run some checkpoints are there, and older ones make room.
+        self.checkpoint_bytes = checkpoint_manager.bytes_of_checkpoint(start.model, optimizer.state_dict(), self.device)
+        new_steps = 0 if self.first_step else steps
+        saver.require_room_for_run(self.folder, config, self.device, self.checkpoint_bytes, new_steps)
         self.saved_step = self.first_step if self.loader_states else None  # step of the newest checkpoint
         self.saved_seconds = self.progress.seconds  # of training before it
         self.step_seconds = 0.0  # time of a step since then, as of the last log line

@@ -62,14 +62,11 @@ def describe(
     return meta
 
 
-def require_room(folder: Path, config: TrainFlags, start: Start, optimizer: Optimizer, steps: int) -> int:
-    """The bytes of a checkpoint, as rank 0 knows them; `steps` is the end of a new run, 0 for one that resumes.
+def require_room_for_run(folder: Path, config: TrainFlags, device: Device, needed_bytes: int, steps: int) -> None:
+    """Compare what a checkpoint needs with the disk before the first of `steps` new steps.
 
     Raises UserError: when the disk has no room for a checkpoint; warns when it has none for all of them.
     """
-    # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
-    # first save that the disk is too small.
-    needed_bytes = checkpoint_manager.bytes_of_checkpoint(start.model, optimizer.state_dict(), start.device)
 
     def compare() -> None:
         checkpoint_manager.require_room(folder, needed_bytes)
@@ -85,8 +82,7 @@ def require_room(folder: Path, config: TrainFlags, start: Start, optimizer: Opti
                 f"{folder}: make room, set --keep_last, or raise --save_every"
             )
 
-    decide_on_rank_zero(start.device, compare)
-    return needed_bytes
+    decide_on_rank_zero(device, compare)
 
 
 def divergence(folder: Path, last_good: int, first_step: int) -> UserError:

@@ -114,23 +114,18 @@ def begin(
     if isinstance(config, TuningFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("adapters", "new")(config, config.seed)]
     screen.phase("making the model without its weights" if without_weights else "loading the model")
-    model, tokenizer, meta = checkpoint_manager.load_model(
-        source, device, verified=True, layout=layout, activation_checkpointing=config.activation_checkpointing,
-        max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling, prepare=prepare,
-        without_weights=without_weights,
+    load = functools.partial(
+        checkpoint_manager.load_model, device=device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
+        rope_scaling=config.rope_scaling, without_weights=without_weights,
     )  # fmt: skip
+    model, tokenizer, meta = load(source, activation_checkpointing=config.activation_checkpointing, prepare=prepare)
     adapters = model.extension
     reference: Any = None
-    reference_source = source
-    if teacher is not None:
-        reference_source = find_source(teacher, flag="--teacher ")
+    reference_source = source if teacher is None else find_source(teacher, flag="--teacher ")
     if with_reference and teacher is None and adapters is not None:
         reference = adapters.without(model)
     elif with_reference or teacher is not None:
-        reference, its_tokenizer, _ = checkpoint_manager.load_model(
-            reference_source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
-            rope_scaling=config.rope_scaling, without_weights=without_weights,
-        )  # fmt: skip
+        reference, its_tokenizer, _ = load(reference_source)
         if not without_weights and its_tokenizer.fingerprint() != tokenizer.fingerprint():
             raise UserError(
                 f"--teacher {teacher} has another tokenizer than {source}: have it write replies (chat_batch) "
@@ -145,8 +140,8 @@ def begin(
     adapter = None if adapters is None else adapters.facts()
     if without_weights:
         screen.phase("counting the memory of a step")
-        begin_ledger = rooms.find("attendants", "dry_run")
-        ledger = begin_ledger(device, model, *([reference] if isinstance(reference, GPT) else []))
+        models = [model, reference] if isinstance(reference, GPT) else [model]
+        ledger = rooms.find("attendants", "dry_run")(device, *models)
     else:
         if isinstance(config, ChatFlags):
             tokenizer = chosen_template(tokenizer, config.chat_template)
