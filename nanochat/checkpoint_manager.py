@@ -97,10 +97,8 @@ def save(
     state = {f"optimizer/{name}": tensor for name, tensor in optimizer_state.items()}
     state |= {f"rank{device.rank}/loader/{name}": tensor for name, tensor in loader_state.items()}
     state |= {f"rank{device.rank}/rng/{name}": tensor for name, tensor in device.rng_state().items()}
-    # Which part of it this rank writes, and how much all ranks write together. What several ranks hold alike is written
-    # once, by the first of them. Rank 0's share is the largest: this sum is never too small.
-    share, entries = storage.share_of(state, device.rank)
-    needed_bytes = _bytes_of(model, share, device)
+    share, entries = storage.share_of(state, device.rank)  # the part that this rank writes
+    needed_bytes = bytes_of_checkpoint(model, state, device)
 
     # Rank 0 makes an empty folder, without the leftovers of a save that was killed; then the others may use it.
     def prepare() -> None:
@@ -254,14 +252,11 @@ def unfinished_path(final: Path) -> Path:
     return final.with_name(final.name + ".tmp")
 
 
-def bytes_of_checkpoint(model: GPT, optimizer_state: dict[str, Tensor], device: Device) -> int:
-    """What a checkpoint of this model and this optimizer takes, without its small files. Rank 0 knows it."""
-    share, _ = storage.share_of({f"optimizer/{name}": tensor for name, tensor in optimizer_state.items()}, device.rank)
-    return _bytes_of(model, share, device)
-
-
-def _bytes_of(model: GPT, share: dict[str, Tensor], device: Device) -> int:
-    """The bytes of a checkpoint from rank 0's share of the training state."""
+def bytes_of_checkpoint(model: GPT, state: dict[str, Tensor], device: Device) -> int:
+    """What a checkpoint of this model and this training state takes, without its small files. Rank 0 knows it."""
+    # What several ranks hold alike is written once, by the first of them. Rank 0's share is the largest: this sum is
+    # never too small.
+    share, _ = storage.share_of(state, device.rank)
     weight_bytes = sum(tensor.nbytes for tensor in trained_parameters(model).values())
     return weight_bytes + sum(tensor.nbytes for tensor in share.values()) * device.world_size
 
