@@ -40,7 +40,6 @@ class Run:
     ok: bool  # all checks ran, and none failed
     output: str  # stdout and stderr of the program and its checks, 64 kB at most
     error: str  # one line, "" when ok
-    timed_out: bool
 
 
 def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> Run:
@@ -84,7 +83,7 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
             # It was killed before it could report, by a person or by the kernel when memory is short. That is one
             # failed run; it does not mean that the machine cannot isolate.
             if jail.died_of == signal.SIGKILL:
-                return Run(ok=False, output="", error="its process was killed at its start", timed_out=False)
+                return Run(ok=False, output="", error="its process was killed at its start")
             why = (report or printed.result()).decode("utf-8", "replace")
             _refuse(f"a jail did not start: {why or 'it reported nothing'}")
     if verdict is None:
@@ -94,7 +93,7 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
     else:
         error = " ".join(verdict.decode("utf-8", "replace").split()) or "the checks left before their end"
     text = printed.result().decode("utf-8", "replace").replace("\ufffd", "?")  # "?": the text never grows
-    return Run(ok=not error, output=text, error=error, timed_out=verdict is None)
+    return Run(ok=not error, output=text, error=error)
 
 
 def passes(program: str, checks: str, *, timeout_seconds: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> bool:
