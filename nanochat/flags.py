@@ -62,18 +62,6 @@ class TrainFlags:
 
 
 @dataclass(frozen=True)
-class SourceFlags(TrainFlags):
-    """The flags of a stage that continues a trained model."""
-
-    # model
-    source: str = "base"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
-    source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
-    max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
-    # How to reach a longer context than the source's; auto: yarn, or the source's method.
-    rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
-
-
-@dataclass(frozen=True)
 class TextFlags(TrainFlags):
     """The flags of pretraining."""
 
@@ -107,23 +95,56 @@ class TextFlags(TrainFlags):
 
 
 @dataclass(frozen=True)
-class TuningFlags(SourceFlags):
-    """The flags of stages that can train at an absolute rate, and only adapters (nanochat/adapters/lora.py)."""
+class StageFlags(TrainFlags):
+    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
 
+    # model
+    source: str = "base"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
+    source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
+    max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
+    # How to reach a longer context than the source's; auto: yarn, or the source's method.
+    rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
+    # data
+    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
+    bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
+    columns: str = ""  # of files with other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
+    thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
+    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
+    # optimizer
+    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates of pretraining
+
+
+@dataclass(frozen=True)
+class ChatFlags(StageFlags):
+    """The flags of our stages after pretraining, which can train at an absolute rate, and only adapters (lora.py)."""
+
+    # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
+    chat_template: str | None = None
+    # batch
+    gradient_accumulation_steps: Positive | None = None  # instead of the examples of a step: micro-batches per device
     # optimizer
     learning_rate: Annotated[float, Range(1e-9, 1)] | None = None  # absolute, of AdamW; default: Muon, by --lr_scale
+    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
+    max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
     # adapters
     lora_rank: Frozen[Annotated[int, Range(0, 4096)]] = 0  # train only adapters of this rank; 0: the model itself
     lora_alpha: Frozen[Annotated[float, Range(1e-6, 1e6)]] = 32.0  # adapters are multiplied by alpha / rank
     lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # dropout on an adapter's input, in training
     lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
     lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
+    # device
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
     def __post_init__(self):
         if not self.lora_rank:
             for name in ("lora_alpha", "lora_dropout", "lora_targets", "lora_base"):
-                if getattr(self, name) != getattr(TuningFlags, name):
+                if getattr(self, name) != getattr(ChatFlags, name):
                     raise UserError(f"--{name} needs --lora_rank: without it the model itself is trained, not adapters")
+        if self.adamw_rate is not None and self.lr_scale != type(self).lr_scale:
+            chosen_by = "--learning_rate" if self.learning_rate is not None else "the rate of --lora_rank"
+            raise UserError(f"{chosen_by} is absolute: leave --lr_scale out")
+        if self.weight_decay and self.adamw_rate is None:
+            raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
 
     @property
     def adapter_rate(self) -> float:
@@ -138,43 +159,6 @@ class TuningFlags(SourceFlags):
         if self.learning_rate is None and self.lora_rank:
             return self.adapter_rate
         return self.learning_rate
-
-
-@dataclass(frozen=True)
-class StageFlags(SourceFlags):
-    """The flags of every stage that starts from a checkpoint of an earlier stage and learns from tasks."""
-
-    # data
-    tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
-    bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
-    columns: str = ""  # of files with other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
-    thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
-    hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
-    # optimizer
-    lr_scale: Annotated[float, Range(0, 100)] | None = None  # multiplies all learning rates of pretraining
-
-
-@dataclass(frozen=True)
-class ChatFlags(StageFlags, TuningFlags):
-    """The flags of SFT, DPO and RL."""
-
-    # A Jinja file instead of an imported model's own template, such as one that marks replies by {% generation %}.
-    chat_template: str | None = None
-    # batch
-    gradient_accumulation_steps: Positive | None = None  # instead of the examples of a step: micro-batches per device
-    # optimizer
-    weight_decay: Annotated[float, Range(0, 100)] = 0.0  # decay of matrices, with --learning_rate
-    max_grad_norm: Annotated[float, Range(0)] | None = None  # 0: do not clip; default: 1 under AdamW, else 0
-    # device
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.adamw_rate is not None and self.lr_scale != type(self).lr_scale:
-            chosen_by = "--learning_rate" if self.learning_rate is not None else "the rate of --lora_rank"
-            raise UserError(f"{chosen_by} is absolute: leave --lr_scale out")
-        if self.weight_decay and self.adamw_rate is None:
-            raise UserError(f"--weight_decay {self.weight_decay:g} needs --learning_rate, which selects AdamW")
 
     @property
     def largest_norm(self) -> float | None:

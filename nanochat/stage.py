@@ -20,7 +20,7 @@ from nanochat import device as devices
 from nanochat.cli import UserError
 from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
-from nanochat.flags import ChatFlags, SourceFlags, TrainFlags, TuningFlags
+from nanochat.flags import ChatFlags, StageFlags, TrainFlags
 from nanochat.gpt import GPT
 from nanochat.layout import Layout, lay_out
 from nanochat.log import print0, warn
@@ -90,7 +90,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
 
 
 def begin(
-    config: SourceFlags,
+    config: StageFlags,
     with_reference: bool = False,
     teacher: str | None = None,
     prepare: Sequence[checkpoint_manager.Preparation] = (),
@@ -111,7 +111,7 @@ def begin(
     without_weights = config.dry_run
     find_source = functools.partial(model_folder.find_source, device=device, without_weights=without_weights)
     source = find_source(config.source, source_tag)
-    if isinstance(config, TuningFlags) and config.lora_rank:
+    if isinstance(config, ChatFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("adapters", "new")(config, config.seed)]
     screen.phase("making the model without its weights" if without_weights else "loading the model")
     load = functools.partial(
