@@ -6,25 +6,20 @@ The operators that differ between devices are in kernels/, and `Device.kernels` 
 """
 
 import contextlib
-import ctypes
 import datetime
-import functools
 import importlib
 import os
 import platform
 import re
-import resource
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from nanochat import rooms, screen, store
+from nanochat import host, rooms, screen, store
 from nanochat.cli import UserError, end_with_launcher, explainers, ignore_exported_ranks
 from nanochat.log import warn
 from nanochat.operators import TorchKernels
@@ -82,8 +77,8 @@ DETERMINISTIC_ENVIRONMENT: dict[str, dict[str, str]] = {
     "npu": {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"},
     "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
 }
-# Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 RANK_SEEDS = 1_000_003  # between the seeds of neighbouring ranks: `--seed 1` must not be rank 1 of `--seed 0`
+# Above both HCCL timeouts: HCCL's own message names the cause, torch's watchdog only kills the process.
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
 # The resources of a worker of a Ray cluster: one device.
@@ -157,11 +152,7 @@ class Device:
 
     def peak_memory(self) -> int:
         """The most bytes that the device's allocator held; on a CPU, that the process held."""
-        if self.kind == "cpu":
-            # getrusage reports bytes on macOS, KiB on Linux.
-            unit = 1 if sys.platform == "darwin" else 1024
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return self.module.max_memory_allocated()
+        return host.peak_memory() if self.kind == "cpu" else self.module.max_memory_allocated()
 
     def total_memory(self) -> int | None:
         """Bytes of device memory; None for a CPU. speedrun_npu.sh chooses its batch sizes by it."""
@@ -171,11 +162,7 @@ class Device:
 
     def free_memory(self) -> int | None:
         """Bytes of memory that nothing uses yet, on a CPU of the host; None where the system does not say."""
-        if self.kind != "cpu":
-            return self.module.mem_get_info()[0]
-        path = Path("/proc/meminfo")
-        kib = re.search(r"^MemAvailable:\s+(\d+)", path.read_text() if path.exists() else "", re.MULTILINE)
-        return int(kib[1]) * 1024 if kib else None
+        return host.free_memory() if self.kind == "cpu" else self.module.mem_get_info()[0]
 
     def versions(self) -> dict[str, str]:
         """The versions of the software that a measurement depends on."""
@@ -279,7 +266,7 @@ def records(kind: str, requested: Literal["auto", "on", "off"]) -> bool:
     """
     if requested == "on" and kind == "cpu":
         raise UserError("--graphs on: a CPU launches nothing that could be recorded; leave it out")
-    if requested == "off" or kind == "cpu" or kind in _REFUSED:
+    if requested == "off" or kind == "cpu":
         return False
     # The vendor recommends the second level of the task queue, and torch_npu does not record under it. From 2.13 on
     # `capture` leaves it for a moment; before, the level of a process never changes.
@@ -288,26 +275,20 @@ def records(kind: str, requested: Literal["auto", "on", "off"]) -> bool:
         fix = "`unset TASK_QUEUE_ENABLE`, or set it to 1"
         if requested == "on":
             raise UserError(f"--graphs on: this torch_npu records nothing under TASK_QUEUE_ENABLE=2: {fix}")
-        _warn_once(f"decoding is slower under TASK_QUEUE_ENABLE=2, where this torch_npu records no launches: {fix}")
-        return False
-    return True
+        stop_recording(
+            kind, f"decoding is slower under TASK_QUEUE_ENABLE=2, where this torch_npu records no launches: {fix}"
+        )
+    return kind not in _NOT_RECORDING
 
 
-_REFUSED: set[str] = set()  # kinds of devices that have refused a recording in this process
+_NOT_RECORDING: set[str] = set()  # kinds of devices that record nothing any more in this process
 
 
-def stop_recording(kind: str, error: RuntimeError) -> None:
-    """After a recording that has failed: this process makes no more. One line says so."""
-    # The device's memory may be short, or its streams used up. After a failure in the middle of a recording torch_npu
-    # 2.9 refuses all later ones.
-    _REFUSED.add(kind)
-    head = next(iter(str(error).splitlines()), type(error).__name__)[:200]
-    _warn_once(f"the launches of a token could not be recorded, decoding goes on without, slower: {head}")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warn(message)
+def stop_recording(kind: str, why: str) -> None:
+    """Make no more recordings in this process. The first call says why."""
+    if kind not in _NOT_RECORDING:
+        _NOT_RECORDING.add(kind)
+        warn(why)
 
 
 def peak_flops(name: str) -> float | None:
@@ -341,10 +322,10 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
 
     # The runtime: its variables before its first call, then this process's device.
     module: ModuleType = getattr(torch, kind)
-    _choose_host_math()  # the host computes the rotary tables of every device
+    host.choose_math()  # the host computes the rotary tables of every device
     if kind == "cpu":
-        _keep_freed_memory()
-        _share_cores(world_size)
+        host.keep_freed_memory()
+        host.share_cores(world_size)
     else:
         _set_environment(kind, module, deterministic)
         _take_device(kind, module, local_rank, world_size)
@@ -353,12 +334,12 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
         # request for float32 is a request for its precision.
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
 
-    name = _name(kind, module, local_rank)
+    name = host.cpu_name() if kind == "cpu" else module.get_device_name(local_rank)
     use_bfloat16 = _uses_bfloat16(kind, module, dtype, name)
     # A request for float32 is one for its precision here too. With AVX-512 the bits of a row still do not depend on the
     # rows next to it (batches of 1 to 64 on an Intel Xeon, 2026-11-27); with AVX2 they would.
     chose_float32 = kind == "cpu" and dtype == "auto" and not use_bfloat16
-    may_round = chose_float32 and "avx512f" in _cpu_features()
+    may_round = chose_float32 and "avx512f" in host.cpu_features()
     # This waits for the other processes. It is the last step, so that wrong flags are reported without a wait.
     if world_size > 1 and not dist.is_initialized():
         _join(kind, rank, local_rank, world_size)
@@ -387,35 +368,6 @@ def shutdown(device: Device) -> None:
 def _available(kind: str) -> bool:
     module = getattr(torch, kind, None)  # `import torch` imports torch_npu too, which adds torch.npu
     return module is not None and module.is_available()
-
-
-def _choose_host_math() -> None:
-    """Have MKL choose its code for cos, exp and the like now, in one thread."""
-    # It chooses in the first call. Where two threads make that call at once, one of them may get code that is right
-    # only to 1e-4, for this one call (source: github.com/pytorch/pytorch/issues/188792). The rotary tables made that
-    # first call: in 5 of 55 starts their second half was off, and so were all losses of the run.
-    one = torch.ones(1)
-    for function in (torch.cos, torch.sin, torch.exp, torch.log, torch.sqrt, torch.tanh):
-        function(one)
-
-
-def _keep_freed_memory() -> None:
-    """Have the C library keep large freed blocks."""
-    # By default it returns every activation to the system, which clears the pages before it hands them out again. That
-    # costs a training step 5% of its time: 486 ms instead of 463 at depth 4 (two cores of an AMD EPYC, 2026-11-20).
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
-    if mallopt is not None:
-        # The options' numbers are from malloc.h.
-        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD: keep blocks below 1 GiB, instead of mapping them one by one
-        mallopt(-1, (1 << 31) - 1)  # M_TRIM_THRESHOLD: return memory only when 2 GiB lie unused
-        mallopt(-2, 1 << 28)  # M_TOP_PAD: grow by 256 MiB at a time
-
-
-def _share_cores(world_size: int) -> None:
-    """Share the cores evenly between the processes of this host: torchrun gives each one thread."""
-    if world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
 
 
 def _set_environment(kind: str, module: ModuleType, deterministic: bool) -> None:
@@ -453,23 +405,13 @@ def _take_device(kind: str, module: ModuleType, local_rank: int, world_size: int
     module.set_device(local_rank)
 
 
-def _name(kind: str, module: ModuleType, local_rank: int) -> str:
-    if kind == "cpu":
-        return _cpu_info("model name") or platform.processor() or platform.machine()
-    return module.get_device_name(local_rank)
-
-
 def _uses_bfloat16(kind: str, module: ModuleType, dtype: str, name: str) -> bool:
     """Whether matrix products are in bf16: on request, or with `auto` where the hardware computes in it.
 
     Raises UserError: when bf16 is requested of an accelerator that lacks it.
     """
     if kind == "cpu":
-        # Without these instructions bf16 is emulated: right, but far slower than fp32. With AVX-512, AMD's
-        # processors multiply bf16 in a quarter of the time of fp32, and Intel's without AMX in nearly twice the time.
-        features = _cpu_features()
-        has_bfloat16 = bool(features & {"amx_bf16", "bf16"})
-        has_bfloat16 |= "avx512_bf16" in features and _cpu_info("vendor_id") == "AuthenticAMD"
+        has_bfloat16 = host.has_bfloat16()
     elif kind == "cuda":
         has_bfloat16 = module.get_device_capability()[0] >= 8  # from the A100's generation on
     else:
@@ -477,18 +419,6 @@ def _uses_bfloat16(kind: str, module: ModuleType, dtype: str, name: str) -> bool
     if dtype == "bfloat16" and not has_bfloat16 and kind != "cpu":
         raise UserError(f"--dtype bfloat16: {name} has no bfloat16; use --dtype float32")
     return dtype == "bfloat16" or (dtype == "auto" and has_bfloat16)
-
-
-def _cpu_features() -> set[str]:
-    """The names of the processor's instruction sets. x86 lists "flags", Arm "Features"."""
-    return set(_cpu_info("flags").split() + _cpu_info("Features").split())
-
-
-def _cpu_info(field: str) -> str:
-    """The first core's value of a field such as "model name"; empty where Linux does not report it."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def _join(kind: str, rank: int, local_rank: int, world_size: int) -> None:

@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 
-from nanochat import device as devices
+from nanochat import host
 from nanochat.gpt import GPTConfig
 from nanochat.paths import checkpoint_dir
 from nanochat.tokenizer import Tokenizer
@@ -85,8 +85,8 @@ def fp32_unless_asked() -> Iterator[None]:
     """The CPU chooses fp32 here, as one without bf16 instructions: what a test compares is the same on all of them.
     Commands that a test starts as processes of their own choose as they do for users."""
     patch = pytest.MonkeyPatch()
-    real = devices._cpu_info
-    patch.setattr(devices, "_cpu_info", lambda field: "" if field in ("flags", "Features") else real(field))
+    real = host.cpu_info
+    patch.setattr(host, "cpu_info", lambda field: "" if field in ("flags", "Features") else real(field))
     yield
     patch.undo()
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tiny import cpu_device, run_ranks
 
 from nanochat import device as devices
-from nanochat import stage, store
+from nanochat import host, stage, store
 from nanochat.cli import UserError
 from nanochat.device import NPU_ENVIRONMENT, Device, init, peak_flops
 from nanochat.flags import TrainFlags
@@ -133,7 +133,7 @@ def test_a_cpu_computes_in_bfloat16_where_that_is_faster(
     vendor: str, flags: str, dtype: str, may_round: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = {"vendor_id": vendor, "flags": flags}
-    monkeypatch.setattr(devices, "_cpu_info", lambda field: info.get(field, ""))
+    monkeypatch.setattr(host, "cpu_info", lambda field: info.get(field, ""))
     assert init("cpu").dtype == getattr(torch, dtype)
     assert init("cpu").may_round == may_round
     for asked in (torch.bfloat16, torch.float32):  # perhaps slow, but right
@@ -257,13 +257,14 @@ def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monk
     monkeypatch.delattr(Vendor, "set_task_queue_enable")
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     vendors(npu=Vendor("npu", "Ascend910B3"))
-    devices._warn_once.cache_clear()
+    monkeypatch.setattr(devices, "_NOT_RECORDING", set())
     init("npu")
     assert not devices.records("npu", "auto") and not devices.records("npu", "auto")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and "unset TASK_QUEUE_ENABLE" in line
     with pytest.raises(UserError, match="--graphs on: .*unset TASK_QUEUE_ENABLE"):
         devices.records("npu", "on")
+    devices._NOT_RECORDING.clear()
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
     assert devices.records("npu", "on")
 
@@ -461,6 +462,6 @@ for _ in range(80):
 
 @pytest.mark.slow
 def test_first_calls_of_cos_and_exp_give_what_later_ones_do() -> None:
-    """Without `_choose_host_math` one process in 14 differs where MKL computes them: 1 in 300 such tests would pass."""
+    """Without `choose_math` one process in 14 differs where MKL computes them: 1 in 300 such tests would pass."""
     done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

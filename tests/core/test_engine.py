@@ -372,8 +372,7 @@ class RecordingDevice(Device):
 @pytest.fixture(autouse=True)
 def no_recording_has_failed() -> Iterator[None]:
     yield
-    devices._REFUSED.clear()
-    devices._warn_once.cache_clear()
+    devices._NOT_RECORDING.clear()
 
 
 def recording_engine(shape: str = "fast", whole_cache: bool = True, **changes: Any) -> tuple[Engine, Any]:
@@ -483,7 +482,7 @@ def test_a_recording_that_fails_costs_one_warning_and_no_token(fails_from: int, 
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and line.endswith("error code is 107030")
     assert len(device.recorded) == fails_from and not engine.graphs and not engine._kept
-    assert "cpu" in devices._REFUSED  # another engine of this process does not try
+    assert "cpu" in devices._NOT_RECORDING  # another engine of this process does not try
 
 
 def test_a_decoder_that_ran_out_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
