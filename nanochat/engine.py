@@ -160,7 +160,6 @@ class Engine:
         self.call_end = tokenizer.special_ids.get("<|python_end|>", -1)
         self.answer_start = tokenizer.special_ids.get("<|output_start|>", -1)
         self.answer_end = tokenizer.special_ids.get("<|output_end|>", -1)
-        self.reply_end = tokenizer.reply_ends[0]
         self.stop_ids = set(tokenizer.stop_ids)
 
     # ---- weights

@@ -110,11 +110,11 @@ class Mixture:
         other, number = self.draw(FAR_DRAW + index)
         return other.example(number).messages if isinstance(other, GeneratedTask) else []
 
-    def rendered(self, tokenizer: Tokenizer, index: int, max_tokens: int | None = None) -> Rendered:
+    def rendered(self, tokenizer: Tokenizer, index: int) -> Rendered:
         """Example `index` as mid-training reads it: one chat."""
         task, number = self.draw(index)
         example = task.example(number)
-        return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
+        return self._render(tokenizer, task, number, example.messages, example.tools, None)
 
     def rendered_chat(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> Rendered:
         """Example `index` as SFT reads it, in a chat that may begin with another."""

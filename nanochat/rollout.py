@@ -442,16 +442,6 @@ def exchange(own: RankSamples, device: Device) -> Samples:
     return Samples(groups, own.group_size)
 
 
-def sample_episodes(
-    sampler: Sampler, tokenizer: Tokenizer, device: Device, questions: Sequence[tuple[Task, Example]], **settings: Any
-) -> Samples:
-    """Episodes of each question by all ranks, which call it together; `settings` are as in `sample_on_rank`.
-
-    Raises Interrupted, Failed: as in `exchange`.
-    """
-    return exchange(sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
-
-
 class OnPolicy:
     """When the samples of a step are drawn: in the step, by its weights. samplers/ahead.py draws them earlier.
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint_manager, cli
+from nanochat import checkpoint_manager, cli, rollout
 from nanochat import device as devices
 from nanochat.device import Device
 from nanochat.engine import Engine
@@ -75,6 +75,11 @@ def tiny_config(**changes: Any) -> GPTConfig:
     """The fast preset in milliseconds: windows of 8, two query heads to a key head, a vocabulary that is padded."""
     sizes = {"vocab_size": 100, "sequence_len": 32, "n_layer": 3, "width": 32, "n_head": 4, "n_kv_head": 2}
     return GPTConfig(**{**sizes, "window_pattern": "SSL", **changes})
+
+
+def sample_episodes(sampler: Any, tokenizer: Tokenizer, device: Device, questions: Any, **settings: Any) -> Any:
+    """Episodes of each question by all ranks, which call it together, as chat_rl samples them."""
+    return rollout.exchange(rollout.sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
 
 
 def lively_model(config: GPTConfig, seed: int = 0, kernels: TorchKernels | None = None) -> GPT:

@@ -19,15 +19,15 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.losses import PolicyBatch
 
+VALUE_WEIGHT = 0.5  # weight of the error of the values in the loss
+VALUE_CLIP = 0.2  # how far a value may move
+
 
 @dataclass(frozen=True)
 class ValueFunction:
     """The scalar head as a critic."""
 
-    discount: float = 1.0  # weight of the next token's value
     gae_lambda: float = 0.95  # 1: the reward judges all tokens; 0: the next value does
-    value_weight: float = 0.5  # weight of the value loss
-    value_clip: float = 0.2  # how far a value may move
 
     @torch.no_grad()
     def estimate(
@@ -57,7 +57,7 @@ class ValueFunction:
         for first in range(0, len(on_host), 4):
             values, rewards, is_target, source = on_host[first : first + 4]
             masks.append(is_target > 0)
-            own = token_advantages(values, rewards, masks[-1], source, self.discount, self.gae_lambda)
+            own = token_advantages(values, rewards, masks[-1], source, self.gae_lambda)
             advantages.append(own)
             returns.append(values + own)
 
@@ -75,19 +75,15 @@ class ValueFunction:
         return [[next(remaining) for _ in batches] for batches in minibatches]
 
     def error(self, model: Any, batch: PolicyBatch) -> Tensor:
-        """The weighted error of the scalar head at each target, (N, T), 0 elsewhere; a second forward pass."""
-        return self.value_weight * value_error(model, batch, self.value_clip)
-
-
-def value_error(model: Any, batch: PolicyBatch, clip: float) -> Tensor:
-    """Half the squared error of the scalar head at each target, (N, T), 0 elsewhere; a second forward pass."""
-    assert batch.old_values is not None and batch.returns is not None
-    values = model(batch.rows.inputs, batch.rows.targets, segments=batch.rows.segments, scalars=True)
-    # Like a probability, a value moves at most by the clip. Beyond it the larger of two errors counts, which has no
-    # gradient (source: Schulman et al. 2017, PPO, in its code).
-    near = batch.old_values + (values - batch.old_values).clamp(-clip, clip)
-    error = torch.maximum((values - batch.returns).square(), (near - batch.returns).square())
-    return 0.5 * torch.where(batch.rows.targets != IGNORE, error, 0.0)
+        """The weighted error of the scalar head at each target, half of its square, (N, T), 0 elsewhere; a second
+        forward pass."""
+        assert batch.old_values is not None and batch.returns is not None
+        values = model(batch.rows.inputs, batch.rows.targets, segments=batch.rows.segments, scalars=True)
+        # Like a probability, a value moves at most by the clip. Beyond it the larger of two errors counts, which has no
+        # gradient (source: Schulman et al. 2017, PPO, in its code).
+        near = batch.old_values + (values - batch.old_values).clamp(-VALUE_CLIP, VALUE_CLIP)
+        error = torch.maximum((values - batch.returns).square(), (near - batch.returns).square())
+        return VALUE_WEIGHT * (0.5 * torch.where(batch.rows.targets != IGNORE, error, 0.0))
 
 
 def token_advantages(
@@ -95,7 +91,6 @@ def token_advantages(
     rewards: np.ndarray,
     is_target: np.ndarray,
     source: np.ndarray,
-    discount: float,
     gae_lambda: float,
 ) -> np.ndarray:
     """Generalised advantages (N, T) in fp64; places without a target get 0.
@@ -104,9 +99,9 @@ def token_advantages(
     number of its sample.
     Source: Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage Estimation.
     """
-    # delta_t = r_t + discount V_(t+1) - V_t, and A_t = delta_t + discount lambda A_(t+1), from a sample's last target
-    # to its first. Only the last target has a reward, and nothing follows it. With values 0.5, 0.75, a reward of 1, a
-    # discount of 1 and lambda 0.5:
+    # delta_t = r_t + V_(t+1) - V_t, and A_t = delta_t + lambda A_(t+1), from a sample's last target to its first: the
+    # discount is 1, because a reply is as good however long it is. Only the last target has a reward, and nothing
+    # follows it. With values 0.5, 0.75, a reward of 1 and lambda 0.5:
     #
     #     A_2 = 1 - 0.75 = 0.25        A_1 = (0.75 - 0.5) + 0.5 x 0.25 = 0.375
     #
@@ -121,8 +116,8 @@ def token_advantages(
     goes_on[:-1] = (row[1:] == row[:-1]) & (sample[1:] == sample[:-1])
     reward = np.where(goes_on, 0.0, rewards[is_target])
     next_value = np.where(goes_on, np.append(value[1:], 0.0), 0.0)
-    delta = reward + discount * next_value - value
-    decay = np.where(goes_on, discount * gae_lambda, 0.0)
+    delta = reward + next_value - value
+    decay = np.where(goes_on, gae_lambda, 0.0)
 
     # Python's own numbers: in this loop they are several times as fast as numpy's scalars.
     backwards = []

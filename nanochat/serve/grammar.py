@@ -206,13 +206,8 @@ class Grammar:
         self._closing = closing
         self._remaining = max_tokens
 
-    @property
-    def least_tokens(self) -> int:
-        """How many tokens complete the document, the end token included."""
-        return len(self._closing)
-
     def copy(self, max_tokens: int) -> "Grammar":
-        """A copy for another reply of the same request. `max_tokens` is at least `least_tokens`."""
+        """A copy for another reply of the same request. `max_tokens` are enough to complete the document."""
         return Grammar(self._matcher.deep_copy(), self._width, self._closer, self._closing, max_tokens)
 
     @property

@@ -96,19 +96,19 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
     return Run(ok=not error, output=text, error=error)
 
 
-def passes(program: str, checks: str, *, timeout_seconds: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> bool:
+def passes(program: str, checks: str, *, timeout_seconds: float = 5.0) -> bool:
     """Whether the program passes the checks: `run_checks(...).ok`."""
-    return run_checks(program, checks, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes).ok
+    return run_checks(program, checks, timeout_seconds=timeout_seconds).ok
 
 
-def run_program(program: str, *, timeout_seconds: float = 5.0, memory_bytes: int = MEMORY_BYTES) -> Run:
+def run_program(program: str) -> Run:
     """Run an untrusted program to its end; `output` is its printed output.
 
     Raises UserError: when this machine cannot isolate; in this case nothing has run.
     """
     # The program answers a call after it has ended. The error for a missing function is not a failure here.
     checks = "try:\n    is_there_no_such_function()\nexcept RuntimeError:\n    pass"
-    return run_checks(program, checks, timeout_seconds=timeout_seconds, memory_bytes=memory_bytes)
+    return run_checks(program, checks)
 
 
 class _Jail:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 from tiny import complaint, cpu_device, tiny_tokenizer
 
 from nanochat import rollout
@@ -220,7 +221,7 @@ def episode(tokenizer: Tokenizer, role: str, replies: Sequence[tuple[Sequence[in
         return [rollout.Reply(list(tokens), [1] * len(tokens), [-1.0] * len(tokens), ending) for _ in prompts]
 
     example = Example([{"role": "user", "content": ""}, {"role": "assistant", "content": ""}])
-    return rollout.sample_episodes(
+    return tiny.sample_episodes(
         sampler, tokenizer, cpu_device(), [(Talking(role), example)], samples=1, max_tokens=99, context=999, seed=0
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from test_rollout import Echoing, Length, make_engine, questions
 from tiny import complaint, cpu_device, run_ranks
@@ -202,7 +203,7 @@ def test_prompts_need_no_answer(mine, tmp_path):
 
 def sample(device: Device, parts: list[Reward], task: Any) -> Samples:
     engine = make_engine(device)
-    return rollout.sample_episodes(
+    return tiny.sample_episodes(
         rollout.EngineSampler(engine, 8), engine.tokenizer, device, questions(4, task), samples=2, max_tokens=10,
         context=64, seed=1, temperature=1.0, rewards=parts,
     )  # fmt: skip

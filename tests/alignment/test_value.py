@@ -13,7 +13,7 @@ from tiny import cpu_device
 
 from nanochat.alignment import value
 from nanochat.alignment.policy_losses import PPO
-from nanochat.alignment.value import ValueFunction, value_error
+from nanochat.alignment.value import ValueFunction
 from nanochat.checkpoint_manager import load_model
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
@@ -32,29 +32,29 @@ def test_advantages_of_tokens_by_hand():
     rewards = np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
     is_target, source = (batch.rows.targets != IGNORE).numpy(), batch.rows.source.numpy()
     # A_2 = 1 - 0.75 and A_1 = 0.25 + 0.5 x 0.25; -0.6, then 0.2 - 0.3 and 0.2 - 0.05
-    found = value.token_advantages(values, rewards, is_target, source, 1.0, 0.5)
+    found = value.token_advantages(values, rewards, is_target, source, 0.5)
     assert found.flatten().tolist() == pytest.approx([0.375, 0.25, 0.15, -0.1, -0.6, 0.0])
-    # With lambda 1 it is reward - value, with lambda 0 what the next value is more; a discount shrinks the latter.
-    found = value.token_advantages(values, rewards, is_target, source, 1.0, 1.0)
+    # With lambda 1 it is reward - value, with lambda 0 what the next value is more.
+    found = value.token_advantages(values, rewards, is_target, source, 1.0)
     assert found.flatten().tolist() == pytest.approx([0.5, 0.25, -0.2, -0.4, -0.6, 0.0])
-    found = value.token_advantages(values, rewards, is_target, source, 0.5, 0.0)
-    assert found.flatten().tolist() == pytest.approx([0.375 - 0.5, 0.25, 0.0, -0.1, -0.6, 0.0])
+    found = value.token_advantages(values, rewards, is_target, source, 0.0)
+    assert found.flatten().tolist() == pytest.approx([0.25, 0.25, 0.2, 0.2, -0.6, 0.0])
     # A tool's token between two targets changes nothing.
     gap = is_target.copy()
     gap[0, 3] = False
-    found = value.token_advantages(values, rewards, gap, source, 1.0, 0.5)
+    found = value.token_advantages(values, rewards, gap, source, 0.5)
     assert found.flatten().tolist() == pytest.approx([0.375, 0.25, 0.4 - 0.3, 0.0, -0.6, 0.0])
 
 
-def place_by_place(values, rewards, is_target, source, discount: float, gae_lambda: float) -> torch.Tensor:
+def place_by_place(values, rewards, is_target, source, gae_lambda: float) -> torch.Tensor:
     """The recurrence in fp32 as the paper has it: from the last place of the rows to the first, all rows at once."""
     advantages = torch.zeros_like(values)
     next_value, next_advantage = torch.zeros(2, len(values))
     later = torch.full_like(source[:, 0], -1)
     for t in reversed(range(values.size(1))):
         goes_on = source[:, t] == later
-        rise = torch.where(goes_on, discount * next_value, rewards[:, t]) - values[:, t]
-        advantage = rise + discount * gae_lambda * torch.where(goes_on, next_advantage, 0.0)
+        rise = torch.where(goes_on, next_value, rewards[:, t]) - values[:, t]
+        advantage = rise + gae_lambda * torch.where(goes_on, next_advantage, 0.0)
         advantages[:, t] = torch.where(is_target[:, t], advantage, 0.0)
         next_value = torch.where(is_target[:, t], values[:, t], next_value)
         next_advantage = torch.where(is_target[:, t], advantage, next_advantage)
@@ -62,8 +62,8 @@ def place_by_place(values, rewards, is_target, source, discount: float, gae_lamb
     return advantages
 
 
-@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 0.95), (0.9, 1.0), (0.99, 0.5)])
-def test_advantages_are_those_of_the_recurrence_place_by_place(discount: float, gae_lambda: float):
+@pytest.mark.parametrize("gae_lambda", [0.95, 1.0, 0.5])
+def test_advantages_are_those_of_the_recurrence_place_by_place(gae_lambda: float):
     """Rows of many samples, some of a single target, with tools' tokens and padding; a row without any target."""
     generator = torch.Generator().manual_seed(4)
     rewards, values = torch.randn(2, 5, 400, generator=generator)
@@ -72,8 +72,8 @@ def test_advantages_are_those_of_the_recurrence_place_by_place(discount: float, 
     source = (torch.rand(5, 400, generator=generator) < 0.05).cumsum(1)
     source[1] += source[0, -1]  # the first sample of a row has the number of the last one of the row before
     arguments = (values, rewards, is_target, source)
-    expected = place_by_place(*arguments, discount, gae_lambda)
-    found = value.token_advantages(*(part.numpy() for part in arguments), discount, gae_lambda)
+    expected = place_by_place(*arguments, gae_lambda)
+    found = value.token_advantages(*(part.numpy() for part in arguments), gae_lambda)
     np.testing.assert_allclose(found, expected.numpy(), rtol=2e-6, atol=2e-6)
 
 
@@ -112,10 +112,10 @@ def test_an_empty_step_has_no_advantages():
 def test_the_values_error_is_clipped():
     batch = replace(two_samples(OLD), old_values=VALUES, returns=VALUES + 1)
     model = critic(VALUES + torch.tensor([[0.1, 0.5, -0.5, 0.0, 0.0, 0.0]]))
-    error = value_error(model, batch, clip=0.2)
+    error = ValueFunction().error(model, batch)
     # 0.9; 0.5 counts as 1 - 0.2 = 0.8, the larger error, without a gradient; 1.5 counts in full
-    assert (2 * error).flatten().tolist() == pytest.approx([0.81, 0.64, 2.25, 1.0, 1.0, 0.0])
-    error.sum().backward()
+    assert (4 * error).flatten().tolist() == pytest.approx([0.81, 0.64, 2.25, 1.0, 1.0, 0.0])
+    (2 * error).sum().backward()
     assert model.values.grad.flatten().tolist() == pytest.approx([-0.9, 0.0, -1.5, -1.0, -1.0, 0.0])
     # The clipped objective of the tokens is 1, 1.2, -1, -0.4, -0.5 (test_losses.py), half the squared errors 2.85.
     loss, count = policy_loss(model, batch, method=PPO, max_tokens=8, critic=ValueFunction())
@@ -124,18 +124,18 @@ def test_the_values_error_is_clipped():
 
 def test_estimates_have_one_mean_and_deviation_over_all_minibatches():
     batch = replace(two_samples(), advantages=torch.tensor([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]]))
-    ((one,), (other,)) = ValueFunction(1.0, 0.5).estimate(critic(), [[batch], [batch]], cpu_device())
+    ((one,), (other,)) = ValueFunction(0.5).estimate(critic(), [[batch], [batch]], cpu_device())
     advantages = one.advantages.flatten()[:5]
     assert advantages.mean().item() == pytest.approx(0, abs=1e-6)
     assert advantages.square().mean().item() == pytest.approx(1, rel=1e-4)
     assert one.returns.flatten().tolist() == pytest.approx([0.875, 1.0, 0.35, 0.3, 0.0, 0.0])
-    loss, count = policy_loss(critic(), one, method=PPO, max_tokens=8, critic=ValueFunction(value_weight=2.0))
+    loss, count = policy_loss(critic(), one, method=PPO, max_tokens=8, critic=ValueFunction())
     errors = (one.returns - VALUES)[0, :5].square().sum()
-    assert (loss.item(), count.item()) == pytest.approx((-advantages.sum().item() + errors.item(), 5), abs=1e-5)
+    assert (loss.item(), count.item()) == pytest.approx((-advantages.sum().item() + errors.item() / 4, 5), abs=1e-5)
     assert torch.equal(other.advantages, one.advantages)
     # They do not change where all rewards are higher by as much, as far as fp32 has digits.
     higher = replace(batch, advantages=batch.advantages + 8192)
-    ((low,),), ((high,),) = (ValueFunction(1.0, 1.0).estimate(critic(), [[b]], cpu_device()) for b in (batch, higher))
+    ((low,),), ((high,),) = (ValueFunction(1.0).estimate(critic(), [[b]], cpu_device()) for b in (batch, higher))
     torch.testing.assert_close(high.advantages, low.advantages, atol=2e-3, rtol=0)
 
 

@@ -21,7 +21,7 @@ from tiny import cpu_device, lively_model, tiny_config
 from torch import Tensor
 
 from nanochat import losses
-from nanochat.alignment import preferences
+from nanochat.alignment import preferences, value
 from nanochat.alignment.advantages import leave_one_out
 from nanochat.alignment.pair_losses import orpo_loss
 from nanochat.alignment.reward_model import reward_loss
@@ -89,10 +89,8 @@ OLD = torch.log(torch.tensor([0.5, 0.125, 0.25, 1.0, 0.125, 1.0])).tolist()  # r
 def loss_of(name: str, model: Any, batch: PolicyBatch, max_tokens: int = 10, **settings: Any) -> tuple[Tensor, Tensor]:
     own = {key: settings.pop(key) for key in ("clip_low", "clip_high") if key in settings}
     method = METHODS[name].override(**own)
-    critic = {key: settings.pop(key) for key in ("value_weight", "value_clip") if key in settings}
-    if method.critic is not None:
-        settings["critic"] = method.critic(**critic)
-    return policy_loss(model, batch, method=method, max_tokens=max_tokens, **settings)
+    critic = None if method.critic is None else method.critic()
+    return policy_loss(model, batch, method=method, max_tokens=max_tokens, **{"critic": critic, **settings})
 
 
 LN2 = math.log(2)
@@ -186,7 +184,7 @@ def test_the_kl_penalty_is_in_the_loss(name, weights):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_gradients_are_finite_differences(name):
+def test_gradients_are_finite_differences(name, monkeypatch):
     """Of every method, off policy, with importance weights and a KL penalty; the constants stay where they were."""
     generator = torch.Generator().manual_seed(4)
     old, sampler, reference = (LOGP.double() + 0.3 * torch.randn(1, 6, generator=generator) for _ in range(3))
@@ -196,7 +194,7 @@ def test_gradients_are_finite_differences(name):
     gains, share = batch.advantages.double(), batch.sample_share.double()
     batch = PolicyBatch(rows, gains, share, old, reference, old_values, returns)
     settings = {"kl": 0.0 if name == "distill" else 0.2, "importance_cap": 1.1, "clip_low": 0.5, "clip_high": 0.5}
-    settings |= {"value_weight": 0.7, "value_clip": 0.9}
+    monkeypatch.setattr(value, "VALUE_CLIP", 0.9)
     model = Fixed(LOGP.double(), values.clone())
     loss_of(name, model, batch, **settings)[0].backward()
     gradients = [model.logp.grad, model.values.grad if METHODS[name].critic else torch.zeros(1, 6)]
@@ -361,7 +359,7 @@ def test_losses_and_gradients_are_those_of_trl():
         loss_fn, settings = grpo, {"kl": 0.1, "importance_cap": 1.5}
         if name == "ppo":  # its advantages are of tokens
             loss_fn = functools.partial(grpo, advantages=of_tokens)
-            settings |= {"batch": replace(batch, advantages=packed(of_tokens)), "value_weight": 0.0}
+            settings |= {"batch": replace(batch, advantages=packed(of_tokens)), "critic": None}
         ours, theirs = compare(name, loss_fn, trainer, **settings)
         torch.testing.assert_close(ours, theirs, msg=name)
 

@@ -113,7 +113,7 @@ def test_an_example_that_a_chat_template_refuses_is_named(family_tokenizers, tmp
     # By default such a record is left out, in mid-training too.
     assert not MixtureCorpus(open_mixture(f"mine={file}", "train"), refuses).read_block(0)
     mixture = open_mixture(f"mine={file}", "train", Reading(bad_records="fail"))
-    for read in (lambda: mixture.rendered(refuses, 5, 99), lambda: MixtureCorpus(mixture, refuses).read_block(0)):
+    for read in (lambda: mixture.rendered(refuses, 5), lambda: MixtureCorpus(mixture, refuses).read_block(0)):
         line = complaint(read)
         assert line.startswith(f"--tasks mine: {file} line 1: ") and line.endswith("no b")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
@@ -49,7 +50,7 @@ def make_engine(device: Device) -> Engine:
 
 def sample_episodes(engine: Engine, asked: list[tuple[Task, Example]], *, rows: int, **settings: Any) -> Samples:
     sampler = rollout.EngineSampler(engine, rows)
-    return rollout.sample_episodes(sampler, engine.tokenizer, engine.device, asked, context=64, **settings)
+    return tiny.sample_episodes(sampler, engine.tokenizer, engine.device, asked, context=64, **settings)
 
 
 def questions(count: int, task: Task) -> list[tuple[Task, Example]]:
@@ -66,7 +67,7 @@ def test_replies_stand_in_the_order_of_their_questions(engine):
         assert question.startswith(f"<|bos|><|user_start|>{'q' * (number // 3 % 3 + 1)}<|user_end|><|assistant_start|>")
         assert len(mask) == len(ids)
         text = text_of(parse_reply(engine.tokenizer, [t for t, m in zip(ids, mask, strict=True) if m]))
-        broken = mask[-1] == 1 and ids[-1] in engine.stop_ids - {engine.reply_end}
+        broken = mask[-1] == 1 and ids[-1] in engine.stop_ids - {engine.tokenizer.reply_ends[0]}
         assert drawn.rewards.flat[number] == (0 if broken else len(text))
         graded += [] if broken else [number // 3]
     assert sorted(answer for answer, _ in task.seen) == graded, "each reply that is not broken is graded once"
@@ -241,7 +242,7 @@ def test_an_episode_is_the_tokens_that_were_sampled(engine):
         return [replace(reply, tokens=list(reply.tokens)) for _ in prompts]
 
     settings = {"samples": 2, "max_tokens": 9, "seed": 1}
-    drawn = rollout.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=100, **settings)
+    drawn = tiny.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=100, **settings)
     said = "<|user_start|>you said aba<|user_end|><|assistant_start|>"
     text = f"<|user_start|>q<|user_end|><|assistant_start|>aba<|assistant_end|>{said}aba<|assistant_end|>{said}<|bos|>"
     first = drawn.groups[0][0]
@@ -255,7 +256,7 @@ def test_an_episode_is_the_tokens_that_were_sampled(engine):
     assert [sample.ending for sample in drawn] == ["broken"] * 2 and len({seed for turn in seeds for seed in turn}) == 6
     # Where the context has no room for what the environment says, the episode ends.
     seeds.clear()
-    short = rollout.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=20, **settings)
+    short = tiny.sample_episodes(sampler, tokenizer, engine.device, questions(1, Echoing()), context=20, **settings)
     assert [sample.ending for sample in short] == ["cut off"] * 2 and short.rewards.tolist() == [[1.0, 1.0]]
     tokens = short.groups[0][0].tokens
     assert tokens == first.tokens[: len(tokens)] and tokens[-1] == end

@@ -173,15 +173,15 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys, suf
         parquet.write_table(pa.Table.from_pylist([row, row]), file)
     mixture = open_mixture(str(file), "train")
     expected = render(family_tokenizers["qwen3"], [*CALLED, *CALLED[1:3]], tools=[WEATHER])
-    rendered = mixture.rendered(family_tokenizers["qwen3"], 0, 9999)
+    rendered = mixture.rendered(family_tokenizers["qwen3"], 0)
     assert (rendered.ids, rendered.mask) == (expected.ids, expected.mask)
     # Our own format has no such calls.
-    assert not mixture.rendered(tiny_tokenizer(), 0, 9999).ids
+    assert not mixture.rendered(tiny_tokenizer(), 0).ids
     assert "left out" in capsys.readouterr().err
-    assert not mixture.rendered(tiny_tokenizer(), 1, 9999).ids
+    assert not mixture.rendered(tiny_tokenizer(), 1).ids
     assert not capsys.readouterr().err
     strict = open_mixture(str(file), "train", Reading(bad_records="fail"))
-    assert f"{file} " in complaint(lambda: strict.rendered(tiny_tokenizer(), 0, 9999))
+    assert f"{file} " in complaint(lambda: strict.rendered(tiny_tokenizer(), 0))
 
 
 def test_a_model_whose_format_refuses_every_chat_ends_the_run(tmp_path):
@@ -189,8 +189,8 @@ def test_a_model_whose_format_refuses_every_chat_ends_the_run(tmp_path):
     file.write_text(f"{json.dumps({'messages': CALLED})}\n" * 2)
     mixture = open_mixture(str(file), "train")
     for index in range(99):
-        assert not mixture.rendered(tiny_tokenizer(), index, 9999).ids
-    assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 99, 9999))
+        assert not mixture.rendered(tiny_tokenizer(), index).ids
+    assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 99))
 
 
 def test_no_message_makes_a_special_token_with_its_neighbour():

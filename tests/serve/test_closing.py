@@ -73,7 +73,7 @@ def engine() -> Any:
 
 @pytest.fixture(scope="module")
 def vocabulary(engine: Any) -> Vocabulary:
-    return Vocabulary(engine.tokenizer, engine.reply_end)
+    return Vocabulary(engine.tokenizer, engine.tokenizer.reply_ends[0])
 
 
 def decode(engine: Any, rows: list[Row], logprobs: int = -1) -> list[list[NewToken]]:
@@ -108,9 +108,9 @@ def test_every_reply_is_a_whole_document(engine: Any, vocabulary: Vocabulary, na
     for max_tokens in (200, 64):
         grammar = vocabulary.compile(schema, max_tokens)
         # Also with the very fewest tokens: then the closing is the reply.
-        rows = rows_of(engine, grammar, max_tokens) + rows_of(engine, grammar, grammar.least_tokens)
+        rows = rows_of(engine, grammar, max_tokens) + rows_of(engine, grammar, len(grammar._closing))
         for reply in decode(engine, rows):
-            assert reply[-1].finish_reason == "stop" and reply[-1].id == engine.reply_end
+            assert reply[-1].finish_reason == "stop" and reply[-1].id == engine.tokenizer.reply_ends[0]
             document = read(engine.tokenizer.decode([new.id for new in reply[:-1]]))
             assert jsonschema_rs.is_valid(schema, document), document
 
@@ -127,7 +127,7 @@ def test_every_reply_is_a_whole_document(engine: Any, vocabulary: Vocabulary, na
     ],
 )
 def test_the_first_closing_is_the_shortest_document(vocabulary: Vocabulary, name: str, shortest: str):
-    assert vocabulary.compile(SCHEMAS[name], 200, is_compact=True).least_tokens == len(vocabulary(shortest)) + 1
+    assert len(vocabulary.compile(SCHEMAS[name], 200, is_compact=True)._closing) == len(vocabulary(shortest)) + 1
 
 
 def test_a_schema_that_does_not_fit_is_refused_with_the_length_that_does(engine: Any, vocabulary: Vocabulary):

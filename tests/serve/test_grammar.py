@@ -40,7 +40,7 @@ def engine() -> Any:
 
 @pytest.fixture(scope="module")
 def vocabulary(engine: Any) -> Vocabulary:
-    return Vocabulary(engine.tokenizer, engine.reply_end)
+    return Vocabulary(engine.tokenizer, engine.tokenizer.reply_ends[0])
 
 
 def test_no_special_token_but_the_end_is_ever_allowed(engine: Any, vocabulary: Vocabulary):
@@ -49,7 +49,7 @@ def test_no_special_token_but_the_end_is_ever_allowed(engine: Any, vocabulary: V
     for token in engine.tokenizer.encode('"a<|user_end|>"'):
         assert not grammar.allowed()[text:].any()
         grammar.accept(token)
-    assert grammar.allowed().nonzero().tolist() == [[engine.reply_end]]
+    assert grammar.allowed().nonzero().tolist() == [[engine.tokenizer.reply_ends[0]]]
 
 
 def test_what_is_given_is_written_as_the_tokenizer_writes_it(engine: Any, vocabulary: Vocabulary):
@@ -71,7 +71,7 @@ def test_the_references_of_each_tool_lead_to_its_own_schema(engine: Any, vocabul
         for token in engine.tokenizer.encode(f'{{"name":"{name}","arguments":{arguments}}}'):
             assert grammar.allowed()[token]
             grammar.accept(token)
-        assert grammar.allowed().nonzero().tolist() == [[engine.reply_end]]
+        assert grammar.allowed().nonzero().tolist() == [[engine.tokenizer.reply_ends[0]]]
 
 
 @pytest.mark.parametrize(

@@ -446,7 +446,7 @@ def ppo_estimate(device: str, micro_batches: int, tokens: int = 2048) -> dict[st
         values.append(found.to_device(torch.randn(2, tokens, generator=generator)))
     estimates = iter(values)
     with counts.counted() as counted:
-        done = ValueFunction(0.99, 0.9).estimate(lambda *_, **__: next(estimates), [batches], found)
+        done = ValueFunction(0.9).estimate(lambda *_, **__: next(estimates), [batches], found)
     numbers = [number.cpu().flatten() for batch in done[0] for number in (batch.advantages, batch.returns)]
     return {"numbers": torch.cat(numbers).tolist(), "counts": [counted.launches, counted.waits]}
 
