@@ -46,7 +46,7 @@ SEAMS = {
     # Losses of `chat_dpo --loss` beyond dpo: `PairLoss` of losses.py.
     "pair losses",
     # The beginning of --sampler, for samples from outside this process: a class with the methods of EngineSampler
-    # (rollout.py), `check_flag` and `open`.
+    # (rollout.py), and `check_flag`.
     "samplers",
     # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
     # operators.py, or one of its subclasses.

@@ -192,7 +192,7 @@ def main(config: Config) -> None:
         engine = Engine(model, start.tokenizer, device, config.graphs)
         sampler = rollout.EngineSampler(engine, rollout.ROWS_AT_ONCE, run.stop.should_stop)
     else:
-        sampler = sampler_kind.open(
+        sampler = sampler_kind(
             config.sampler, model, start.tokenizer, device, start.tag, rows=rollout.ROWS_AT_ONCE, graphs=config.graphs,
             patience=config.sampler_patience, should_stop=run.stop.should_stop,
             sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
@@ -218,11 +218,12 @@ def main(config: Config) -> None:
         from nanochat.samplers.ahead import Ahead
 
         schedule = Ahead(sampler, model, share_of_step, config.staleness, steps)
+    take = schedule.take
     if sampler_kind is not None:  # a sampler outside this process may have other weights
-        from nanochat.samplers.agreement import Checked
+        from nanochat.samplers.agreement import take_checked
 
-        schedule = Checked(
-            schedule, model, device, count=config.device_batch_size, temperature=config.temperature,
+        take = functools.partial(
+            take_checked, schedule, model, device, count=config.device_batch_size, temperature=config.temperature,
             staleness=config.staleness,
         )  # fmt: skip
 
@@ -250,7 +251,7 @@ def main(config: Config) -> None:
             drawn = None
             metrics = {}
             with run.interruptible("sampling"), run.reading():
-                drawn = rollout.exchange(schedule.take(step), device)
+                drawn = rollout.exchange(take(step), device)
                 metrics = drawn.metrics()
                 # A question whose replies are all equally good teaches nothing: another question replaces it
                 # (source: Yu et al. 2025, DAPO, dynamic sampling).

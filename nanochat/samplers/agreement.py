@@ -5,7 +5,7 @@ and what is learned from them is wrong. Two checks compare the log probabilities
 trainer's own, before anything is learned from them:
 
     check_agreement    a short reply, before the run's first step
-    Checked            some samples of every step
+    take_checked       some samples of every step
 
 A server may take weights and never use them: on a CPU vLLM 0.32 loaded a tied model's weights and kept its head, and
 answered every request with 200.
@@ -99,57 +99,35 @@ def check_agreement(
     print0(f"sampler: its log probabilities are within {largest:.1g} nats a token of the trainer's")
 
 
-class Checked:
-    """A schedule of samples (rollout.OnPolicy, ahead.Ahead) whose steps are sampled again where they disagree.
+def take_checked(
+    schedule: Any, model: GPT, device: Device, step: int, *, count: int, temperature: float, staleness: int
+) -> RankSamples:
+    """This rank's share of the samples of a step, as `schedule.take` (rollout.OnPolicy, ahead.Ahead), in agreement.
 
     Compares up to `count` samples of each rank. A step with other log probabilities than the trainer's is not learned
     from: the sampler gets the weights again and samples the step again, up to `ATTEMPTS` times in all. Then the run
     ends, and its checkpoint has learned from good samples only.
     """
-
-    def __init__(self, schedule: Any, model: GPT, device: Device, *, count: int, temperature: float, staleness: int):
-        self.schedule = schedule
-        self.model = model
-        self.device = device
-        self.count = count
-        self.temperature = temperature
-        self.staleness = staleness
-
-    def hand_over(self, step: int) -> None:
-        self.schedule.hand_over(step)
-
-    def begin(self, step: int) -> None:
-        self.schedule.begin(step)
-
-    def take(self, step: int) -> RankSamples:
-        """This rank's share of the samples of a step, as `OnPolicy.take`."""
-        for attempt in range(1, ATTEMPTS + 1):
-            share = self.schedule.take(step)
-            why = self._disagreement(share)
-            if not why:
-                break
-            if attempt == ATTEMPTS:
-                return replace(share, failed=f"{why}; this did not change in {ATTEMPTS} attempts")
+    why = ""
+    for attempt in range(ATTEMPTS):
+        if attempt:
             warn(f"{why}: it gets the weights again, and samples step {step} again")
-            self.schedule.forget()
-        return share
-
-    def _disagreement(self, share: RankSamples) -> str:
-        """How the sampler's log probabilities differ from the trainer's; empty where they agree, or where a rank has no
-        samples because it was interrupted or has failed, which `exchange` then raises."""
+            schedule.forget()
+        share = schedule.take(step)
         samples = [Sample(**sample) for sample in share.samples]
         # Neighbours are samples of one question: take them from all questions.
-        samples = samples[:: max(1, len(samples) // self.count)][: self.count]
+        samples = samples[:: max(1, len(samples) // count)][:count]
         is_whole = not (share.failed or share.interrupted)
-        reports = gather_values((is_whole, *measure(self.model, samples, self.device, self.temperature)), self.device)
+        reports = gather_values((is_whole, *measure(model, samples, device, temperature)), device)
         if not all(is_whole for is_whole, *_ in reports):
-            return ""
-        tokens = max(1, sum(count for *_, count in reports))
+            return share  # `exchange` raises why
+        tokens = max(1, sum(tokens for *_, tokens in reports))
         gap = sum(gap for _, gap, *_ in reports) / tokens
-        largest = largest_gap(sum(surprise for _, _, surprise, _ in reports) / tokens, self.staleness)
+        largest = largest_gap(sum(surprise for _, _, surprise, _ in reports) / tokens, staleness)
         if gap <= largest:  # a NaN is larger
-            return ""
-        return (
+            return share
+        why = (
             f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:.2g}: "
             "it has other weights, or log probabilities of another temperature"
         )
+    return replace(share, failed=f"{why}; this did not change in {ATTEMPTS} attempts")

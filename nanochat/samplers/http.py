@@ -71,46 +71,35 @@ class TryAgain(Exception):
     """The server cannot reply now."""
 
 
-NEUTRAL_PARAMS = SamplingParams()
-
-
 class HttpSampler:
-    """Samples from servers; see `rollout.Sampler`. All ranks create it together and hand over together.
+    """Samples from the servers of a --sampler flag, for a run of this tag; see `rollout.Sampler`. All ranks create it
+    together and hand over together.
 
-    `rows` is the number of replies that a server generates at once, if it does not report it; `folder` is the place of
-    the weights. Raises UserError: when a server does not answer, or cannot take these weights.
+    `rows` is the number of replies that a server generates at once, if it does not report it. `sampling` has the run's
+    settings, for the probe. `graphs` is the servers' own choice.
+    Raises UserError: when a server does not answer, or cannot take these weights.
     """
 
     def __init__(
-        self,
-        addresses: Sequence[str],
-        model: GPT,
-        tokenizer: Tokenizer,
-        device: Device,
-        folder: Path,
-        *,
-        rows: int,
-        patience: float,
-        key: str = "",
-        sampling: SamplingParams = NEUTRAL_PARAMS,  # the run's settings, also for the probe
-        should_stop: Callable[[], bool] = lambda: False,
-    ):
+        self, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
+        graphs: str, sampling: SamplingParams, should_stop: Callable[[], bool],
+    ):  # fmt: skip
         self.sampling = sampling
         self.tokenizer = tokenizer
         self.device = device
-        self.folder = folder
+        self.folder = run_dir("rl", tag) / "weights"
         self.patience = patience
         self.should_stop = should_stop
         self.headers = {"accept-encoding": "identity"}
-        if key:
+        if key := os.environ.get("NANOCHAT_API_KEY", ""):
             self.headers["authorization"] = f"Bearer {key}"
         self.is_checked = False
         self.trouble = ""  # the last problem of the present work
         self.weights = Path()  # the folder last handed over; its name identifies the weights
         if device.is_main:  # the copy of the weights is removed after the run
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         try:
-            self.servers = [asyncio.run(self._find(address.rstrip("/"), rows)) for address in addresses]
+            self.servers = [asyncio.run(self._find(address.rstrip("/"), rows)) for address in flag.split(",")]
         except Failed as error:
             raise UserError(str(error)) from error
         kinds = {server.kind for server in self.servers}
@@ -132,17 +121,6 @@ class HttpSampler:
         """Raises UserError: when `--sampler flag` is not a list of addresses."""
         if not all(re.fullmatch(r"https?://[^/\s]\S*", address) for address in flag.split(",")):
             raise UserError(f"--sampler {flag}: the addresses of servers are http://HOST:PORT, with commas")
-
-    @classmethod
-    def open(
-        cls, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
-        graphs: str, sampling: SamplingParams, should_stop: Callable[[], bool],
-    ) -> "HttpSampler":  # fmt: skip
-        """The servers of a --sampler flag, for a run of this tag; `graphs` is the servers' own choice."""
-        return cls(
-            flag.split(","), model, tokenizer, device, run_dir("rl", tag) / "weights", rows=rows, patience=patience,
-            key=os.environ.get("NANOCHAT_API_KEY", ""), sampling=sampling, should_stop=should_stop,
-        )  # fmt: skip
 
     async def _find(self, address: str, rows: int) -> Server:
         try:
@@ -402,7 +380,11 @@ class HttpSampler:
         body = self._request(server, prompt, params, max_tokens)
         status, content = await self._fetch(client, f"{server.address}/v1/completions", body, self.patience)
         _require(server, status, content, "refuses a request")
-        reply, weights = self._read(server, content, prompt, max_tokens)
+        reply, weights = _understood(
+            server.address,
+            "a reply without token_ids or logprobs; it needs the field return_token_ids of vLLM 0.16",
+            lambda: self._read(server, content, prompt, max_tokens),
+        )
         if weights not in ("", self.weights.name):
             server.is_ready = False
             raise TryAgain(f"the weights {weights} instead of {self.weights.name}: does another trainer use it?")
@@ -423,12 +405,10 @@ class HttpSampler:
         return body
 
     def _read(self, server: Server, content: bytes, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
-        """The reply, and the weights that sampled it if the server names them. Raises Failed: when it is wrong."""
-        what = "a reply without token_ids or logprobs; it needs the field return_token_ids of vLLM 0.16"
-        return _understood(server.address, what, lambda: self._checked(server, content, prompt, max_tokens))
+        """The reply, and the weights that sampled it if the server names them.
 
-    def _checked(self, server: Server, content: bytes, prompt: Sequence[int], max_tokens: int) -> tuple[Reply, str]:
-        """Raises Failed: for what is wrong in the reply. Raises whatever its form makes it raise."""
+        Raises Failed: for what is wrong in the reply. Raises whatever its form makes it raise.
+        """
         body = json.loads(content)
         choices = body["choices"]
         choice = choices[0]

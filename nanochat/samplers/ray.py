@@ -79,23 +79,16 @@ class Worker:
 
 
 class RaySampler:
-    """Samples from `count` workers; see `rollout.Sampler`. Each generates `rows` replies at once.
+    """Samples from the workers of a --sampler flag; see `rollout.Sampler`. Each generates `rows` replies at once.
 
+    The weights need no folder, and the workers are engines of ours, so `tag` and `sampling` do not matter.
     Raises UserError: when there is no cluster.
     """
 
     def __init__(
-        self,
-        count: int,
-        model: GPT,
-        tokenizer: Tokenizer,
-        device: Device,
-        *,
-        rows: int,
-        patience: float,
-        graphs: Literal["auto", "on", "off"],
-        should_stop: Callable[[], bool] = lambda: False,
-    ):
+        self, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
+        graphs: Literal["auto", "on", "off"], sampling: SamplingParams, should_stop: Callable[[], bool],
+    ):  # fmt: skip
         import ray
         from ray import exceptions
 
@@ -110,7 +103,7 @@ class RaySampler:
                 raise UserError(
                     "--sampler ray:N found no cluster: `ray start --head` starts one, RAY_ADDRESS names one"
                 ) from error
-        self.count = count
+        self.count = int(flag.removeprefix("ray:"))
         self.rows = rows
         self.patience = patience
         self.should_stop = should_stop
@@ -119,10 +112,10 @@ class RaySampler:
         options = devices.RAY_OPTIONS[device.kind]
         made = ray.remote(**options)(Worker)
         self.start: Callable[[], Any] = lambda: made.remote(model.config, tokenizer, device.kind, dtype, graphs)
-        self.workers = [self.start() for _ in range(count)]
+        self.workers = [self.start() for _ in range(self.count)]
         self.weights: ObjectRef[Any] | None = None
         self.version = 0
-        print0(f"sampler: {count} workers of Ray for each process, each with {options}")
+        print0(f"sampler: {self.count} workers of Ray for each process, each with {options}")
 
     @staticmethod
     def check_flag(flag: str) -> None:
@@ -131,18 +124,6 @@ class RaySampler:
             raise UserError(f"--sampler {flag}: ray:N has a number of workers, 1 to 9999")
         if importlib.util.find_spec("ray") is None:
             raise UserError(f"--sampler {flag} needs the package ray: pip install -e '.[ray]'")
-
-    @classmethod
-    def open(
-        cls, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
-        graphs: Literal["auto", "on", "off"], sampling: SamplingParams, should_stop: Callable[[], bool],
-    ) -> "RaySampler":  # fmt: skip
-        """The workers of a --sampler flag. The weights need no folder, and the workers are engines of ours, so the
-        run's tag and settings do not matter."""
-        count = int(flag.removeprefix("ray:"))
-        return cls(
-            count, model, tokenizer, device, rows=rows, patience=patience, graphs=graphs, should_stop=should_stop
-        )
 
     def hand_over(self, model: GPT) -> None:
         """Sample with the model's present weights from now on. All ranks call it together.

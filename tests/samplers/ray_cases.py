@@ -11,7 +11,7 @@ import pytest
 import ray
 from runs import sha256
 from test_lora import adapt
-from test_samplers import failure, policy, prompts_and_settings
+from test_samplers import failure, open_ray, policy, prompts_and_settings
 from test_scripts import base, call  # noqa: F401 (base is a fixture)
 from test_stages import graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
 from tiny import cpu_device, tiny_tokenizer
@@ -19,7 +19,6 @@ from tiny import cpu_device, tiny_tokenizer
 from nanochat import cli, rollout
 from nanochat.adapters.lora import Lora
 from nanochat.engine import Engine
-from nanochat.samplers.ray import RaySampler
 from nanochat.sampling import SamplingParams
 
 
@@ -34,7 +33,7 @@ def cluster() -> Iterator[Any]:
 def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, capsys):
     """With new weights each time. A worker that is killed while it samples costs no reply."""
     prompts, settings = prompts_and_settings(1.3)
-    sampler = RaySampler(2, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
+    sampler = open_ray(2)
     models = (policy(0), policy(1), adapt(policy(2), Lora(4, 8.0)))
     for model, killed in zip(models, (None, "before", "meanwhile"), strict=True):
         expected = rollout.EngineSampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)

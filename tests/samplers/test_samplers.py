@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -84,9 +85,21 @@ def address() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def open_http(*addresses: str, model: GPT, folder: Path, **settings: Any) -> HttpSampler:
-    settings = {"rows": 8, "patience": 2.0, "key": KEY, **settings}
-    return HttpSampler(addresses, model, tiny_tokenizer(), cpu_device(), folder / "weights", **settings)
+def open_http(*addresses: str, model: GPT, tag: str = "tag", **settings: Any) -> HttpSampler:
+    settings = {"rows": 8, "patience": 2.0, "graphs": "auto", "sampling": SamplingParams(), **settings}
+    with mock.patch.dict(os.environ, NANOCHAT_API_KEY=KEY):
+        return HttpSampler(
+            ",".join(addresses), model, tiny_tokenizer(), cpu_device(), tag, should_stop=lambda: False, **settings
+        )
+
+
+def open_ray(workers: int) -> Any:
+    from nanochat.samplers.ray import RaySampler  # an extra
+
+    return RaySampler(
+        f"ray:{workers}", policy(), tiny_tokenizer(), cpu_device(), "tag", rows=4, patience=60.0, graphs="auto",
+        sampling=SamplingParams(), should_stop=lambda: False,
+    )  # fmt: skip
 
 
 def failure(action: Callable[[], Any]) -> str:
@@ -114,7 +127,7 @@ def test_a_server_samples_what_the_engine_samples(address, folder, temperature):
     model = policy()
     prompts, settings = prompts_and_settings(temperature, 24)
     expected = rollout.EngineSampler(Engine(policy(), tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 40)
-    sampler = open_http(address, model=model, folder=folder)
+    sampler = open_http(address, model=model)
     sampler.hand_over(model)
     replies = sampler(prompts, settings, 40)
     for reply, wanted in zip(replies, expected, strict=True):
@@ -133,7 +146,7 @@ def test_a_server_samples_with_adapters_as_the_engine_does(address, folder, kind
     model.add_scalar_head()
     prompts, settings = prompts_and_settings(1.3)
     expected = rollout.EngineSampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
-    sampler = open_http(address, model=model, folder=folder, patience=60.0)
+    sampler = open_http(address, model=model, patience=60.0)
     sampler.hand_over(model)
     replies = sampler(prompts, settings, 20)
     assert [reply.tokens for reply in replies] == [reply.tokens for reply in expected]
@@ -145,22 +158,23 @@ def test_a_server_samples_with_adapters_as_the_engine_does(address, folder, kind
 
 def test_each_reply_names_its_weights_and_old_folders_go(address, folder):
     first, second = policy(seed=1), policy(seed=2)
-    sampler = open_http(address, model=first, folder=folder)
+    sampler = open_http(address, model=first)
     prompts, settings = prompts_and_settings(0.0)
     by_weights = []
-    (folder / "weights" / "fp_of_a_killed_trainer").mkdir(parents=True)
+    weights = folder / "runs" / "rl" / "tag" / "weights"
+    (weights / "fp_of_a_killed_trainer").mkdir(parents=True)
     for model in (first, second, first):
         sampler.hand_over(model)
-        assert [path.name for path in (folder / "weights").iterdir()] == [sampler.weights.name]
+        assert [path.name for path in weights.iterdir()] == [sampler.weights.name]
         by_weights.append([reply.tokens for reply in sampler(prompts, settings, 10)])
     assert by_weights[0] == by_weights[2] != by_weights[1]
     # Another trainer takes the server in between: its weights are noticed, and ours are handed over again.
-    other = open_http(address, model=second, folder=folder / "other")
+    other = open_http(address, model=second, tag="other")
     other.hand_over(second)
     assert [reply.tokens for reply in sampler(prompts, settings, 10)] == by_weights[0]
     assert sampler.weights.is_dir()
     del sampler
-    assert not (folder / "weights").exists()
+    assert not weights.exists()
 
 
 def test_weights_are_taken_from_the_base_folder_by_a_server_for_rl_alone(address, folder, tmp_path):
@@ -187,7 +201,7 @@ def test_weights_are_taken_from_the_base_folder_by_a_server_for_rl_alone(address
 @pytest.mark.parametrize("change", ["shape", "tokenizer"])
 def test_weights_of_another_model_are_refused(address, folder, change):
     model = policy() if change == "tokenizer" else lively_model(tiny_config(vocab_size=300, sequence_len=CONTEXT))
-    sampler = open_http(address, model=model, folder=folder)
+    sampler = open_http(address, model=model)
     if change == "tokenizer":
         tokens = tiny_tokenizer().tokens
         sampler.tokenizer = type(sampler.tokenizer)([*tokens[:-1], b"zzz"])
@@ -285,7 +299,7 @@ def sampler(fake, fake_address, folder, monkeypatch) -> Iterator[HttpSampler]:
     fake.requests.clear()
     monkeypatch.setattr(http_sampler, "check_agreement", lambda *_: None)
     model = policy()
-    sampler = open_http(fake_address, model=model, folder=folder / "fake", patience=20.0)
+    sampler = open_http(fake_address, model=model, tag="fake", patience=20.0)
     sampler.hand_over(model)
     fake.requests.clear()
     yield sampler
@@ -376,7 +390,7 @@ def test_numbers_that_are_no_logprobs_are_one_line(sampler, fake, path, value):
 @pytest.mark.parametrize("slots", [0, -1, "many", [], 10**400, float("nan"), float("inf")])
 def test_slots_that_are_no_number_are_one_line(fake, fake_address, folder, monkeypatch, slots):
     monkeypatch.setattr(fake, "models", {"nanochat": {"slots": slots}})
-    assert "/v1/models" in complaint(lambda: open_http(fake_address, model=policy(), folder=folder))
+    assert "/v1/models" in complaint(lambda: open_http(fake_address, model=policy()))
 
 
 @pytest.mark.slow
@@ -441,7 +455,7 @@ def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_add
 
     other = FakeServer()
     with served(other) as second:
-        sampler = open_http(fake_address, second, model=model, folder=folder / "two", patience=30.0)
+        sampler = open_http(fake_address, second, model=model, tag="two", patience=30.0)
         sampler.hand_over(model)
         expected = sample()[0]
         assert 3 <= sum(route == "/v1/completions" for route, _ in other.requests) <= 6
@@ -470,7 +484,7 @@ def test_a_server_that_hangs_costs_its_patience_once(sampler, fake_address, fold
     hanging.fault = lambda number, reply: time.sleep(2.5)
     expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
     with served(hanging) as second:
-        sampler = open_http(fake_address, second, model=model, folder=folder / "two", patience=1.0)
+        sampler = open_http(fake_address, second, model=model, tag="two", patience=1.0)
         sampler.hand_over(model)
         assert [reply.tokens for reply in sampler(prompts, settings, 8)] == expected
     assert f"{second} is lost (ReadTimeout): its requests go to the others" in capsys.readouterr().err
@@ -480,7 +494,7 @@ def test_a_server_that_refuses_the_weights_ends_the_run_though_another_takes_the
     model = policy()
     other = FakeServer()
     with served(other) as second:
-        sampler = open_http(fake_address, second, model=model, folder=folder / "two")
+        sampler = open_http(fake_address, second, model=model, tag="two")
         sampler.hand_over(model)
         answer = other.reply
         other.reply = lambda route, body: (403, {}) if route.startswith("/update") else answer(route, body)
@@ -495,7 +509,7 @@ def test_without_a_server_that_takes_the_weights_the_sampler_gives_up(sampler, f
 
 def test_a_server_of_another_kind_is_one_line(sampler, fake, fake_address, folder, monkeypatch):
     monkeypatch.setattr(fake, "reply", lambda route, body: (404, {}))
-    message = complaint(lambda: open_http(fake_address, model=policy(), folder=folder))
+    message = complaint(lambda: open_http(fake_address, model=policy()))
     assert (
         message == f"--sampler {fake_address}: status 404; it has no /v1/models, so it is not a server with "
         "OpenAI's API, as chat_web --for_rl is"
@@ -516,10 +530,10 @@ def test_what_other_servers_are_told(sampler, folder):
     model = family_policy()
     other = FakeServer("vllm")
     with served(other) as address:
-        sampler = open_http(address, model=model, folder=folder / "vllm")
+        sampler = open_http(address, model=model, tag="vllm")
         sampler.hand_over(model)
         sampler([[1, 2]], [SamplingParams()], 4)
-        assert complaint(lambda: open_http(address, model=policy(), folder=folder)).endswith("use chat_web --for_rl")
+        assert complaint(lambda: open_http(address, model=policy())).endswith("use chat_web --for_rl")
     _, (rpc, body), (cache, _), (_, request), _ = other.requests
     assert (rpc, body["method"], cache) == ("/collective_rpc", "reload_weights", "/reset_prefix_cache")
     weights = Path(body["kwargs"]["weights_path"])
@@ -536,7 +550,7 @@ def test_weights_in_several_files_are_named_by_all_of_them(fake_address, folder,
     """A step of large weights may change only the last file."""
     monkeypatch.setattr(hf, "write_weights", partial(hf.write_weights, shard_bytes=1 << 12))
     model = family_policy()
-    sampler = open_http(fake_address, model=model, folder=folder)
+    sampler = open_http(fake_address, model=model)
     sampler.family = "qwen3"
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     first = sampler._write(model, weights)
@@ -729,11 +743,9 @@ import functools
 import psutil
 from ray._private import services
 services.find_gcs_addresses = functools.cache(set)  # the clusters of other tests are not joined
-from tiny import cpu_device, tiny_tokenizer
-from test_samplers import policy
-from nanochat.samplers.ray import RaySampler
+from test_samplers import open_ray, policy
 
-sampler = RaySampler(1, policy(), tiny_tokenizer(), cpu_device(), rows=4, patience=60.0, graphs="auto")
+sampler = open_ray(1)
 sampler.hand_over(policy())
 me = psutil.Process()
 for process in [me, *me.children(recursive=True)]:

@@ -31,7 +31,7 @@ from tiny_families import save_family
 from nanochat.rollout import RankSamples, Reply, Sample
 from nanochat.samplers import agreement
 from nanochat.samplers import http as http_sampler
-from nanochat.samplers.agreement import Checked, largest_gap, measure
+from nanochat.samplers.agreement import largest_gap, measure, take_checked
 from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
 from nanochat.sampling import SamplingParams
@@ -338,11 +338,11 @@ def test_a_step_is_sampled_again_where_it_disagrees(monkeypatch, capsys, gaps, f
     monkeypatch.setattr(agreement, "measure", measured)
     model: Any = None
     schedule = Schedule(gaps)
-    checked = Checked(schedule, model, cpu_device(), count=4, temperature=1.0, staleness=0)
-    assert bool(checked.take(5).failed) == fails
+    settings: Any = {"count": 4, "temperature": 1.0, "staleness": 0}
+    assert bool(take_checked(schedule, model, cpu_device(), 5, **settings).failed) == fails
     assert schedule.forgotten == forgotten == capsys.readouterr().err.count("samples step 5 again")
     interrupted = Schedule((), RankSamples(1, 2, interrupted=True))
-    assert Checked(interrupted, model, cpu_device(), count=4, temperature=1.0, staleness=0).take(0).interrupted
+    assert take_checked(interrupted, model, cpu_device(), 0, **settings).interrupted
     assert interrupted.forgotten == 0
 
 
