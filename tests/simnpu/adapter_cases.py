@@ -26,7 +26,7 @@ from nanochat.optim import StateFormat
 from nanochat.packing import PackedBatch
 from nanochat.run.memory import begin as begin_ledger
 from nanochat.run.memory import full_rows
-from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
+from nanochat.train import Meter, Progress, make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section
 
 
@@ -79,8 +79,12 @@ def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, 
     loss_fn = masked_loss if document else next_token_loss
     train_step(model, optimizer, [batch], loss_fn, device=device)
     torch.npu.reset_peak_memory_stats()
-    with section("packed step" if document else "step"):
-        train_step(model, optimizer, [batch], loss_fn, device=device)
+    name = "packed step" if document else "step"
+    with section(name):
+        stats = train_step(model, optimizer, [batch], loss_fn, device=device)
+    meter = Meter(Progress(), device)
+    with section(f"log line of a {name}"):
+        meter.read(stats)
     return {"allocated": torch.npu.max_memory_allocated(), "reserved": torch.npu.max_memory_reserved()}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 from simnpu import counts  # noqa: E402
 from simnpu.operators import OPERATORS  # noqa: E402
@@ -42,8 +42,6 @@ def raises(*words: str, error: type[Exception] = RuntimeError) -> Iterator[None]
 # ---- operators ----
 
 COMPUTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {  # of x (4, 6), y (4, 6), i (4, 6) integers
-    "sums": lambda x, y, i: (x + y, x - 2, 3 * x, x / y, x.addcmul(y, y, value=0.5), torch.lerp(x, y, 0.25)),
-    "products": lambda x, y, i: (x @ y.t(), x.mm(y.t()), x[0].dot(y[0]), x.mv(y[0]), torch.einsum("ij,kj->ik", x, y)),
     "in place": lambda x, y, i: (x.add_(y).mul_(2).clamp_(-1, 1).relu_(), x.t().copy_(y.t()), x[:, ::2].zero_(), x),
     "in place, expanded": lambda x, y, i: (x.sub_(y[:1].expand(4, 6)), x[1:].mul_(y[0]), x),
     "out": lambda x, y, i: (
@@ -53,16 +51,11 @@ COMPUTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {  # of x (4,
         torch.max(x, 1, out=(x.new_empty(0), i.new_empty(0))),
     ),
     "strided": lambda x, y, i: (x[:, ::2] + y[:, 1::2], x.t().contiguous(), x[1:3, 2:5].clone(), x.t().reshape(-1)),
-    "reductions": lambda x, y, i: (
-        x.sum(), x.mean(1), x.amax(0), x.std(1), x.argmax(1), x.logsumexp(1), x.norm(), x.prod(), x.cumsum(0), x.any(),
-    ),
-    "softmax": lambda x, y, i: (x.softmax(1), F.log_softmax(x, 0), F.cross_entropy(x, i[:, 0] % 6)),
+    "reductions": lambda x, y, i: (x.sum(), x.std(1), x.amax(0), x.argmax(1), x.logsumexp(1), x.norm(), x.cumsum(0)),
     "indexing": lambda x, y, i: (
-        x[i[:, 0] % 4], x[x > 0], x.index_select(1, i[0] % 6), x.gather(1, i % 6), x.take_along_dim(i % 6, 1),
-        x.index_put((i[:, 0] % 4,), y, accumulate=True), x.scatter(1, i % 6, y), x.masked_fill(x > 0, 7.0),
-        F.embedding(i % 4, x), torch.where(x > 0, x, y), x.nonzero(), torch.topk(x, 2), x.sort(1),
+        x[i[:, 0] % 4], x[x > 0], x.gather(1, i % 6), x.index_put((i[:, 0] % 4,), y, accumulate=True),
+        x.scatter(1, i % 6, y), x.masked_fill(x > 0, 7.0), F.embedding(i % 4, x), torch.topk(x, 2), x.sort(1),
     ),
-    "integers": lambda x, y, i: (i + 1, i // 3, i % 5, i * i, i.cumsum(1), i.flatten().bincount(), i == 3, ~(i > 2)),
     "made": lambda x, y, i: (
         torch.arange(5, device=x.device), torch.zeros(2, device=x.device), torch.full((2,), 3.5, device=x.device),
         torch.ones_like(x), torch.eye(3, device=x.device), torch.linspace(0, 1, 5, device=x.device),
@@ -71,10 +64,8 @@ COMPUTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {  # of x (4,
         torch._foreach_add([x, y], 1.0), torch._foreach_mul([x, y], [2.0, 3.0]), torch._foreach_norm([x, y]),
         torch._foreach_add_([x, y], [y.clone(), x.clone()]), x, y, x.split(2), torch.stack([x, y]), x.chunk(3, 1),
     ),
-    "norms": lambda x, y, i: (F.layer_norm(x, (6,)), F.rms_norm(x, (6,)), F.gelu(x), F.silu(x), F.normalize(x)),
     "types": lambda x, y, i: (x.to(torch.bfloat16), x.half().float(), x.long(), i.float(), x > y, i.int().bool()),
     "halves": lambda x, y, i: (x.bfloat16() @ y.bfloat16().t(), x.bfloat16().softmax(1), x.half() * 2, x.half().sum()),
-    "triangles": lambda x, y, i: (x.tril(), x.triu(1), torch.tril(torch.ones(5, 5, device=x.device), -1)),
     "empty": lambda x, y, i: (x[:0] + 1, x[:0].sum(), torch.cat([x[:0], x]), x.new_empty(0, 3).t()),
 }  # fmt: skip
 
@@ -115,86 +106,6 @@ def check_modelled_operators_take_the_arguments_of_torch_npus_schemas() -> None:
             assert (parameter.kind == inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only, (name, parameter.name)
             default = parameter.default if parameter.default is not inspect.Parameter.empty else None
             assert default == argument.default_value, (name, parameter.name)
-
-
-def check_gradients_are_the_cpus() -> None:
-    def gradients(device: str) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(1)
-        shapes = ((3, 5), (5, 4), (2, 3, 5), (5,), (7, 5))
-        leaves = [torch.randn(shape, generator=generator).to(device).requires_grad_() for shape in shapes]
-        a, b, c, v, table = leaves
-        where = torch.tensor([[0, 6, 6], [1, 1, 2]], device=device)
-        loss = (a @ b).relu().sum() + (c @ b).pow(2).mean() + (c @ v).sum() + (v @ v) + (c @ c.mT).tanh().sum()
-        loss = loss + F.embedding(where, table).mul(c).sum() + F.layer_norm(c, (5,)).logsumexp(-1).sum()
-        loss = (
-            loss
-            + torch.where(a > 0, a, a.exp()).sum()
-            + a.softmax(1).max(1).values.sum()
-            + a.gather(1, where.t() % 5).sum()
-        )
-        loss.backward()
-        return [loss.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
-
-    same(gradients("cpu"), gradients("npu"))
-
-
-class Toy(nn.Module):
-    """A transformer's parts, with attention written out: then every operation is the CPU's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(40, 32), nn.Linear(32, 40, bias=False)
-        self.qkv, self.out, self.norm = nn.Linear(32, 96, bias=False), nn.Linear(32, 32), nn.LayerNorm(32)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        q, k, v = self.qkv(self.norm(x)).view(*tokens.shape, 3, 4, 8).permute(2, 0, 3, 1, 4)
-        length = tokens.shape[1]
-        hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-        weights = (q @ k.mT / 8**0.5).masked_fill(hidden, float("-inf")).softmax(-1)
-        x = x + self.out((weights @ v).transpose(1, 2).reshape(*tokens.shape, 32)).relu()
-        return self.head(x)
-
-
-def losses_of_training(device: str, dtype: torch.dtype, fused: bool) -> list[float]:
-    torch.manual_seed(0)
-    model = Toy()
-    tokens = torch.randint(0, 40, (5, 2, 17))
-    model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=fused)
-    losses = []
-    for batch in tokens:
-        batch = batch.to(device)
-        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-            logits = model(batch[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def check_training_in_fp32_has_the_cpus_losses() -> None:
-    for fused in (False, True):
-        assert losses_of_training("npu", torch.float32, fused) == losses_of_training("cpu", torch.float32, fused)
-
-
-def check_training_under_autocast_is_near_the_cpus() -> None:
-    for ours, theirs in zip(*(losses_of_training(d, torch.bfloat16, False) for d in ("npu", "cpu")), strict=True):
-        assert abs(ours - theirs) < 0.02, (ours, theirs)
-
-
-def check_autocast_and_fused_attention_are_torch_npus() -> None:
-    q = torch.randn(1, 2, 16, 32, device="npu")
-    with counts.counted() as counted, torch.autocast("npu", torch.bfloat16):
-        assert (q @ q.mT).dtype == torch.bfloat16
-        attended = F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert attended.dtype == torch.bfloat16
-    assert any("npu_fusion_attention" in operator for operator in counted.by_operator()), counted.by_operator()
-    plain = F.scaled_dot_product_attention(q.cpu(), q.cpu(), q.cpu(), is_causal=True)
-    assert (attended.float().cpu() - plain).abs().max() < 0.03
 
 
 def check_new_tensors_are_contiguous() -> None:
@@ -257,16 +168,6 @@ def check_fresh_memory_is_not_zero() -> None:
     assert torch.empty(1 << 22, device="npu").isnan().all()
 
 
-def check_the_allocator_counts() -> None:
-    npu.reset_peak_memory_stats()
-    before = npu.memory_allocated()
-    x = torch.ones(1 << 20, device="npu")
-    y = x * 2
-    assert npu.memory_allocated() - before >= 2 * (4 << 20)
-    del y
-    assert npu.max_memory_allocated() - before >= 2 * (4 << 20) > npu.memory_allocated() - before
-
-
 # ---- random numbers ----
 
 
@@ -286,22 +187,14 @@ def check_random_numbers_follow_seed_and_state() -> None:
 
 
 def check_generators_are_their_own() -> None:
-    generator = torch.Generator("npu").manual_seed(3)
-    torch.manual_seed(0)
-    drawn = (
-        torch.rand(5, generator=generator, device="npu"),
-        torch.multinomial(torch.rand(2, 9, device="npu"), 3, generator=generator),
-    )
-    assert generator.get_state().view(torch.int64).tolist()[1] > 0
-    generator.manual_seed(3)
-    torch.manual_seed(0)
-    again = (
-        torch.rand(5, generator=generator, device="npu"),
-        torch.multinomial(torch.rand(2, 9, device="npu"), 3, generator=generator),
-    )
-    assert all(torch.equal(*pair) for pair in zip(drawn, again, strict=True))
-    mean = torch.empty(4000, device="npu").exponential_(generator=generator).mean().item()
-    assert 0.9 < mean < 1.1
+    generator = torch.Generator("npu")
+    drawn = []
+    for _ in range(2):
+        generator.manual_seed(3)
+        uniform = torch.rand(5, generator=generator, device="npu")
+        chosen = torch.multinomial(torch.ones(2, 9, device="npu"), 3, generator=generator)
+        drawn.append([*uniform.tolist(), *chosen.flatten().tolist()])
+    assert drawn[0] == drawn[1] and generator.get_state().view(torch.int64).tolist()[1] > 0
     kept = F.dropout(torch.ones(4000, device="npu"), 0.25)
     assert 0.7 < (kept > 0).float().mean().item() < 0.8 and abs(kept.max().item() - 4 / 3) < 1e-6
     with raises("NPU generator"):
@@ -374,17 +267,6 @@ def check_pinned_buffers_that_are_freed_are_no_mistake() -> None:
         assert (x == step).all()
         torch.full((1000,), -1.0).pin_memory()  # would take the freed buffer, if that were free already
     npu.synchronize()
-
-
-def check_events_measure_time() -> None:
-    start, end = npu.Event(enable_timing=True), npu.Event(enable_timing=True)
-    start.record()
-    x = torch.randn(300, 300, device="npu")
-    for _ in range(5):
-        x = x @ x
-    end.record()
-    end.synchronize()
-    assert 0 < start.elapsed_time(end) < 10_000 and end.query()
 
 
 def check_copies_between_devices_and_layouts() -> None:
@@ -515,18 +397,6 @@ def check_launches_and_waits_are_counted() -> None:
         with counts.counted() as counted:
             call()
         assert (counted.launches, counted.waits) == (launches, waits), (call.__code__.co_firstlineno, counted)
-
-
-def check_counts_name_the_place() -> None:
-    w = torch.ones(2, 2, device="npu", requires_grad=True)
-    with counts.counted() as counted:
-        loss = (w * w).sum()
-        line = sys._getframe().f_lineno + 1
-        loss.backward()
-        loss.item()
-    places = {site.partition(" ")[0].rpartition("/")[2]: count for site, count in counted.by_site().items()}
-    assert places[f"checks.py:{line}"][0] >= 3 and places[f"checks.py:{line + 1}"][1] == 1, counted.by_site()
-    assert {"aten::mul.Tensor", "copy to the host"} <= counted.by_operator().keys()
 
 
 # ---- the rest of torch.npu ----

@@ -125,7 +125,7 @@ def _check(error: int, what: str) -> None:
 
 def _host_waits(what: str) -> None:
     """The host waits for the current stream: what is under way there arrives."""
-    counts.wait(what)
+    counts.wait()
     with counts.quiet():
         _check(_library.aclrtSynchronizeStream(_stream()), what)
 
@@ -161,7 +161,7 @@ def _on_capture(identity: int, begins: int) -> None:
 
 def _on_replay(identity: int) -> int:
     graph = _graphs[identity]
-    counts.launch("graph replay")
+    counts.launch()
     try:
         with counts.quiet(), torch.inference_mode():  # the tensors may be an inference's
             # torch_npu has advanced the generators for the whole graph just now
@@ -259,7 +259,7 @@ class Kernel:
         converted = {name: call.converted(name, value) for name, value in given.items()}
         if self._waits_for(given):
             _host_waits(self.label)
-        counts.launch(self.label)
+        counts.launch()
         device = call.device or _current_device()
         graph = _capturing()
         if graph is not None and self.name in NOT_RECORDED:
@@ -445,7 +445,7 @@ class Call:
                     f"{kernel.label}: Expected all tensors to be on the same device. "
                     f"Expected NPU tensor, please check whether the input tensor {name}'s device is correct."
                 )
-            counts.launch("copy to the device")  # torch_npu moves indices over
+            counts.launch()  # torch_npu moves indices over
             _host_waits(f"{kernel.label}: indices on the host")
             return value
         if self.device is None:
@@ -470,7 +470,7 @@ def _memory_copy(target: torch.Tensor, source: torch.Tensor, to_host: bool, non_
     size = target.numel() * target.element_size()
     kind = 2 if to_host else 1
     host = target if to_host else source
-    counts.launch("copy to the host" if to_host else "copy to the device")
+    counts.launch()
     graph = _capturing()
     if graph is not None and non_blocking:
         if not host.is_pinned():
@@ -524,7 +524,7 @@ def _copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
             _host_waits("copy between devices")
         with npu.device(source.device):
             _host_waits("copy between devices")
-    counts.launch("copy on the device")
+    counts.launch()
     storages: dict[int, Any] = {}
     to, from_ = alias(target, storages), alias(source, storages)
     graph = _capturing()
@@ -556,7 +556,7 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.T
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:
-    counts.launch("copy to the host")
+    counts.launch()
     with npu.device(tensor.device):
         _host_waits("item")
     return alias(tensor).item()
@@ -692,7 +692,7 @@ CALLED_BY_NAME = {"aclnnInplaceCopy": _inplace_copy, "aclnnConstantPadNd": _cons
 
 
 def _on_operator(name: bytes, arguments: Any, count: int) -> int:
-    counts.launch(name.decode())
+    counts.launch()
     try:
         with torch.no_grad():
             run = CALLED_BY_NAME[name.decode()](*arguments[:count])
@@ -779,7 +779,6 @@ def register() -> None:
         _keep.append(above)
         for name in FALL_THROUGH:
             above.impl(name.partition("::")[2], torch.library.fallthrough_kernel, allow_override=True)
-    counts.finish_before_torch_npu()
 
 
 def _hook_up() -> None:
@@ -787,8 +786,8 @@ def _hook_up() -> None:
     replay = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(_on_replay)
     destroy = ctypes.CFUNCTYPE(None, ctypes.c_uint32)(_on_destroy)
     heard = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-    wait = heard(lambda what: counts.wait(f"synchronize {what.decode()}"))
-    launch = heard(lambda what: counts.launch(what.decode()))
+    wait = heard(lambda what: counts.wait())
+    launch = heard(lambda what: counts.launch())
     none = heard()
     operator = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
     run = operator(_on_operator)

@@ -74,6 +74,7 @@ def waits(records: list[Record]) -> int:
 def test_launches_and_waits(depth_12: Measured):
     _, log = depth_12
     assert launches(log["step"]) <= 959 and waits(log["step"]) == 0
+    assert waits(log["log line of a step"]) == 1
     assert launches(log["token"]) <= 241 and waits(log["token"]) == 1
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 

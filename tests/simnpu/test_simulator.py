@@ -13,14 +13,6 @@ from simnpu import build
 
 HERE = Path(__file__).resolve().parent
 CHECKS = re.findall(r"^def (check_\w+)", (HERE / "checks.py").read_text(), re.MULTILINE)
-STEPS = """
-import torch
-x = torch.ones(3, device="npu")
-def step():
-    for _ in range(4):
-        x.add_(1)
-    return x.sum().item()
-"""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.slow) for kind in ("expandable", "plain")])
@@ -61,29 +53,6 @@ def test_either_import_brings_the_kernels_and_the_devices_asked_for(first: str):
     environment = {**os.environ, **build.environment(devices=3, soc="Ascend910_9391", memory="1.5GiB")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == f"[3.0, 3.0] 3 {3 << 29} Ascend910_9391\n", done.stderr[-2000:]
-
-
-@pytest.mark.slow
-def test_a_program_is_counted_by_step_and_call_site(simulated, tmp_path):
-    (tmp_path / "counted_step.py").write_text(STEPS)
-    (tmp_path / "main.py").write_text("import counted_step\nfor _ in range(3):\n    counted_step.step()\n")
-    paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    file = tmp_path / "counts.json"
-    command = [sys.executable, str(HERE / "run"), "--counts", str(file), "--counts_step", "counted_step.py:step"]
-    done = subprocess.run(
-        [*command, sys.executable, str(tmp_path / "main.py")],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "3 steps, median 6 launches and 1 waits" in done.stdout, done.stdout
-    counted = json.loads(file.read_text())
-    assert [(step["launches"], step["waits"]) for step in counted["steps"]] == [(6, 1)] * 3
-    assert counted["before"]["launches"] == 1
-    sites = {site.rpartition("/")[2]: counts for site, counts in counted["steps"][0]["by_site"].items()}
-    assert sites == {"counted_step.py:6 step": [4, 0], "counted_step.py:7 step": [2, 1]}
 
 
 @pytest.mark.slow

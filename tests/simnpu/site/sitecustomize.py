@@ -1,6 +1,6 @@
 """Python runs this at the start of every simulated process: it registers the CPU-backed kernels as soon as the
-program (or torch by itself) has imported torch_npu, whichever way it does so, and begins to count when that is asked
-for. A sitecustomize that this one hides runs as well."""
+program (or torch by itself) has imported torch_npu, whichever way it does so. A sitecustomize that this one hides runs
+as well."""
 
 import importlib
 import importlib.abc
@@ -27,18 +27,14 @@ class _AfterTorchNpu(importlib.abc.MetaPathFinder):
 
         def execute_and_register(module):
             execute(module)
-            _simnpu("kernels").register()
+            sys.path.insert(0, str(HERE.parent.parent))
+            try:
+                importlib.import_module("simnpu.kernels").register()
+            finally:
+                sys.path.remove(str(HERE.parent.parent))
 
         spec.loader.exec_module = execute_and_register
         return spec
-
-
-def _simnpu(name):
-    sys.path.insert(0, str(HERE.parent.parent))
-    try:
-        return importlib.import_module(f"simnpu.{name}")
-    finally:
-        sys.path.remove(str(HERE.parent.parent))
 
 
 def _run_hidden() -> None:
@@ -50,6 +46,4 @@ def _run_hidden() -> None:
 
 if not os.environ.get("SIMNPU_ADAPTERS"):  # where the wheel's own adapters run, nothing is replaced
     sys.meta_path.insert(0, _AfterTorchNpu())
-if os.environ.get("SIMNPU_COUNTS"):
-    _simnpu("counts").count_program()  # before the program imports what it counts steps by
 _run_hidden()
