@@ -45,17 +45,14 @@ def environment(
     devices: int = 1,
     memory: str = DEFAULT_MEMORY,
     soc: str = DEFAULT_SOC,
-    counts: str | None = None,
-    counts_step: str | None = None,
     hccl_fail: str | None = None,
     hccl_hang: str | None = None,
     adapters: str | None = None,
 ) -> dict[str, str]:
     """Environment variables to set for a simulated process; builds what is not built yet.
 
-    `memory` is bytes a device, with KiB, MiB or GiB. `counts` is a JSON file to write, or "-" to print only;
-    `counts_step` is FILE.py:FUNCTION[,...]. The faults are OPERATION:N@RANK. With `adapters`, a file to append to, the
-    wheel's own adapters run over operators that log their arguments there and compute nothing: see adapters.py.
+    `memory` is bytes a device, with KiB, MiB or GiB. The faults are OPERATION:N@RANK. With `adapters`, a file to append
+    to, the wheel's own adapters run over operators that log their arguments there and compute nothing: see adapters.py.
     Raises Unavailable: when the wheel or a compiler cannot be had."""
     if not 1 <= devices <= 64:
         raise ValueError(f"{devices} devices: from 1 to 64")
@@ -68,11 +65,6 @@ def environment(
                 f"{fault!r}: such as all_reduce:3@1, the third on rank 1 of {devices}; "
                 f"kinds: {', '.join(_collectives())}"
             )
-    for step in filter(None, (counts_step or "").split(",")):
-        if not re.fullmatch(r"[\w/]+\.py:\w+", step):
-            raise ValueError(f"{step!r}: such as nanochat/train.py:train_step")
-    if adapters and counts:
-        raise ValueError("counts come from kernels that compute; with adapters, count the lines of their log")
     wheel, libraries = build()
     home = libraries / "home"
     variables = {
@@ -93,8 +85,6 @@ def environment(
         "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # what has no NPU kernel is an error
     }
     optional = {
-        "SIMNPU_COUNTS": counts,
-        "SIMNPU_COUNTS_STEP": counts_step,
         "SIMNPU_HCCL_FAIL": hccl_fail,
         "SIMNPU_HCCL_HANG": hccl_hang,
         "SIMNPU_ADAPTERS": adapters and str(Path(adapters).resolve()),
@@ -145,6 +135,21 @@ def _lock() -> Iterator[None]:
         yield
 
 
+def download(version: str, folder: Path, *options: str) -> Path:
+    """The wheel of torch_npu with the number of its torch; a .postN is for another CANN, which plays no part here.
+
+    Raises Unavailable: when pip finds none."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", f"--dest={folder}"]
+    command += ["--disable-pip-version-check", f"torch_npu=={version}", *options]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    found = list(folder.glob("*.whl"))
+    if done.returncode or not found:
+        errors = [line for line in done.stderr.splitlines() if "ERROR" in line] or [done.stderr[-300:]]
+        place = f"cp{sys.version_info.major}{sys.version_info.minor} on {platform.machine()}"
+        raise Unavailable(f"no torch_npu {version} wheel for {place}: {errors[-1].strip()}")
+    return found[0]
+
+
 def _wheel() -> Path:
     version = importlib.metadata.version("torch").partition("+")[0]
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -158,18 +163,7 @@ def _wheel() -> Path:
         if local and Path(local).is_file():
             archive = Path(local)
         else:
-            # torch_npu has the number of its torch; a .postN is for another CANN, which plays no part here.
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", temporary]
-            command += ["--disable-pip-version-check", f"torch_npu=={version}"]
-            command += ["--no-index", "--find-links", local] if local else []
-            done = subprocess.run(command, capture_output=True, text=True)
-            found = list(Path(temporary).glob("*.whl"))
-            if done.returncode or not found:
-                last = next(
-                    (line for line in reversed(done.stderr.splitlines()) if "ERROR" in line), done.stderr[-300:]
-                )
-                raise Unavailable(f"no torch_npu {version} wheel for {python} on {platform.machine()}: {last.strip()}")
-            archive = found[0]
+            archive = download(version, Path(temporary), *(["--no-index", "--find-links", local] if local else []))
         if not zipfile.is_zipfile(archive) or not archive.name.startswith(f"torch_npu-{version}"):
             raise Unavailable(f"{archive} is not a wheel of torch_npu {version}")
         unpacked = Path(temporary) / "unpacked"
