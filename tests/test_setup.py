@@ -47,15 +47,15 @@ package_name=Ascend-cann-toolkit
 version={version}
 innerversion=V100R001C23SPC002B210
 compatible_version=[V100R001C15],[V100R001C23]
-arch={arch}
 """
 VERSION_CFG = """\
 # version: 1.0
-toolkit_running_version=[7.6.0.1.220:{version}]
+toolkit_running_version=[7.6.0.1.220:9.0.0]
 opp_kernel_running_version=[7.5.0.1.129:8.0.RC3]
 toolkit_upgrade_version=[7.6.0.1.220:8.0.0]
 """
 DRIVER_INFO = "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22SPC001B231\n"
+Plan = dict[str, list[str]]  # the lines of check_npu.py --plan by their first word
 
 
 class FakeMachine:
@@ -84,8 +84,7 @@ class FakeMachine:
         return self.put("/usr/local/bin/npu-smi").put("/usr/local/Ascend/driver/version.info", DRIVER_INFO)
 
     def with_cann(self, version: str, arch: str = "aarch64", home: str = OLD_HOME) -> "FakeMachine":
-        text = TOOLKIT_INFO.format(version=version, arch=arch)
-        self.put(f"{home}/{arch}-linux/ascend_toolkit_install.info", text)
+        self.put(f"{home}/{arch}-linux/ascend_toolkit_install.info", TOOLKIT_INFO.format(version=version))
         return self.put(f"{Path(home).parent if home == OLD_HOME else home}/set_env.sh")
 
     def link(self, path: str, target: str) -> "FakeMachine":
@@ -104,12 +103,21 @@ class FakeMachine:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
         return {**kept, "HOME": "/root", **self.environment}
 
-    def plan(self, *flags: str, arch: str = "aarch64", **environment: str) -> "Plan":
+    def plan(self, *flags: str, arch: str = "aarch64", **environment: str) -> Plan:
         out = io.StringIO()
         variables = {**self.clean_environment(), **environment}
         with mock.patch.dict(os.environ, variables, clear=True), contextlib.redirect_stdout(out):
             assert check_npu.main(["--plan", "--root", str(self.root), "--arch", arch, *flags]) == 0
-        return Plan(out.getvalue())
+        plan: Plan = {"problem": [], "missing": [], "install": [], "constraint": []}
+        for line in out.getvalue().splitlines():
+            key, _, value = line.partition(" ")
+            plan.setdefault(key, []).append(value)
+        return plan
+
+    def cann(self, **environment: str) -> str:
+        """The line of the plan about CANN."""
+        (line,) = [line for line in self.plan(**environment)["found"] if line.startswith("CANN")]
+        return line
 
     def setup(self, *flags: str, arch: str = "aarch64", **environment: str) -> tuple[int, list[str], str]:
         """The exit code, the lines of a dry run of the script with folders shortened, and the error line."""
@@ -125,23 +133,6 @@ class FakeMachine:
         )
         lines = answer.stdout.replace(str(self.venv), "VENV").replace(sys.executable, "PYTHON").splitlines()
         return answer.returncode, [" ".join(line.split()) for line in lines], answer.stderr.strip()
-
-
-class Plan:
-    """The lines of check_npu.py --plan, by their first word."""
-
-    def __init__(self, text: str):
-        self.text = text
-        lines = [line.partition(" ") for line in text.splitlines()]
-        self.found = [value for key, _, value in lines if key == "found"]
-        self.missing = [value for key, _, value in lines if key == "missing"]
-        self.problem = "".join(value for key, _, value in lines if key == "problem")
-        self.install = [value for key, _, value in lines if key == "install"]
-        self.constraints = [value for key, _, value in lines if key == "constraint"]
-        self.kind = "".join(value for key, _, value in lines if key == "kind")
-
-    def cann(self) -> str:
-        return next(line for line in self.found if line.startswith("CANN"))
 
 
 @pytest.fixture
@@ -171,63 +162,51 @@ def test_the_plan_for_every_cann(machine: FakeMachine, cann: str, arch: str):
     torch, torch_npu = PAIRS[cann]
     home = NEW_HOME if cann >= "8.5" else OLD_HOME
     plan = machine.with_npus().with_cann(cann, arch, home).sourced(home).plan(arch=arch)
-    assert (plan.problem, plan.missing, plan.kind) == ("", [], "npu")
-    assert plan.found == [f"Linux {arch}", "NPU: 8 (/dev/davinci0 ...), driver 25.2.0", f"CANN {cann} in {home}"]
-    assert plan.install == pip_arguments(torch, torch_npu, arch)
+    assert (plan["problem"], plan["missing"], plan["kind"]) == ([], [], ["npu"])
+    assert plan["found"] == [
+        f"Linux {arch}", "NPU: 8 (/dev/davinci0 ...), driver 25.2.0", f"CANN {cann} in {home}"
+    ]  # fmt: skip
+    assert plan["install"] == pip_arguments(torch, torch_npu, arch)
     numpy = ["numpy<2"] if cann < "9" else []  # the vendor's lists of dependencies
-    assert plan.constraints == [f"torch=={torch}", f"torch_npu=={torch_npu}", *numpy]
+    assert plan["constraint"] == [f"torch=={torch}", f"torch_npu=={torch_npu}", *numpy]
 
 
 @pytest.mark.parametrize(
-    ("cann", "way_out"),
+    ("cann", "release", "way_out"),
     [
-        *((old, "install CANN 8.3.RC1 or later") for old in ("8.0.RC3", "8.1.RC1", "8.2.RC1")),
-        *(("8.4.0", "--cann 8.3.RC1"), ("9.3.0", "--cann 9.1.0"), ("10.0.RC1", "--cann 9.1.0")),  # the nearest
+        *((old, None, "install CANN 8.3.RC1") for old in ("8.0.RC3", "8.1.RC1", "8.2.RC1")),
+        *(("8.4.0", None, "--cann 8.3.RC1"), ("9.3.0", None, "--cann 9.1.0"), ("10.0.RC1", None, "--cann 9.1.0")),
+        # of a known series: its row
+        *(("8.3.RC2", "8.3.RC1", ""), ("8.3.RC1.alpha001", "8.3.RC1", ""), ("8.5.2", "8.5.0", "")),
+        *(("9.0.0-beta.2", "9.0.0", ""), ("9.1.1", "9.1.0", "")),
     ],
 )
-def test_a_cann_that_the_table_lacks_names_the_way_out(machine: FakeMachine, cann: str, way_out: str):
+def test_a_cann_that_the_table_lacks(machine: FakeMachine, cann: str, release: str | None, way_out: str):
     plan = machine.with_npus().with_cann(cann).sourced().plan()
-    assert not plan.install and f"CANN {cann} " in plan.problem and way_out in plan.problem
+    if release:
+        assert plan["install"] == pip_arguments(*PAIRS[release], "aarch64") and not plan["problem"]
+        assert release in plan["found"][-1] and cann in plan["found"][-1]
+    else:
+        (problem,) = plan["problem"]
+        assert not plan["install"] and f"CANN {cann} " in problem and way_out in problem
 
 
-@pytest.mark.parametrize(
-    ("cann", "release"),
-    [
-        ("8.3.RC2", "8.3.RC1"),
-        ("8.3.RC1.alpha001", "8.3.RC1"),
-        ("8.5.2", "8.5.0"),
-        ("9.0.0-beta.2", "9.0.0"),
-        ("9.1.1", "9.1.0"),
-    ],
-)
-def test_a_cann_of_a_known_series_takes_its_row_and_says_so(machine: FakeMachine, cann: str, release: str):
-    plan = machine.with_npus().with_cann(cann).sourced().plan()
-    assert plan.install == pip_arguments(*PAIRS[release], "aarch64")
-    assert release in plan.found[-1] and cann in plan.found[-1]
-
-
-def test_npu_without_driver_tool(machine: FakeMachine):
-    """As in a container that was given the devices but not the driver's folders."""
-    plan = machine.with_npus(driver=False).with_cann("9.0.0").sourced().plan()
-    assert plan.install == pip_arguments(*PAIRS["9.0.0"], "aarch64")
-    (missing,) = plan.missing
+def test_what_is_missing_is_named(machine: FakeMachine):
+    """The devices without the driver's folders, as in a container; without CANN; CANN that is not sourced."""
+    (problem,) = machine.with_npus(12, 5, driver=False).plan()["problem"]
+    assert "CANN" in problem and "--device cpu" in problem
+    assert machine.plan("--device", "cpu")["install"] == CPU_INSTALL
+    plan = machine.with_cann("9.0.0").sourced().plan()
+    assert plan["found"][1] == "NPU: 2 (/dev/davinci5 ...), driver unknown"
+    (missing,) = plan["missing"]
     assert missing.startswith("npu-smi") and "--device=/dev/davinci_manager" in missing
-
-
-def test_driver_without_cann(machine: FakeMachine):
-    plan = machine.with_npus().plan()
-    assert not plan.install
-    assert "CANN" in plan.problem and "--device cpu" in plan.problem
-    assert machine.plan("--device", "cpu").install == CPU_INSTALL
-
-
-@pytest.mark.parametrize("home", [OLD_HOME, NEW_HOME])
-def test_cann_not_sourced(machine: FakeMachine, home: str):
-    plan = machine.with_npus().with_cann("9.0.0", home=home).plan()
-    script = {OLD_HOME: "/usr/local/Ascend/ascend-toolkit/set_env.sh", NEW_HOME: f"{NEW_HOME}/set_env.sh"}[home]
-    assert plan.install == pip_arguments(*PAIRS["9.0.0"], "aarch64")
-    (missing,) = plan.missing
-    assert f"source {script}" in missing
+    machine.with_driver().environment.clear()
+    (missing,) = machine.plan()["missing"]
+    assert "source /usr/local/Ascend/ascend-toolkit/set_env.sh" in missing
+    plan = machine.with_cann("9.0.0", home=NEW_HOME).plan()
+    (missing,) = plan["missing"]
+    assert f"source {NEW_HOME}/set_env.sh" in missing
+    assert plan["install"] == pip_arguments(*PAIRS["9.0.0"], "aarch64")
 
 
 @pytest.mark.parametrize("driver", [False, True])
@@ -237,47 +216,42 @@ def test_cann_without_device_files_is_a_cpu_unless_requested(machine: FakeMachin
     if driver:
         machine.with_driver()
     plan = machine.plan()
-    assert plan.kind == "cpu" and plan.install == CPU_INSTALL
-    assert "/dev/davinci" in plan.missing[0] and "--device npu" in plan.missing[0]
+    assert plan["kind"] == ["cpu"] and plan["install"] == CPU_INSTALL
+    assert "/dev/davinci" in plan["missing"][0] and "--device npu" in plan["missing"][0]
     plan = machine.plan("--device", "npu")
-    assert plan.kind == "npu" and plan.install == pip_arguments(*PAIRS["9.0.0"], "aarch64")
+    assert plan["kind"] == ["npu"] and plan["install"] == pip_arguments(*PAIRS["9.0.0"], "aarch64")
 
 
-def test_a_container_with_some_of_the_devices(machine: FakeMachine):
-    plan = machine.with_npus(12, 5).with_cann("9.0.0").sourced().plan()
-    assert "NPU: 2 (/dev/davinci5 ...), driver 25.2.0" in plan.found
+INFO_9 = TOOLKIT_INFO.format(version="9.0.0")
 
 
 @pytest.mark.parametrize(
-    ("path", "text", "home"),
+    ("home", "file", "text"),
     [
-        (f"{OLD_HOME}/ascend_toolkit_install.info", "version=9.0.0\n", OLD_HOME),
-        (f"{OLD_HOME}/aarch64-linux/ascend_toolkit_install.info", TOOLKIT_INFO, OLD_HOME),
-        (f"{OLD_HOME}/x86_64-linux/ascend_toolkit_install.info", TOOLKIT_INFO, OLD_HOME),
-        (f"{OLD_HOME}/version.cfg", VERSION_CFG, OLD_HOME),
-        (f"{OLD_HOME}/version.cfg", "runtime_running_version=[1:8.0.0]\ntoolkit_running_version=[9.0.0]\n", OLD_HOME),
-        (f"{OLD_HOME}/version.cfg", "# version: 1.0\nruntime_running_version=[7.7.0.1.238:9.0.0]\n", OLD_HOME),
-        (f"{NEW_HOME}/aarch64-linux/ascend_toolkit_install.info", TOOLKIT_INFO, NEW_HOME),
-        (f"{NEW_HOME}/version.cfg", VERSION_CFG, NEW_HOME),
-        ("/usr/local/Ascend/cann-9.0.0/set_env.sh", "", "/usr/local/Ascend/cann-9.0.0"),
-        ("/usr/local/Ascend/ascend-toolkit/9.0.0/opp/x", "", "/usr/local/Ascend/ascend-toolkit/9.0.0"),
-        ("/home/me2/Ascend/cann/aarch64-linux/ascend_toolkit_install.info", TOOLKIT_INFO, "/home/me2/Ascend/cann"),
-        ("/home/me2/Ascend/ascend-toolkit/latest/version.cfg", VERSION_CFG, "/home/me2/Ascend/ascend-toolkit/latest"),
-        ("/home/me2/Ascend/cann-9.0.0/set_env.sh", "", "/home/me2/Ascend/cann-9.0.0"),
+        (OLD_HOME, "ascend_toolkit_install.info", "version=9.0.0\n"),
+        (OLD_HOME, "x86_64-linux/ascend_toolkit_install.info", INFO_9),
+        (OLD_HOME, "version.cfg", VERSION_CFG),
+        (OLD_HOME, "version.cfg", "runtime_running_version=[1:8.0.0]\ntoolkit_running_version=[9.0.0]\n"),
+        (OLD_HOME, "version.cfg", "# version: 1.0\nruntime_running_version=[7.7.0.1.238:9.0.0]\n"),
+        (NEW_HOME, "aarch64-linux/ascend_toolkit_install.info", INFO_9),
+        ("/usr/local/Ascend/cann-9.0.0", "set_env.sh", ""),
+        ("/usr/local/Ascend/ascend-toolkit/9.0.0", "opp/x", ""),
+        ("/home/me2/Ascend/cann", "aarch64-linux/ascend_toolkit_install.info", INFO_9),
+        ("/home/me2/Ascend/ascend-toolkit/latest", "version.cfg", VERSION_CFG),
+        ("/home/me2/Ascend/cann-9.0.0", "set_env.sh", ""),
     ],
 )
-def test_where_the_cann_version_is_read(machine: FakeMachine, path: str, text: str, home: str):
-    machine.with_npus().put(path, text.format(version="9.0.0", arch="aarch64"))
-    plan = machine.plan(HOME="/home/me2")
-    assert plan.cann() == f"CANN 9.0.0 in {home}"
-    assert plan.install == pip_arguments(*PAIRS["9.0.0"], "aarch64")
+def test_where_the_cann_version_is_read(machine: FakeMachine, home: str, file: str, text: str):
+    machine.with_npus().put(f"{home}/{file}", text)
+    assert machine.cann(HOME="/home/me2") == f"CANN 9.0.0 in {home}"
 
 
 def test_a_cann_without_a_version(machine: FakeMachine):
-    plan = machine.with_npus().put(f"{NEW_HOME}/lib64/libascendcl.so").sourced(NEW_HOME).plan()
-    assert plan.cann() == f"CANN unknown in {NEW_HOME}"
-    assert "--cann VERSION" in plan.problem and "9.1.0" in plan.problem
-    assert machine.plan("--cann=9.0.0").install == pip_arguments(*PAIRS["9.0.0"], "aarch64")
+    machine.with_npus().put(f"{NEW_HOME}/lib64/libascendcl.so").sourced(NEW_HOME)
+    assert machine.cann() == f"CANN unknown in {NEW_HOME}"
+    (problem,) = machine.plan()["problem"]
+    assert "--cann VERSION" in problem and "9.1.0" in problem
+    assert machine.plan("--cann=9.0.0")["install"] == pip_arguments(*PAIRS["9.0.0"], "aarch64")
 
 
 @pytest.mark.parametrize("latest", ["8.5.0", "9.0.0"])
@@ -287,11 +261,11 @@ def test_of_several_canns_the_linked_one_counts(machine: FakeMachine, latest: st
     for version in ("8.5.0", "9.0.0"):
         machine.with_cann(version, home=f"{base}/{version}")
     machine.with_npus().link(f"{base}/latest/aarch64-linux", f"../{latest}/aarch64-linux")
-    assert machine.plan().cann() == f"CANN {latest} in {base}/latest"
+    assert machine.cann() == f"CANN {latest} in {base}/latest"
     (machine.root / base[1:] / "latest/aarch64-linux").unlink()
     (machine.root / base[1:] / "latest").rmdir()
     machine.link(f"{base}/latest", f"./{latest}")
-    assert machine.plan().cann() == f"CANN {latest} in {base}/latest"
+    assert machine.cann() == f"CANN {latest} in {base}/latest"
 
 
 def test_which_of_several_canns_counts(machine: FakeMachine):
@@ -299,31 +273,28 @@ def test_which_of_several_canns_counts(machine: FakeMachine):
     for version in ("8.5.0", "9.0.0", "10.0.0"):
         machine.with_cann(version, home=f"/usr/local/Ascend/cann-{version}")
     machine.with_cann("8.3.RC1", home="/usr/local/Ascend/ascend-toolkit/8.3.RC1")
-    assert machine.plan().cann() == "CANN 10.0.0 in /usr/local/Ascend/cann-10.0.0"  # the newest
+    assert machine.cann() == "CANN 10.0.0 in /usr/local/Ascend/cann-10.0.0"  # the newest
     machine.with_cann("8.3.RC1")
-    assert machine.plan().cann() == f"CANN 8.3.RC1 in {OLD_HOME}"  # `latest` says that it is in use
+    assert machine.cann() == f"CANN 8.3.RC1 in {OLD_HOME}"  # `latest` says that it is in use
     machine.link(NEW_HOME, "cann-8.5.0")
-    plan = machine.plan()
-    assert plan.cann() == f"CANN 8.5.0 in {NEW_HOME}"
-    assert f"source {NEW_HOME}/set_env.sh" in plan.missing[0]
+    assert machine.cann() == f"CANN 8.5.0 in {NEW_HOME}"
     machine.with_cann("9.1.0", home="/opt/cann").sourced("/opt/cann")
-    plan = machine.plan()
-    assert plan.cann() == "CANN 9.1.0 in /opt/cann" and not plan.missing
+    assert machine.cann() == "CANN 9.1.0 in /opt/cann" and not machine.plan()["missing"]
     machine.sourced("/opt/gone")  # left over from a CANN that was removed
-    assert machine.plan().cann() == f"CANN 8.5.0 in {NEW_HOME}"
+    assert machine.cann() == f"CANN 8.5.0 in {NEW_HOME}"
 
 
 def test_no_accelerator_a_gpu_and_a_mirror(machine: FakeMachine):
     plan = machine.plan(arch="x86_64")
-    assert plan.kind == "cpu" and plan.found == ["Linux x86_64"] and plan.install == CPU_INSTALL
-    assert len(plan.missing) == 1
+    assert (plan["kind"], plan["found"], plan["install"]) == (["cpu"], ["Linux x86_64"], CPU_INSTALL)
+    assert len(plan["missing"]) == 1
     mirror = "https://mirror.example/cpu"
-    assert f"--extra-index-url {mirror} torch==2.13.0+cpu" in machine.plan(TORCH_INDEX_URL=mirror).install
+    assert f"--extra-index-url {mirror} torch==2.13.0+cpu" in machine.plan(TORCH_INDEX_URL=mirror)["install"]
     machine.put("/dev/nvidia0").put("/dev/nvidia1").put("/dev/nvidiactl").put("/usr/bin/nvidia-smi")
     plan = machine.plan(arch="x86_64")
-    assert plan.kind == "cuda" and "NVIDIA GPU: 2" in plan.found and plan.install == ["torch==2.13.0"]
-    assert machine.plan(TORCH_INDEX_URL=mirror).install == [f"--extra-index-url {mirror} torch==2.13.0"]
-    assert machine.plan("--device=cpu", arch="x86_64").install == CPU_INSTALL
+    assert plan["kind"] == ["cuda"] and "NVIDIA GPU: 2" in plan["found"] and plan["install"] == ["torch==2.13.0"]
+    assert machine.plan(TORCH_INDEX_URL=mirror)["install"] == [f"--extra-index-url {mirror} torch==2.13.0"]
+    assert machine.plan("--device=cpu", arch="x86_64")["install"] == CPU_INSTALL
 
 
 # ---------------------------------------------------------------------- what the script does with a plan
@@ -389,33 +360,23 @@ def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("flags", "word"),
+    ("flags", "word", "expected"),
     [
-        (["--devise"], "--devise"),
-        (["--device", "tpu"], "tpu"),
-        (["--cann"], "--cann"),
-        (["--rooms", "hub,x"], "--rooms x"),
+        (["--devise"], "--devise", 2),
+        (["--device", "tpu"], "tpu", 2),
+        (["--cann"], "--cann", 2),
+        (["--rooms", "hub,x"], "--rooms x", 2),
+        # a value adds no line to the plan
+        *(
+            (["--cann", version], "--cann", 1)
+            for version in ("9.0.0\nkind cpu\ninstall --index-url http://x/ torch", "9.0.0 evil", "$(id)")
+        ),
     ],
 )
-def test_bad_flags(machine: FakeMachine, flags: list[str], word: str):
-    code, _, error = machine.setup(*flags)
-    assert code == 2
+def test_bad_flags(machine: FakeMachine, flags: list[str], word: str, expected: int):
+    code, lines, error = machine.with_npus().setup(*flags)
+    assert code == expected and plan_of(lines) == []
     assert word in error and error.count("\n") == 0
-
-
-HOSTILE_VERSIONS = [
-    "9.0.0\ninstall evil",
-    "9.0.0\nkind cpu\ninstall --index-url http://x/ torch",
-    "9.0.0 evil",
-    "$(id)",
-]
-
-
-@pytest.mark.parametrize("version", HOSTILE_VERSIONS)
-def test_a_version_adds_no_line_to_the_plan(machine: FakeMachine, version: str):
-    code, lines, error = machine.with_npus().setup("--cann", version)
-    assert code == 1 and "--cann" in error and "is not a version" in error and error.count("\n") == 0
-    assert plan_of(lines) == []
 
 
 def test_a_version_file_adds_no_line_to_the_plan(machine: FakeMachine):
@@ -430,7 +391,7 @@ def test_a_version_file_adds_no_line_to_the_plan(machine: FakeMachine):
 )
 def test_an_address_adds_no_argument_to_pip(machine: FakeMachine, index: str):
     code, lines, error = machine.setup(arch="x86_64", TORCH_INDEX_URL=index)
-    assert code == 1 and "TORCH_INDEX_URL" in error and "is not one address" in error and error.count("\n") == 0
+    assert code == 1 and "TORCH_INDEX_URL" in error and error.count("\n") == 0
     assert plan_of(lines) == []
 
 
