@@ -131,7 +131,7 @@ def _rates(rate: float = 0.01) -> scaling.Rates:
 
 
 def train_losses(
-    device: str, dtype: str = "float32", shape: str = "fast", steps: int = 6, packed: bool = False,
+    device: str, dtype: str = "float32", shape: str = "fast", steps: int = 3, packed: bool = False,
     plain: bool = False, plant: str | None = None,
 ) -> list[float]:  # fmt: skip
     """Losses and gradient norms of some steps, each read by the meter as a script does; then the weights' sums."""
@@ -269,7 +269,7 @@ def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
         contextlib.redirect_stderr(printed),
         unittest.mock.patch.object(devices.Device, "capture", autospec=True, side_effect=capture) as captures,
     ):
-        losses = train_losses(device, steps=3, packed=True)[:6:2]
+        losses = train_losses(device, packed=True)[:6:2]
         replies = [sampled_tokens(device, dtype="float32", graphs="auto") for _ in range(2)]
     return {
         "losses": losses,
@@ -329,7 +329,7 @@ def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
 
 
 def replies_of_one_engine(device: str) -> dict[str, Any]:
-    """Ten equal calls of `generate`: the bytes that are allocated and the recordings made after each; and the bytes
+    """Four equal calls of `generate`: the bytes that are allocated and the recordings made after each; and the bytes
     once the engine is gone, which the garbage collector must not be needed for."""
     found = devices.init(device, "bfloat16")
     model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
@@ -348,7 +348,7 @@ def replies_of_one_engine(device: str) -> dict[str, Any]:
     with unittest.mock.patch.object(devices.Device, "capture", counting):
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, "on")
         engine_.stop_ids = set()
-        for _ in range(10):
+        for _ in range(4):
             engine_.generate([[5, 6, 7], [9] * 12, [3]], max_tokens=90, sampling=SamplingParams(), max_rows=2)
             allocated.append(torch.npu.memory_allocated())
             made.append(recorded)
@@ -391,41 +391,6 @@ def attention_to_a_cache(device: str, dtype: str) -> dict[str, list[float]]:
     mask = found.kernels.prepare_mask(seen)
     forms = {"cached": found.kernels.cached_attention, "recorded": found.kernels.recorded_attention}
     return {name: form(q, k, v, scale=0.3, mask=mask).float().cpu().flatten().tolist() for name, form in forms.items()}
-
-
-def launches(device: str) -> dict[str, list[int]]:
-    """Launches and waits of a training step, a decoded token and a replayed one: depth 12, T 128, batch 1."""
-    from simnpu import counts
-
-    found = devices.init(device, "bfloat16")
-    sizes = {"n_layer": 12, "sequence_len": 128, "n_kv_head": 4, "window_pattern": "SSSL"}
-    model = _model(found, "fast", **sizes)
-    optimizer = make_optimizer(model, _rates(), found)
-    rows = [torch.randint(0, 100, (1, 128)) for _ in range(2)]
-    meter = Meter(Progress(), found)
-
-    def step(lr: float) -> StepStats:
-        batch = tuple(found.to_device(row) for row in rows)
-        stats = train_step(model, optimizer, [batch], next_token_loss, device=found, lr=lr)
-        meter.add(stats, 128)
-        return stats
-
-    step(0.1)
-    with counts.counted() as training:
-        stats = step(0.2)
-    with counts.counted() as logging:
-        meter.read(stats)
-    figures = {"step": [training.launches, training.waits], "log line": [logging.launches, logging.waits]}
-    for name, graphs in (("token", "off"), ("replayed token", "on")):
-        engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
-        engine_.stop_ids = set()
-        stream = engine_.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7))
-        for _ in range(4):
-            next(stream)
-        with counts.counted() as decoding:
-            next(stream)
-        figures[name] = [decoding.launches, decoding.waits]
-    return figures
 
 
 def ppo_estimate(device: str, micro_batches: int, tokens: int = 2048) -> dict[str, list[float]]:

@@ -23,18 +23,19 @@ from nanochat.sharding import local
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
 
+STEPS = 2
 LAYOUTS = {"ddp": ("ddp", 1), "fsdp": ("fsdp", 1), "hybrid": ("fsdp", 2)}
 SHARED = {"all four": ("ddp", 1, 4), "pairs": ("fsdp", 2, 2)}  # with the number of ranks that share rows
 
 
 def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float, ...]]:
-    return steps(make_run(device, how, replicate), device, 4)
+    return steps(make_run(device, how, replicate), device, STEPS)
 
 
 def shared_losses(device: devices.Device, how: str, replicate: int, context_ranks: int) -> dict[str, Any]:
     """Steps of ranks that share rows: whole rows, and documents with windows."""
     device = replace(device, context_ranks=context_ranks)
-    return {"rows": losses(device, how, replicate), "documents": packed_steps(device, how, 4)}
+    return {"rows": losses(device, how, replicate), "documents": packed_steps(device, how, STEPS)}
 
 
 def state_and_weights(device: devices.Device, how: str, in_main_memory: bool) -> tuple[dict[str, Any], set[str]]:
@@ -114,7 +115,7 @@ def main(folder: Path) -> None:
         ],
         "shared": {name: shared_losses(device, *layout) for name, layout in SHARED.items()},
         "waits": {name: waits(device, *layout) for name, layout in (LAYOUTS | SHARED).items()},
-        "experts": {case: learned(device, case, True, steps=4)["stats"] for case in (*UNEVEN, "shared", "lora")},
+        "experts": {case: learned(device, case, True, steps=STEPS)["stats"] for case in (*UNEVEN, "shared", "lora")},
         "expert waits": [expert_waits(device, case, True) for case in ("an expert without tokens", "shared")],
         "expert waits of fsdp": expert_waits(device, "shared", False),
         "memory": memory(device),

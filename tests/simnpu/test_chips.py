@@ -65,7 +65,7 @@ def test_training_on_a_910a_is_the_cpus(chip, packed: bool):
     on_npu = chip("Ascend910A")("train_losses", dtype="auto", packed=packed)
     on_cpu = cases.train_losses("cpu", packed=packed)
     assert chip("Ascend910A")("kernels")[0].startswith("torch")
-    assert on_npu[:12:2] == pytest.approx(on_cpu[:12:2], rel=1e-5)  # losses
+    assert on_npu[:6:2] == pytest.approx(on_cpu[:6:2], rel=1e-5)  # losses
     assert on_npu == pytest.approx(on_cpu, rel=1e-4, abs=1e-4)
 
 

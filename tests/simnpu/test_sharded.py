@@ -12,6 +12,7 @@ from test_expert_parallel import learned
 from test_parallel import make_run, steps
 from tiny import cpu_device
 
+STEPS = 2  # as in the worker
 WORKER = Path(__file__).resolve().parent / "sharded_worker.py"
 
 
@@ -21,9 +22,9 @@ def test_sharded_training(simulated: Callable, tmp_path: Path) -> None:
     done = simulated([os.fspath(WORKER), os.fspath(tmp_path)], ranks=ranks, env={"HCCL_EXEC_TIMEOUT": "60"})
     assert done.returncode == 0, done.stderr[-6000:]
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(ranks)]
-    expected = steps(make_run(cpu_device()), cpu_device(), 4)
-    documents = packed_steps(cpu_device(), "ddp", 4)
-    experts = {case: learned(cpu_device(), case, False, steps=4)["stats"] for case in results[0]["experts"]}
+    expected = steps(make_run(cpu_device()), cpu_device(), STEPS)
+    documents = packed_steps(cpu_device(), "ddp", STEPS)
+    experts = {case: learned(cpu_device(), case, False, steps=STEPS)["stats"] for case in results[0]["experts"]}
     for rank in results:
         for layout, context_ranks in (("all four", 4), ("pairs", 2)):
             same_steps(rank["shared"][layout]["rows"], expected, context_ranks)
