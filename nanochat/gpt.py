@@ -11,7 +11,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -263,7 +263,7 @@ class Attention(nn.Module):
         K = c.n_kv_head
         D = c.head_dim
 
-        q, k, v = self.kernels.queries_keys_values(self, x, context.cos, context.sin)
+        q, k, v = self.queries_keys_values(x, context.cos, context.sin)
 
         # The value embedding enters through a gate per head, between 0 and 3: the token's state decides how much of
         # the token's identity its values carry.
@@ -293,25 +293,43 @@ class Attention(nn.Module):
         q (B, T, H, D), k and v (B, T, K, D)."""
         c = self.config
         B, T, _ = x.shape
-        heads = self.qkv(x).view(B, T, c.n_head + 2 * c.n_kv_head, c.head_dim)
-        q, k, v = heads.split((c.n_head, c.n_kv_head, c.n_kv_head), dim=2)
+        H = c.n_head
+        K = c.n_kv_head
+        D = c.head_dim
+        # The norm and the rotation treat queries and keys alike. Both stay in one tensor, qk, so that each operator is
+        # one launch.
+        qkv = self.qkv(x)
+        if isinstance(qkv, tuple):  # `kernels.qkv_linear`: q, k and v lie one after the other in memory
+            qk = qkv[0].view(2, B, T, H, D)
+            v = qkv[1].view(B, T, K, D)
+        else:  # each token's q, k and v lie side by side
+            qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # qk (B, T, H + K, D)
         if self.lookback is not None:
-            biases = self.lookback.to(x.dtype).view(-1, c.head_dim)  # (H + K, D)
-            q = q + biases[: c.n_head]
-            k = k + biases[c.n_head :]
-        return self._place(q, self.q_norm, cos, sin), self._place(k, self.k_norm, cos, sin), v
-
-    def _place(self, x: Tensor, norm: Norm | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """Norm and rotate the heads of the queries or the keys, (B, T, heads, D)."""
-        if norm is not None and self.config.qk_norm == "before_rotary":
-            x = norm(x)
+            qk = qk + self.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
+        if c.qk_norm == "before_rotary":
+            qk = self._norm_heads(qk)
         # After the rotation a product q k depends on the distance of the two tokens, not on where they are (rotary.py).
-        # With a cache, whose rows are at different positions, there are B T angles, and all tokens form one row.
-        rows = x.reshape(-1, cos.size(0), *x.shape[-2:])
-        x = self.kernels.rotate(rows, cos, sin).view(x.shape)
-        if norm is not None and self.config.qk_norm == "after_rotary":
-            x = norm(x)
-        return x
+        # The operator takes (rows, T, heads, D) and T angles. With a cache, whose rows are at different positions, all
+        # tokens form one row and have B T angles.
+        rows = qk.view(-1, cos.size(0), *qk.shape[-2:])
+        qk = self.kernels.rotate(rows, cos, sin).view(qk.shape)
+        if c.qk_norm == "after_rotary":
+            qk = self._norm_heads(qk)
+        q, k = self._heads(qk)
+        return q, k, v
+
+    def _norm_heads(self, qk: Tensor) -> Tensor:
+        """Norm each head of the queries and keys in qk, in either layout."""
+        assert self.q_norm is not None and self.k_norm is not None
+        if self.q_norm.weight is None:  # without learned gains the two norms are the same function
+            return self.q_norm(qk)
+        q, k = self._heads(qk)
+        normed = (self.q_norm(q), self.k_norm(k))
+        return torch.stack(normed) if qk.ndim == 5 else torch.cat(normed, dim=2)
+
+    def _heads(self, qk: Tensor) -> Sequence[Tensor]:
+        """Queries (B, T, H, D) and keys (B, T, K, D), as views of qk."""
+        return qk.unbind() if qk.ndim == 5 else qk.split((self.config.n_head, self.config.n_kv_head), dim=2)
 
 
 class MLP(nn.Module):

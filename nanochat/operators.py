@@ -113,10 +113,6 @@ class TorchKernels:
         """The class of the linear layer that computes queries, keys and values; None: the model's `Linear`."""
         return None
 
-    def queries_keys_values(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x (B, T, C) -> q (B, T, H, D), k and v (B, T, K, D), normed and rotated: as the model's `Attention` does."""
-        return attention.queries_keys_values(x, cos, sin)
-
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its position's angle; cos, sin (T, 1, D)."""
         # (low, high) -> (low cos - high sin, high cos + low sin)

@@ -1,11 +1,10 @@
 """Operators of the model with written-out backward passes. They take fewer passes over memory and fewer launches than
-autograd's. Queries and keys stay in one tensor. Second derivatives raise an error.
+autograd's. Second derivatives raise an error.
 
 Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.gpt import Attention, GPTConfig, Linear
+from nanochat.gpt import GPTConfig, Linear
 from nanochat.operators import TorchKernels
 
 
@@ -28,9 +27,6 @@ class WrittenKernels(TorchKernels):
 
     def qkv_linear(self, has_equal_heads: bool) -> Any:
         return StackedLinear if has_equal_heads else None
-
-    def queries_keys_values(self, attention: Any, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return joined_queries_keys_values(attention, x, cos, sin)
 
     def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
         return _apply(_OffsetKeys, k, *masks)  # type: ignore[no-any-return]
@@ -47,7 +43,7 @@ class WrittenKernels(TorchKernels):
         return Experts(config, self)
 
 
-# ---------------------------------------------------------------------- queries and keys in one tensor
+# ---------------------------------------------------------------------- queries, keys and values
 
 
 class StackedLinear(Linear):
@@ -61,52 +57,6 @@ class StackedLinear(Linear):
 
     def forward(self, x: Tensor) -> Any:
         return self.kernels.stacked_products(x, self.weight, self.cast)
-
-
-def joined_queries_keys_values(
-    attention: Attention, x: Tensor, cos: Tensor, sin: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Attention.queries_keys_values` with one call per operator for queries and keys together: half the launches.
-
-    Both are one tensor qk: (2, B, T, H, D) where the linear layer is a StackedLinear, (B, T, H + K, D) elsewhere.
-    """
-    c = attention.config
-    B, T, _ = x.shape
-    H = c.n_head
-    K = c.n_kv_head
-    D = c.head_dim
-    qkv = attention.qkv(x)
-    if isinstance(qkv, tuple):
-        qk = qkv[0].view(2, B, T, H, D)  # one after the other
-        v = qkv[1].view(B, T, K, D)
-    else:
-        qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # next to each other
-    if attention.lookback is not None:
-        qk = qk + attention.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
-    if c.qk_norm == "before_rotary":
-        qk = _normed(attention, qk)
-    # The operator treats queries and keys as rows, with one token per angle: (2 B, T, H, D) or (B, T, H + K, D). With a
-    # cache, where B T tokens are one row, the shapes are (2, B T, H, D) and (1, B T, H + K, D).
-    rows = qk.view(-1, cos.size(0), *qk.shape[-2:])
-    qk = attention.kernels.rotate(rows, cos, sin).view(qk.shape)
-    if c.qk_norm == "after_rotary":
-        qk = _normed(attention, qk)
-    q, k = _split(attention, qk)
-    return q, k, v
-
-
-def _normed(attention: Attention, qk: Tensor) -> Tensor:
-    assert attention.q_norm is not None and attention.k_norm is not None
-    # Without learned gains the two norms are the same function: one call does both.
-    if attention.q_norm.weight is None:
-        return attention.q_norm(qk)
-    q, k = _split(attention, qk)
-    normed = (attention.q_norm(q), attention.k_norm(k))
-    return torch.stack(normed) if qk.ndim == 5 else torch.cat(normed, dim=2)
-
-
-def _split(attention: Attention, qk: Tensor) -> Sequence[Tensor]:
-    return qk.unbind() if qk.ndim == 5 else qk.split((attention.config.n_head, attention.config.n_kv_head), dim=2)
 
 
 # ---------------------------------------------------------------------- operators

@@ -430,7 +430,7 @@ def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
 
 
 def test_bytes_kept_for_backward() -> None:
-    """Of one token more, at depth 12 in bf16: 450 KiB."""
+    """One more token keeps 391 KiB, at depth 12 in bf16 on a CPU."""
 
     def bytes_kept(tokens: int) -> int:
         kept: dict[int, int] = {}
@@ -441,13 +441,13 @@ def test_bytes_kept_for_backward() -> None:
             return tensor
 
         with FakeTensorMode():
-            model = GPT(scaling.model_config(12, 1024, tokens), TorchKernels(torch.bfloat16))
+            model = GPT(scaling.model_config(12, 1024, tokens), cpu_device(dtype=torch.bfloat16).kernels)
             ids = torch.zeros(1, tokens, dtype=torch.long)
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 model(ids, ids)
         return sum(kept.values())
 
-    assert bytes_kept(512) - bytes_kept(256) <= 256 * 451 * 1024
+    assert bytes_kept(512) - bytes_kept(256) <= 256 * 392 * 1024
 
 
 @shapes
