@@ -19,6 +19,7 @@ from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.serve import prompts
+from nanochat.serve import tools as server_tools
 from nanochat.serve.app import create_app
 from nanochat.serve.replies import ChatSerializer
 from nanochat.serve.scheduler import Chunk, Scheduler
@@ -106,8 +107,9 @@ def chat(client: Any, messages: list[Any] = QUESTION, **settings: Any) -> Any:
     return client.chat.completions.create(messages=messages, **settings)
 
 
-def test_an_agent_calls_reads_the_result_and_answers(client: Any, family: str):
+def test_an_agent_calls_reads_the_result_and_answers(client: Any, family: str, monkeypatch: pytest.MonkeyPatch):
     """The loop of every agent, with the client's own objects handed back."""
+    monkeypatch.setattr(server_tools, "new_id", lambda: CALL["id"])  # the only one that the model has seen
     messages: list[Any] = list(QUESTION)
     choice = chat(client, messages).choices[0]
     (call,) = choice.message.tool_calls
