@@ -7,7 +7,8 @@ parser, client, and back through the template.
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -197,13 +198,10 @@ def test_a_long_chat_loses_old_turns_but_no_result_loses_its_call(model: LoadedM
 
 
 def test_a_model_whose_template_has_no_tools_says_so(family_tokenizers: Any):
-    class Idle:
-        size = 4
-
     for family in ("qwen2", "llama3"):
         tokenizer = family_tokenizers[family]
         assert isinstance(tokenizer, ImportedTokenizer)
-        model = LoadedModel(Idle(), tokenizer, "plain", CONTEXT, chats=True)  # pyright: ignore
+        model = LoadedModel(cast(Any, SimpleNamespace(size=4)), tokenizer, "plain", CONTEXT, chats=True)
         with pytest.raises(ApiError) as refused:
             prompts.encode_prompts(model, ChatBody(messages=QUESTION, tools=TOOLS))  # pyright: ignore
         assert refused.value.body["error"]["param"] == "tools" and "template of plain" in refused.value.detail

@@ -32,7 +32,6 @@ import httpx
 import pytest
 import tiny
 import torch
-import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
@@ -44,7 +43,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.model_folder import weights_sha256
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
-from nanochat.serve.connection import Connection
+from nanochat.serve.listener import listening, make_server
 from nanochat.serve.load import closed_loop
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.middleware import MAX_BODY, MAX_HEAD
@@ -182,8 +181,8 @@ def make_app(scheduler: Any = None, model: LoadedModel | None = None, **settings
 @contextlib.contextmanager
 def serving(app: Any, ready: bool = True) -> Iterator[int]:
     """The app on a real socket, in a thread; yields the port."""
-    with chat_web.listening("127.0.0.1", 0) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, http=Connection, ws="none", log_level="warning", access_log=False))
+    with listening("127.0.0.1", 0) as listener:
+        server = make_server(app, 1)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
@@ -329,7 +328,7 @@ def malformed(rng: random.Random) -> bytes:
     return content
 
 
-@pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_malformed_bodies_get_an_error_in_openais_form(count: int):
     rng = random.Random(1)
     statuses = set()
@@ -1084,7 +1083,7 @@ def serve(port_to: Any, hangs: bool) -> None:
     hangs."""
     scheduler = wedged_scheduler(threading.Event()) if hangs else FakeScheduler(slots=20, queue=4, tick=0.01)
     chat_web.make_app = lambda config, on_failure: make_app(scheduler, grace=2.0)
-    with chat_web.listening("127.0.0.1", 0) as listener:
+    with listening("127.0.0.1", 0) as listener:
         port_to.send(listener.getsockname()[1])
         chat_web.serve(chat_web.Config(), listener)
 
@@ -1650,22 +1649,32 @@ def test_the_metrics_of_several_models_have_its_name(several: Any):
     assert {sample.labels["model"]: sample.value for sample in slots.samples} == {"rl": 2, "sft": 2, "base": 2}
 
 
-def test_several_models_share_one_thread_and_the_free_memory(
-    stages: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    """Their threads of OpenMP would outnumber the cores, and each alone would take the cache's whole share."""
+@pytest.mark.parametrize(
+    ("names", "max_seq_len", "tokens"),
+    [
+        (["sft"], 0, 320),  # 0.7 of 512, in steps of 64
+        (["sft"], CONTEXT, CONTEXT),
+        (["base", "sft", "rl"], 0, 64),  # a third of it
+    ],
+)
+def test_a_server_with_little_memory_has_a_shorter_context(
+    stages: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    names: list[str], max_seq_len: int, tokens: int,
+):  # fmt: skip
+    """Several models share one thread, or their threads of OpenMP would outnumber the cores, and the memory, or each
+    alone would take the cache's whole share."""
     slot = Slots.bytes_per_slot(tiny.tiny_config(sequence_len=CONTEXT), torch.float32)
-    monkeypatch.setattr(Device, "free_memory", lambda self: 2 * 2 * slot)
-    source = ",".join(map(str, stages.values()))
-    config = chat_web.Config(source=source, name="base,sft,rl", device="cpu", dtype="float32", slots=2)
-    app = chat_web.make_app(config, print)
+    monkeypatch.setattr(Device, "free_memory", lambda self: 2 * slot)
+    source = ",".join(str(stages[name]) for name in names)
+    config = chat_web.Config(source=source, name=",".join(names), device="cpu", dtype="float32", slots=2)
+    app = chat_web.make_app(replace(config, max_seq_len=max_seq_len), print)
     with client_of(app) as ask:
         models = app.state.nanochat.model.all
         assert len({model.scheduler.thread for model in models}) == 1
-        assert len({model.scheduler for model in models}) == 3
-        assert [model.context for model in models] == [192] * 3  # 0.7 * 2 / 3 of 512, in steps of 64
-        assert "shared by 3 models" in capsys.readouterr().out
-        assert ask("POST", "/tokenize", json={"prompt": "one", "model": "sft"}).json()["max_model_len"] == 192
+        assert len({model.scheduler for model in models}) == len(names)
+        assert [model.context for model in models] == [tokens] * len(names)
+        assert ("shared by 3 models" in capsys.readouterr().out) == (len(names) == 3)
+        assert ask("POST", "/tokenize", json={"prompt": "one", "model": "sft"}).json()["max_model_len"] == tokens
 
 
 def test_one_hung_device_makes_all_its_models_not_ready():
@@ -1683,17 +1692,6 @@ def test_one_hung_device_makes_all_its_models_not_ready():
         assert ask("GET", "/ready").status_code == 200
         answer = ask("POST", COMPLETIONS, json={**PROMPT, "model": "other"})
         assert answer.json()["model"] == "other" and not schedulers[0].requests and schedulers[1].requests
-
-
-def test_a_server_with_little_memory_has_a_shorter_context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = checkpoint(tmp_path)
-    config = chat_web.Config(source=str(folder), device="cpu", dtype="float32", slots=2)
-    slot = Slots.bytes_per_slot(tiny.tiny_config(sequence_len=CONTEXT), torch.float32)
-    monkeypatch.setattr(Device, "free_memory", lambda self: 2 * slot)
-    for flags, tokens in (({}, 320), ({"max_seq_len": CONTEXT}, CONTEXT)):
-        with client_of(chat_web.make_app(replace(config, **flags), print)) as ask:
-            until(lambda ask=ask: ask("GET", "/ready").status_code == 200, 30)
-            assert ask("POST", "/tokenize", json={"prompt": "one"}).json()["max_model_len"] == tokens
 
 
 def test_the_load_measures_every_gap_between_tokens(port: int):
