@@ -55,13 +55,15 @@ def run_dir(stage: str, tag: str) -> Path:
     return base_dir() / "runs" / _stage(stage) / safe_tag(tag)
 
 
-def safe_tag(tag: str, flag: str = "--model_tag") -> str:
-    """The tag itself, which `flag` names, if it is one plain folder name.
+def safe_tag(tag: str) -> str:
+    """The tag itself, if it is one plain folder name.
 
     Raises UserError: for anything that could leave its folder (`..`, a slash, a leading dot).
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", tag):
-        raise UserError(f"{flag} {tag!r} is not a plain folder name: use letters, digits, '_', '-', '.' (at most 100)")
+        raise UserError(
+            f"--model_tag {tag!r} is not a plain folder name: use letters, digits, '_', '-', '.' (at most 100)"
+        )
     return tag
 
 

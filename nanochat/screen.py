@@ -250,11 +250,9 @@ def bar(text: str, total: float | None = None, **fields: Any) -> Iterator[Bar]:
         end(one)
 
 
-def track(items: Iterable[T], text: str, total: float | None = None) -> Iterator[T]:
-    """The items, with a bar that counts them; `total` where they have no length."""
-    if total is None and isinstance(items, Collection):
-        total = len(items)
-    with bar(text, total) as one:
+def track(items: Iterable[T], text: str) -> Iterator[T]:
+    """The items, with a bar that counts them."""
+    with bar(text, len(items) if isinstance(items, Collection) else None) as one:
         for item in items:
             yield item
             one.done += 1
