@@ -261,16 +261,18 @@ def test_a_tracker_that_does_not_start_warns(tmp_path, monkeypatch, capsys):
     assert len(read_lines(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("name", ["wandb", "swanlab"])
-def test_a_missing_tracker_names_the_extra(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("wandb", r"--track wandb: .*pip install -e '.\[track\]'"),
+        ("swanlab", r"--track swanlab: .*pip install -e '.\[track\]'"),
+        ("weights", "--track 'weights'.*wandb, swanlab, tensorboard"),
+    ],
+)
+def test_a_missing_or_unknown_tracker_is_named(tmp_path, monkeypatch, name, words):
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    with pytest.raises(UserError, match=rf"--track {name}: .*pip install -e '.\[track\]'"):
+    with pytest.raises(UserError, match=words):
         RunLog("base", tmp_path, 10, trackers=name)
-
-
-def test_an_unknown_tracker_names_the_known_ones(tmp_path):
-    with pytest.raises(UserError, match="--track 'weights'.*wandb, swanlab, tensorboard"):
-        RunLog("base", tmp_path, 10, trackers="weights")
 
 
 def test_a_line_of_rl_has_what_a_person_reads(tmp_path, capsys):

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 import threading
 import zipfile
 from pathlib import Path
@@ -167,6 +168,8 @@ DAMAGES = [
         r"core\.yaml: ConstructorError",
     ),
     (edited("core.yaml", "[2]", "[4]"), "has 4 examples of endings: it needs at least 5"),
+    (lambda folder: (folder / ROWS).write_bytes(b'{"query": "\xff"}'), r"animals\.jsonl.*utf-8"),
+    (shutil.rmtree, "--core .*eval_bundle"),
 ]
 
 
@@ -176,14 +179,6 @@ def test_a_damaged_bundle_is_one_line(bundle, damage, words):
     with pytest.raises(UserError, match=words) as caught:
         open_bundle(str(bundle))
     assert "\n" not in str(caught.value) and str(caught.value).startswith("--core")
-
-
-def test_other_mistakes(bundle, tmp_path):
-    with pytest.raises(UserError, match="--core .*nowhere"):
-        open_bundle(str(tmp_path / "nowhere"))
-    (bundle / ROWS).write_bytes(b'{"query": "\xff"}')
-    with pytest.raises(UserError, match=r"animals\.jsonl.*utf-8"):
-        open_bundle(str(bundle))
 
 
 # ---------------------------------------------------------------------- zip and download

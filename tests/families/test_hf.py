@@ -15,7 +15,7 @@ from tiny_families import save_family
 
 from nanochat import cli, model_folder
 from nanochat.checkpoint_manager import load_model
-from nanochat.engine import Engine, SamplingParams
+from nanochat.engine import Engine
 from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.layout import lay_out
@@ -514,21 +514,12 @@ def test_our_own_models_have_a_family_or_none():
 
 
 @pytest.mark.slow
-def test_training_and_decoding_are_those_of_transformers(folders):
-    """Two steps of AdamW on the same tokens, and greedy replies of the weights before them."""
+def test_training_is_that_of_transformers(folders):
+    """Two steps of AdamW on the same tokens."""
     folder = folders["qwen3"]
     device = cpu_device()
-    ours, tokenizer, _ = load_model(str(folder), "cpu")
+    ours, _, _ = load_model(str(folder), "cpu")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-
-    prompts = torch.tensor([[5, 6, 7], [9, 2, 4]])
-    theirs.generation_config = type(theirs.generation_config)(max_new_tokens=8, do_sample=False)
-    expected = theirs.generate(prompts, attention_mask=torch.ones_like(prompts))[:, prompts.size(1) :].tolist()
-    engine = Engine(ours, tokenizer, device)
-    engine.stop_ids = set()
-    engine.call_start = engine.call_end = -1
-    assert engine.generate(prompts.tolist(), max_tokens=8, sampling=SamplingParams(temperature=0.0))[0] == expected
-
     rate = 1e-3
     ids = torch.randint(ours.config.vocab_size, (2, 65), generator=torch.Generator().manual_seed(0))
     inputs = ids[:, :-1].contiguous()

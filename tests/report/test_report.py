@@ -321,23 +321,10 @@ def test_the_page_is_whole_and_requests_nothing(whole):
     html = whole.html
     assert report_page.to_html(whole.summary) == html and "▼" not in html  # no skill fell
     page = Page(html)
-    for text in (
-        "0.9375",
-        "0.25 → 0.73",
-        "11m22s",
-        "5,049,216",
-        "256 tokens",
-        "0123abc",
-        "torch 2.9.0",
-        "Hello, rl!",
-        "It is 85.",
-        "68.5%",
-        "85–95",
-        "5.12K",
-        "37.5%",
-        "forty-two",
-        "A frog sang.",
-    ):
+    # Facts of the run and texts of models; the numbers of the tables are tested above.
+    for text in ("0.25 → 0.73", "5,049,216", "256 tokens", "0123abc", "torch 2.9.0", "Hello, rl!", "It is 85."):
+        assert text in page.text, text
+    for text in ("0.9375", "11m22s", "85–95", "A frog sang."):
         assert text in page.text, text
     assert "8 × Abacus 9000 (beads, bfloat16)" in page.text and "python -m scripts.mid_train --seed 7" in page.text
     assert "python -m scripts.base_train --seed 73m20s" in page.text and "2026-01-02 03:04:05 UTC" in page.text

@@ -336,6 +336,9 @@ LOGPROBS = ("choices", 0, "logprobs", "token_logprobs")
         (changed(*LOGPROBS, to=lambda logprobs: [*logprobs, -1.0]), "logprobs, of at most"),
         (changed(*LOGPROBS, to=lambda logprobs: [0.5] * len(logprobs)), "not logarithms"),
         (changed(*LOGPROBS, to=lambda logprobs: ["x"] * len(logprobs)), "not logarithms"),
+        (changed(*LOGPROBS, to=lambda logprobs: [-(10**400)] * len(logprobs)), "--sampler http://127.0.0.1"),
+        (changed(*LOGPROBS, to=lambda logprobs: [float("-inf")] * len(logprobs)), "--sampler http://127.0.0.1"),
+        (changed(*LOGPROBS, to=lambda logprobs: [float("nan")] * len(logprobs)), "--sampler http://127.0.0.1"),
         (changed(*TOKENS, to=lambda tokens: [5000] * len(tokens)), "another model"),
         (changed("usage", "prompt_tokens", to=lambda count: count + 1), "another tokenization"),
         (lambda number, reply: 400, "refuses a request (status 400)"),
@@ -370,21 +373,6 @@ def test_a_hostile_reply_is_one_line(sampler, fake, name, monkeypatch):
     prompts, settings = prompts_and_settings(1.0)
     line = failure(lambda: sampler(prompts, settings, 8))
     assert message in line and "\n" not in line and len(line) < 500
-
-
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        (LOGPROBS, -(10**400)),
-        (LOGPROBS, float("-inf")),
-        (LOGPROBS, float("nan")),
-    ],
-    ids=["huge", "infinite", "no number"],
-)
-def test_numbers_that_are_no_logprobs_are_one_line(sampler, fake, path, value):
-    fake.fault = changed(*path, to=lambda logprobs: [value] * len(logprobs))
-    prompts, settings = prompts_and_settings(1.0)
-    assert "--sampler http://127.0.0.1" in failure(lambda: sampler(prompts, settings, 8))
 
 
 @pytest.mark.parametrize("slots", [0, -1, "many", [], 10**400, float("nan"), float("inf")])
