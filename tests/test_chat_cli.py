@@ -25,9 +25,10 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from test_scripts import call
 from tiny import save_checkpoint, tiny_tokenizer
 
-from nanochat import cli, paths, terminal
+from nanochat import paths, terminal
 from nanochat.conversation import render
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
@@ -140,15 +141,9 @@ class Terminal(io.StringIO):
         return True
 
 
-class Pipe(io.StringIO):
-    """The other end of a pipe."""
-
-
 def run(*argv: str) -> None:
     """As from the command line; raises SystemExit with the exit code where it is not 0."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["chat_cli", "--device=cpu", "--dtype=float32", *argv])
-        cli.run(chat_cli.main, chat_cli.Config)
+    call("chat_cli", "--device=cpu", "--dtype=float32", *argv)
 
 
 @pytest.fixture
@@ -476,7 +471,7 @@ def test_ctrl_c_ends_a_single_reply_with_its_exit_code(capsys, sums, ctrl_c_afte
 
 
 def test_a_pipe_is_one_message_and_the_reply_is_text_alone(capsys, monkeypatch, sums, prompts):
-    monkeypatch.setattr(sys, "stdin", Pipe("two\n\nlines\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("two\n\nlines\n"))
     assert one_shot(capsys) == ("S=.\n", "")
     assert TOKENIZER.decode(prompts[0]["prompt"]) == "<|bos|><|user_start|>two\n\nlines<|user_end|><|assistant_start|>"
     assert one_shot(capsys, "--prompt=x", "--system=Be kind.") == ("S=.\n", "")
@@ -506,7 +501,7 @@ def test_a_message_needs_no_flag(capsys, monkeypatch, sums, prompts, words):
 )
 def test_a_mistake_is_one_line(capsys, monkeypatch, prompts, stage, argv, flag, piped):
     add_checkpoint(stage, table_model(BASE))
-    monkeypatch.setattr(sys, "stdin", Pipe(piped))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
     with pytest.raises(SystemExit) as leaving:
         run(*argv)
     out, err = capsys.readouterr()
@@ -515,7 +510,7 @@ def test_a_mistake_is_one_line(capsys, monkeypatch, prompts, stage, argv, flag, 
 
 
 def test_what_is_piped_in_follows_the_prompt(capsys, monkeypatch, sums, prompts):
-    monkeypatch.setattr(sys, "stdin", Pipe("a\nlong text\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("a\nlong text\n"))
     one_shot(capsys, "-p", "What is this?")
     assert "<|user_start|>What is this?\na\nlong text<|user_end|>" in TOKENIZER.decode(prompts[0]["prompt"])
     monkeypatch.setattr(sys, "stdin", Terminal("never read"))
@@ -629,9 +624,9 @@ def test_a_real_terminal():
 def test_a_base_model_continues_text(capsys, monkeypatch, talk, prompts):
     add_checkpoint("base", table_model(BASE))
     assert one_shot(capsys, "-p", "Upon") == ("Upon ago.\n", "")
-    monkeypatch.setattr(sys, "stdin", Pipe("Upon\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Upon\n"))
     assert one_shot(capsys) == ("Upon ago.\n", "")
-    monkeypatch.setattr(sys, "stdin", Pipe(""))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     one_shot(capsys, "--max_tokens=3")  # nothing to continue: any text
     output = talk("Upon", "then", "x" * 600, "Upon", "", "never")
     assert output[1] == output[4] == "Upon ago.\n" and output[2] == "then ago.\n"

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import importlib
 import io
+import json
 import multiprocessing
 import os
 import socket
@@ -17,12 +18,15 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from torch import Tensor
 
 from nanochat import checkpoint_manager, cli, rollout
 from nanochat import device as devices
+from nanochat.conversation import Rendered
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
@@ -131,6 +135,22 @@ def complaint(call: Callable[[], Any]) -> str:
         call()
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def learned(tokenizer: Tokenizer, rendered: Rendered) -> str:
+    """The text of a conversation's targets."""
+    targets = [token for token, is_target in zip(rendered.ids, rendered.mask, strict=True) if is_target]
+    return tokenizer.decode(targets)
+
+
+def write_rows(path: Path, rows: list[Any]) -> str:
+    """A .parquet, or a file of JSON lines, in which a row that is a text is written as it is."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        return str(path)
+    texts = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return str(path)
 
 
 def momentum(seed: int | None = None) -> dict[str, Tensor]:

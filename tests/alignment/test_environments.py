@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import tiny
-from tiny import complaint, cpu_device, tiny_tokenizer
+from tiny import complaint, cpu_device, learned, tiny_tokenizer
 
 from nanochat import rollout
-from nanochat.conversation import Message, Part, render, render_prompt, text_of
+from nanochat.conversation import Message, Part, parts_of, render, render_prompt, text_of
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.mixture import open_mixture
 from nanochat.rollout import Samples
@@ -32,10 +32,6 @@ from nanochat.tasks.tool_use import call_in, run_tool
 from nanochat.tokenizer import Tokenizer
 
 
-def text(reply: str) -> list[Part]:
-    return [{"type": "text", "text": reply}]
-
-
 def said(step: Step) -> str:
     (message,) = step.messages
     return message["content"]
@@ -50,7 +46,7 @@ def play(seed: int, choose: Any) -> float:
     source = random.Random(f"player {seed}")
     left = int(re.findall(r"\d+", game.start()[0]["content"])[0])
     while True:
-        step = game.step(text(str(choose(left, source))))
+        step = game.step(parts_of(str(choose(left, source))))
         if not step.messages:
             return step.reward
         left = int(re.findall(r"\d+", said(step))[1])
@@ -86,7 +82,7 @@ def test_nim_is_worth_what_its_best_play_wins():
 @pytest.mark.parametrize("reply", ["4", "0", "", "take 1", "1 1", "９"])
 def test_what_is_no_move_loses(reply):
     game = Nim(random.Random(0))
-    assert game.step(text(reply)) == Step()
+    assert game.step(parts_of(reply)) == Step()
 
 
 # ---------------------------------------------------------------------- tools
@@ -126,12 +122,12 @@ def test_tools_answer_and_the_final_number_is_rewarded():
         kinds.add(call.partition(":")[0])
         assert result in answer and example.tools
         game = task.environment(example)
-        assert game.start()[0]["content"] == question and said(game.step(text(call))) == result
-        assert game.step(text(f"So it is {int(result):,}.")) == Step(reward=1.0)
-        assert task.environment(example).step(text(f"{result}1")).reward == 0.0
+        assert game.start()[0]["content"] == question and said(game.step(parts_of(call))) == result
+        assert game.step(parts_of(f"So it is {int(result):,}.")) == Step(reward=1.0)
+        assert task.environment(example).step(parts_of(f"{result}1")).reward == 0.0
     assert kinds == {"calculator", "python"}
     endless = task.environment(task.example(0))
-    assert [bool(endless.step(text("calculator: 1")).messages) for _ in range(5)] == [True] * 4 + [False]
+    assert [bool(endless.step(parts_of("calculator: 1")).messages) for _ in range(5)] == [True] * 4 + [False]
 
 
 # ---------------------------------------------------------------------- as tasks
@@ -150,7 +146,7 @@ def test_a_file_of_ones_own_is_a_task(tmp_path):
     example = task.example(3)
     assert example == task.example(3) and example.question == [{"role": "user", "content": "Guess my number, 1 to 9."}]
     environments = [task.environment(example) for _ in range(2)]
-    numbers = {next(n for n in range(1, 10) if game.step(text(str(n))).reward == 1.0) for game in environments}
+    numbers = {next(n for n in range(1, 10) if game.step(parts_of(str(n))).reward == 1.0) for game in environments}
     assert len(numbers) == 1, "all samples of a question play the same game"
     print_before = open_mixture(f"{file}:Guess", "train").fingerprint()
     file.write_text(GUESS + "\n# changed\n")
@@ -170,9 +166,8 @@ def test_reference_replies_are_learned_and_nothing_else(name):
     for index in range(4):
         messages = task.example(index).messages
         rendered = render(tokenizer, messages)
-        learned = tokenizer.decode([t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m])
         replies = [message["content"] for message in messages if message["role"] == "assistant"]
-        assert learned == "".join(f"{reply}<|assistant_end|>" for reply in replies)
+        assert learned(tokenizer, rendered) == "".join(f"{reply}<|assistant_end|>" for reply in replies)
     assert set(range(3)) != {len(task.example(index).messages) for index in range(9)}
     if name == "nim":
         assert len({len(task.example(index).messages) for index in range(20)}) > 2

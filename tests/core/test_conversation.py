@@ -1,7 +1,7 @@
 """The chat format: exact tokens, the mask, cutting, parsing replies; text never becomes a special token."""
 
 import pytest
-from tiny import tiny_tokenizer
+from tiny import learned, tiny_tokenizer
 
 from nanochat.cli import UserError
 from nanochat.conversation import check_messages, fit_prompt, parse_reply, parts_of, render, render_prompt, text_of
@@ -25,17 +25,13 @@ def tokenizer() -> Tokenizer:
     return tiny_tokenizer()
 
 
-def chosen(tokenizer: Tokenizer, rendered) -> str:
-    return tokenizer.decode([token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask])
-
-
 def test_a_conversation_is_these_tokens_and_the_mask_is_what_the_assistant_chooses(tokenizer):
     rendered = render(tokenizer, SUM)
     assert tokenizer.decode(rendered.ids) == (
         "<|bos|><|system_start|>Be short.<|system_end|><|user_start|>2+3?<|user_end|><|assistant_start|>It is "
         "<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>5.<|assistant_end|>"
     )
-    assert chosen(tokenizer, rendered) == "It is <|python_start|>2+3<|python_end|>5.<|assistant_end|>"
+    assert learned(tokenizer, rendered) == "It is <|python_start|>2+3<|python_end|>5.<|assistant_end|>"
     assert not rendered.cut
 
 
@@ -69,7 +65,7 @@ def test_an_empty_or_masked_reply_has_no_target(tokenizer, reply):
 def test_only_the_masked_reply_of_several_is_left_out(tokenizer):
     turns = [SUM[1], {"role": "assistant", "content": "one", "train": False}]
     turns += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "two"}]
-    assert chosen(tokenizer, render(tokenizer, turns)) == "two<|assistant_end|>"
+    assert learned(tokenizer, render(tokenizer, turns)) == "two<|assistant_end|>"
 
 
 def test_a_long_conversation_is_cut_at_its_end(tokenizer):

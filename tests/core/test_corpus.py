@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tiny
 from tiny import complaint
 
 from nanochat import text_files as files
@@ -521,16 +522,12 @@ def test_importing_does_no_work():
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
 def test_the_text_may_have_another_name(tmp_path, name):
     rows = [{"content": f"text {number}", "text": "no"} for number in range(20)]
-    path = tmp_path / name
-    if name.endswith(".parquet"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("\n".join(map(json.dumps, rows)))
-    train, val = open_corpus(str(path), columns="text = content")
+    path = tiny.write_rows(tmp_path / name, rows)
+    train, val = open_corpus(path, columns="text = content")
     assert documents(train) + documents(val) == [row["content"] for row in rows]
-    whole, _ = open_corpus(str(path), str(path), columns="text=content")
+    whole, _ = open_corpus(path, path, columns="text=content")
     assert documents(whole) == [row["content"] for row in rows]
     for columns in ("content", "question=content", "text=", "text=absent"):
-        problem = complaint(lambda columns=columns: open_corpus(str(path), columns=columns))
+        problem = complaint(lambda columns=columns: open_corpus(path, columns=columns))
         wanted = "absent" if columns == "text=absent" else f"--columns {columns}: of --data only the text is read"
         assert wanted in problem

@@ -82,19 +82,16 @@ def test_orthogonalize_of_nothing_is_nothing() -> None:
     torch.testing.assert_close(out[:1], orthogonalize(some[:1], torch.float32))  # each matrix by itself
 
 
-def test_orthogonalize_in_bfloat16_is_near() -> None:
-    matrix, nearest = with_singular_values(16, 24, torch.linspace(0.3, 1.0, 16), seed=0)
-    out = orthogonalize(matrix[None], torch.bfloat16)
-    assert out.dtype == torch.bfloat16
-    assert torch.linalg.matrix_norm(out[0].float() - nearest, ord=2) < 0.17
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(64, 256), (256, 64)])
-def test_orthogonalize_of_wide_matrices_in_bfloat16_follows_fp32(rows: int, columns: int) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(64, 256), (256, 64), (64, 96)])
+def test_orthogonalize_in_bfloat16_follows_fp32(rows: int, columns: int) -> None:
     """Over all singular values that the iteration is made for; with one x x^T for three steps they end at 4."""
     for seed in range(4):
         matrix, _ = with_singular_values(rows, columns, torch.logspace(-3, 0, 64), seed)
-        exact, out = (orthogonalize(matrix[None], dtype).float() for dtype in (torch.float32, torch.bfloat16))
+        exact, out = (orthogonalize(matrix[None], dtype) for dtype in (torch.float32, torch.bfloat16))
+        assert out.dtype == torch.bfloat16
+        out = out.float()
         assert torch.linalg.svdvals(out).max() < 1.2
         assert (out - exact).norm() < 0.14 * exact.norm()
 

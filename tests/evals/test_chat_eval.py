@@ -1,21 +1,20 @@
 """Chat evaluation: exact counts from known replies, letters by their logits, the same at any number of ranks."""
 
 import dataclasses
-import importlib
 import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import test_scripts
 import torch
 from test_scripts import refused
 from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
-from nanochat import cli, paths
+from nanochat import paths
 from nanochat.cli import UserError
 from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
@@ -282,39 +281,21 @@ def test_a_prompt_may_fill_all_but_one_token_of_the_context(room: int) -> None:
 # ---------------------------------------------------------------------- reference answers fed back
 
 
-def spoiled(name: str, text: str) -> str:
-    """The last text of a right reply with one thing wrong."""
-    if name in ("stories", "new_stories"):
-        return text.partition(". ")[2]  # begins in the middle
-    if name == "questions":
-        return text.replace("The", "A", 1) if "The" in text else f"{text} And so on."
-    if name in ("identity", "unknown", "memory", "json", "repeat"):
-        return text[:-1]
-    if name == "spelling":
-        return re.sub(r"(\w)-(\w)", r"\1-\1-\2", text, count=1)
-    digits = re.findall(r"\d", text)[-1]  # the last digit of a sum or a count
-    return str((int(digits) + 1) % 10).join(text.rsplit(digits, 1))
-
-
 @pytest.mark.parametrize("ends", [True, False], ids=["ended", "cut"])
 @pytest.mark.parametrize("name", generated_tasks())
-def test_reference_answers_score_all_and_spoiled_ones_nothing(
+def test_chosen_replies_score_all_and_rejected_ones_nothing(
     name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(task_class(name), "__len__", lambda task: 100)
     tokenizer, task = tiny_tokenizer(), task_class(name)("test")
     right: dict[tuple[int, ...], list[int]] = {}
     wrong: dict[tuple[int, ...], list[int]] = {}
-    for example in map(task.example, range(len(task))):
-        prompt = render_prompt(tokenizer, example.question)
-        ids = render(tokenizer, example.messages).ids
-        assert ids[: len(prompt)] == prompt and ids[-1] == tokenizer.encode_special("<|assistant_end|>")
-        right[tuple(prompt)] = ids[len(prompt) : len(ids) - (not ends)]
-        content = example.messages[-1]["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        last = {"type": "text", "text": spoiled(name, parts[-1]["text"])}
-        ids = render(tokenizer, [*example.question, {"role": "assistant", "content": [*parts[:-1], last]}]).ids
-        wrong[tuple(prompt)] = ids[len(prompt) : len(ids) - (not ends)]
+    for pair in map(task.pair, range(len(task))):
+        prompt = render_prompt(tokenizer, pair.question)
+        for replies, reply in ((right, pair.chosen), (wrong, pair.rejected)):
+            ids = render(tokenizer, [*pair.question, reply]).ids
+            assert ids[: len(prompt)] == prompt and ids[-1] == tokenizer.encode_special("<|assistant_end|>")
+            replies[tuple(prompt)] = ids[len(prompt) : len(ids) - (not ends)]
 
     class Table(Known):
         def __init__(self, table: dict[tuple[int, ...], list[int]]):
@@ -538,10 +519,7 @@ def save_step(step: int) -> Path:
 
 
 def call(*argv: str) -> None:
-    module = importlib.import_module("scripts.chat_eval")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["chat_eval", "--device=cpu", "--dtype=float32", "--max_tokens=6", *argv])
-        cli.run(module.main, module.Config)
+    test_scripts.call("chat_eval", "--device=cpu", "--dtype=float32", "--max_tokens=6", *argv)
 
 
 def written() -> dict[str, Any]:

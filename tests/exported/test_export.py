@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import tiny
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from test_scripts import call
 from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat import cli, paths
@@ -24,7 +24,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.long_context import with_context
 from nanochat.rotary import RopeScaling
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
-from scripts import chat_cli, export
+from scripts import export
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +37,10 @@ def base(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def call(module, *argv: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["script", *argv])
-        cli.run(module.main, module.Config)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exported_folder_is_a_model(base, capsys, dtype):
     out = base / "made" / "here"
-    call(export, "--to", "safetensors", "--source", "sft", "--out", str(out), "--dtype", dtype)
+    call("export", "--to", "safetensors", "--source", "sft", "--out", str(out), "--dtype", dtype)
     files = {path.name for path in out.iterdir()}
     tokenizers = {"tokenizer.json", "tokenizer_config.json", "nanochat_tokenizer.json"}
     assert files == {"model.safetensors", "config.json", "meta.json", "manifest.json", *tokenizers}
@@ -68,12 +62,12 @@ def test_an_exported_folder_is_a_model(base, capsys, dtype):
     assert GPTConfig(**config) == model.config
     with safe_open(out / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "step": "7", "tokenizer": tiny_tokenizer().fingerprint()}
-    call(chat_cli, "--source", str(out), "--device=cpu", "--max_tokens=4", "-p", "hello")
+    call("chat_cli", "--source", str(out), "--device=cpu", "--max_tokens=4", "-p", "hello")
 
 
 def test_an_exported_folder_is_verified(base):
     out = base / "out"
-    call(export, "--out", str(out))
+    call("export", "--out", str(out))
     data = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(cli.UserError, match="model.safetensors is damaged"):
@@ -98,7 +92,7 @@ def test_an_exported_folder_is_verified(base):
 def test_a_mistake_costs_one_line(base, capsys, argv, code, message):
     (base / "file").write_text("")
     with pytest.raises(SystemExit) as stopped:
-        call(export, *(word.format(base=base) for word in argv))
+        call("export", *(word.format(base=base) for word in argv))
     err = capsys.readouterr().err
     assert stopped.value.code == code and message in err and "Traceback" not in err
     if code == 1:
@@ -129,7 +123,7 @@ def test_our_own_models_in_transformers(base, monkeypatch, shape):
     ours = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=64, **SHAPES_OF_OURS[shape]))
     save_checkpoint(paths.checkpoint_dir("sft", shape), 1, ours, tiny_tokenizer(), {"stage": "sft"})
     out = base / shape
-    call(export, "--to", "hf", "--source", "sft", "--model_tag", shape, "--out", str(out))
+    call("export", "--to", "hf", "--source", "sft", "--model_tag", shape, "--out", str(out))
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == ("qwen3" if shape == "qwen3" else "nanochat")
     assert (out / "modeling_nanochat.py").exists() == (shape != "qwen3")
@@ -188,7 +182,7 @@ def test_the_trainer_of_transformers_learns_alike_however_it_accumulates(base, m
     ours = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=64, **tiny.SHAPES["qwen3"]))
     save_checkpoint(paths.checkpoint_dir("sft", "tiny"), 1, ours, tiny_tokenizer(), {"stage": "sft"})
     for to in ("hf", "safetensors"):
-        call(export, "--to", to, "--source", "sft", "--model_tag", "tiny", "--out", str(base / to))
+        call("export", "--to", to, "--source", "sft", "--model_tag", "tiny", "--out", str(base / to))
     # The folder of ours with its modeling file, which a model with Qwen3's shape does not have by itself.
     config = json.loads((base / "safetensors" / "config.json").read_text())
     classes = {"AutoConfig": "NanochatConfig", "AutoModelForCausalLM": "NanochatForCausalLM"}
@@ -283,12 +277,12 @@ def test_push_uploads_to_a_private_repository(base, capsys, monkeypatch):
 
     monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    call(export, "--to", "hf", "--out", str(base / "out"), "--push", "me/tiny")
+    call("export", "--to", "hf", "--out", str(base / "out"), "--push", "me/tiny")
     assert calls[:2] == ["https://mirror.example", ("me/tiny", {"private": True, "exist_ok": True})]
     assert calls[2][0] == "me/tiny" and "modeling_nanochat.py" in calls[2][1] and "model.safetensors" in calls[2][1]
     assert "https://mirror.example/me/tiny" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        call(export, "--to", "hf", "--out", str(base / "two"), "--push", "me/unreachable")
+        call("export", "--to", "hf", "--out", str(base / "two"), "--push", "me/unreachable")
     err = capsys.readouterr().err
     assert "cannot reach" in err and err.count("\n") == 1 and (base / "two").exists()
 

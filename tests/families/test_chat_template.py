@@ -8,12 +8,10 @@ import shutil
 import threading
 from concurrent.futures import ProcessPoolExecutor
 
-import pyarrow as pa
 import pytest
-from pyarrow import parquet
 from starlette.testclient import TestClient
 from test_serve import until
-from tiny import complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
+from tiny import complaint, cpu_device, learned, lively_model, tiny_config, tiny_tokenizer, write_rows
 from tiny_families import FAMILIES, random_string, save_family
 
 from nanochat.cli import UserError
@@ -104,13 +102,13 @@ def test_the_mask_has_every_reply_that_follows_its_prompt(family_tokenizers):
     for family, count in {"qwen2": 2, "qwen3": 2, "llama3": 2, "mistral": 2, "marked": 2}.items():
         tokenizer = family_tokenizers[family]
         rendered = render(tokenizer, HELLO)
-        learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
-        assert learned.count(tokenizer.reply_ends[0]) == count, family
-        assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, len(learned))
+        targets = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
+        assert targets.count(tokenizer.reply_ends[0]) == count, family
+        assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, len(targets))
         if family != "qwen3":
             # What is learned is what the prompt before the first reply does not have, up to its end.
             prompt = render_prompt(tokenizer, HELLO[:1])
-            first = learned[: learned.index(tokenizer.reply_ends[0]) + 1]
+            first = targets[: targets.index(tokenizer.reply_ends[0]) + 1]
             assert rendered.ids[: len(prompt) + len(first)] == prompt + first
             assert text_of(parse_reply(tokenizer, first)) == "Hello! A boat?"
     # Qwen3 drops the thoughts of earlier replies: such a reply is not learned. The last one is, with its own.
@@ -120,14 +118,11 @@ def test_the_mask_has_every_reply_that_follows_its_prompt(family_tokenizers):
         for one in HELLO
     ]
     rendered = render(tokenizer, thoughtful)
-    learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
-    assert tokenizer.decode(learned) == "<think>\nthe boat\n</think>\n\nThe sail is red.<|im_end|>"
-    assert (rendered.replies, rendered.unlearned) == (2, 1) and rendered.reply_tokens > 1.5 * len(learned)
+    assert learned(tokenizer, rendered) == "<think>\nthe boat\n</think>\n\nThe sail is red.<|im_end|>"
+    assert (rendered.replies, rendered.unlearned) == (2, 1) and rendered.reply_tokens > 1.5 * rendered.target_count
     # Where no thoughts are lost, both are.
-    rendered = render(tokenizer, HELLO)
-    learned = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
     last = "<think>\n\n</think>\n\nThe sail is red.<|im_end|>"
-    assert tokenizer.decode(learned) == f"Hello! A boat?<|im_end|>{last}"
+    assert learned(tokenizer, render(tokenizer, HELLO)) == f"Hello! A boat?<|im_end|>{last}"
     not_learned = [{**message, "train": False} for message in HELLO]
     assert not render(tokenizer, not_learned).target_count and not render(tokenizer, not_learned).unlearned
     assert render(tokenizer, HELLO, max_tokens=9).cut
@@ -140,9 +135,9 @@ def test_tools_and_their_results(family_folders, family_tokenizers):
     tokenizer = family_tokenizers["qwen3"]
     rendered = render(tokenizer, CALLED, tools=[WEATHER])
     assert rendered.ids == theirs["input_ids"]
-    learned = tokenizer.decode([token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask])
-    assert '<tool_call>\n{"name": "weather"' in learned and learned.endswith("Sun.<|im_end|>")
-    assert "sun" not in learned and rendered.unlearned == 0
+    text = learned(tokenizer, rendered)
+    assert '<tool_call>\n{"name": "weather"' in text and text.endswith("Sun.<|im_end|>")
+    assert "sun" not in text and rendered.unlearned == 0
 
 
 def test_settings_of_a_template(family_folders, family_tokenizers):
@@ -166,12 +161,8 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys, suf
     asks = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": {**call["function"]}}]}
     asks["tool_calls"][0]["function"]["arguments"] = '{"city": "Paris", "unit": null}'
     row = {"messages": [*CALLED[:2], asks, *CALLED[3:], CALLED[1], asks, CALLED[3]], "tools": json.dumps([WEATHER])}
-    file = tmp_path / f"calls{suffix}"
-    if suffix == ".jsonl":
-        file.write_text(f"{json.dumps(row)}\n" * 2)
-    else:
-        parquet.write_table(pa.Table.from_pylist([row, row]), file)
-    mixture = open_mixture(str(file), "train")
+    file = write_rows(tmp_path / f"calls{suffix}", [row] * 2)
+    mixture = open_mixture(file, "train")
     expected = render(family_tokenizers["qwen3"], [*CALLED, *CALLED[1:3]], tools=[WEATHER])
     rendered = mixture.rendered(family_tokenizers["qwen3"], 0)
     assert (rendered.ids, rendered.mask) == (expected.ids, expected.mask)
@@ -180,14 +171,13 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys, suf
     assert "left out" in capsys.readouterr().err
     assert not mixture.rendered(tiny_tokenizer(), 1).ids
     assert not capsys.readouterr().err
-    strict = open_mixture(str(file), "train", Reading(bad_records="fail"))
+    strict = open_mixture(file, "train", Reading(bad_records="fail"))
     assert f"{file} " in complaint(lambda: strict.rendered(tiny_tokenizer(), 0))
 
 
 def test_a_model_whose_format_refuses_every_chat_ends_the_run(tmp_path):
-    file = tmp_path / "calls.jsonl"
-    file.write_text(f"{json.dumps({'messages': CALLED})}\n" * 2)
-    mixture = open_mixture(str(file), "train")
+    file = write_rows(tmp_path / "calls.jsonl", [{"messages": CALLED}] * 2)
+    mixture = open_mixture(file, "train")
     for index in range(99):
         assert not mixture.rendered(tiny_tokenizer(), index).ids
     assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 99))

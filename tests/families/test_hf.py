@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_scripts import call
 from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
 from tiny_families import save_family
 
-from nanochat import cli, model_folder
+from nanochat import model_folder
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.families import hf
@@ -22,7 +23,7 @@ from nanochat.layout import lay_out
 from nanochat.sharding import whole_weights
 from nanochat.tokenizer import EXPORTED_NAME
 from nanochat.train import make_adamw, next_token_loss, train_step
-from scripts import export, mid_train
+from scripts import export
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
@@ -205,8 +206,7 @@ def test_an_imported_model_is_exported_with_its_tokenizer(folders, tmp_path, mon
     oracle.generation_config.eos_token_id = json.loads((source / "generation_config.json").read_text())["eos_token_id"]
     oracle.bfloat16().save_pretrained(source)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", str(source), "--out", str(tmp_path / "out")])
-    cli.run(export.main, export.Config)
+    call("export", "--to", "hf", "--source", str(source), "--out", str(tmp_path / "out"))
     written = load_file(tmp_path / "out" / "model.safetensors")
     original = load_file(source / "model.safetensors")
     assert set(written) == set(original) and written["model.norm.weight"].dtype == torch.bfloat16
@@ -270,14 +270,12 @@ def test_an_imported_models_pretraining_is_continued(folders, tmp_path, monkeypa
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     flags = ("--device=cpu", "--dtype=float32", "--device_batch_size=1", "--eval_tokens=768", "--log_every=1")
     sizes = ("--max_seq_len=768", "--num_iterations=4", "--eval_every=0", "--learning_rate=1e-3")
-    monkeypatch.setattr("sys.argv", ["mid_train", "--source", str(source), "--data=demo:0.5,pydoc:0.5", *flags, *sizes])
-    cli.run(mid_train.main, mid_train.Config)
+    call("mid_train", "--source", str(source), "--data=demo:0.5,pydoc:0.5", *flags, *sizes)
     lines = (tmp_path / "base/runs/base/tiny-qwen/metrics.jsonl").read_text().splitlines()
     first, last = json.loads(lines[0]), json.loads(lines[-1])
     assert last["val_bpb"] < first["val_bpb_before"]
     assert last["val_bpb"] == pytest.approx((last["val_bpb_demo"] + last["val_bpb_pydoc"]) / 2)
-    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", "base", "--out", str(tmp_path / "out")])
-    cli.run(export.main, export.Config)
+    call("export", "--to", "hf", "--source", "base", "--out", str(tmp_path / "out"))
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["model_type"], config["max_position_embeddings"], config["rope_scaling"]["factor"]) == (
         "qwen3",
@@ -488,12 +486,11 @@ def test_phi_after_a_longer_context_is_written_as_llama(folders):
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama"])
-def test_the_command_writes_a_folder_of_its_own_family(folders, tmp_path, monkeypatch, family):
+def test_the_command_writes_a_folder_of_its_own_family(folders, tmp_path, family):
     source = tmp_path / "tiny"
     shutil.copytree(folders[family], source)
     out = tmp_path / "out"
-    monkeypatch.setattr("sys.argv", ["export", "--to", "hf", "--source", str(source), "--out", str(out)])
-    cli.run(export.main, export.Config)
+    call("export", "--to", "hf", "--source", str(source), "--out", str(out))
     written = load_file(out / "model.safetensors")
     original = load_file(source / "model.safetensors")
     assert set(written) == set(original) and all(torch.equal(written[name], original[name]) for name in original)

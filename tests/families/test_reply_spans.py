@@ -128,8 +128,7 @@ def test_the_mask_is_the_one_of_transformers(tmp_path, name, calls):
         rendered = render(tokenizer, messages, tools=tools)
         assert tokenizer.decode(rendered.ids) == oracle.decode(theirs["input_ids"])
         expected = [token for token, one in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if one]
-        learned = [token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one]
-        assert tokenizer.decode(learned) == oracle.decode(expected)
+        assert tiny.learned(tokenizer, rendered) == oracle.decode(expected)
         if rendered.ids == theirs["input_ids"]:
             assert rendered.mask == theirs["assistant_masks"]
         replies = sum(one["role"] == "assistant" for one in messages)
@@ -150,9 +149,8 @@ def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, name, capsy
         {"role": "assistant", "content": "then"},
     ]
     rendered = render(tokenizer, messages)
-    learned = [token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one]
     thought = "<think>\n\n</think>\n\n" if name == "empty thought" else ""
-    assert tokenizer.decode(learned) == f"{thought}then<|im_end|>"
+    assert tiny.learned(tokenizer, rendered) == f"{thought}then<|im_end|>"
     assert (rendered.replies, rendered.unlearned) == (2, 1)
     report_learned([rendered], tokenizer)
     err = capsys.readouterr().err
@@ -241,16 +239,14 @@ def test_exactly_what_a_template_marks_is_learned(tmp_path, name, learned, unlea
     folder = save_family(tmp_path / "model", "qwen3", chat_template=source)
     tokenizer = Tokenizer.load(folder)
     rendered = render(tokenizer, TURNS)
-    found = [token for token, one in zip(rendered.ids, rendered.mask, strict=True) if one]
-    assert tokenizer.decode(found) == learned and (rendered.replies, rendered.unlearned) == (2, unlearned)
+    assert tiny.learned(tokenizer, rendered) == learned and (rendered.replies, rendered.unlearned) == (2, unlearned)
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     theirs = oracle.apply_chat_template(TURNS, return_dict=True, return_assistant_tokens_mask=True)
     expected = [token for token, one in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if one]
     assert oracle.decode(expected) == learned
     # A reply that the data mark as not to be learned is not, whether its template marks it or not.
     without = render(tokenizer, [TURNS[0], {**TURNS[1], "train": False}, *TURNS[2:]])
-    found = [token for token, one in zip(without.ids, without.mask, strict=True) if one]
-    assert tokenizer.decode(found) == learned.removeprefix("so<|im_end|>") and without.replies == 1
+    assert tiny.learned(tokenizer, without) == learned.removeprefix("so<|im_end|>") and without.replies == 1
 
 
 def test_the_share_that_is_learned_is_printed(capsys):

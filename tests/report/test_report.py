@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from test_scripts import refused
 from tiny import complaint
 
-from nanochat import cli, provenance
-from nanochat.cli import UserError
+from nanochat import provenance
 from nanochat.paths import SCRIPTS, STAGES
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
@@ -505,20 +505,13 @@ def test_any_file_may_be_alone(base, name):
     assert expected in Page(report_page.to_html(summary)).text
 
 
-def test_nothing_to_report_names_the_command(base, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["report"])
-    with pytest.raises(SystemExit) as leaving:
-        cli.run(script.main, script.Config)
-    error = capsys.readouterr().err
-    assert leaving.value.code == 1 and error.count("\n") == 1
-    assert "python -m scripts.base_train" in error and str(base / "runs") in error
+def test_nothing_to_report_names_the_command(base, capsys):
+    refused(capsys, ["report"], "python -m scripts.base_train", str(base / "runs"))
     write(base, "mid", "metrics.jsonl", metrics(2, 1.0), tag="other")
     write_commands(base, [command("tok_train", "tokenizer", 3.0, None)])
-    with pytest.raises(UserError, match=r"--model_tag made-up: .*base_train --model_tag made-up"):
-        report.collect(TAG)
-    assert complaint(lambda: script.main(script.Config(model_tag="../x"))).startswith(
-        "--model_tag '../x' is not a plain"
-    )
+    line = complaint(lambda: report.collect(TAG))
+    assert line.startswith("--model_tag made-up: ") and "base_train --model_tag made-up" in line
+    refused(capsys, ["report", "--model_tag=../x"], "--model_tag '../x' is not a plain")
     assert not (base / "runs" / "report").exists()
 
 

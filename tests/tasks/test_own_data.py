@@ -8,15 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
-from tiny import complaint, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
+from tiny import complaint, learned, lively_model, save_checkpoint, tiny_config, tiny_tokenizer, write_rows
 from tiny_families import THINKING, save_family
 
 from nanochat import paths
-from nanochat.conversation import Rendered, render
+from nanochat.conversation import render
 from nanochat.learned_share import report_learned
 from nanochat.mixture import open_mixture
 from nanochat.task import Pair, Reading, TaskSpec, open_task
@@ -38,16 +36,6 @@ def reply(text: str, **fields: Any) -> dict[str, Any]:
 def called(text: str, *cities: str) -> dict[str, Any]:
     calls = [{"type": "function", "function": {"name": "weather", "arguments": {"city": city}}} for city in cities]
     return reply(text, tool_calls=calls)
-
-
-def lines(path: Path, rows: list[Any]) -> str:
-    """A .jsonl, or .parquet; a row that is a text is written as it is."""
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-        return str(path)
-    texts = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
-    return str(path)
 
 
 def chats(path: str | Path, **settings: Any) -> list[list[dict[str, Any]]]:
@@ -189,30 +177,30 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_of_other_tools(tmp_path, capsys, name):
     row, columns, messages, unread = FORMS[name]
-    path = lines(tmp_path / "mine.jsonl", [row] * 3)
+    path = write_rows(tmp_path / "mine.jsonl", [row] * 3)
     assert chats(path, columns=columns) == [messages] * 2
     (line, *_) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{path} reads ") and line.partition("; ")[2] == unread
 
 
 def test_what_a_parquet_holds_is_read_by_the_same_names(tmp_path, capsys):
-    path = lines(tmp_path / "mine.parquet", [{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 3)
+    path = write_rows(tmp_path / "mine.parquet", [{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 3)
     assert chats(path, columns="question=ask") == [SUM] * 2
     shown = capsys.readouterr()
     assert f"{path} reads question from Ask, answer from 答案; not image, note" in shown.out
     assert "the column image is not read" in shown.err
     assert "unknown form (with Ask, 答案, image, note)" in complaint(lambda: chats(path))
-    path = lines(tmp_path / "known.parquet", [{"prompt": "2+3?", "completion": "5", "embedding": [0.5] * 9}] * 2)
+    path = write_rows(tmp_path / "known.parquet", [{"prompt": "2+3?", "completion": "5", "embedding": [0.5] * 9}] * 2)
     assert sorted(Conversations("train", path).records[0]) == ["completion", "prompt"]  # the others are not read
     assert "unknown form (with prompt, completion, embedding)" in complaint(lambda: Preferences("train", path))
 
 
 def test_the_column_that_is_chosen_among_several_is_named(tmp_path, capsys):
-    path = lines(tmp_path / "mine.jsonl", [{"question": "2+3?", "response": "5", "answer": "five"}] * 3)
+    path = write_rows(tmp_path / "mine.jsonl", [{"question": "2+3?", "response": "5", "answer": "five"}] * 3)
     assert chats(path)[0] == SUM
     warning = capsys.readouterr().err
     assert "the answer is response, so answer is not read: --columns answer=answer reads it" in warning
-    some = lines(
+    some = write_rows(
         tmp_path / "some.jsonl",
         [{"question": "2+3?", "answer": "5"}, {"query": "2+3?", "response": "5", "answer": "x"}],
     )
@@ -228,7 +216,7 @@ def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
         {"prompt": "a", "response": "b", "answer": "no"}, {"prompt": "a", "output": "b", "answer": "no"},
         {"question": "a", "answer": "b"}, {"prompt": "no", "messages": SUM}, {"messages": user("no")},
     ]  # fmt: skip
-    path = lines(tmp_path / "mine.jsonl", rows)
+    path = write_rows(tmp_path / "mine.jsonl", rows)
     chats(path, val_share=0.0)
     shown = capsys.readouterr()
     assert shown.out.splitlines()[0].endswith("; not answer (in 2), prompt (in 1), messages (in 1)")
@@ -237,7 +225,7 @@ def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
     assert "in 2 rows the answer is response or output, so answer is not read: --columns answer=answer" in warning
     pair = {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
     whole = {"prompt": "Hello", "chosen": [user("Hello"), GOOD], "rejected": [user("Hello"), BAD]}
-    Preferences("train", lines(tmp_path / "pairs.jsonl", [pair, whole] * 2), reading=Reading(val_share=0.0))
+    Preferences("train", write_rows(tmp_path / "pairs.jsonl", [pair, whole] * 2), reading=Reading(val_share=0.0))
     shown = capsys.readouterr()
     assert "question from prompt, chosen, rejected; not prompt (in 2)" in shown.out
     assert not shown.err
@@ -258,7 +246,7 @@ def test_mistakes_in_columns(columns, problem):
 
 
 def test_a_column_that_no_record_has(tmp_path):
-    path = lines(tmp_path / "mine.jsonl", [{"ask": "2+3?", "say": "5"}] * 3)
+    path = write_rows(tmp_path / "mine.jsonl", [{"ask": "2+3?", "say": "5"}] * 3)
     problem = complaint(lambda: chats(path, columns="question=asked,answer=say"))
     assert "unknown form (with ask, say)" in problem and "it has no column asked of --columns" in problem
     line = complaint(lambda: chats(path, columns="question=ask,answer=say,system=tone"))
@@ -274,20 +262,18 @@ def test_a_column_that_no_record_has(tmp_path):
 @pytest.mark.parametrize("mark", [{"loss": False}, {"loss": 0}, {"weight": 0}, {"weight": 0.0}, {"train": False}])
 def test_a_marked_reply_is_read_and_not_learned(tmp_path, capsys, mark):
     chat = [user("a"), reply("MASKED", **mark), user("b"), reply("learned", loss=True)]
-    path = lines(tmp_path / "mine.jsonl", [{"messages": chat}] * 3)
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat}] * 3)
     tokenizer = tiny_tokenizer()
     rendered = render(tokenizer, chats(path)[0])
-    learned = tokenizer.decode(
-        [token for token, is_target in zip(rendered.ids, rendered.mask, strict=True) if is_target]
-    )
-    assert "learned" in learned and "MASKED" not in learned and "MASKED" in tokenizer.decode(rendered.ids)
+    text = learned(tokenizer, rendered)
+    assert "learned" in text and "MASKED" not in text and "MASKED" in tokenizer.decode(rendered.ids)
     assert "2 of 4 replies are read and not learned" in capsys.readouterr().out
 
 
 def test_arguments_of_a_call_are_never_lost(tmp_path):
     def call_by(text: str) -> list[list[dict[str, Any]]]:
         turns = [user("Weather?"), {"role": "function_call", "content": text}, *WEATHER[2:]]
-        return chats(lines(tmp_path / "mine.jsonl", [{"messages": turns}] * 2))
+        return chats(write_rows(tmp_path / "mine.jsonl", [{"messages": turns}] * 2))
 
     wrapped = '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}}'
     for text in (CALL, f"[{CALL}]", CALL.replace("arguments", "parameters"), wrapped):
@@ -299,13 +285,13 @@ def test_functions_are_offered_in_the_form_that_templates_have(tmp_path):
     function = {"name": "weather", "description": "today's", "parameters": {"type": "object", "properties": {}}}
     whole = {"type": "function", "function": function}
     for tools in ([whole], [function], json.dumps([function]), [json.dumps(whole)]):
-        task = Conversations("train", lines(tmp_path / "mine.jsonl", [{"messages": SUM, "tools": tools}] * 2))
+        task = Conversations("train", write_rows(tmp_path / "mine.jsonl", [{"messages": SUM, "tools": tools}] * 2))
         assert task.example(0).tools == [whole]
 
 
 def test_keys_that_nothing_reads_are_counted_once_by_name(tmp_path, capsys):
     rows = [{"messages": [user("a") | {"loss": True}, reply("b", emotion="glad", name=None)]}] * 20
-    mixture = open_mixture(lines(tmp_path / "mine.jsonl", rows), "train")
+    mixture = open_mixture(write_rows(tmp_path / "mine.jsonl", rows), "train")
     open_mixture(str(tmp_path / "mine.jsonl"), "test")
     assert len(mixture.tasks[0]) == 18
     (line,) = capsys.readouterr().err.splitlines()
@@ -334,7 +320,7 @@ REPORTED: dict[str, tuple[str, Any, int, str]] = {  # the file, how many convers
 def test_what_is_left_out_or_odd_is_reported(tmp_path, capsys, name):
     suffix, content, count, words = REPORTED[name]
     path = tmp_path / f"mine.{suffix}"
-    path.write_text(content) if suffix == "csv" else lines(path, content)
+    path.write_text(content) if suffix == "csv" else write_rows(path, content)
     assert len(chats(path)) == count
     assert words in capsys.readouterr().err
 
@@ -444,7 +430,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
 )
 def test_a_row_that_cannot_be_used_is_named_when_the_file_is_opened(tmp_path, kind, row, problem):
     good = SUM if kind is Conversations else {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
-    path = lines(tmp_path / "mine.jsonl", [good, good, row, good])
+    path = write_rows(tmp_path / "mine.jsonl", [good, good, row, good])
     line = complaint(lambda: kind("train", path, reading=Reading(bad_records="fail")))
     assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
 
@@ -461,38 +447,39 @@ ONLY_FIELD = FIELD.replace("{%- elif '</think>' in content %}", "{%- elif false 
 THINKER = [user("2+3?"), reply("5", reasoning_content="Two and three.")]
 
 
-def learned_by(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> str:
-    rendered: Rendered = render(tokenizer, messages)
-    targets = (token for token, is_target in zip(rendered.ids, rendered.mask, strict=True) if is_target)
-    return tokenizer.decode_bytes(targets).decode()
-
-
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
 @pytest.mark.parametrize("template", [FIELD, ONLY_FIELD, THINKING])
 def test_a_thought_is_learned_where_the_template_writes_it(tmp_path, template, key):
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=template))
-    path = lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("5", **{key: "Two and three."})]}] * 2)
+    path = write_rows(
+        tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("5", **{key: "Two and three."})]}] * 2
+    )
     wanted = "<think>\nTwo and three.\n</think>\n\n5<|im_end|>"
-    assert learned_by(tokenizer, chats(path)[0]) == wanted
-    inline = lines(tmp_path / "inline.jsonl", [{"messages": [user("2+3?"), reply(THOUGHT)]}] * 2)
-    assert learned_by(tokenizer, chats(inline)[0]) == wanted
+    assert learned(tokenizer, render(tokenizer, chats(path)[0])) == wanted
+    inline = write_rows(tmp_path / "inline.jsonl", [{"messages": [user("2+3?"), reply(THOUGHT)]}] * 2)
+    assert learned(tokenizer, render(tokenizer, chats(inline)[0])) == wanted
     for file in (path, inline):
-        assert learned_by(tokenizer, chats(file, thoughts="drop")[0]) == "<think>\n\n</think>\n\n5<|im_end|>"
+        assert (
+            learned(tokenizer, render(tokenizer, chats(file, thoughts="drop")[0]))
+            == "<think>\n\n</think>\n\n5<|im_end|>"
+        )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3"])
 def test_without_a_field_the_thought_is_before_the_reply(tmp_path, family_tokenizers, family):
     tokenizer = family_tokenizers[family]
-    path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 2)
-    assert learned_by(tokenizer, chats(path)[0]).startswith(THOUGHT)
-    assert "think" not in learned_by(tokenizer, chats(path, thoughts="drop")[0])
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 2)
+    assert learned(tokenizer, render(tokenizer, chats(path)[0])).startswith(THOUGHT)
+    assert "think" not in learned(tokenizer, render(tokenizer, chats(path, thoughts="drop")[0]))
     own = tiny_tokenizer()
-    assert learned_by(own, chats(path)[0]).startswith(THOUGHT)
+    assert learned(own, render(own, chats(path)[0])).startswith(THOUGHT)
 
 
 def test_a_thought_without_its_first_mark_is_one(tmp_path):
     """Where the prompt ends with <think>, as DeepSeek-R1's and QwQ's do, the model writes only the second mark."""
-    path = lines(tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("Two and three.\n</think>\n\n5")]}] * 2)
+    path = write_rows(
+        tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("Two and three.\n</think>\n\n5")]}] * 2
+    )
     assert chats(path)[0][1]["content"] == THOUGHT
     assert chats(path, thoughts="drop")[0][1]["content"] == "5"
 
@@ -520,7 +507,7 @@ def test_a_reply_in_a_prompt_is_not_learned(tmp_path, capsys):
     prompt = [user("Hi"), reply("Hello"), user("2+3?")]
     rows = [{"prompt": prompt, "completion": [reply("5")]}, {"prompt": [user("Hi"), reply("Hello")], "completion": "5"}]
     rows.append({"prompt": [user("Hi"), reply("Hello", train=True), user("2+3?")], "completion": [reply("5")]})
-    found = chats(lines(tmp_path / "mine.jsonl", rows), val_share=0)
+    found = chats(write_rows(tmp_path / "mine.jsonl", rows), val_share=0)
     assert found == [[user("Hi"), reply("Hello", train=False), *SUM], [user("Hi"), reply("Hello"), *SUM]]
     out, warnings = capsys.readouterr()
     assert "1 of 4 replies are read and not learned: marked so, or before the one that is" in out
@@ -535,13 +522,13 @@ def test_a_thought_in_a_column_belongs_to_any_form_of_a_reply(answer):
 def test_messages_as_json_in_any_column(tmp_path, capsys):
     """A .csv has no lists; its texts may be JSON."""
     row = {"prompt": json.dumps([user("2+3?") | {"mask": True}]), "completion": json.dumps([reply("5", mask=True)])}
-    assert chats(lines(tmp_path / "mine.jsonl", [row] * 2)) == [SUM]
+    assert chats(write_rows(tmp_path / "mine.jsonl", [row] * 2)) == [SUM]
     assert "nothing reads these keys of its messages: mask (in 2)" in capsys.readouterr().err
     whole = {"messages": json.dumps([user("2+3?"), reply("5", mask=True)])}
-    assert chats(lines(tmp_path / "whole.jsonl", [whole] * 2)) == [SUM]
+    assert chats(write_rows(tmp_path / "whole.jsonl", [whole] * 2)) == [SUM]
     assert "nothing reads these keys of its messages: mask (in 1)" in capsys.readouterr().err
     pair = {"chosen": json.dumps(SUM), "rejected": json.dumps([user("2+3?"), reply("6")])}
-    [found] = [Preferences("train", lines(tmp_path / "pairs.jsonl", [pair] * 2)).pair(0)]
+    [found] = [Preferences("train", write_rows(tmp_path / "pairs.jsonl", [pair] * 2)).pair(0)]
     assert found == Pair([user("2+3?")], reply("5"), reply("6"))
     for text in ("[{2, 3}]: what is it?", '[{"sum": 5}]'):  # a text about JSON stays one
         assert messages_of({"prompt": text, "completion": "5"})[0] == user(text)
@@ -555,7 +542,7 @@ def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
         {"name": "a", "parameters": {"x": {"type": "string"}}},
         {"name": "b", "parameters": {"y": {"type": "int"}}},
     ]
-    path = lines(tmp_path / "mine.parquet", [{"messages": messages, "tools": tools}] * 2)
+    path = write_rows(tmp_path / "mine.parquet", [{"messages": messages, "tools": tools}] * 2)
     example = Conversations("train", path, reading=Reading(val_share=0)).example(0)
     assert [tool["function"] for tool in example.tools or []] == tools
     assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
@@ -563,7 +550,7 @@ def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
 
 def test_replies_with_an_empty_thought_are_counted(tmp_path, capsys):
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=THINKING))
-    path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}, {"messages": SUM}, {"messages": SUM}])
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}, {"messages": SUM}, {"messages": SUM}])
     report_learned([render(tokenizer, chat) for chat in chats(path)], tokenizer)
     assert "1 of 2 replies have no thought" in capsys.readouterr().out
 
@@ -575,15 +562,15 @@ def test_a_thought_before_a_call_is_kept(tmp_path):
     rows = [
         {"messages": [user("Weather?"), asked, {"role": "tool", "content": "sun", "tool_call_id": "1"}, reply("Sun.")]}
     ]
-    learned = learned_by(tokenizer, chats(lines(tmp_path / "mine.jsonl", rows * 2))[0])
-    assert learned.startswith("<think>\nI look.\n</think>\n\n") and '<tool_call>\n{"name": "weather"' in learned
+    text = learned(tokenizer, render(tokenizer, chats(write_rows(tmp_path / "mine.jsonl", rows * 2))[0]))
+    assert text.startswith("<think>\nI look.\n</think>\n\n") and '<tool_call>\n{"name": "weather"' in text
 
 
 def test_a_reply_whose_call_or_thought_the_template_drops_is_not_learned(tmp_path, family_tokenizers):
     """It would be learned to end the turn at once, or to reply without a thought."""
     rendered = render(family_tokenizers["llama3"], WEATHER)
     assert (rendered.replies, rendered.unlearned) == (2, 1)
-    assert learned_by(family_tokenizers["llama3"], WEATHER) == "Sunny.<|eot_id|>"
+    assert learned(family_tokenizers["llama3"], rendered) == "Sunny.<|eot_id|>"
     dropping = THINKING.replace("{%- set thought = content.split('</think>')[0]", "{%- set thought = ''")
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=dropping))
     rendered = render(tokenizer, [user("2+3?"), reply(THOUGHT)])
@@ -598,7 +585,7 @@ def test_a_lone_thought_is_still_a_reply(tmp_path):
 
 def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
     row = {"messages": THINKER, "rejected_response": reply("6", reasoning_content="Two and four.")}
-    path = lines(tmp_path / "mine.jsonl", [row] * 2)
+    path = write_rows(tmp_path / "mine.jsonl", [row] * 2)
     pair = Preferences("train", path).pair(0)
     assert pair == Pair([user("2+3?")], reply(THOUGHT), reply("<think>\nTwo and four.\n</think>\n\n6"))
     assert Preferences("train", path, reading=Reading(thoughts="drop")).pair(0) == Pair(
@@ -635,7 +622,7 @@ PAIR_FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("row", PAIR_FORMS)
 def test_every_form_is_the_same_pair(tmp_path, row):
     pair = Pair([*([SYSTEM] if row.get("system") else []), HELLO[0]], GOOD, BAD)
-    task = Preferences("train", lines(tmp_path / "mine.jsonl", [row] * 3))
+    task = Preferences("train", write_rows(tmp_path / "mine.jsonl", [row] * 3))
     assert [task.pair(number) for number in range(len(task))] == [pair] * 2
     assert task.example(0).messages == [*pair.question, GOOD]
 
@@ -645,7 +632,7 @@ def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path):
     rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(40)]
 
     def fingerprint(rows: list[dict[str, str]]) -> str:
-        path = lines(tmp_path / "pairs.jsonl", rows)
+        path = write_rows(tmp_path / "pairs.jsonl", rows)
         return open_mixture(path, "train", Reading(files="pairs", val_share=0.0)).fingerprint()
 
     known = {fingerprint([*rows[:place], {**rows[place], "rejected": "No."}, *rows[place + 1 :]]) for place in (0, 1)}
@@ -658,29 +645,33 @@ def test_a_file_of_labelled_replies_is_refused(tmp_path, capsys, kind):
     for name, label in (("label", True), ("kto_tag", False), ("Label", "false")):
         rows = [{"messages": [user("a"), GOOD], name: label}] * 3
         for suffix in ("jsonl", "parquet"):
-            path = lines(tmp_path / f"{name}.{suffix}", rows)
+            path = write_rows(tmp_path / f"{name}.{suffix}", rows)
             line = complaint(lambda path=path: kind("train", path))
             assert line.startswith(f"{path} {'line' if suffix == 'jsonl' else 'row'} 1 cannot be used: its reply has")
             assert f"({str(label).lower()}), as for KTO" in line and "pairs of chosen and rejected" in line
             assert len(Prompts("train", path, reading=Reading(val_share=0.0))) == 3
     # A pair may have one, and a number may be a class.
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
-    assert len(Preferences("train", lines(tmp_path / "pairs.jsonl", [pair] * 3), reading=Reading(val_share=0.0))) == 3
+    assert (
+        len(Preferences("train", write_rows(tmp_path / "pairs.jsonl", [pair] * 3), reading=Reading(val_share=0.0))) == 3
+    )
     capsys.readouterr()
-    path = lines(tmp_path / "class.jsonl", [{"messages": [user("a"), GOOD], "label": number} for number in range(4)])
+    path = write_rows(
+        tmp_path / "class.jsonl", [{"messages": [user("a"), GOOD], "label": number} for number in range(4)]
+    )
     assert len(chats(path, val_share=0.0)) == 4
     shown = capsys.readouterr()
     assert "; not label" in shown.out and "1 of 4 records have the label 0, and their replies are learned" in shown.err
 
 
 def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
-    path = lines(tmp_path / "mine.jsonl", [{"题目": "2+3?", "key": "5", "level": 1}] * 2)
+    path = write_rows(tmp_path / "mine.jsonl", [{"题目": "2+3?", "key": "5", "level": 1}] * 2)
     task = Prompts("train", path, reading=Reading(columns="answer=key"))
     example = task.example(0)
     assert (example.messages, example.answer) == (SUM, "5")
     assert example.fields == {"题目": "2+3?", "key": "5", "level": 1}
     assert "reads question from 题目, answer from key; and, for rewards, level" in capsys.readouterr().out
-    alone = Prompts("train", lines(tmp_path / "alone.jsonl", [{"input": "2+3?"}] * 2))
+    alone = Prompts("train", write_rows(tmp_path / "alone.jsonl", [{"input": "2+3?"}] * 2))
     assert alone.example(0).messages[0] == user("2+3?")
 
 
@@ -695,7 +686,7 @@ def test_a_share_at_the_end_of_a_file_is_held_out(tmp_path, name):
         (30, 0.0, 30), (30, 0.01, 29), (30, 0.2, 24), (30, 0.25, 22), (30, 0.9, 3),
     ):  # fmt: skip
         path = tmp_path / name.removesuffix(".gz")
-        lines(path, [{"messages": [user(str(number)), GOOD]} for number in range(count)])
+        write_rows(path, [{"messages": [user(str(number)), GOOD]} for number in range(count)])
         if name.endswith(".gz"):
             path = tmp_path / name
             path.write_bytes(gzip.compress((tmp_path / "mine.jsonl").read_bytes()))
@@ -709,11 +700,11 @@ def test_a_share_at_the_end_of_a_file_is_held_out(tmp_path, name):
 
 def test_splits_of_a_folder(tmp_path):
     for name, count in (("train_sft", 4), ("test_sft", 2), ("train_gen", 3)):
-        lines(tmp_path / f"{name}.jsonl", [SUM] * count)
+        write_rows(tmp_path / f"{name}.jsonl", [SUM] * count)
     assert [len(Conversations(part, f"{tmp_path}@train_sft")) for part in ("train", "test")] == [4, 2]
     (tmp_path / "other").mkdir()
     for name in ("first", "second"):  # without splits: the last tenth of all rows
-        lines(tmp_path / f"other/{name}.jsonl", [SUM] * 10)
+        write_rows(tmp_path / f"other/{name}.jsonl", [SUM] * 10)
     assert [len(Conversations(split, f"{tmp_path}/other")) for split in ("train", "test")] == [18, 2]
     assert "name one by @" in complaint(lambda: Conversations("train", str(tmp_path)))
     assert "leave @x out" in complaint(lambda: Conversations("train", f"{tmp_path}/test_sft.jsonl@x"))
@@ -729,7 +720,7 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name)
     for place in (2, 3, 7):
         rows[place]["messages"].append({"role": "tool", "content": "42"})
     rows[5]["messages"].append(user("Are you there?"))
-    path = lines(tmp_path / name, rows)
+    path = write_rows(tmp_path / name, rows)
     found = [chat[0]["content"] for chat in chats(path)]
     assert found == [str(n) for n in range(18) if n not in (2, 3, 7)]
     left_out, dropped = capsys.readouterr().err.splitlines()
@@ -739,7 +730,7 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name)
     assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
     refused = complaint(lambda: chats(path, bad_records="fail"))
     assert refused.startswith(f"{path} {where} cannot be used") and "; 2 more of the 18 records" in refused
-    lines(tmp_path / name, [{"messages": SUM[1:]}] * 4)
+    write_rows(tmp_path / name, [{"messages": SUM[1:]}] * 4)
     assert "3 of 3 records left out: first" in complaint(lambda: chats(path))
 
 
@@ -747,7 +738,7 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name)
 def test_a_line_that_is_cut_off_is_left_out_and_counted(tmp_path, capsys, count):
     cut = '{"messages": [{"role": "user", "cont'
     rows: list[Any] = [{"messages": SUM}] * count
-    path = lines(tmp_path / "end.jsonl", [*rows, cut])
+    path = write_rows(tmp_path / "end.jsonl", [*rows, cut])
     # The last rows are held out: with few rows, the damaged one must not be the only one among them.
     sizes = [len(task) for split in ("train", "test") for task in open_mixture(path, split).tasks]
     assert sum(sizes) == count and min(sizes) >= 1
@@ -755,7 +746,7 @@ def test_a_line_that_is_cut_off_is_left_out_and_counted(tmp_path, capsys, count)
     sizes = [sum(map(len, open_mixture(path, split, Reading(val_share=0.0)).tasks)) for split in ("train", "test")]
     assert sizes == [count, 0]
     assert f"(train): 1 of {count + 1} records left out: first {path} line {count + 1} is" in capsys.readouterr().err
-    path = lines(tmp_path / "middle.jsonl", [rows[0], cut, *rows])
+    path = write_rows(tmp_path / "middle.jsonl", [rows[0], cut, *rows])
     assert len(Conversations("train", path)) == {3: 3, 30: 27}[count]
     assert f"{path} line 2 is not JSON" in capsys.readouterr().err
     assert f"{path} line 2 is not JSON" in complaint(lambda: chats(path, bad_records="fail"))
@@ -763,7 +754,7 @@ def test_a_line_that_is_cut_off_is_left_out_and_counted(tmp_path, capsys, count)
 
 @pytest.mark.parametrize("last", [{"messages": SUM[1:]}, {"messages": [user("2+3?"), reply("5", weight="x")]}])
 def test_a_last_row_that_is_no_conversation_is_not_all_that_is_held_out(tmp_path, capsys, last):
-    path = lines(tmp_path / "end.jsonl", [*[{"messages": SUM}] * 4, last])
+    path = write_rows(tmp_path / "end.jsonl", [*[{"messages": SUM}] * 4, last])
     assert [len(Conversations(split, path)) for split in ("train", "test")] == [3, 1]
     assert f"(test): 1 of 2 records left out: first {path} line 5: " in capsys.readouterr().err
 
@@ -775,7 +766,7 @@ def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind
     columns = "question=ask,answer=reply" if kind in (Conversations, Prompts) else "question=ask,chosen=a,rejected=b"
     rows: list[Any] = [{"ask": "2+3?", "reply": "5", "a": "5", "b": "6"}] * 11
     rows.insert(place, {"reply": "5"} if kind is Prompts and row == {"ask": "2+3?"} else row)
-    path = lines(tmp_path / "mine.jsonl", rows)
+    path = write_rows(tmp_path / "mine.jsonl", rows)
     assert [len(kind(split, path, reading=Reading(columns=columns))) for split in ("train", "test")] == [9, 2]
     problem = f"{path} line {place + 1}: unknown form ("
     assert f"(train): 1 of 10 records left out: first {problem}" in capsys.readouterr().err
@@ -784,12 +775,12 @@ def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind
 
 
 def test_a_file_without_a_row_in_a_known_form_is_an_error(tmp_path):
-    damaged = lines(tmp_path / "damaged.jsonl", ['{"messages": '])
+    damaged = write_rows(tmp_path / "damaged.jsonl", ['{"messages": '])
     assert f"{damaged} line 1 is not JSON" in complaint(lambda: chats(damaged))
     Path(damaged).unlink()
-    lines(tmp_path / "a.jsonl", [{"messages": SUM}] * 9)
-    path = lines(tmp_path / "b.jsonl", ["{", *[{"text": "x"}] * 3])
-    lines(tmp_path / "c.jsonl", [{"messages": SUM}] * 9)
+    write_rows(tmp_path / "a.jsonl", [{"messages": SUM}] * 9)
+    path = write_rows(tmp_path / "b.jsonl", ["{", *[{"text": "x"}] * 3])
+    write_rows(tmp_path / "c.jsonl", [{"messages": SUM}] * 9)
     for place in (path, str(tmp_path)):
         problem = complaint(lambda place=place: Conversations("train", place))
         assert problem.startswith(f"{path} line 2 cannot be used: unknown form (with text)")
@@ -799,7 +790,7 @@ def test_up_to_three_causes_of_left_out_rows_are_named(tmp_path, capsys):
     robot = {"messages": [{"role": "robot", "content": "x"}]}
     late = {"messages": [*SUM, {"role": "robot", "content": "x"}]}
     bad: list[Any] = [robot, "{", late, {"id": 1}, "[", robot]
-    path = lines(tmp_path / "mine.jsonl", [*bad, *[{"messages": SUM}] * 14])
+    path = write_rows(tmp_path / "mine.jsonl", [*bad, *[{"messages": SUM}] * 14])
     chats(path)
     [warning] = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
     assert f"6 of 18 records left out: first {path} line 1: message 0 has the role 'robot'" in warning
@@ -807,7 +798,7 @@ def test_up_to_three_causes_of_left_out_rows_are_named(tmp_path, capsys):
     assert [part.rpartition(" (")[2] for part in named if part.endswith(" such)")] == ["3 such)", "2 such)"]
     assert f"; {path} line 2 is not JSON" in warning and f"; {path} line 4: unknown form (with id)" in warning
     assert "(1 such)" in warning and "other causes" not in warning
-    path = lines(tmp_path / "more.jsonl", [*bad, {"messages": []}, *[{"messages": SUM}] * 13])
+    path = write_rows(tmp_path / "more.jsonl", [*bad, {"messages": []}, *[{"messages": SUM}] * 13])
     chats(path)
     assert "; and other causes (--bad_records fail" in capsys.readouterr().err
 
@@ -867,7 +858,7 @@ def test_commands_read_own_columns(models, tmp_path, capsys, script):
     is_dpo = script == "chat_dpo"
     row = {"q": "2+3?", "win": "5", "lose": "6"} if is_dpo else {"q": "2+3?", "a": "5", "extra": "x"}
     columns = "question=q,chosen=win,rejected=lose" if is_dpo else "question=q,answer=a"
-    path = lines(tmp_path / "mine.jsonl", [row] * 4)
+    path = write_rows(tmp_path / "mine.jsonl", [row] * 4)
     flags = [flag.replace("REWARD", f"{tmp_path / 'reward.py'}:short") for flag in COMMANDS[script]]
     call(script, f"--tasks={path}", f"--columns={columns}", *flags)
     assert f"{path} reads question from q" in capsys.readouterr().out
@@ -876,7 +867,7 @@ def test_commands_read_own_columns(models, tmp_path, capsys, script):
 
 
 def test_the_preview_says_what_becomes_of_thoughts(models, tmp_path, capsys):
-    path = lines(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 3)
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 3)
     call("preview", f"--tasks={path}", "--examples=1", "--count=2", "--max_seq_len=64")
     out = capsys.readouterr().out
     assert "2 of 2 replies have a thought, which is kept (--thoughts drop leaves them out)" in out
@@ -887,6 +878,6 @@ def test_the_preview_says_what_becomes_of_thoughts(models, tmp_path, capsys):
 
 
 def test_mid_training_warns_that_it_learns_masked_replies(models, tmp_path, capsys):
-    path = lines(tmp_path / "mine.jsonl", [{"messages": [*SUM, user("b"), reply("c", loss=False)]}] * 4)
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": [*SUM, user("b"), reply("c", loss=False)]}] * 4)
     call("mid_train", f"--tasks={path}", *COMMANDS["mid_train"])
     assert "3 replies are marked as not learned, but mid-training learns every token" in capsys.readouterr().err

@@ -3,16 +3,13 @@
 Each grader is tried on replies that a model could write: every reference must pass, every corrupted one fail.
 """
 
-import json
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import pytest
-from tiny import complaint
+from tiny import complaint, write_rows
 
 from nanochat.calculator import calculate
 from nanochat.cli import UserError
@@ -33,20 +30,8 @@ DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, SmolTalkChinese, UltraFeedback)
 
 
-def text(reply: str) -> list[Part]:
-    return [{"type": "text", "text": reply}]
-
-
 def reference(example: Example) -> list[Part]:
     return parts_of(example.messages[-1]["content"])
-
-
-def write(path: Path, rows: list) -> Path:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def check(task: Task) -> list[Example]:
@@ -69,7 +54,7 @@ CLIPS = {
 
 
 def test_gsm8k_marks_become_calls(tmp_path):
-    task = Gsm8k("test", str(write(tmp_path / "test.jsonl", [CLIPS])))
+    task = Gsm8k("test", write_rows(tmp_path / "test.jsonl", [CLIPS]))
     assert task.example(0).messages == [
         {"role": "user", "content": "Natalia sold 48 clips, then half as many. How many?"},
         {
@@ -114,7 +99,7 @@ def test_gsm8k_reads_the_last_number(number):
 
 
 def test_gsm8k_grades_the_text_not_the_calls(tmp_path):
-    task = Gsm8k("test", str(write(tmp_path / "test.jsonl", [CLIPS])))
+    task = Gsm8k("test", write_rows(tmp_path / "test.jsonl", [CLIPS]))
     example = task.example(0)
     assert task.grade(example, [{"type": "text", "text": "#### "}, {"type": "text", "text": "72.0"}])
     assert not task.grade(example, [{"type": "text", "text": "#### "}, {"type": "python_output", "text": "72"}])
@@ -142,8 +127,8 @@ def test_gsm8k_whole(tmp_path):
         spell = {"text": "{}", "python": "<<{}=", "python_output": "{}>>"}
         assert "".join(spell[part["type"]].format(part["text"]) for part in reply) == source  # nothing is lost
         assert not task.grade(example, spoiled_number(reply, rng.choice((-10, -1, 1, 10, 1000))))
-        assert not task.grade(example, text(text_of(reply).rpartition("####")[0]))  # cut off before the end
-        assert not task.grade(example, text(text_of(reply).replace("####", "=")))
+        assert not task.grade(example, parts_of(text_of(reply).rpartition("####")[0]))  # cut off before the end
+        assert not task.grade(example, parts_of(text_of(reply).replace("####", "=")))
         for call, output in zip(reply, reply[1:], strict=False):
             if call["type"] == "python" and output["text"] != "3/4":
                 assert float(calculate(call["text"]) or "nan") == pytest.approx(float(output["text"]), rel=1e-9)
@@ -164,14 +149,14 @@ def spoiled_letters(task: Task, example: Example) -> None:
     """All letters but the right one are wrong, and so is what is no letter."""
     for letter in {*example.letters, "A", "E", "1", "9", "a", "", " ", "The answer is " + example.answer}:
         if letter != example.answer:
-            assert not task.grade(example, text(letter))
-    assert task.grade(example, text(f" {example.answer}. Because."))
+            assert not task.grade(example, parts_of(letter))
+    assert task.grade(example, parts_of(f" {example.answer}. Because."))
 
 
 @pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
 def test_mmlu(tmp_path, name):
     rows = [SKY | {"answer": answer} for answer in range(4)]
-    write(tmp_path / name, rows)
+    write_rows(tmp_path / name, rows)
     task = Mmlu("test", str(tmp_path))
     examples = check(task)
     assert [example.answer for example in examples] == ["A", "B", "C", "D"]
@@ -183,7 +168,7 @@ def test_mmlu(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["auxiliary_train.jsonl", "train.jsonl", "auxiliary_train-00000-of-00001.parquet"])
 def test_mmlu_learns_from_the_auxiliary_set(tmp_path, name):
-    write(tmp_path / name, [SKY | {"answer": 3}])
+    write_rows(tmp_path / name, [SKY | {"answer": 3}])
     assert Mmlu("train", str(tmp_path)).example(0).answer == "D"
 
 
@@ -196,7 +181,7 @@ def arc_row(labels: str, answer: str) -> dict:
 @pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
 def test_arc_takes_the_letters_of_the_row(tmp_path, kind, name):
     rows = [arc_row("ABCD", "C"), arc_row("1234", "4"), arc_row("ABC", "A"), arc_row("ABCDE", "E"), arc_row("123", "1")]
-    write(tmp_path / name, rows)
+    write_rows(tmp_path / name, rows)
     task = kind("test", str(tmp_path))
     examples = check(task)
     assert [(example.letters, example.answer) for example in examples[:2]] == [
@@ -243,14 +228,14 @@ DAMAGE = [
 
 @pytest.mark.parametrize(("kind", "row", "problem"), DAMAGE)
 def test_a_damaged_row_is_named_when_it_is_read(tmp_path, kind, row, problem):
-    path = write(tmp_path / "test.jsonl", [row])
+    path = write_rows(tmp_path / "test.jsonl", [row])
     assert complaint(lambda: kind("test", str(path)).example(0)).startswith(f"{path} {problem}")
 
 
 def test_arc_from_a_copy_of_the_whole_repo(tmp_path):
     for name, answer in (("ARC-Easy", "A"), ("ARC-Challenge", "B")):
         (tmp_path / name).mkdir()
-        write(tmp_path / name / "test-00000-of-00001.parquet", [arc_row("ABCD", answer)])
+        write_rows(tmp_path / name / "test-00000-of-00001.parquet", [arc_row("ABCD", answer)])
     assert ArcEasy("test", str(tmp_path)).example(0).answer == "A"
     assert ArcChallenge("test", str(tmp_path)).example(0).answer == "B"
 
@@ -269,7 +254,8 @@ WHOLE = 'import math\n\n\ndef half(x: int) -> int:\n    """Half of x, rounded do
 
 @pytest.fixture
 def half(tmp_path) -> HumanEval:
-    return HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [HALF]).parent))
+    write_rows(tmp_path / "HumanEval.jsonl", [HALF])
+    return HumanEval("test", str(tmp_path))
 
 
 def test_humaneval_rendering(half):
@@ -312,7 +298,7 @@ GRADED = {
 
 @pytest.mark.parametrize(("right", "reply"), [(right, reply) for right in GRADED for reply in GRADED[right]])
 def test_humaneval_grades_what_the_function_does(half, right, reply):
-    assert half.grade(half.example(0), text(reply)) == right
+    assert half.grade(half.example(0), parts_of(reply)) == right
 
 
 def test_humaneval_puts_what_is_missing_before_the_reply():
@@ -334,10 +320,10 @@ def test_humaneval_checks_with_the_prompt_s_own_helper(tmp_path):
         "prompt": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    pass\n",
         "test": "def check(candidate):\n    assert double(candidate(4)) == 4\n",
     }
-    task = HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [row])))
-    assert task.grade(task.example(0), text("```python\ndef half(x):\n    return x // 2\n```"))
+    task = HumanEval("test", write_rows(tmp_path / "HumanEval.jsonl", [row]))
+    assert task.grade(task.example(0), parts_of("```python\ndef half(x):\n    return x // 2\n```"))
     cheat = "def double(x):\n    return 4\n\n\ndef half(x):\n    return 0\n"
-    assert not task.grade(task.example(0), text(f"```python\n{cheat}```"))
+    assert not task.grade(task.example(0), parts_of(f"```python\n{cheat}```"))
 
 
 def test_humaneval_never_compares_a_reply_with_itself(tmp_path):
@@ -345,11 +331,11 @@ def test_humaneval_never_compares_a_reply_with_itself(tmp_path):
     row = HALF | {
         "test": "def check(candidate):\n    assert candidate(4) == half(4)\n    assert candidate(5) == half(5)\n"
     }
-    task = HumanEval("test", str(write(tmp_path / "HumanEval.jsonl", [row])))
+    task = HumanEval("test", write_rows(tmp_path / "HumanEval.jsonl", [row]))
     example = task.example(0)
-    assert task.grade(example, text("def half(x):\n    return x // 2"))
-    assert not task.grade(example, text("def half(x):\n    return 7"))
-    assert not task.grade(example, text("candidate = lambda x: x // 2\ndef half(x):\n    return 7"))
+    assert task.grade(example, parts_of("def half(x):\n    return x // 2"))
+    assert not task.grade(example, parts_of("def half(x):\n    return 7"))
+    assert not task.grade(example, parts_of("candidate = lambda x: x // 2\ndef half(x):\n    return 7"))
 
 
 @pytest.mark.slow
@@ -358,7 +344,7 @@ def test_humaneval_whole():
     task = HumanEval("test", str(DATA / "humaneval"))
     examples = [task.example(index) for index in range(len(task))]
     some = examples[::8]  # all are graded by one program
-    nothing = [text(f"```python\ndef {e.answer['entry_point']}(*_):\n    return None\n```") for e in some]
+    nothing = [parts_of(f"```python\ndef {e.answer['entry_point']}(*_):\n    return None\n```") for e in some]
     with ThreadPoolExecutor(2) as threads:
         right = list(threads.map(task.grade, examples, map(reference, examples)))
         wrong = list(threads.map(task.grade, some, nothing))
@@ -412,12 +398,12 @@ def test_spelling_grades():
     task = Spelling("train")
     example = Example([], "bell")
     for reply in ("b-e-l-l", "It is B-E-L-L!", "b, e, l, l.", "b e l l", "Not b-e-l but b-e-l-l."):
-        assert task.grade(example, text(reply)), reply
+        assert task.grade(example, parts_of(reply)), reply
     for reply in ("bell", "b-e-l", "b-e-l-l-s", "l-l-e-b", "b-e-l-l or b-a-l-l", "b", ""):
-        assert not task.grade(example, text(reply)), reply
+        assert not task.grade(example, parts_of(reply)), reply
     for word in map(lambda index: task.example(index).answer, range(200)):
         for wrong in (word[:-1], word + "e", word[1:], word[1] + word[0] + word[2:]):
-            assert wrong == word or not task.grade(Example([], word), text("-".join(wrong)))
+            assert wrong == word or not task.grade(Example([], word), parts_of("-".join(wrong)))
 
 
 def test_letter_count_grades():
@@ -428,7 +414,7 @@ def test_letter_count_grades():
         wrong = str(int(example.answer) + 1)
         assert not task.grade(example, [*reply[:-1], {"type": "text", "text": f"There are {wrong}."}])
         assert not task.grade(example, reply[:-1])  # the tool's output is not yet an answer
-        assert task.grade(example, text(f"At first {wrong}, no: {example.answer}"))
+        assert task.grade(example, parts_of(f"At first {wrong}, no: {example.answer}"))
 
 
 # ---- Dialogues -------------------------------------------------------------------------------------------
@@ -438,17 +424,17 @@ HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": 
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.parquet"])
 def test_smoltalk(tmp_path, name):
-    write(tmp_path / name, [{"messages": HELLO * turns, "source": "made up"} for turns in range(1, 4)])
+    write_rows(tmp_path / name, [{"messages": HELLO * turns, "source": "made up"} for turns in range(1, 4)])
     task = SmolTalk("train", str(tmp_path))
     assert [task.example(n).messages for n in range(len(task))] == [HELLO, HELLO * 2, HELLO * 3]
     assert (task.name, task.kind) == ("smoltalk", "dialogue")
     with pytest.raises(NotImplementedError, match="smoltalk has nothing to grade"):
-        task.grade(task.example(0), text("Hi!"))
+        task.grade(task.example(0), parts_of("Hi!"))
 
 
 def test_smoltalk_in_chinese(tmp_path):
     spoken = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
-    write(tmp_path / "train.parquet", [{"conversations": spoken * n, "score": 5} for n in (1, 3)])
+    write_rows(tmp_path / "train.parquet", [{"conversations": spoken * n, "score": 5} for n in (1, 3)])
     task = SmolTalkChinese("train", str(tmp_path))
     assert [task.example(n).messages for n in range(2)] == [spoken, spoken * 3]
     categories = {split: set(files) for split, files in catalog.TASKS["smoltalk_zh"].splits.items()}
@@ -467,12 +453,12 @@ def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):
             "prompt": split,
             **{side: [{"role": "user", "content": split}, BETTER] for side in ("chosen", "rejected")},
         }
-        write(tmp_path / f"data/{split}-00000-of-00001.parquet", [row])
+        write_rows(tmp_path / f"data/{split}-00000-of-00001.parquet", [row])
     for split in ("train", "test"):
         task = UltraFeedback(split, str(tmp_path))
         assert [len(task), task.pair(0).question[0]["content"]] == [1, f"{split}_prefs"]
     rows = [{"chosen": HELLO, "rejected": [HELLO[0], WORSE]}, {"chosen": HELLO, "rejected": HELLO[:1]}]
-    task = UltraFeedback("train", str(write(tmp_path / "train.jsonl", rows)))  # a row is checked when it is read
+    task = UltraFeedback("train", write_rows(tmp_path / "train.jsonl", rows))  # a row is checked when it is read
     assert task.pair(0) == Pair(HELLO[:1], BETTER, WORSE)
     assert "line 2 cannot be used: rejected does not end" in complaint(lambda: task.pair(1))
 
