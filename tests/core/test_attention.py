@@ -230,28 +230,6 @@ def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int, k
     assert not cache.keys[0].any(), "the other layer was written"
 
 
-@pytest.mark.parametrize("window", [0, 3])
-@both_keys
-def test_rows_of_different_lengths_do_not_see_the_filling(window: int, key_offset: bool) -> None:
-    lengths, decoded = torch.tensor([5, 2, 7]), 4
-    q, k, v = random_qkv(3, 11, 4, 2)  # row r is q[r, : lengths[r] + decoded]
-    cache = KVCache.empty(1, 3, 12, 2, 4, "cpu", torch.float32, key_offset)
-    filling = torch.arange(7) >= lengths[:, None]  # behind the short rows, as a batch of prompts has it
-    prompt = [x[:, :7].masked_fill(filling[..., None, None], 99.0) for x in (q, k, v)]
-    cached_attention(cache, *prompt, window)
-    cache.position.copy_(lengths)
-    rows = torch.arange(3)
-    outs = []
-    for _ in range(decoded):
-        at = cache.position.clone()
-        outs.append(cached_attention(cache, *(x[rows, at][:, None] for x in (q, k, v)), window)[:, 0])
-    k = with_offset(k) if key_offset else k
-    for row, length in enumerate(lengths.tolist()):
-        end = length + decoded
-        alone = reference(*(x[row : row + 1, :end] for x in (q, k, v)), 0.7, window)[0, length:]
-        torch.testing.assert_close(torch.stack([out[row] for out in outs]), alone, **CLOSE)
-
-
 def test_keys_beyond_attended_len_are_not_read() -> None:
     q, k, v = random_qkv(1, 5, 2, 2)
     cache = KVCache.empty(1, 1, 16, 2, 4, "cpu", torch.float32)
@@ -293,21 +271,6 @@ def test_masks_are_made_once_for_each_window() -> None:
     assert masks[2][1, 0].int().tolist() == [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0]]
 
 
-@both_keys
-def test_rows_copied_from_one_begin_alike_and_part(key_offset: bool) -> None:
-    q, k, v = random_qkv(1, 6, 4, 2)
-    cache = KVCache.empty(1, 4, 10, 2, 4, "cpu", torch.float32, key_offset)
-    cached_attention(cache.view(1, 2), *(x[:, :4] for x in (q, k, v)), 0)
-    cache.copy_rows(torch.tensor([1, 1, 1]), torch.tensor([0, 2, 3]), 4)
-    cache.position.fill_(4)
-    ends = [torch.randn(4, 2, heads, 4) for heads in (4, 2, 2)]
-    out = cached_attention(cache, *ends, 0)
-    for row in range(4):
-        whole = [torch.cat((x[:, :4], end[row : row + 1]), dim=1) for x, end in zip((q, k, v), ends, strict=True)]
-        whole[1] = with_offset(whole[1]) if key_offset else whole[1]
-        torch.testing.assert_close(out[row], reference(*whole, 0.7)[0, 4:], **CLOSE)
-
-
 def test_padding_does_not_reach_the_keys_of_other_heads_and_rows() -> None:
     """It lands on the last positions that no token of the row has; its slow channels go one place further."""
     cache = KVCache.empty(1, 2, 8, 2, 4, "cpu", torch.float32, key_offset=True)
@@ -319,14 +282,6 @@ def test_padding_does_not_reach_the_keys_of_other_heads_and_rows() -> None:
     assert positions.tolist() == [[4, 5, 6, 6, 6, 6]] * 2
     cache.write(0, k, v, cache.indices(positions))
     assert not cache.by_head(cache.keys)[..., :4, :].any()
-
-
-def test_a_cache_of_lower_precision_rounds_what_it_keeps() -> None:
-    q, k, v = random_qkv(1, 3, 2, 2)
-    cache = KVCache.empty(1, 1, 4, 2, 4, "cpu", torch.bfloat16)
-    out = cached_attention(cache, q, k, v, 0)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.float(), reference(q, k, v, 0.7), rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("window", [0, 1, 5, 16, 100])

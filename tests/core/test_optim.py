@@ -82,8 +82,6 @@ def test_orthogonalize_of_nothing_is_nothing() -> None:
     torch.testing.assert_close(out[:1], orthogonalize(some[:1], torch.float32))  # each matrix by itself
 
 
-
-
 @pytest.mark.parametrize(("rows", "columns"), [(64, 256), (256, 64), (64, 96)])
 def test_orthogonalize_in_bfloat16_follows_fp32(rows: int, columns: int) -> None:
     """Over all singular values that the iteration is made for; with one x x^T for three steps they end at 4."""

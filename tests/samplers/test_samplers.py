@@ -22,7 +22,7 @@ import httpx
 import pytest
 from runs import lasting, metrics, sha256
 from test_lora import adapt
-from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from test_scripts import base, call, refused  # noqa: F401 (base is a fixture)
 from test_serve import error_of, serving, until
 from test_stages import RL, graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
 from tiny import complaint, cpu_device, lively_model, run_command, tiny_config, tiny_tokenizer
@@ -549,11 +549,17 @@ def test_weights_in_several_files_are_named_by_all_of_them(fake_address, folder,
     assert first.name != second.name
 
 
-@pytest.mark.parametrize("name", ["http://127.0.0.1:9", "grpc://x", "llama"])
-def test_a_sampler_that_is_none_is_one_line(start, name, capsys):  # noqa: F811
-    with pytest.raises(SystemExit):
-        call("chat_rl", *RL, "--source=base", f"--sampler={name}")
-    assert capsys.readouterr().err.count("\n") == 1
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--sampler=http://127.0.0.1:9"], "--sampler"),
+        (["--sampler=grpc://x"], "--sampler"),
+        (["--sampler=llama"], "--sampler"),
+        (["--loss=dapo", "--staleness=1"], "--refills 0"),  # samples drawn ahead are not replaced
+    ],
+)
+def test_a_run_that_cannot_begin_is_one_line(start, flags, word, capsys):  # noqa: F811
+    refused(capsys, ("chat_rl", *RL, "--source=base", *flags), word)
 
 
 # ---------------------------------------------------------------------- runs
@@ -706,12 +712,6 @@ def test_an_error_of_the_thread_that_samples_is_raised():
     ahead.take(0)
     ahead.begin(0)
     assert complaint(lambda: ahead.take(1)) == "no such question"
-
-
-def test_samples_drawn_ahead_are_not_replaced(start, capsys):  # noqa: F811
-    with pytest.raises(SystemExit):
-        call("chat_rl", *RL, "--source=base", "--loss=dapo", "--staleness=1")
-    assert "--refills 0" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------- Ray
