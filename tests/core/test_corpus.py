@@ -166,11 +166,6 @@ def test_a_megabyte_gives_enough_blocks_to_shuffle(tmp_path):
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(autouse=True)
-def base(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
-
-
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
 @pytest.mark.parametrize("count", [2, 9, 10, 1003])
 def test_rows_split_nine_to_one(tmp_path, suffix, count):

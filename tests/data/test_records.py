@@ -29,11 +29,6 @@ def write(path: Path, wanted: list, between: str = "\n") -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def base(tmp_path_factory, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path_factory.mktemp("base")))
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 @pytest.mark.parametrize("cache_bytes", [1, 20_000, 10**9])
 def test_every_record_in_any_order(tmp_path, name, cache_bytes, monkeypatch):
