@@ -6,6 +6,8 @@ import json
 import pickle
 import random
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -198,49 +200,42 @@ def test_the_fingerprint_sees_every_change(tokenizer):
     assert len(prints) == 3
 
 
-def damage(content: dict, how: str) -> str | bytes:
-    """The text of a tokenizer.json with one thing wrong."""
-    merges = content["merges"]
-    if how == "torn":
-        return json.dumps(content)[:-100]
-    if how == "not text":
-        return b"\xff\xfe\x00"
-    if how == "a list":
-        return "[1, 2]"
-    if how == "version":
-        content["version"] = 99
-    elif how == "key":
-        del content["pattern"]
-    elif how == "pattern":
-        content["pattern"] = "("
-    elif how == "swap":
-        merges[300], merges[301] = merges[301], merges[300]
-    elif how == "twice":
-        merges[301] = merges[300]
-    elif how == "no byte":
-        del merges[65]
-    elif how == "not base64":
-        merges[300] = "@@@"
-    elif how == "number":
-        merges[300] = 7
-    elif how == "empty":
-        merges[300] = ""
-    elif how == "consistent but short of a byte":
-        merges[65] = base64.b64encode(b"unlikely").decode()
-        defined = {key: content[key] for key in ("pattern", "special_tokens", "merges")}
-        content["sha256"] = hashlib.sha256(json.dumps(defined, sort_keys=True).encode()).hexdigest()
-    return json.dumps(content)
+def with_merges(content: dict, changes: dict[int, Any]) -> dict:
+    """With other merges, by number; None leaves one out."""
+    merges = [changes.get(number, merge) for number, merge in enumerate(content["merges"])]
+    return {**content, "merges": [merge for merge in merges if merge is not None]}
 
 
-DAMAGES = ("torn", "not text", "a list", "version", "key", "pattern", "swap", "twice", "no byte")
-DAMAGES += ("not base64", "number", "empty", "consistent but short of a byte")
+def without_a_byte(content: dict) -> dict:
+    """Consistent, but short of a byte."""
+    content = with_merges(content, {65: base64.b64encode(b"unlikely").decode()})
+    defined = {key: content[key] for key in ("pattern", "special_tokens", "merges")}
+    return {**content, "sha256": hashlib.sha256(json.dumps(defined, sort_keys=True).encode()).hexdigest()}
+
+
+# A tokenizer.json with one thing wrong: bytes, or the content of a file of JSON.
+DAMAGES: dict[str, Callable[[dict], Any]] = {
+    "torn": lambda content: json.dumps(content)[:-100].encode(),
+    "not text": lambda content: b"\xff\xfe\x00",
+    "a list": lambda content: [1, 2],
+    "version": lambda content: {**content, "version": 99},
+    "key": lambda content: {key: value for key, value in content.items() if key != "pattern"},
+    "pattern": lambda content: {**content, "pattern": "("},
+    "swap": lambda content: with_merges(content, {300: content["merges"][301], 301: content["merges"][300]}),
+    "twice": lambda content: with_merges(content, {301: content["merges"][300]}),
+    "no byte": lambda content: with_merges(content, {65: None}),
+    "not base64": lambda content: with_merges(content, {300: "@@@"}),
+    "number": lambda content: with_merges(content, {300: 7}),
+    "empty": lambda content: with_merges(content, {300: ""}),
+    "consistent": without_a_byte,
+}
 
 
 @pytest.mark.parametrize("how", DAMAGES)
 def test_damage_is_found(tokenizer, tmp_path, how):
     path = tokenizer.save(tmp_path)
-    broken = damage(json.loads(path.read_text()), how)
-    path.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+    broken = DAMAGES[how](json.loads(path.read_text()))
+    path.write_bytes(broken if isinstance(broken, bytes) else json.dumps(broken).encode())
     with pytest.raises(UserError, match="scripts.tok_train") as caught:
         Tokenizer.load(tmp_path)
     assert str(path) in str(caught.value)

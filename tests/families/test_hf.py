@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -370,68 +371,49 @@ def test_what_cannot_be_computed_is_named(folders, tmp_path, change, words):
     assert words in line and str(folder) in line
 
 
-def break_folder(kind: str, folder: Path) -> None:
-    weights = folder / "model.safetensors"
-    listing = folder / "model.safetensors.index.json"
-    tensors = load_file(weights)
-    if kind == "missing":
-        weights.unlink()
-    elif kind == "pickled":
-        weights.rename(folder / "pytorch_model.bin")
-    elif kind == "gguf":
-        weights.rename(folder / "model.gguf")
-    elif kind == "cut short":
-        weights.write_bytes(weights.read_bytes()[:5000])
-    elif kind == "a pipe":
-        weights.unlink()
-        os.mkfifo(weights)
-    elif kind == "a long header":
-        weights.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
-    elif kind == "another dtype":
-        save_file({**tensors, "model.norm.weight": torch.ones(48, dtype=torch.int64)}, weights)
-    elif kind == "a tensor too many":
-        save_file({**tensors, "model.layers.0.mlp.gate_proj.bias": torch.ones(40)}, weights)
-    elif kind == "a tensor missing":
-        del tensors["model.norm.weight"]
-        save_file(tensors, weights)
-    elif kind == "a shard missing":
-        listing.write_text(json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}))
-    elif kind == "outside":
-        listing.write_text(json.dumps({"weight_map": {"model.norm.weight": "../model.safetensors"}}))
-    elif kind == "no map":
-        listing.write_text(json.dumps({"weight_map": ["model.safetensors"]}))
-    elif kind == "an index that lies":
-        listing.write_text(json.dumps({"weight_map": {"nothing": "model.safetensors"}}))
-    elif kind == "no config":
-        (folder / "config.json").write_text("[]")
-    else:
-        (folder / "config.json").write_text("[" * 100_000)
+def resave(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+    """The folder's weights with these tensors; None leaves one out."""
+    tensors = {**load_file(folder / WEIGHTS), **changes}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / WEIGHTS)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("missing", "no model.safetensors"),
-        ("pickled", "pickled"),
-        ("gguf", "GGUF"),
-        ("cut short", "cannot be used"),
-        ("a pipe", "no regular file"),
-        ("a long header", "header"),
-        ("another dtype", "stored as I64"),
-        ("a tensor too many", "gate_proj.bias"),
-        ("a tensor missing", "no model.norm.weight"),
-        ("a shard missing", "is missing"),
-        ("outside", "not plain"),
-        ("no map", "weight_map"),
-        ("an index that lies", "nothing"),
-        ("no config", "not an object"),
-        ("a deep config", "nested"),
-    ],
-)
-def test_a_broken_folder_costs_one_line(folders, tmp_path, kind, words):
+def write_index(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def replace_by_pipe(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    os.mkfifo(folder / WEIGHTS)
+
+
+WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors"),
+    "pickled": (lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model.bin"), "pickled"),
+    "gguf": (lambda folder: (folder / WEIGHTS).rename(folder / "model.gguf"), "GGUF"),
+    "cut short": (lambda folder: os.truncate(folder / WEIGHTS, 5000), "cannot be used"),
+    "a pipe": (replace_by_pipe, "no regular file"),
+    "a long header": (lambda folder: (folder / WEIGHTS).write_bytes(b"\0" * 7 + b"\x10{}"), "header"),
+    "another dtype": (lambda folder: resave(folder, {NORM: torch.ones(48, dtype=torch.int64)}), "stored as I64"),
+    "a tensor too many": (
+        lambda folder: resave(folder, {"model.layers.0.mlp.gate_proj.bias": torch.ones(40)}), "gate_proj.bias",
+    ),
+    "a tensor missing": (lambda folder: resave(folder, {NORM: None}), "no model.norm.weight"),
+    "a shard missing": (lambda folder: write_index(folder, {NORM: "model-00001-of-00002.safetensors"}), "is missing"),
+    "outside": (lambda folder: write_index(folder, {NORM: "../model.safetensors"}), "not plain"),
+    "no map": (lambda folder: write_index(folder, [WEIGHTS]), "weight_map"),
+    "an index that lies": (lambda folder: write_index(folder, {"nothing": WEIGHTS}), "nothing"),
+    "no config": (lambda folder: (folder / "config.json").write_text("[]"), "not an object"),
+    "a deep config": (lambda folder: (folder / "config.json").write_text("[" * 100_000), "nested"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_folder_costs_one_line(folders, tmp_path, name):
     folder = tmp_path / "model"
     shutil.copytree(folders["llama"], folder)
-    break_folder(kind, folder)
+    damage, words = BROKEN[name]
+    damage(folder)
     assert words in complaint(lambda: load_model(str(folder), "cpu"))
 
 
