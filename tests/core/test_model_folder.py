@@ -149,7 +149,8 @@ LEAVE_OUT = "is one checkpoint's folder: leave out the flag for a tag"
 # Of base/tiny there are steps 2 and 4, and of step 2 the weights are gone. FOLDER is the tag's folder.
 NOT_FOUND: list[tuple[str, dict[str, Any], str]] = [
     *((source, {}, NEITHER) for source in ("pretrain", "FOLDER/../../..", "", "../base")),
-    ("FOLDER", {}, f"{NEITHER}|it has neither manifest.json"),
+    ("FOLDER", {}, NEITHER),
+    ("FOLDER", {}, "it has neither manifest.json"),
     ("base/huge", {}, "--source base/tiny"),
     ("base/tiny/step_000003", {}, r"no step 3 .*\[2, 4\]"),
     ("base/tiny", {"model_tag": "tiny"}, "names a tag"),
