@@ -509,8 +509,11 @@ def test_empty_files(tmp_path, name):
         assert "no text for training" in mistake(write_rows(path, ["one"]))
 
 
-def test_importing_does_no_work():
-    code = "import sys, nanochat.corpus; print([m for m in ('pyarrow', 'torch') if m in sys.modules])"
+@pytest.mark.parametrize(
+    ("module", "later"), [("corpus", ("pyarrow", "torch")), ("data.hub", ("huggingface_hub", "modelscope"))]
+)
+def test_importing_does_no_work(module, later):
+    code = f"import sys, nanochat.{module}; print([m for m in {later} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
 
 

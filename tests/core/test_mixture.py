@@ -1,6 +1,5 @@
 """A mixture: weights kept, every example once an epoch, the same at every call; the flag that describes it."""
 
-import copy
 import itertools
 import json
 import subprocess
@@ -16,8 +15,6 @@ from nanochat.cli import UserError
 from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
-from nanochat.families.chat_format import TemplateFormat
-from nanochat.families.chat_template import ChatTemplate
 from nanochat.loader import segments_of
 from nanochat.mixture import (
     EpochMixture,
@@ -27,7 +24,6 @@ from nanochat.mixture import (
 )
 from nanochat.task import (
     Example,
-    Reading,
     Task,
     TaskSpec,
     generated_tasks,
@@ -101,21 +97,6 @@ def test_one_in_three_generated_examples_comes_after_another():
         assert bool(before) == (index % 3 == 0 and example.messages[0]["role"] != "system")
     records = Mixture([Numbers("a", 9)], [1])  # somebody's conversations are theirs: nothing is added
     assert not any(records.before(index, records.tasks[0], records.example(index)) for index in range(9))
-
-
-def test_an_example_that_a_chat_template_refuses_is_named(family_tokenizers, tmp_path):
-    file = tmp_path / "chats.jsonl"
-    rows = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": reply}] for reply in ("b", "c")]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    refuses = copy.copy(family_tokenizers["qwen2"])
-    template = ChatTemplate({"default": "{{ raise_exception('no ' ~ messages[1].content) }}"}, {}, [])
-    refuses.chat_format = TemplateFormat(refuses, template, refuses.encode_rendered)
-    # By default such a record is left out, in mid-training too.
-    assert not MixtureCorpus(open_mixture(f"mine={file}", "train"), refuses).read_block(0)
-    mixture = open_mixture(f"mine={file}", "train", Reading(bad_records="fail"))
-    for read in (lambda: mixture.rendered(refuses, 5), lambda: MixtureCorpus(mixture, refuses).read_block(0)):
-        line = complaint(read)
-        assert line.startswith(f"--tasks mine: {file} line 1: ") and line.endswith("no b")
 
 
 def test_a_small_weight_is_still_drawn():

@@ -512,12 +512,6 @@ def test_processes_download_once(fake, tmp_path):
     assert data_files(tmp_path / "base" / "data" / "org--name") == ["a.parquet"]
 
 
-def test_importing_a_hub_does_not_import_its_client():
-    code = "import sys, nanochat.data.hub; print([m for m in ('huggingface_hub', 'modelscope') if m in sys.modules])"
-    root = Path(__file__).parents[2]
-    assert subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True).stdout == "[]\n"
-
-
 def test_the_table_of_tasks_names_real_files():
     assert list(catalog.TASKS["gsm8k"].splits["test"]) == ["main/test-00000-of-00001.parquet"]
     assert list(catalog.TASKS["smoltalk"].splits["train"])[3] == "data/train-00003-of-00004.parquet"

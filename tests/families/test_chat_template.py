@@ -19,7 +19,7 @@ from nanochat.conversation import fit_prompt, parse_reply, render, render_prompt
 from nanochat.engine import Engine
 from nanochat.families.chat_template import ChatTemplate, TemplateError, TooMuchWork
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.mixture import open_mixture
+from nanochat.mixture import MixtureCorpus, open_mixture
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler
@@ -171,8 +171,11 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys, suf
     assert "left out" in capsys.readouterr().err
     assert not mixture.rendered(tiny_tokenizer(), 1).ids
     assert not capsys.readouterr().err
-    strict = open_mixture(file, "train", Reading(bad_records="fail"))
-    assert f"{file} " in complaint(lambda: strict.rendered(tiny_tokenizer(), 0))
+    strict = open_mixture(f"mine={file}", "train", Reading(bad_records="fail"))
+    corpora = [MixtureCorpus(one, tiny_tokenizer()) for one in (mixture, strict)]
+    assert not corpora[0].read_block(0)  # in mid-training, too
+    for read in (lambda: strict.rendered(tiny_tokenizer(), 0), lambda: corpora[1].read_block(0)):
+        assert complaint(read).startswith(f"--tasks mine: {file} ")
 
 
 def test_a_model_whose_format_refuses_every_chat_ends_the_run(tmp_path):
