@@ -50,16 +50,13 @@ def script_of(stage: str) -> str:
     return "base_train" if stage == "base" else f"chat_{stage}"
 
 
-LAUNCH = ("-m", "nanochat.run.launch")
-STANDALONE = ("-m", "torch.distributed.run", "--standalone")
+LAUNCHERS = {"launch": ["nanochat.run.launch"], "standalone": ["torch.distributed.run", "--standalone"]}
 
 
-def command(
-    ranks: int, stage: str, *flags: str, torchrun: tuple[str, ...] = (), launcher: tuple[str, ...] = LAUNCH
-) -> list[str]:
+def command(ranks: int, stage: str, *flags: str, torchrun: tuple[str, ...] = (), launcher: str = "launch") -> list[str]:
     script = ["-m", f"scripts.{script_of(stage)}"]
     if ranks > 1:
-        script = [*launcher, f"--nproc_per_node={ranks}", *torchrun, *script, "--"]
+        script = ["-m", *LAUNCHERS[launcher], f"--nproc_per_node={ranks}", *torchrun, *script, "--"]
     return [sys.executable, *script, *flags]
 
 
@@ -167,7 +164,7 @@ def test_a_signal_at_any_moment_costs_nothing(straight, tmp_path, ranks, seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "ranks"), [("sft", 1), ("dpo", 1), ("rl", 2)])
+@pytest.mark.parametrize(("stage", "ranks"), [("sft", 1), ("rl", 2)])  # the soak has DPO, too
 def test_a_signal_in_later_stages_costs_nothing(straight, tmp_path, stage, ranks):
     print(trial(tmp_path / "base", straight, ranks, random.Random(ranks), stage))
 
@@ -179,22 +176,19 @@ def test_a_signal_while_the_first_replies_are_sampled_costs_nothing(straight, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_of_nohup_outlives_its_terminal(home, tmp_path, ranks):
+def test_a_run_of_nohup_outlives_its_terminal(home, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(home, base)
-    with running(base, ["nohup", *command(ranks, "base", *RUN)]) as (process, output):
+    with running(base, ["nohup", *command(2, "base", *RUN)]) as (process, output):
         wait_for(output, "^base +3/", process)
-        for pid in [process.pid, *(workers_of(process) if ranks > 1 else [])]:
+        for pid in [process.pid, *workers_of(process)]:
             os.kill(pid, signal.SIGHUP)
         assert process.wait(timeout=300) == 0, output.read_text()
     assert model_folder.steps(base / "checkpoints/base/d1")[-1] == STEPS["base"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stage", "ranks", "interrupted"), [("base", 1, False), ("base", 2, True), ("rl", 1, True), ("sft", 1, False)]
-)
+@pytest.mark.parametrize(("stage", "ranks", "interrupted"), [("base", 2, True), ("rl", 1, True), ("sft", 1, False)])
 def test_a_run_whose_reader_is_gone_saves(home, tutored, tmp_path, stage, ranks, interrupted):  # noqa: F811
     """`... | tee log` after a Ctrl-C, of which tee dies first, or `... 2>&1 | head`."""
     begin, base = home if stage == "base" else tutored, tmp_path / "base"
@@ -237,7 +231,7 @@ def test_many_signals_at_any_moment_cost_nothing(straight, tmp_path, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [LAUNCH, STANDALONE], ids=["launch", "standalone"])
+@pytest.mark.parametrize("launcher", ["launch", pytest.param("standalone", marks=pytest.mark.soak)])
 def test_a_killed_rank_is_started_again_and_nothing_is_lost(launcher, home, straight, tmp_path):
     expected, _, _ = straight(2)
     base = tmp_path / "base"
@@ -255,7 +249,7 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(launcher, home, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [LAUNCH, STANDALONE], ids=["launch", "standalone"])
+@pytest.mark.parametrize("launcher", [pytest.param("launch", marks=pytest.mark.soak), "standalone"])
 def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home, straight, tmp_path):
     expected, _, _ = straight(2)
     base = tmp_path / "base"
@@ -274,8 +268,14 @@ def test_a_killed_torchrun_leaves_no_orphans_and_nothing_is_lost(launcher, home,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0, 0.5, 2, 4])
-@pytest.mark.parametrize("launcher", [LAUNCH, STANDALONE], ids=["launch", "standalone"])
+@pytest.mark.parametrize(
+    ("launcher", "seconds"),
+    [
+        *(("launch", 0), ("standalone", 2)),
+        *(pytest.param("launch", seconds, marks=pytest.mark.soak) for seconds in (0.5, 2, 4)),
+        *(pytest.param("standalone", seconds, marks=pytest.mark.soak) for seconds in (0, 0.5, 4)),
+    ],
+)
 def test_a_torchrun_that_is_killed_before_the_first_step_leaves_no_orphans(launcher, seconds, home, tmp_path):
     """At moments from the start of its ranks to their first collectives; at most of them torch is being loaded."""
     base = tmp_path / "base"
@@ -309,35 +309,34 @@ cli.run(base_train.main, base_train.Config)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stopped", [False, True])
-def test_no_rank_leaves_while_another_saves(home, tmp_path, stopped):
-    """Rank 0 writes for longer than a silent rank, or torchrun's patience with those that have not left, is allowed."""
-    base = tmp_path / "base"
-    shutil.copytree(home, base)
+def test_no_rank_leaves_while_another_saves(home, tmp_path):
+    """Rank 0 writes for longer than a silent rank, or torchrun's patience with those that have not left, is allowed.
+    One run ends, one is stopped; they mostly sleep, so both at once."""
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
-    steps = 100_000 if stopped else 4
-    arguments = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--shutdown_timeout=3"),
-        *(str(script), "--", *RUN, "--save_every=0", "--eval_every=0", "--hang_seconds=6", f"--num_iterations={steps}"),
-    ]  # fmt: skip
-    with running(base, arguments) as (process, output):
-        wait_for(output, "^base +3/", process)
-        if stopped:
-            os.kill(workers_of(process)[1], signal.SIGTERM)
-        status = process.wait(timeout=300)
-    text = output.read_text()
-    assert not re.search("silent|hangs|did not answer|SIGKILL|given up", text), text
-    folder = base / "checkpoints/base/d1"
-    (step,) = model_folder.steps(folder)
-    meta = model_folder.verify(folder / f"step_{step:06d}")
-    assert meta["world_size"] == 2 and not list(folder.glob("*.tmp"))
-    if stopped:
-        assert (
-            status == 1 and f"stopped by SIGTERM: saved {folder / f'step_{step:06d}'}; continue with --resume" in text
-        )
-    else:
-        assert status == 0 and step == 4
+
+    def arguments(steps: int) -> list[str]:
+        torchrun = ["-m", *LAUNCHERS["standalone"], "--nproc_per_node=2", "--shutdown_timeout=3", str(script), "--"]
+        flags = ["--save_every=0", "--eval_every=0", "--hang_seconds=6", f"--num_iterations={steps}"]
+        return [sys.executable, *torchrun, *RUN, *flags]
+
+    bases = [tmp_path / name for name in ("ends", "stopped")]
+    for base in bases:
+        shutil.copytree(home, base)
+    with running(bases[0], arguments(4)) as ends, running(bases[1], arguments(100_000)) as stopped:
+        wait_for(stopped[1], "^base +3/", stopped[0])
+        os.kill(workers_of(stopped[0])[1], signal.SIGTERM)
+        statuses = [process.wait(timeout=300) for process, _ in (ends, stopped)]
+    assert statuses == [0, 1]
+    for base in bases:
+        text = base.with_suffix(".txt").read_text()
+        assert not re.search("silent|hangs|did not answer|SIGKILL|given up", text), text
+        folder = base / "checkpoints/base/d1"
+        (step,) = model_folder.steps(folder)
+        meta = model_folder.verify(folder / f"step_{step:06d}")
+        assert meta["world_size"] == 2 and not list(folder.glob("*.tmp"))
+        line = f"stopped by SIGTERM: saved {folder / f'step_{step:06d}'}; continue with --resume"
+        assert (line in text) == (base.name == "stopped") and (step == 4 or line in text)
 
 
 # ---------------------------------------------------------------------- long runs do not grow

@@ -658,8 +658,8 @@ def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch, c
 
 @pytest.mark.slow
 def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
-    """The README's first command, in its smallest profile, on a file of its own: killed in two stages and started
-    again, with nothing left to do in those between."""
+    """The README's first command, in its smallest profile, on a file of its own: killed in a stage and started again,
+    with nothing left to do in the one before. test_speedrun.py has its flags and what fails."""
     venv = Path(sys.prefix)
     if not (venv / "nanochat_setup.txt").is_file():
         pytest.skip(f"{venv} was not made by setup_ascend.sh")
@@ -669,40 +669,37 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
 
     command = ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke", "--rehearsal", "on"]
     said = ""
-    for half_way in ("base/smoke/step_000030", "rl/smoke/step_000001"):
-        killed = subprocess.Popen(
-            [*command, "--data", "my text.txt"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        assert killed.stdout is not None
-        for line in killed.stdout:
-            said += line
-            if line.startswith("saved ") and line.endswith(f"{half_way}\n"):
-                break
-        subprocess.run(
-            ["pkill", "-KILL", "-s", str(killed.pid)], check=True
-        )  # the session: a stage is a group of its own
-        killed.communicate()
+    killed = subprocess.Popen(
+        [*command, "--data", "my text.txt"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert killed.stdout is not None
+    for line in killed.stdout:
+        said += line
+        if line.startswith("saved ") and line.endswith("mid/smoke/step_000005\n"):
+            break
+    # The session: a stage is a group of its own.
+    subprocess.run(["pkill", "-KILL", "-s", str(killed.pid)], check=True)
+    killed.communicate()
     (folder,) = (tmp_path / "base" / "speedrun").iterdir()
-    ends = {"base": 60, "mid": 10, "sft": 10}
-    files = [folder / f"checkpoints/{stage}/smoke/step_{step:06d}/model.safetensors" for stage, step in ends.items()]
-    weights = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+    pretrained = folder / "checkpoints/base/smoke/step_000060/model.safetensors"
+    weights = pretrained.read_bytes()
     last = subprocess.run(
         [*command, "--data=my text.txt"], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert last.returncode == 0
     # Its short rows cut conversations, which is said.
     assert all(line.startswith("warning: learned: ") for line in last.stderr.splitlines()), last.stderr
-    for half_way in ("base/smoke/step_000030", "rl/smoke/step_000001"):
-        assert re.search(f"^resumed from .*{half_way}$", said + last.stdout, re.MULTILINE)
-    assert said.count("starting from the beginning") == last.stdout.count("resumed from") == 4
+    resumed = re.findall(r"^resumed from .*checkpoints/(\S+)$", last.stdout, re.MULTILINE)
+    assert resumed == ["base/smoke/step_000060", "mid/smoke/step_000005"]
+    assert said.count("starting from the beginning") == last.stdout.count("starting from the beginning") == 2
     # It was rehearsed once, before the run began, in a folder of its own.
     assert said.count("== rehearsal") == 1 and "== rehearsal" not in last.stdout
     assert said.index("  chat_cli ") < said.index("== tokenizer")
     assert [path.name for path in folder.glob("rehearsal*")] == ["rehearsal_passed.txt"]
     assert steps_of(folder / "checkpoints/base/smoke") == [30, 60]
     assert (folder / "checkpoints/rl/smoke/step_000002/model.safetensors").is_file()
-    assert [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] == weights and len(set(weights)) == 3
+    assert pretrained.read_bytes() == weights
     for stage in ("sft", "rl"):
         tasks = json.loads((folder / f"runs/{stage}/smoke/chat_eval.json").read_text())["tasks"]
         assert {task["total"] for task in tasks.values()} == {8} and "stories" in tasks
@@ -713,12 +710,6 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     assert page == "  python -m scripts.chat_web    # the page, at http://127.0.0.1:8000"
     assert terminal.startswith("  python -m scripts.chat_cli ")
     assert len(list((tmp_path / "base" / "speedrun").iterdir())) == 1  # "--data x" and "--data=x" are the same
-    flags = ["--data=my text.txt", "--hub=modelscope", "--tasks=smoltalk"]  # missing: found before a stage trains
-    lost = subprocess.run([*command, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert lost.returncode == 1 and "no copy of smoltalk is known on modelscope" in lost.stderr
-    assert "== tokenizer" not in lost.stdout and "horizon" not in lost.stdout
-    wrong = subprocess.run([*command, "--profil", "smoke"], env=environment, capture_output=True, text=True)
-    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1 and "--help" in wrong.stderr
 
 
 @pytest.mark.slow

@@ -128,6 +128,8 @@ def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(
     assert [one["command"] for one in rehearsed] == once and len(once) == len(RUN) - 2
     assert resumed["command"] == ran[1]["command"] and "--resume" in resumed["command"]
     assert "--nproc_per_node=8" in resumed["command"] and chat["script"] == "chat_cli"
+    trainers = ("base_train", "mid_train", "chat_sft", "chat_rl")
+    assert [one["script"] for one in ran if "--resume" in one["command"]] == [*trainers]
     # Every stage gets the same questions; the replies of the last one are printed.
     evaluations = [one["command"] for one in ran if one["script"] == "chat_eval"]
     assert ["--table_only" in command for command in evaluations] == ["rl" not in command for command in evaluations]
@@ -135,7 +137,7 @@ def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(
     assert {one["script"]: one["flags"] for one in ran if one["flags"]} == {"base_train": "--activation_checkpointing"}
     flags = {one["script"]: shlex.split(one["flags"]) for one in rehearsed}
     assert flags["base_train"][0] == "--activation_checkpointing"
-    for script in ("base_train", "mid_train", "chat_sft", "chat_rl"):
+    for script in trainers:
         assert flags[script][flags[script].index("--num_iterations") + 1] == "2"
     assert resumed["flags"].endswith("--num_iterations 3")
     for script in ("tok_train", "base_train", "base_eval"):
@@ -235,6 +237,16 @@ def test_runs_of_minutes_do_not_rehearse_unless_they_are_asked_to(speedrun):
     assert rehearses(*smoke, "--rehearsal", "on")
     _, _, err = speedrun.run("--rehearsal=maybe", code=2)
     assert err == "error: --rehearsal maybe: one of auto, on, off\n"
+    _, _, err = speedrun.run("--profil", "smoke", code=2)
+    assert err.count("\n") == 1 and "--help" in err
+
+
+def test_data_that_are_missing_are_found_before_a_stage_trains(speedrun):
+    tasks = ("--hub=modelscope", "--tasks=smoltalk")
+    ((fetched,), out, _) = speedrun.run(*tasks, code=1, FAIL="fetch")
+    assert fetched["script"] == "fetch" and "== tokenizer" not in out
+    assert fetched["command"][3:7] == ["--data", "climbmix", "--hub", "modelscope"]
+    assert fetched["command"][7:9] == ["--tasks", "smoltalk"]
 
 
 def test_a_home_folder_is_the_one_that_python_finds(speedrun):

@@ -38,7 +38,7 @@ from nanochat.sharding import local
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 Run = tuple[GPT, Optimizer]
-STEPS = 20
+STEPS = 6
 QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
 FOUR = {**FOUR_EXPERTS, "value_embeddings": False}
 # Options of make_run. A router's bias decides where tokens go, whatever its scores, which lie between 0 and 1.
@@ -141,7 +141,7 @@ def on_two_ranks(device: Device) -> dict[str, Any]:
     return {
         "fsdp": {case: learned(device, case, False) for case in (*UNEVEN, "shared", "adamw")},
         "experts": {case: learned(device, case, True) for case in (*UNEVEN, "shared", "adamw")},
-        "rows shared": {"shared": learned(shared, "shared", True, steps=6)},
+        "rows shared": {"shared": learned(shared, "shared", True, steps=4)},
         "skipped": skipped(device),
         "generated": [generated(device, parallel) for parallel in (False, True)],
         "costs": [costs(device, *how) for how in ((False, False), (True, False), (True, True))],
@@ -152,7 +152,7 @@ def on_four_ranks(device: Device) -> dict[str, Any]:
     return {
         "fsdp": {case: learned(device, case, False) for case in UNEVEN},
         "experts": {case: learned(device, case, True) for case in UNEVEN},
-        "hybrid": {"shared": learned(device, "shared", True, 2), "lora": learned(device, "lora", True, 2, steps=6)},
+        "hybrid": {"shared": learned(device, "shared", True, 2), "lora": learned(device, "lora", True, 2, steps=4)},
     }
 
 

@@ -45,6 +45,7 @@ Stats = list[tuple[float, ...]]
 # Windows, documents, grouped heads, value embeddings, recomputed activations: all in one.
 PACKED = tiny_config(sequence_len=16, lookback_heads=2, key_offset=True)
 MOST_VARIANTS = [name for name in VARIANTS if name != "fast"]  # which is muon
+STEPS = 8
 LONG = tiny_config(sequence_len=256, window_pattern="L")
 
 
@@ -158,10 +159,10 @@ def on_two_ranks(device: Device) -> dict[str, Any]:
     own = sample(device.rank, 9 + device.rank)
     plain = TorchKernels()  # its attention keeps no products of queries and keys, as operators of accelerators
     return {
-        "trained": trained(device, "ddp", 1, dict.fromkeys(MOST_VARIANTS, 20)),
-        "fsdp": trained(device, "fsdp", 1, {"muon": 6}),
-        "packed": packed_steps(device, "ddp", 20),
-        "adapted": adapted_steps(device, "fsdp", 20),
+        "trained": trained(device, "ddp", 1, {**dict.fromkeys(MOST_VARIANTS, 3), "muon": STEPS}),
+        "fsdp": trained(device, "fsdp", 1, {"muon": 3}),
+        "packed": packed_steps(device, "ddp", STEPS),
+        "adapted": adapted_steps(device, "fsdp", STEPS),
         "by token": by_token(device, "ddp"),
         "evaluated": evaluated(device, "ddp"),
         "generated": generated(device, "fsdp"),
@@ -197,7 +198,7 @@ def test_ranks_that_share_rows_learn_as_one(two_ranks: list[dict[str, Any]], how
 def test_documents_and_adapters_learn_as_one(
     two_ranks: list[dict[str, Any]], name: str, learn: Callable[..., Stats]
 ) -> None:
-    expected = learn(cpu_device(), "ddp", 20)
+    expected = learn(cpu_device(), "ddp", STEPS)
     assert expected[0][0] > expected[-1][0]
     for rank in two_ranks:
         same_steps(rank[name], expected, 2)
@@ -260,10 +261,10 @@ def test_a_rank_keeps_and_sends_its_share(two_ranks: list[dict[str, Any]]) -> No
 def on_four_ranks(device: Device) -> dict[str, Any]:
     four, two = sharing(device, 4), sharing(device, 2)
     return {
-        "ddp": trained(four, "ddp", 1, {"muon": 20, "qwen2": 6}),
-        "two of two": trained(two, "ddp", 1, {"muon": 4}),
-        "hybrid": trained(two, "fsdp", 2, {"muon": 20, "tuned": 4}),
-        "packed": packed_steps(four, "fsdp", 20),
+        "ddp": trained(four, "ddp", 1, {"muon": 3, "qwen2": 3}),
+        "two of two": trained(two, "ddp", 1, {"muon": 3}),
+        "hybrid": trained(two, "fsdp", 2, {"muon": 3, "tuned": 3}),
+        "packed": packed_steps(four, "fsdp", 3),
         "costs": kept_and_sent(four, TorchKernels()),
     }
 
@@ -278,7 +279,7 @@ def test_four_ranks_share_two_key_heads() -> None:
     check_trained(ranks, "hybrid", 2)
     whole = kept_and_sent(cpu_device(), TorchKernels())
     for rank in ranks:
-        same_steps(rank["packed"], packed_steps(cpu_device(), "ddp", 20), 4)
+        same_steps(rank["packed"], packed_steps(cpu_device(), "ddp", 3), 4)
         check_costs(rank["costs"], whole, 4, key_heads=4)
 
 

@@ -418,7 +418,7 @@ def on_two_ranks(device: Device, folder: str) -> dict[str, Any]:
         "events": events_of_a_step(device),
         "fsdp_events": events_of_a_step(device, "fsdp"),
         "bfloat16_events": events_of_a_step(replace(device, dtype=torch.bfloat16), "fsdp"),
-        "trained": trained(device, "fsdp", 1, {"muon": 20, "tuned": 20}),
+        "trained": trained(device, "fsdp", 1, {"muon": 20, "tuned": 6}),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
         "masked": with_masked(device),
@@ -547,8 +547,8 @@ def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]
 
 def slow_on_two_ranks(device: Device) -> dict[str, Any]:
     return {
-        "ddp": trained(device, "ddp", 1, {"muon": 20, "adamw": 6}),
-        "fsdp": trained(device, "fsdp", 1, {"adamw": 6, **dict.fromkeys(SHAPES, 4)}),
+        "ddp": trained(device, "ddp", 1, {"muon": 20, "adamw": 4}),
+        "fsdp": trained(device, "fsdp", 1, {"adamw": 4, **dict.fromkeys(SHAPES, 3)}),
         "bfloat16": in_bfloat16(device),
         "refused": torch_that_sums(device),
         "exchanges": {how: [exchanges(device, how, compiled) for compiled in (False, True)] for how in ("ddp", "fsdp")},
@@ -577,9 +577,9 @@ def test_two_ranks_learn_as_one() -> None:
 
 def slow_on_four_ranks(device: Device) -> dict[str, Any]:
     return {
-        "ddp": trained(device, "ddp", 1, {"muon": 6}),
-        "fsdp": trained(device, "fsdp", 1, {"muon": 6}),
-        "hybrid": trained(device, "fsdp", 2, {"muon": 20, "adamw": 6, "qwen3": 4, "llama": 4}),
+        "ddp": trained(device, "ddp", 1, {"muon": 3}),
+        "fsdp": trained(device, "fsdp", 1, {"muon": 3}),
+        "hybrid": trained(device, "fsdp", 2, {"muon": 6, "adamw": 3, "qwen3": 3}),
         "overlapped": overlapped(device),
         "events": events_of_a_step(device, "fsdp", 2),
     }
