@@ -26,6 +26,8 @@ from torch import Tensor
 
 from nanochat import checkpoint_manager, cli, rollout
 from nanochat import device as devices
+from nanochat.adapters import lora
+from nanochat.adapters.nf4 import NF4Linear
 from nanochat.conversation import Rendered
 from nanochat.device import Device
 from nanochat.engine import Engine
@@ -68,6 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+LIVELY_ADAPTERS = lora.Lora(4, 8.0)
 FOUR_EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "mlp_width": 24}
 EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "experts": {**FOUR_EXPERTS, "shared_experts": 1},
@@ -97,6 +100,23 @@ def lively_model(config: GPTConfig, seed: int = 0, kernels: TorchKernels | None 
             parameter += noise * (0.1 if parameter.ndim < 2 else 1.5 / config.width**0.5)
         if config.tied_head:  # or every token would predict itself
             model.embedding.weight *= 0.2
+    return model
+
+
+def adapt(model: GPT, settings: lora.Lora = LIVELY_ADAPTERS, lively: bool = True) -> GPT:
+    """The model with adapters; with `lively` their B is not 0."""
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model = model.to(model.kernels.dtype)
+    lora.attach(model, settings)
+    for name, layer in model.named_modules():
+        if isinstance(layer, NF4Linear):
+            layer.set_weight(weights[f"{name}.weight"])
+    lora.init_adapters(model)
+    if lively:
+        generator = torch.Generator().manual_seed(7)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
     return model
 
 

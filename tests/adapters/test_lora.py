@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
-from tiny import SHAPES, Kept, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from tiny import LIVELY_ADAPTERS as LIVELY
+from tiny import SHAPES, Kept, adapt, complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
 from tiny_families import save_qwen3
 from torch import Tensor
 
@@ -32,19 +33,15 @@ from nanochat.adapters.lora import Adapters, Lora, adapters_in
 from nanochat.adapters.nf4 import NF4Linear, dequantize
 from nanochat.checkpoint_manager import load_model
 from nanochat.cli import UserError
-from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import StackedLinear
-from nanochat.layout import lay_out
 from nanochat.serve.scheduler import Request, Scheduler
-from nanochat.sharding import fill, whole
-from nanochat.train import make_adamw, next_token_loss, train_step
+from nanochat.train import make_adamw
 from scripts import chat_web
 
-LIVELY = Lora(4, 8.0)
 FLAGS = ("--lora_rank=4", "--lora_alpha=8", "--learning_rate=0.01")
 DPO, RL = (tuple(flag for flag in flags if "lr_scale" not in flag) for flags in (stages.DPO, stages.RL))
 
@@ -59,22 +56,6 @@ def adapted_model(shape: str = "fast", settings: Lora = LIVELY, lively: bool = T
     changes = options.pop("changes", {})
     model = lively_model(tiny_config(**{**SHAPES[shape], **changes}), **options)
     return adapt(model, settings, lively)
-
-
-def adapt(model: GPT, settings: Lora = LIVELY, lively: bool = True) -> GPT:
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model = model.to(model.kernels.dtype)
-    lora.attach(model, settings)
-    for name, layer in model.named_modules():
-        if isinstance(layer, NF4Linear):
-            layer.set_weight(weights[f"{name}.weight"])
-    lora.init_adapters(model)
-    if lively:
-        generator = torch.Generator().manual_seed(7)
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    return model
 
 
 def gradients(model: GPT) -> dict[str, Tensor]:
@@ -534,70 +515,6 @@ def test_a_base_is_hashed_once_and_never_again(qwen, monkeypatch):
     with pytest.raises(UserError, match="has other weights now"):
         load_model("sft", "cpu")
     assert hashed.count(weights) == 2
-
-
-# ---------------------------------------------------------------------- ranks
-
-
-def sharded_steps(device: Device, settings: Lora) -> dict[str, Any]:
-    """Losses, adapters and their optimizer's state after steps under each layout, on the same global batches."""
-    results = {}
-    for how in ("ddp", "fsdp"):
-        layout = lay_out(device, how)  # type: ignore[arg-type]
-        base_weights = lively_model(tiny_config(**SHAPES["qwen3"]))
-        whole_weights = base_weights.state_dict()
-        with torch.device("meta"):
-            model = GPT(base_weights.config, device.kernels).to(device.dtype)
-            lora.attach(model, settings)
-        layout.shard(model, device)
-        model.to_empty(device=device.torch_device)
-        model.fill_rotary()
-        parameters = dict(model.named_parameters())
-        layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NF4Linear)}
-        for name, weight in whole_weights.items():
-            layer = layers.get(name.rpartition(".")[0])
-            if layer is not None and name.endswith("weight"):
-                layer.set_weight(weight)
-            else:
-                fill(parameters[name], weight)
-        lora.init_adapters(model)
-        optimizer = make_adamw(model, 0.01, device, layout=layout)
-        stats = []
-        for step in range(3):
-            inputs, targets = tokens_of(model.config, rows=4, seed=step)
-            mine = slice(device.rank, None, device.world_size)
-            batch = inputs[mine], targets[mine]
-            result = train_step(model, optimizer, [batch], next_token_loss, device=device)
-            stats.append([result.loss.item(), result.grad_norm.item()])
-        results[how] = {
-            "stats": stats,
-            "weights": {n: whole(p).clone() for n, p in model.named_parameters() if p.requires_grad},
-            "state": {n: whole(t).clone() for n, t in optimizer.state_dict().items()},
-        }
-    return results
-
-
-def all_settings(device: Device) -> list[dict[str, Any]]:
-    results = [sharded_steps(device, settings) for settings in (LIVELY, Lora(3, 8.0, base_format="nf4"))]
-    if device.world_size > 1:  # a base in bf16 among adapters in fp32
-        half = Device(**{**vars(device), "dtype": torch.bfloat16})
-        sharded_steps(half, LIVELY)
-    return results
-
-
-@pytest.mark.slow
-def test_ddp_and_fsdp_train_adapters_as_one_process_does():
-    alone = all_settings(cpu_device())
-    ranks = run_ranks(all_settings, world_size=2)
-    for rank in ranks:
-        for expected, found in zip(alone, rank, strict=True):
-            for how in ("ddp", "fsdp"):
-                for one, other in zip(expected["ddp"]["stats"], found[how]["stats"], strict=True):
-                    assert other == pytest.approx(one, rel=1e-5)
-                for part, tolerance in (("weights", 3e-5), ("state", 1e-4)):
-                    assert found[how][part].keys() == expected["ddp"][part].keys()
-                    for name, value in expected["ddp"][part].items():
-                        torch.testing.assert_close(found[how][part][name], value, rtol=1e-3, atol=tolerance)
 
 
 def test_the_flags_have_no_adapters_by_default():

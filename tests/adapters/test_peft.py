@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from test_lora import FLAGS, adapt, adapters_of, gradients, merge, tokens_of
+from test_lora import FLAGS, adapters_of, gradients, merge, tokens_of
 from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
 from test_stages import SFT, pretrained  # noqa: F401 (a fixture)
-from tiny import SHAPES, complaint, lively_model, tiny_config
+from tiny import SHAPES, adapt, complaint, lively_model, tiny_config
 
 from nanochat.adapters import peft as peft_folders
 from nanochat.adapters.lora import Adapters, Lora

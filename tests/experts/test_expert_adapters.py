@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_lora import adapt, gradients, tokens_of
-from tiny import EXPERT_SHAPES, complaint, cpu_device, lively_model, tiny_config
+from test_lora import gradients, tokens_of
+from tiny import EXPERT_SHAPES, adapt, complaint, cpu_device, lively_model, tiny_config
 
 from nanochat.adapters import lora, peft
 from nanochat.adapters.lora import Adapters, ExpertAdapters, Lora

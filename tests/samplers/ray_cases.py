@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import ray
 from runs import sha256
-from test_lora import adapt
 from test_samplers import failure, open_ray, policy, prompts_and_settings
 from test_scripts import base, call  # noqa: F401 (base is a fixture)
 from test_stages import graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
-from tiny import cpu_device, tiny_tokenizer
+from tiny import adapt, cpu_device, tiny_tokenizer
 
 from nanochat import cli, rollout
 from nanochat.adapters.lora import Lora

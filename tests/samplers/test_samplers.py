@@ -21,11 +21,10 @@ from unittest import mock
 import httpx
 import pytest
 from runs import lasting, metrics, sha256
-from test_lora import adapt
 from test_scripts import base, call, refused  # noqa: F401 (base is a fixture)
 from test_serve import error_of, serving, until
 from test_stages import RL, graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
-from tiny import complaint, cpu_device, lively_model, run_command, tiny_config, tiny_tokenizer
+from tiny import adapt, complaint, cpu_device, lively_model, run_command, tiny_config, tiny_tokenizer
 
 from nanochat import cli, rollout
 from nanochat.adapters.lora import Lora

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from test_context import kept_and_sent, packed_steps
-from test_expert_parallel import CASES, UNEVEN, learned, rows_of_rank
-from test_expert_parallel import make_run as make_expert_run
-from test_parallel import RATES, make_run, steps
+from test_parallel import RATES, UNEVEN, VARIANTS, make_run, rows_of_rank, steps, trained
 from test_train import make_batch
 from tiny import tiny_config
 
@@ -70,7 +68,7 @@ def waits(device: devices.Device, how: Any, replicate: int, context_ranks: int =
 def expert_waits(device: devices.Device, case: str, expert_parallel: bool) -> int:
     """The host's waits in a step of two micro-batches of experts, in bfloat16."""
     device = replace(device, dtype=torch.bfloat16)
-    run = make_expert_run(device, expert_parallel, **CASES[case])
+    run = make_run(device, "fsdp", expert_parallel=expert_parallel, **VARIANTS[case])
     train_step(*run, rows_of_rank(device, 1), next_token_loss, device=device)
     batches = rows_of_rank(device, 3)
     with counts.counted() as seen:
@@ -108,6 +106,8 @@ def main(folder: Path) -> None:
 
     alone = replace(device, world_size=1)
     four = replace(device, context_ranks=4)
+    cases = dict.fromkeys((*UNEVEN, "shared experts", "adapters of experts"), STEPS)
+    experts = trained(device, "fsdp", 1, cases, expert_parallel=True)
     results = {
         "losses": {name: losses(device, *layout) for name, layout in LAYOUTS.items()},
         "costs": [
@@ -115,9 +115,9 @@ def main(folder: Path) -> None:
         ],
         "shared": {name: shared_losses(device, *layout) for name, layout in SHARED.items()},
         "waits": {name: waits(device, *layout) for name, layout in (LAYOUTS | SHARED).items()},
-        "experts": {case: learned(device, case, True, steps=STEPS)["stats"] for case in (*UNEVEN, "shared", "lora")},
-        "expert waits": [expert_waits(device, case, True) for case in ("an expert without tokens", "shared")],
-        "expert waits of fsdp": expert_waits(device, "shared", False),
+        "experts": {case: one["stats"] for case, one in experts.items()},
+        "expert waits": [expert_waits(device, case, True) for case in ("an expert without tokens", "shared experts")],
+        "expert waits of fsdp": expert_waits(device, "shared experts", False),
         "memory": memory(device),
         "offloads": [offloads(device, how) for how in ("ddp", "fsdp")],
     }
