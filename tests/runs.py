@@ -1,23 +1,64 @@
 """Runs that are stopped, resumed and compared: what they leave, their processes, and equal bytes at the end."""
 
+import contextlib
 import hashlib
+import importlib
+import io
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from test_scripts import call
+import pytest
 from tiny import is_running
+
+from nanochat import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMED = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta", "sampling_seconds", "training_seconds"}
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def call(script: str, *argv: str) -> None:
+    """Run a script's main in this process as the command line does; raises SystemExit with its exit code."""
+    module = importlib.import_module(f"scripts.{script}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *argv])
+        cli.run(module.main, module.Config)
+
+
+def process(*command: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300
+    )
+
+
+def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, str]:
+    """The exit code and the one line of a command that cannot work, after this many warnings."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as leaving:
+        call(script, *argv)
+    err = capsys.readouterr().err
+    *warned, last = err.splitlines()
+    assert last.startswith("error: ") and [line[:9] for line in warned] == ["warning: "] * warnings, err
+    return leaving.value.code, err
+
+
+def refused(capsys, command: Sequence[str], *words: str, code: int = 1) -> None:
+    """The command ends with this code, and its one line has these words."""
+    found, line = mistake(capsys, *command)
+    assert found == code and all(word in line for word in words), (found, line)
 
 
 # ---------------------------------------------------------------------- what a run leaves
@@ -50,8 +91,11 @@ def forget_after(base: Path, stage: str, step: int, tag: str = "d1") -> None:
 
 def exactly_resumed(
     base: Path, script: str, stage: str, flags: Sequence[str], steps: int, parts: Sequence[int] = (), tag: str = "d1"
-) -> None:
-    """Straight through; then again from the middle and from a quarter, or from the ends of `parts`."""
+) -> Callable[..., None]:
+    """Straight through; then again from the middle and from a quarter, or from the steps `parts`.
+
+    Returns the function that resumes from a step, after those behind it or behind `kept` are deleted, and compares.
+    """
     call(script, *flags)
     folder = base / "checkpoints" / stage / tag
     # The manifest and meta.json have seconds in them.
@@ -62,10 +106,19 @@ def exactly_resumed(
         return lasting(base, stage, tag), {name: sha256(base, stage, steps, tag, name) for name in names}
 
     straight = outcome()
-    for kept in parts or (steps // 2, steps // 4):
-        forget_after(base, stage, kept, tag)
-        call(script, *flags, "--resume")
+
+    def resume_from(step: int, kept: int | None = None) -> None:
+        forget_after(base, stage, kept or step, tag)
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            call(script, *flags, "--resume")
+        print(printed.getvalue())
+        assert f"resumed from {folder}/step_{step:06d}" in printed.getvalue()
         assert outcome() == straight
+
+    for step in parts or (steps // 2, steps // 4):
+        resume_from(step)
+    return resume_from
 
 
 # ---------------------------------------------------------------------- its processes

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import exactly_resumed, losses, metrics
+from runs import call, exactly_resumed, losses, metrics, mistake, refused
 from safetensors.torch import load_file
-from test_scripts import base, call, mistake, refused  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import CPU, DPO, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
 
 from nanochat.checkpoint_manager import load_model

@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_scripts import base, call, mistake, refused  # noqa: F401 (base is a fixture)
+from runs import call, mistake, refused
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat import paths

@@ -5,7 +5,6 @@ slow start real processes.
 """
 
 import dataclasses
-import hashlib
 import importlib
 import io
 import json
@@ -19,7 +18,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ import torch
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from runs import ROOT, call, exactly_resumed, losses, metrics, mistake, process, refused, sha256
 from tiny import command_on_a_rank, run_command, run_ranks
 
 from nanochat import bpb, checkpoint_manager, cli, loader, loop, train
@@ -40,10 +39,8 @@ from nanochat.model_folder import steps as steps_of
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss
 
-ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
 STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
-SHAKESPEARE = ROOT.parent / "shared" / "data" / "tinyshakespeare.txt"
 
 TINY = (
     *("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
@@ -92,34 +89,6 @@ def base(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def tokenizer(trained_tokenizer, base) -> None:
     shutil.copytree(trained_tokenizer, base / "tokenizer")
-
-
-def call(script: str, *argv: str) -> None:
-    """Run a script's main in this process as the command line does; raises SystemExit with its exit code."""
-    module = importlib.import_module(f"scripts.{script}")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [script, *argv])
-        cli.run(module.main, module.Config)
-
-
-def process(*command: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, env=env, input=stdin, capture_output=True, text=True, timeout=300
-    )
-
-
-def metrics(base: Path, tag: str = "d1") -> list[dict]:
-    return [json.loads(line) for line in (base / "runs" / "base" / tag / "metrics.jsonl").read_text().splitlines()]
-
-
-def losses(base: Path, tag: str = "d1") -> list[float]:
-    return [line["loss"] for line in metrics(base, tag)]
-
-
-def sha256(base: Path, step: int, name: str = "model.safetensors", tag: str = "d1") -> str:
-    path = base / "checkpoints" / "base" / tag / f"step_{step:06d}" / name
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # ---------------------------------------------------------------------- help
@@ -173,7 +142,7 @@ def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkey
     call("base_train", *TINY, "--num_iterations=30", "--eval_every=10", "--save_every=20")
     out = capsys.readouterr().out
     assert "loss" in out and "val_bpb" in out and "saved " in out
-    lines = metrics(base)
+    lines = metrics(base, "base")
     assert [line["step"] for line in lines] == list(range(30))
     for line in lines:
         assert set(REQUIRED) <= set(line)
@@ -227,19 +196,6 @@ def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkey
     assert "never" not in out
 
 
-def test_real_text_trains(base, capsys):
-    if not SHAKESPEARE.is_file():
-        pytest.skip("../shared/data/tinyshakespeare.txt is not beside this checkout")
-    call("tok_train", f"--data={SHAKESPEARE}", "--vocab_size=512", "--max_chars=200000")
-    call("base_train", *TINY, f"--data={SHAKESPEARE}", "--num_iterations=25")
-    lines = metrics(base)
-    assert lines[0]["loss"] == pytest.approx(math.log(512), rel=0.01)
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.1
-    assert 0 < lines[-1]["val_bpb"] < 8
-    call("base_eval", f"--data={SHAKESPEARE}", "--eval_tokens=256", "--samples=1", "--max_tokens=4", "--dtype=float32")
-    assert "bits per byte" in capsys.readouterr().out
-
-
 # ---------------------------------------------------------------------- the same run again, resumed, cut otherwise
 
 
@@ -257,46 +213,25 @@ def data(request, mixture) -> str:
 
 def test_the_same_seed_gives_the_same_run(base, tokenizer, monkeypatch, data):
     call("base_train", *TINY, data, "--num_iterations=4")
-    first, first_sha = losses(base), sha256(base, 4)
+    first, first_sha = losses(base, "base"), sha256(base, "base", 4)
     call("base_train", *TINY, data, "--num_iterations=4", "--model_tag=again")
-    assert losses(base, "again") == first
-    assert sha256(base, 4, tag="again") == first_sha
+    assert losses(base, "base", "again") == first
+    assert sha256(base, "base", 4, tag="again") == first_sha
     call("base_train", *TINY, data, "--num_iterations=4", "--model_tag=other", "--seed=1")
-    assert losses(base, "other") != first
-    assert sha256(base, 4, tag="other") != first_sha
+    assert losses(base, "base", "other") != first
+    assert sha256(base, "base", 4, tag="other") != first_sha
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_straight_through(base, tokenizer, capsys, data):
-    """12 steps; 6 and 6; 6, 3 and 3; and 3 and 9 because the later step is damaged."""
-    flags = (*TINY, data, "--num_iterations=12", "--save_every=3", "--eval_every=6", "--seed=3")
-    call("base_train", *flags)
-    folder = base / "checkpoints/base/d1"
-    straight = losses(base)
-    evaluations = [line.get("val_bpb") for line in metrics(base)]
-    shas = {(n, f): sha256(base, n, f) for n in (6, 9, 12) for f in ("model.safetensors", "training.rank0.safetensors")}
-    capsys.readouterr()
-
-    def resume_from(step: int) -> None:
-        call("base_train", *flags, "--resume")
-        assert f"resumed from {folder / f'step_{step:06d}'}" in capsys.readouterr().out
-        assert [line["step"] for line in metrics(base)] == list(range(12))  # none twice, none missing
-        assert losses(base) == straight
-        assert [line.get("val_bpb") for line in metrics(base)] == evaluations
-        assert {(n, f): sha256(base, n, f) for n, f in shas} == shas
-
-    for step in (9, 12):
-        shutil.rmtree(folder / f"step_{step:06d}")
-    resume_from(6)
-    shutil.rmtree(folder / "step_000012")
-    resume_from(9)  # which a resumed run has saved
-    for step in (9, 12):
-        shutil.rmtree(folder / f"step_{step:06d}")
-    weights = folder / "step_000006" / "model.safetensors"
+def test_a_resumed_run_is_straight_through(base, tokenizer, data):
+    """From the middle; from a step that a resumed run has saved; from the one before a damaged one; from the end."""
+    flags = (*TINY, data, "--num_iterations=8", "--save_every=2", "--eval_every=4", "--seed=3")
+    resume_from = exactly_resumed(base, "base_train", "base", flags, 8, (4, 6))
+    assert [line["step"] for line in metrics(base, "base")] == list(range(8))  # none twice, none missing
+    weights = base / "checkpoints/base/d1/step_000004/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    resume_from(3)
-    call("base_train", *flags, "--resume")  # nothing is left to do
-    assert losses(base) == straight
+    resume_from(2, kept=4)
+    resume_from(8)
 
 
 @pytest.mark.slow
@@ -306,15 +241,10 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
     cpu = ("--device=cpu", "--dtype=float32", "--device_batch_size=2", "--log_every=1")
     flags = (*cpu, mixture, "--source=base", "--source_tag=d1", "--max_seq_len=128", "--eval_tokens=256")
     flags += ("--num_iterations=6", "--save_every=3", "--total_batch_size=512")
-    call("mid_train", *flags)
+    exactly_resumed(base, "mid_train", "base", flags, 6, (3,), "d1-continued")
     assert "context: 128 tokens, rope_theta 100,000, positions scaled by 2 (yarn)" in capsys.readouterr().out
-    straight = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
-    folder = base / "checkpoints/base/d1-continued"
-    shutil.rmtree(folder / "step_000006")
-    call("mid_train", *flags, "--resume")
-    resumed = [sha256(base, 6, name, "d1-continued") for name in ("model.safetensors", "training.rank0.safetensors")]
-    assert resumed == straight != [sha256(base, 2), sha256(base, 2, "training.rank0.safetensors")]
-    meta = json.loads((folder / "step_000006/meta.json").read_text())
+    assert sha256(base, "base", 6, "d1-continued") != sha256(base, "base", 2)
+    meta = json.loads((base / "checkpoints/base/d1-continued/step_000006/meta.json").read_text())
     read = meta["pretraining"]
     assert (read["tokens"], read["context"], read["batch_tokens"]) == (2 * 256 + 6 * 512, 128, 512)
     assert read["data"] == f"demo,{mixture.removeprefix('--data=')}"
@@ -324,7 +254,7 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
     # AdamW at an absolute rate; and what a user may get wrong.
     one = ("--model_tag=adamw", "--learning_rate=1e-4", "--num_iterations=1", "--data=demo", "--save_every=0")
     call("mid_train", *flags, *one)
-    assert metrics(base, "adamw")[0]["lr"] == 1e-4
+    assert metrics(base, "base", "adamw")[0]["lr"] == 1e-4
     meta = json.loads((base / "checkpoints/base/adamw/step_000001/meta.json").read_text())
     assert meta["pretraining"]["data"] == "demo"
     for argv, words in (
@@ -351,7 +281,7 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
 def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, tokenizer, data, monkeypatch):
     flags = (*TINY, data, "--num_iterations=3", "--eval_every=0")
     call("base_train", *flags)
-    straight = metrics(base)
+    straight = metrics(base, "base")
     bits = [sorted(key for key in line if "bpb" in key and "demo" not in key and "txt" not in key) for line in straight]
     assert bits == [["val_bpb_before"], [], ["val_bpb"]]
     assert straight[0]["val_bpb_before"] > straight[-1]["val_bpb"]
@@ -368,8 +298,10 @@ def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, to
         with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
             call("base_train", *flags, "--model_tag=two")
     call("base_train", *flags, "--model_tag=two", "--resume")
-    assert losses(base, "two") == losses(base) and sha256(base, 3, tag="two") == sha256(base, 3)
-    assert metrics(base, "two")[0]["val_bpb_before"] == straight[0]["val_bpb_before"]
+    assert losses(base, "base", "two") == losses(base, "base") and sha256(base, "base", 3, tag="two") == sha256(
+        base, "base", 3
+    )
+    assert metrics(base, "base", "two")[0]["val_bpb_before"] == straight[0]["val_bpb_before"]
     commands = [json.loads(line) for line in (base / "runs/commands.jsonl").read_text().splitlines()]
     assert [(one["first_step"], one["last_step"]) for one in commands] == [(0, 3), (0, 0), (0, 3)]
 
@@ -377,15 +309,15 @@ def test_the_first_weights_are_evaluated_and_a_stop_there_costs_nothing(base, to
 def test_a_run_begun_anew_keeps_the_earlier_one(base, tokenizer, capsys, monkeypatch):
     call("base_train", *TINY, "--num_iterations=2", "--seed=1")
     before = (base / "runs/base/d1/metrics.jsonl").read_text()
-    sha = sha256(base, 2)
+    sha = sha256(base, "base", 2)
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     for flag in ("--track=nonsense", "--track=wandb", "--model_tag="):  # a start that fails moves nothing
         code, _ = mistake(capsys, "base_train", *TINY, "--num_iterations=2", flag)
-        assert code == 1 and sha256(base, 2) == sha
+        assert code == 1 and sha256(base, "base", 2) == sha
     call("base_train", *TINY, "--num_iterations=2")
     assert (base / "runs/base/d1.1/metrics.jsonl").read_text() == before
     assert (base / "checkpoints/base/d1.1/step_000002/model.safetensors").is_file()
-    assert sha256(base, 2) != sha
+    assert sha256(base, "base", 2) != sha
 
 
 def test_resume_refuses_other_data_another_order_and_another_batch(base, tokenizer, capsys):
@@ -418,13 +350,13 @@ def test_the_mask_between_documents_holds_in_every_stage(base, monkeypatch, caps
     flags = (*TINY[:2], *long_rows, *TINY[5:], "--num_iterations=6", "--save_every=3")
     for mask in ("on", "off"):
         call("base_train", *flags, f"--model_tag={mask}", f"--document_mask={mask}")
-    assert metrics(base, "on")[-1]["loss"] != metrics(base, "off")[-1]["loss"]
-    assert metrics(base, "on")[-1]["val_bpb"] != metrics(base, "off")[-1]["val_bpb"]
+    assert metrics(base, "base", "on")[-1]["loss"] != metrics(base, "base", "off")[-1]["loss"]
+    assert metrics(base, "base", "on")[-1]["val_bpb"] != metrics(base, "base", "off")[-1]["val_bpb"]
     # Resumed in its middle, a run ends as it did.
-    straight = losses(base, "on")
+    straight = losses(base, "base", "on")
     shutil.rmtree(base / "checkpoints/base/on/step_000006")
     call("base_train", *flags, "--model_tag=on", "--document_mask=on", "--resume")
-    assert losses(base, "on") == straight
+    assert losses(base, "base", "on") == straight
     code, error = mistake(capsys, "base_train", *flags, "--model_tag=on", "--document_mask=off", "--resume")
     assert code == 1 and "--document_mask on, not off" in error
 
@@ -436,7 +368,7 @@ def test_the_mask_between_documents_holds_in_every_stage(base, monkeypatch, caps
     for mask in ("off", "on"):
         call("base_eval", *sizes, "--samples=0", "--stories=0", f"--model_tag={mask}")
         results = json.loads((base / f"runs/base/{mask}/eval.json").read_text())
-        assert results["val_bpb"] == pytest.approx(metrics(base, mask)[-1]["val_bpb"], rel=1e-6)
+        assert results["val_bpb"] == pytest.approx(metrics(base, "base", mask)[-1]["val_bpb"], rel=1e-6)
         asked.clear()
         call("mid_train", *mid, f"--source_tag={mask}", "--num_iterations=2")
         assert bool(asked) == (mask == "on")
@@ -490,7 +422,7 @@ def test_three_bad_steps_in_a_row_end_a_run(base, tokenizer, capsys, monkeypatch
     flags = (*TINY, f"--log_every={log_every}", "--num_iterations=12", "--save_every=4")
     poison(monkeypatch, 1, 3, 4, 6)
     call("base_train", *flags)
-    assert metrics(base)[-1]["skipped_steps"] == 4
+    assert metrics(base, "base")[-1]["skipped_steps"] == 4
     poison(monkeypatch, 1, 4, 5, 6)  # step 7 is good again, and the next line behind it
     code, err = mistake(capsys, "base_train", *flags)
     last_step = base / "checkpoints/base/d1/step_000004"
@@ -521,7 +453,7 @@ def test_a_diverged_run_names_an_earlier_checkpoint(base, tokenizer, capsys, mon
 def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
     call("base_train", *TINY, "--num_iterations=2", "--resume")
     assert "starting from the beginning" in capsys.readouterr().out
-    assert len(losses(base)) == 2
+    assert len(losses(base, "base")) == 2
 
 
 def test_resume_of_a_tag_that_was_never_trained_names_the_others(base, tokenizer, capsys):
@@ -542,7 +474,7 @@ def test_a_save_that_fails_on_the_way_is_reported_and_the_run_goes_on(base, toke
     monkeypatch.setattr(checkpoint_manager, "save", fails_once)
     call("base_train", *TINY, "--num_iterations=6", "--save_every=2")
     assert "warning: step 2 was not saved: the disk is full" in capsys.readouterr().err
-    assert steps_of(base / "checkpoints/base/d1") == [4, 6] and len(losses(base)) == 6
+    assert steps_of(base / "checkpoints/base/d1") == [4, 6] and len(losses(base, "base")) == 6
 
 
 def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -> list[int]:
@@ -566,9 +498,9 @@ def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -
 def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer, ranks):
     flags = (*TINY, "--num_iterations=6")
     run_command("base_train", *flags, "--save_every=0", ranks=ranks)
-    straight = sha256(base, 6)
+    straight = sha256(base, "base", 6)
     assert run_ranks(saved_in_time, flags, world_size=ranks) == [[1, 2, 3, 4, 5, 6]] * ranks
-    assert steps_of(base / "checkpoints/base/d1") == [6] and sha256(base, 6) == straight
+    assert steps_of(base / "checkpoints/base/d1") == [6] and sha256(base, "base", 6) == straight
     assert run_ranks(saved_in_time, (*flags, "--save_every=4"), world_size=ranks) == [[4, 6]] * ranks
     assert steps_of(base / "checkpoints/base/d1") == [4, 6]
     assert run_ranks(saved_in_time, (*flags, "--log_every=100"), world_size=ranks) == [[1, 2, 3, 4, 5, 6]] * ranks
@@ -618,14 +550,14 @@ def test_text_that_changes_is_not_learned(base, tokenizer, tmp_path, ranks):
         "--total_batch_size=512",
     )
     run_command("base_train", *flags, ranks=ranks)
-    straight = sha256(base, 80)
+    straight = sha256(base, "base", 80)
     shown = run_ranks(changed_text, str(text), flags, world_size=ranks)
     (step,) = steps_of(base / "checkpoints/base/d1")
     assert 3 <= step < 60 and f"{text} has changed since it was opened" in "".join(shown)
     assert any(f"saved {base}/checkpoints/base/d1/step_{step:06d}" in one for one in shown)
     text.write_bytes(content)
     run_command("base_train", *flags, "--resume", ranks=ranks)
-    assert sha256(base, 80) == straight
+    assert sha256(base, "base", 80) == straight
 
 
 def test_micro_batches_add_up_to_the_batch(base, tokenizer):
@@ -635,9 +567,13 @@ def test_micro_batches_add_up_to_the_batch(base, tokenizer):
     call("base_train", *TINY[:4], *TINY[5:], *flags, "--device_batch_size=1", "--gradient_accumulation_steps=4",
          "--model_tag=four")  # fmt: skip
     for tag in ("two", "four"):
-        assert losses(base, tag) == pytest.approx(losses(base), rel=1e-5)
-        assert metrics(base, tag)[-1]["val_bpb"] == pytest.approx(metrics(base)[-1]["val_bpb"], rel=1e-5)
-        assert [line["tokens"] for line in metrics(base, tag)] == [line["tokens"] for line in metrics(base)]
+        assert losses(base, "base", tag) == pytest.approx(losses(base, "base"), rel=1e-5)
+        assert metrics(base, "base", tag)[-1]["val_bpb"] == pytest.approx(
+            metrics(base, "base")[-1]["val_bpb"], rel=1e-5
+        )
+        assert [line["tokens"] for line in metrics(base, "base", tag)] == [
+            line["tokens"] for line in metrics(base, "base")
+        ]
 
 
 def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch, capsys):
@@ -722,7 +658,7 @@ def test_one_process_and_two_give_the_same_losses(base, tokenizer):
     call("base_train", *flags)
     printed = run_command("base_train", *flags, "--model_tag=two")
     assert printed.count("device: 2 x ") == 1  # only rank 0 prints
-    alone, together = metrics(base), metrics(base, "two")
+    alone, together = metrics(base, "base"), metrics(base, "base", "two")
     assert [line["loss"] for line in together] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
     for one, two in zip(alone, together, strict=True):
         assert two.get("val_bpb", 0) == pytest.approx(one.get("val_bpb", 0), rel=1e-5)
@@ -736,39 +672,11 @@ def test_one_process_and_two_give_the_same_losses(base, tokenizer):
     assert (folder / "step_000016" / "training.rank1.safetensors").is_file()
     shutil.rmtree(folder / "step_000020")
     call("base_train", *flags, "--resume")
-    assert [line["step"] for line in metrics(base)] == list(range(20))
-    assert losses(base) == pytest.approx([line["loss"] for line in alone], rel=1e-5)
-
-
-# ---------------------------------------------------------------------- as users' documents have it
-
-
-@pytest.mark.slow
-def test_documented_single_process_command(base, tokenizer):
-    sizes = ("--num_iterations=1", "--max_seq_len=64", "--total-batch-size", "512", "--eval_tokens=512")
-    call("base_train", "--depth=8", "--device_batch_size=8", *sizes)
-    assert (base / "checkpoints/base/d8/step_000001/manifest.json").is_file()
-    assert [line["tokens"] for line in metrics(base, "d8")] == [512]
+    assert [line["step"] for line in metrics(base, "base")] == list(range(20))
+    assert losses(base, "base") == pytest.approx([line["loss"] for line in alone], rel=1e-5)
 
 
 # ---------------------------------------------------------------------- mistakes
-
-
-def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, str]:
-    """The exit code and the one line of a command that cannot work, behind so many warnings."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as leaving:
-        call(script, *argv)
-    err = capsys.readouterr().err
-    *warned, last = err.splitlines()
-    assert last.startswith("error: ") and [line[:9] for line in warned] == ["warning: "] * warnings, err
-    return leaving.value.code, err
-
-
-def refused(capsys, command: Sequence[str], *words: str, code: int = 1) -> None:
-    """The command ends with this code, and its one line has these words."""
-    found, line = mistake(capsys, *command)
-    assert found == code and all(word in line for word in words), (found, line)
 
 
 @pytest.mark.parametrize(

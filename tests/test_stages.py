@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import exactly_resumed, forget_after, lasting, losses, metrics, sha256
+from runs import call, exactly_resumed, forget_after, lasting, losses, metrics, mistake, process, refused, sha256
 from safetensors.torch import load_file
-from test_scripts import ROOT, base, call, mistake, process, refused  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import cpu_device, lively_model, run_command, save_checkpoint, tiny_config, tiny_tokenizer
 from torch._dynamo.utils import counters
 

@@ -16,9 +16,9 @@ import pytest
 import test_stages as stages
 import torch
 import torch.nn.functional as F
-from runs import exactly_resumed, losses, metrics
+from runs import call, exactly_resumed, losses, metrics, mistake
 from safetensors.torch import load_file, save_file
-from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import LIVELY_ADAPTERS as LIVELY

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from runs import call, mistake
 from safetensors.torch import load_file
 from test_lora import FLAGS, adapters_of, gradients, merge, tokens_of
-from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import SFT, pretrained  # noqa: F401 (a fixture)
 from tiny import SHAPES, adapt, complaint, lively_model, tiny_config
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from runs import losses, metrics
+from runs import call, losses, metrics, mistake
 from safetensors.torch import load_file
 from test_scripts import base  # noqa: F401
-from test_stages import CPU, DPO, RL, RM, call, mistake, pairs_file, pretrained, start  # noqa: F401 (fixtures)
+from test_stages import CPU, DPO, RL, RM, pairs_file, pretrained, start  # noqa: F401 (fixtures)
 from tiny import complaint, cpu_device, lively_model, tiny_config
 
 from nanochat.alignment import rewards

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from runs import exactly_resumed
+from runs import call, exactly_resumed
 from test_losses import LOGP, OLD, Fixed, two_samples
 from test_scripts import base  # noqa: F401
-from test_stages import RL, call, pretrained, start  # noqa: F401 (fixtures)
+from test_stages import RL, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device
 
 from nanochat.alignment import value

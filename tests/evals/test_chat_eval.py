@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import test_scripts
 import torch
-from test_scripts import refused
+from runs import refused
 from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 

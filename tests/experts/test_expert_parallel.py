@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import call
 from test_parallel import (
     QWEN3_MOE,
     UNEVEN,
@@ -20,7 +21,7 @@ from test_parallel import (
     skipped,
     trained,
 )  # fmt: skip
-from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import BASE, pretrained, start  # noqa: F401 (fixtures)
 from test_train import make_batch
 from tiny import FOUR_EXPERTS, complaint, cpu_device, run_ranks, tiny_config

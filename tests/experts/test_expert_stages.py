@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import exactly_resumed, forget_after, losses, metrics
+from runs import call, exactly_resumed, forget_after, losses, metrics, mistake
 from safetensors.torch import load_file
-from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import BASE, CPU, SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device, run_command

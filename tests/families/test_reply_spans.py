@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import tiny
-from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from runs import call, mistake
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny_families import FAMILIES, save_family
 
 from nanochat.conversation import Rendered, render, render_prompt

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import call, losses
 from test_parallel import (
     Collectives,
     Stats,
@@ -21,7 +22,7 @@ from test_parallel import (
     same_steps,
     trained,
 )
-from test_scripts import TINY, base, call, losses, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
+from test_scripts import TINY, base, tokenizer, trained_tokenizer  # noqa: F401 (fixtures)
 from test_train import make_batch, numbers
 from tiny import SHAPES, Kept, complaint, cpu_device, lively_model, run_command, run_ranks, tiny_config
 from torch import Tensor
@@ -298,4 +299,4 @@ def test_base_train_shares_rows(base: Path) -> None:  # noqa: F811
     call("base_train", *flags, "--model_tag=one")
     sharded = ("--parallel=fsdp", "--replicate=2", "--context_parallel=2", "--activation_checkpointing")
     run_command("base_train", *flags, *sharded, "--model_tag=shared", ranks=4)
-    assert losses(base, "shared") == pytest.approx(losses(base, "one"), rel=1e-6)
+    assert losses(base, "base", "shared") == pytest.approx(losses(base, "base", "one"), rel=1e-6)

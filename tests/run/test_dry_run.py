@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from test_scripts import base, call, mistake, process  # noqa: F401 (base is a fixture)
+from runs import call, mistake, process
+from test_scripts import base  # noqa: F401 (base is a fixture)
 
 from nanochat import screen, storage
 from nanochat.data import hashes

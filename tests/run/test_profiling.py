@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_scripts import TINY, base, call, losses, mistake, sha256, tokenizer, trained_tokenizer  # noqa: F401
+from runs import call, losses, mistake, sha256
+from test_scripts import TINY, base, tokenizer, trained_tokenizer  # noqa: F401
 from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device
 
@@ -139,9 +140,9 @@ def test_pretraining_is_not_changed(base, tokenizer, capsys):  # noqa: F811
     folder = base / "runs" / "base" / "d1" / "profile"
     assert recorded(folder) == [3, 4] and (folder / "summary.txt").read_text() in out
     assert "aten::" in out and f"trace: {folder}" in out
-    profiled, sha = losses(base), sha256(base, 6)
+    profiled, sha = losses(base, "base"), sha256(base, "base", 6)
     call("base_train", *TINY, "--num_iterations=6", "--model_tag=plain")
-    assert losses(base, "plain") == profiled and sha256(base, 6, tag="plain") == sha
+    assert losses(base, "base", "plain") == profiled and sha256(base, "base", 6, "plain") == sha
     assert not (base / "runs" / "base" / "plain" / "profile").exists()
 
 

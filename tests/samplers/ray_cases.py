@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import ray
-from runs import sha256
+from runs import call, sha256
 from test_samplers import failure, open_ray, policy, prompts_and_settings
-from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
 from tiny import adapt, cpu_device, tiny_tokenizer
 

@@ -20,8 +20,8 @@ from unittest import mock
 
 import httpx
 import pytest
-from runs import lasting, metrics, sha256
-from test_scripts import base, call, refused  # noqa: F401 (base is a fixture)
+from runs import call, lasting, metrics, refused, sha256
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_serve import error_of, serving, until
 from test_stages import RL, graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
 from tiny import adapt, complaint, cpu_device, lively_model, run_command, tiny_config, tiny_tokenizer

@@ -22,9 +22,9 @@ import httpx
 import pytest
 import torch
 from fake_vllm import FakeVllm, transformers
-from runs import metrics, sha256
+from runs import call, metrics, sha256
 from test_samplers import served
-from test_scripts import base, call  # noqa: F401 (base is a fixture)
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import cpu_device
 from tiny_families import save_family
 

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics
+from runs import call, metrics
 from safetensors.torch import load_file
-from test_scripts import call
 from tiny import cpu_device
 from tiny_families import save_family
 

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from test_scripts import call
+from runs import call
 
 from simnpu import build
 from simnpu.forks import simulated

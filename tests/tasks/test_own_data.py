@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_scripts import base, call, mistake  # noqa: F401 (base is a fixture)
+from runs import call, mistake
+from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import complaint, learned, lively_model, save_checkpoint, tiny_config, tiny_tokenizer, write_rows
 from tiny_families import THINKING, save_family
 
