@@ -202,4 +202,6 @@ def test_a_dry_run_counts_whole_experts(start, capsys):  # noqa: F811
         return float(line.split()[-2].replace(",", ""))
 
     # In fp32 MiB: the 64 experts of a block, 2 x 64 x 64 each, that fsdp gathers.
-    assert peak() - peak("--expert_parallel") > 64 * 2 * 64 * 64 * 4 / 2**20
+    sharded = peak()
+    assert sharded - peak("--expert_parallel") > 64 * 2 * 64 * 64 * 4 / 2**20
+    assert peak("--parallel=ddp") > sharded

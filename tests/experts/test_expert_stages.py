@@ -65,12 +65,6 @@ def test_mistakes_cost_one_line(start, capsys):  # noqa: F811
         assert words in mistake(capsys, "base_train", *BASE, "--num_iterations=1", *flags)[1]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_dry_run_counts_experts(start, capsys, parallel):  # noqa: F811
-    call("base_train", *BASE, *EXPERTS, "--dry_run", "--dry_run_devices=2", f"--parallel={parallel}")
-    assert "most at once" in capsys.readouterr().out
-
-
 def test_our_own_experts_in_transformers(start, tmp_path):  # noqa: F811
     transformers = pytest.importorskip("transformers")
     call("base_train", *BASE, *EXPERTS, "--num_iterations=3", "--mlp=swiglu")
