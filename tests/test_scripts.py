@@ -560,22 +560,6 @@ def test_text_that_changes_is_not_learned(base, tokenizer, tmp_path, ranks):
     assert sha256(base, "base", 80) == straight
 
 
-def test_micro_batches_add_up_to_the_batch(base, tokenizer):
-    flags = ("--num_iterations=6", "--eval_every=3")
-    call("base_train", *TINY, *flags, "--device_batch_size=4")
-    call("base_train", *TINY, *flags, "--device_batch_size=2", "--model_tag=two")
-    call("base_train", *TINY[:4], *TINY[5:], *flags, "--device_batch_size=1", "--gradient_accumulation_steps=4",
-         "--model_tag=four")  # fmt: skip
-    for tag in ("two", "four"):
-        assert losses(base, "base", tag) == pytest.approx(losses(base, "base"), rel=1e-5)
-        assert metrics(base, "base", tag)[-1]["val_bpb"] == pytest.approx(
-            metrics(base, "base")[-1]["val_bpb"], rel=1e-5
-        )
-        assert [line["tokens"] for line in metrics(base, "base", tag)] == [
-            line["tokens"] for line in metrics(base, "base")
-        ]
-
-
 def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch, capsys):
     requested = set()
 

@@ -58,6 +58,7 @@ DPO = (
     *(*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8"),
     *("--lr_scale=0.2", "--beta=0.3"),
 )
+FOUR_MICRO_BATCHES = "--gradient_accumulation_steps=4"
 RM = (*(flag for flag in DPO if "beta" not in flag), "--loss=reward")
 RL = (
     *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
@@ -568,23 +569,26 @@ def test_the_same_seed_gives_the_same_reinforcement(start, capsys):
     assert replies["one"] == replies["two"] != replies["three"]
 
 
-def test_mid_training_takes_a_number_of_micro_batches(start):
-    flags = ("--source=base", "--source_tag=d1", "--num_iterations=3")
-    call("mid_train", *MID, *flags, "--model_tag=tokens")
-    other = [flag for flag in MID if not flag.startswith(("--total_batch_size", "--device_batch_size"))]
-    more = ("--device_batch_size=1", "--gradient_accumulation_steps=4", "--dataloader_num_workers=0")
-    call("mid_train", *other, *flags, *more, "--model_tag=number")
-    assert losses(start, "mid", "number") == pytest.approx(losses(start, "mid", "tokens"), rel=1e-5)
-
-
-def test_micro_batches_add_up(start):
-    call("chat_sft", *SFT, "--source=base", "--num_iterations=4")
-    more = ("--source=base", "--source_tag=d1", "--model_tag=more", "--num_iterations=4", "--device_batch_size=7")
-    call("chat_sft", *SFT, *more)
-    assert losses(start, "sft", "more") == pytest.approx(losses(start, "sft"), rel=1e-5)
-    assert metrics(start, "sft", "more")[-1]["val_loss"] == pytest.approx(
-        metrics(start, "sft")[-1]["val_loss"], rel=1e-5
-    )
+@pytest.mark.parametrize(
+    ("stage", "flags", "ways"),
+    [
+        ("base", BASE, ["--device_batch_size=4", f"{FOUR_MICRO_BATCHES} --device_batch_size=1"]),
+        ("mid", MID, [f"{FOUR_MICRO_BATCHES} --device_batch_size=1 --dataloader_num_workers=0"]),
+        ("sft", SFT, ["--device_batch_size=7"]),
+    ],
+)
+def test_micro_batches_add_up_to_the_batch(start, stage, flags, ways):
+    """However a batch is cut up. The number of micro-batches takes the place of the batch's size."""
+    source = () if stage == "base" else ("--source=base", "--source_tag=d1")
+    run = (paths.STAGES[stage], *source, "--num_iterations=4", "--eval_every=2")
+    call(*run, *flags, "--model_tag=whole")
+    for way in ways:
+        kept = [flag for flag in flags if "total_batch_size" not in flag or FOUR_MICRO_BATCHES not in way]
+        call(*run, *kept, *way.split(), "--model_tag=cut")
+        for line, one in zip(metrics(start, stage, "cut"), metrics(start, stage, "whole"), strict=True):
+            assert line["tokens"] == one["tokens"]
+            for name in ("loss", "val_bpb", "val_loss"):
+                assert line.get(name, 0) == pytest.approx(one.get(name, 0), rel=1e-5)
 
 
 # ---------------------------------------------------------------------- conversations of one's own
