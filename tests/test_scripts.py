@@ -320,16 +320,20 @@ def test_a_run_begun_anew_keeps_the_earlier_one(base, tokenizer, capsys, monkeyp
     assert sha256(base, "base", 2) != sha
 
 
-def test_resume_refuses_other_data_another_order_and_another_batch(base, tokenizer, capsys):
-    call("base_train", *TINY, "--num_iterations=2")
+def test_resume_refuses_other_data_another_order_batch_or_model(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=2", "--model_tag=d1")
     for flag, words in (
         ("--data=pydoc", "--data demo, not pydoc"),
-        ("--shards=3", "--data demo has no shards"),
         ("--seed=4", "--seed 0, not 4"),
         ("--optimizer=adamw", "--optimizer muon, not adamw"),
         ("--total_batch_size=512", "--total_batch_size (tokens a step) 256, not 512"),
+        ("--depth=2", "--depth 1, not 2"),
+        ("--max_seq_len=32", "--max_seq_len 64, not 32"),
+        ("--head_dim=64", "--head_dim 32, not 64"),
+        ("--window_pattern=SL", "--window_pattern L, not SL"),
     ):
-        refused(capsys, ("base_train", *TINY, "--num_iterations=4", "--resume", flag), words)
+        command = ("base_train", *TINY, "--num_iterations=4", "--model_tag=d1", "--resume", flag)
+        refused(capsys, command, "--resume", words, "use its flags, or another --model_tag")
 
 
 def test_resume_reports_what_it_changes(base, tokenizer, capsys):
@@ -450,14 +454,10 @@ def test_a_diverged_run_names_an_earlier_checkpoint(base, tokenizer, capsys, mon
     refused(capsys, ("base_train", *flags, "--resume"), f", which diverges: move all after {folder}/step_000002 away; ")
 
 
-def test_resume_without_a_checkpoint_begins(base, tokenizer, capsys):
-    call("base_train", *TINY, "--num_iterations=2", "--resume")
-    assert "starting from the beginning" in capsys.readouterr().out
-    assert len(losses(base, "base")) == 2
-
-
-def test_resume_of_a_tag_that_was_never_trained_names_the_others(base, tokenizer, capsys):
-    call("base_train", *TINY, "--num_iterations=2", "--model_tag=mine")
+def test_resume_without_a_checkpoint_begins_and_names_other_tags(base, tokenizer, capsys):
+    call("base_train", *TINY, "--num_iterations=2", "--model_tag=mine", "--resume")
+    out, err = capsys.readouterr()
+    assert "starting from the beginning" in out and err == "" and len(losses(base, "base", "mine")) == 2
     call("base_train", *TINY, "--num_iterations=2", "--model_tag=mime", "--resume")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: --resume") and "base/mime" in line and line.endswith(" mine")
@@ -760,12 +760,6 @@ def test_outside_of_the_environment_one_line_says_how_to_enter_it(script, tmp_pa
         assert ("`bash setup_ascend.sh`, then" in result.stderr) == (not made)
 
 
-def test_a_newcomer_is_sent_to_the_speedrun(base, capsys):
-    """Nothing is trained: chat_cli names the one command that trains all stages; later only the missing stage."""
-    for flags, stage in (([], "base"), (["--source=sft"], "sft")):
-        refused(capsys, ("chat_cli", "Hello", *flags), f"no {stage} checkpoint", "`bash speedrun.sh`")
-
-
 @pytest.mark.parametrize("script", STAGE_SCRIPTS)
 def test_the_help_of_a_trainer_has_every_flag_with_its_own_comment(script, capsys):
     config = importlib.import_module(f"scripts.{script}").Config
@@ -840,9 +834,29 @@ def test_flags_that_do_not_exist(capsys, script):
     refused(capsys, (script, *REQUIRED_WORDS.get(script, []), "--dpeth=4"), "--dpeth", "--help`", code=2)
 
 
-@pytest.mark.parametrize("script", ["base_train", "tok_eval"])
-def test_no_tokenizer(base, capsys, script):
-    refused(capsys, (script,), "there is no tokenizer", "`python -m scripts.tok_train`")
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("base_train", ("there is no tokenizer", "`python -m scripts.tok_train`")),
+        ("tok_eval", ("there is no tokenizer", "`python -m scripts.tok_train`")),
+        # Nothing is trained: the one command that trains all stages.
+        ("chat_cli Hello", ("no base checkpoint", "`bash speedrun.sh`", "`python -m scripts.base_train`")),
+        ("chat_cli Hello --source=sft", ("no sft checkpoint", "`bash speedrun.sh`", "chat_sft")),
+        *(
+            (f"{script} {flags}", words)
+            for script in ("base_eval", "chat_cli")
+            for flags, words in (
+                ("", ("`python -m scripts.base_train`",)),
+                ("--model_tag=d4", ("`python -m scripts.base_train`",)),
+                ("--source=base/d4/step_3", ("`python -m scripts.base_train`",)),
+                ("--source=sft", ("chat_sft",)),
+                ("--source=nowhere", ("neither a stage",)),
+            )
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_its_command(base, capsys, command, words):
+    refused(capsys, command.split(), *words)
 
 
 def test_a_damaged_tokenizer(base, tokenizer, capsys):
@@ -857,27 +871,8 @@ def test_data_without_text(base, tokenizer, tmp_path, capsys, script):
     refused(capsys, (script, f"--data={tmp_path / 'no_text.jsonl'}"), 'line 1 has no "text"')
 
 
-@pytest.mark.parametrize("script", ["base_eval", "chat_cli"])
-def test_no_checkpoint(base, tokenizer, capsys, script):
-    for argv in ([], ["--model_tag=d4"], ["--source=base/d4/step_3"]):
-        refused(capsys, (script, "--device=cpu", *argv), "`python -m scripts.base_train`")
-    for argv, words in ((["--source=sft"], "chat_sft"), (["--source=nowhere"], "neither a stage")):
-        refused(capsys, (script, "--device=cpu", *argv), words)
-
-
 def test_what_does_not_fit_a_trained_model(base, tokenizer, capsys, tmp_path, trained_tokenizer):
     call("base_train", *TINY, "--num_iterations=2", "--save_every=1")
-
-    for argv, words in (
-        (["--depth=2", "--model_tag=d1"], "--depth 1, not 2"),
-        (["--max_seq_len=32"], "--max_seq_len 64, not 32"),
-        (["--head_dim=64"], "--head_dim 32, not 64"),
-        (["--window_pattern=SL"], "--window_pattern L, not SL"),
-    ):
-        code, err = mistake(capsys, "base_train", *TINY, "--num_iterations=4", "--resume", *argv)
-        assert code == 1
-        assert "--resume" in err and words in err and "use its flags, or another --model_tag" in err
-
     long = "many words " * 60
     for argv, words in (
         (["-p", long], r"the prompt has \d+ tokens, the model's context 64: shorten the prompt"),
