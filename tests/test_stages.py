@@ -855,11 +855,11 @@ def test_ranks_train_as_one_and_any_layout_continues(taught, stage, extra, first
 def test_replicas_of_shards_train_as_one(taught, stage):
     """Four processes: two groups of two, activations computed twice."""
     script, _ = STAGES[stage]
-    flags = (*flags_of(stage, taught), "--num_iterations=6", "--eval_every=3")
+    flags = (*flags_of(stage, taught), "--num_iterations=4", "--eval_every=2")
     call(script, *flags, "--model_tag=one")
     hybrid = ("--parallel=fsdp", "--replicate=2", "--activation_checkpointing")
     run_command(script, *flags, *hybrid, "--model_tag=many", fewest_rows(stage), ranks=4)
-    same_training(taught, stage, "one", "many", 6)
+    same_training(taught, stage, "one", "many", 4)
 
 
 @pytest.mark.slow

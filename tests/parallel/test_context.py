@@ -295,7 +295,7 @@ def test_a_dry_run_counts_a_part_of_the_rows(capsys: pytest.CaptureFixture[str])
 @slow
 @pytest.mark.usefixtures("tokenizer")
 def test_base_train_shares_rows(base: Path) -> None:  # noqa: F811
-    flags = (*TINY, "--depth=2", "--num_iterations=8", "--save_every=4")
+    flags = (*TINY, "--depth=2", "--num_iterations=4")
     call("base_train", *flags, "--model_tag=one")
     sharded = ("--parallel=fsdp", "--replicate=2", "--context_parallel=2", "--activation_checkpointing")
     run_command("base_train", *flags, *sharded, "--model_tag=shared", ranks=4)
