@@ -25,7 +25,7 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
-from test_scripts import call
+from runs import call
 from tiny import save_checkpoint, tiny_tokenizer
 
 from nanochat import paths, terminal

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
+from runs import call
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_scripts import call
 from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat import cli, paths

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from runs import call
 from safetensors.torch import load_file, save_file
-from test_scripts import call
 from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
 from tiny_families import save_family
 

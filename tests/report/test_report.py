@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from test_scripts import refused
+from runs import refused
 from tiny import complaint
 
 from nanochat import provenance
