@@ -26,7 +26,7 @@ import torch
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
-from runs import ROOT, call, exactly_resumed, losses, metrics, mistake, process, refused, sha256
+from runs import ROOT, call, exactly_resumed, forget_after, losses, metrics, mistake, process, refused, sha256
 from tiny import command_on_a_rank, run_command, run_ranks
 
 from nanochat import bpb, checkpoint_manager, cli, loader, loop, train
@@ -503,9 +503,10 @@ def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer,
     assert steps_of(base / "checkpoints/base/d1") == [6] and sha256(base, "base", 6) == straight
     assert run_ranks(saved_in_time, (*flags, "--save_every=4"), world_size=ranks) == [[4, 6]] * ranks
     assert steps_of(base / "checkpoints/base/d1") == [4, 6]
-    assert run_ranks(saved_in_time, (*flags, "--log_every=100"), world_size=ranks) == [[1, 2, 3, 4, 5, 6]] * ranks
-    assert run_ranks(saved_in_time, (*flags, "--keep_last=2"), world_size=ranks) == [[1, 2, 3, 4, 5, 6]] * ranks
-    assert steps_of(base / "checkpoints/base/d1") == [5, 6]
+    if ranks == 1:
+        assert run_ranks(saved_in_time, (*flags, "--log_every=100"), world_size=1) == [[1, 2, 3, 4, 5, 6]]
+        assert run_ranks(saved_in_time, (*flags, "--keep_last=2"), world_size=1) == [[1, 2, 3, 4, 5, 6]]
+        assert steps_of(base / "checkpoints/base/d1") == [5, 6]
 
 
 def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer):
@@ -634,11 +635,11 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
 
 @pytest.mark.slow
 def test_one_process_and_two_give_the_same_losses(base, tokenizer):
-    """20 steps in fp32 on 1 and on 2 ranks; then 1 -> 2 -> 1 ranks through two resumes. Three layers at the rule's
-    rates: where rounding is amplified, it shows here first."""
+    """In fp32 on 1 and on 2 ranks; then 1 -> 2 -> 1 ranks through two resumes. Three layers at the rule's rates: where
+    rounding is amplified, it shows here first. test_parallel.py has 20 steps."""
     flags = [flag for flag in TINY if not flag.startswith("--depth")]
     flags += ["--depth=3", "--window_pattern=SL", "--seed=1", "--model_tag=d1"]
-    flags += ["--num_iterations=20", "--save_every=8", "--eval_every=10"]
+    flags += ["--num_iterations=12", "--save_every=4", "--eval_every=6"]
     call("base_train", *flags)
     printed = run_command("base_train", *flags, "--model_tag=two")
     assert printed.count("device: 2 x ") == 1  # only rank 0 prints
@@ -649,14 +650,12 @@ def test_one_process_and_two_give_the_same_losses(base, tokenizer):
         assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-3)
         assert two["tokens"] == one["tokens"]
 
-    folder = base / "checkpoints/base/d1"
-    for step in (16, 20):
-        shutil.rmtree(folder / f"step_{step:06d}")
+    forget_after(base, "base", 4)
     run_command("base_train", *flags, "--resume")
-    assert (folder / "step_000016" / "training.rank1.safetensors").is_file()
-    shutil.rmtree(folder / "step_000020")
+    assert (base / "checkpoints/base/d1/step_000008/training.rank1.safetensors").is_file()
+    forget_after(base, "base", 8)
     call("base_train", *flags, "--resume")
-    assert [line["step"] for line in metrics(base, "base")] == list(range(20))
+    assert [line["step"] for line in metrics(base, "base")] == list(range(12))
     assert losses(base, "base") == pytest.approx([line["loss"] for line in alone], rel=1e-5)
 
 
