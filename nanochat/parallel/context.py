@@ -43,6 +43,7 @@ from nanochat.exchange import Exchange
 from nanochat.gpt import GPTConfig
 from nanochat.layout import Layout
 from nanochat.parallel.ddp import all_gather
+from nanochat.parallel.exchange import Travel
 from nanochat.parallel.mesh import Place
 
 
@@ -156,6 +157,8 @@ class SharedRowsKernels:
     def __init__(self, kernels: Any, row: RowGroup):
         self._kernels = kernels
         self._row = row
+        self._to_heads = functools.partial(to_heads, row)
+        self._to_tokens = functools.partial(to_tokens, row)
 
     def __getattr__(self, name: str) -> Any:  # everything but `row_attention` is unchanged
         return getattr(self._kernels, name)
@@ -180,24 +183,9 @@ class SharedRowsKernels:
         copies = math.lcm(K, self._row.ranks) // K
         if copies > 1:
             k, v = (x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3) for x in (k, v))
-        q, k, v = _Exchange.apply(self._row, to_heads, to_tokens, q, k, v)
+        q, k, v = Travel.apply(self._to_heads, self._to_tokens, q, k, v)
         y = attend(q, k, v, offset_masks, segments=segments.documents)  # (B, T, H/R, D)
-        return _Exchange.apply(self._row, to_tokens, to_heads, y)[0]
-
-
-class _Exchange(torch.autograd.Function):
-    """An exchange between tokens and heads; its gradient takes the way back. It keeps no tensor."""
-
-    @staticmethod
-    def forward(ctx, row: RowGroup, move: Any, back: Any, *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.row = row
-        ctx.back = back
-        return move(parts, row)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        return None, None, None, *ctx.back(grads, ctx.row)
+        return Travel.apply(self._to_tokens, self._to_heads, y)[0]
 
 
 class _Gather(torch.autograd.Function):
@@ -218,7 +206,7 @@ class _Gather(torch.autograd.Function):
         return None, grads[0][ctx.row.rank] * ctx.row.ranks
 
 
-def to_heads(parts: Sequence[Tensor], row: RowGroup) -> tuple[Tensor, ...]:
+def to_heads(row: RowGroup, *parts: Tensor) -> tuple[Tensor, ...]:
     """All heads of this rank's tokens, (B, T/R, heads, D), for its heads of all tokens, (B, T, heads/R, D)."""
     by_rank = [x.unflatten(2, (row.ranks, -1)).permute(2, 0, 1, 3, 4) for x in parts]  # (R, B, T/R, heads/R, D)
     arrived = _all_to_all(by_rank, row)
@@ -226,7 +214,7 @@ def to_heads(parts: Sequence[Tensor], row: RowGroup) -> tuple[Tensor, ...]:
     return tuple(x.transpose(0, 1).flatten(1, 2).contiguous() for x in arrived)
 
 
-def to_tokens(parts: Sequence[Tensor], row: RowGroup) -> tuple[Tensor, ...]:
+def to_tokens(row: RowGroup, *parts: Tensor) -> tuple[Tensor, ...]:
     """This rank's heads of all tokens, (B, T, heads/R, D), for all heads of its tokens, (B, T/R, heads, D)."""
     by_rank = [x.unflatten(1, (row.ranks, -1)).transpose(0, 1) for x in parts]  # (R, B, T/R, heads/R, D)
     arrived = _all_to_all(by_rank, row)

@@ -1,11 +1,16 @@
 """Muon on several ranks: rows of matrices travel to the ranks that orthogonalise the matrices, and back.
 
-ddp and fsdp share this part of the exchange; ddp.py and fsdp.py add the exchange of gradients and weights.
+ddp and fsdp share this part of the exchange; ddp.py and fsdp.py add the exchange of gradients and weights. `Travel` is
+for what the ranks exchange within a forward pass.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nanochat.exchange import Exchange, Rows
 from nanochat.optim import Stack, copy_each
@@ -121,3 +126,18 @@ def _held_rows(matrix: Rows, place: Place, rank: int) -> range:
     """The rows of a matrix that a rank holds, counted in the rows of the whole parameter."""
     share = place.shares(matrix.share.parameter.size(0))[rank]
     return range(max(matrix.start, share.start), min(matrix.stop, share.stop))
+
+
+class Travel(torch.autograd.Function):
+    """Tensors go one `way`; their gradients take the way `back`. It keeps no tensor."""
+
+    @staticmethod
+    def forward(ctx, way: Callable[..., Any], back: Callable[..., Any], *parts: Tensor) -> Any:
+        ctx.back = back
+        return way(*parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: Tensor):
+        arrived = ctx.back(*grads)
+        return None, None, *(arrived if isinstance(arrived, tuple) else (arrived,))

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from nanochat.cli import UserError
 from nanochat.device import Device
@@ -41,6 +40,7 @@ from nanochat.experts.layer import ExpertLinear
 from nanochat.kernels.grouped import Groups, even_sizes
 from nanochat.layout import Layout
 from nanochat.parallel import fsdp
+from nanochat.parallel.exchange import Travel
 from nanochat.parallel.mesh import Place
 
 
@@ -143,9 +143,9 @@ def _compute_elsewhere(compute: Callable[..., Tensor], place: Place, rows: Tenso
     else:  # without data, in a dry run
         leaving_counts = arriving_counts = even_sizes(len(rows), len(groups.counts))
     journey = Journey(leaving_counts, arriving_counts, place)
-    rows = _Travel.apply(journey.go, journey.come_back, rows)
+    rows = Travel.apply(journey.go, journey.come_back, rows)
     rows = compute(rows, journey.groups(arriving))
-    return _Travel.apply(journey.come_back, journey.go, rows)
+    return Travel.apply(journey.come_back, journey.go, rows)
 
 
 class Journey:
@@ -200,17 +200,3 @@ def _regroup(rows: Tensor, sizes: list[int], columns: int) -> Tensor:
     """Rows in groups of these sizes, which form a table of so many columns, read column by column."""
     groups = rows.split(sizes)
     return torch.cat([group for column in range(columns) for group in groups[column::columns]])
-
-
-class _Travel(torch.autograd.Function):
-    """Rows travel one way; their gradient takes the other. It keeps no tensor."""
-
-    @staticmethod
-    def forward(ctx, way: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-        ctx.back = back
-        return way(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        return None, None, ctx.back(grads[0])
