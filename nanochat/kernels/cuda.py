@@ -15,7 +15,7 @@ from torch.nn.attention.varlen import varlen_attn  # with a window from torch 2.
 
 from nanochat.attention import Segments
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.kernels.grouped import Groups, TorchGroupedOperators, grouped_product, loop_product
+from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
 
 SHARES_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # from torch 2.12 on
 
@@ -25,8 +25,8 @@ class CudaKernels(WrittenKernels):
     device_type = "cuda"
 
     def grouped_product(self, x: Tensor, weight: Tensor, groups: Groups, cast: Tensor | None = None) -> Tensor:
-        if TorchGroupedOperators.fits(x, weight.size(0) // len(groups.counts)):
-            return grouped_product(TorchGroupedOperators(), x, weight, groups, cast)
+        if GroupedOperators.fits(x, weight.size(0) // len(groups.counts)):
+            return grouped_product(GroupedOperators(), x, weight, groups, cast)
         return loop_product(self.product, x, weight, groups, cast)
 
     def attention(

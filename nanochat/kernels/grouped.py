@@ -5,7 +5,6 @@ Legend: E groups, O outputs, I inputs.
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -56,16 +55,23 @@ def loop_product(
 # ---------------------------------------------------------------------- one operator for all groups
 
 
-class GroupedOperators(Protocol):
-    """A device's operators; `counts` and `ends` of the groups stay on the device."""
+class GroupedOperators:
+    """torch's `grouped_mm`; an NPU has operators of its own. `counts` and `ends` of the groups stay on the device."""
+
+    @staticmethod
+    def fits(x: Tensor, outputs: int) -> bool:
+        """Whether it is fast here. It reads bf16 whose rows begin at multiples of 16 bytes, also in the backward pass;
+        for other inputs torch has a loop of its own."""
+        aligned = x.size(1) % 8 == 0 and outputs % 8 == 0
+        return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and aligned
 
     def rows_by_matrices(self, x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
         """x (rows, A), matrices (E, A, B), which may be a transposed view -> (rows, B)."""
-        ...
+        return F.grouped_mm(x, matrices, offs=groups.ends)
 
     def columns_by_rows(self, x: Tensor, y: Tensor, groups: Groups) -> Tensor:
         """x (rows, A), y (rows, B) -> for each group the sum over its rows x^T y (E, A, B)."""
-        ...
+        return F.grouped_mm(x.T, y, offs=groups.ends)
 
 
 def grouped_product(
@@ -100,20 +106,3 @@ class _GroupedProduct(torch.autograd.Function):
             grad_weight = ctx.operators.columns_by_rows(grad, x, ctx.groups)  # (E, O, I)
             grad_weight = grad_weight.flatten(0, 1).to(ctx.weight_dtype)
         return grad_x, grad_weight, None, None, None
-
-
-class TorchGroupedOperators:
-    """torch's `grouped_mm`."""
-
-    @staticmethod
-    def fits(x: Tensor, outputs: int) -> bool:
-        """Whether it is fast here. It reads bf16 whose rows begin at multiples of 16 bytes, also in the backward pass;
-        for other inputs torch has a loop of its own."""
-        aligned = x.size(1) % 8 == 0 and outputs % 8 == 0
-        return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and aligned
-
-    def rows_by_matrices(self, x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
-        return F.grouped_mm(x, matrices, offs=groups.ends)
-
-    def columns_by_rows(self, x: Tensor, y: Tensor, groups: Groups) -> Tensor:
-        return F.grouped_mm(x.T, y, offs=groups.ends)

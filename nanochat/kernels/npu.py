@@ -20,7 +20,7 @@ from nanochat.gpt import GPT
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.kernels.grouped import Groups, grouped_product, loop_product
+from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
 from nanochat.operators import AdamWUpdate, TorchKernels
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
@@ -82,7 +82,7 @@ class _Rotate(torch.autograd.Function):
         return torch.ops.npu.npu_rotary_mul_backward(grads[0], grads[0], *ctx.saved_tensors)[0], None, None
 
 
-class _GroupedOperators:
+class _NpuGroupedOperators(GroupedOperators):
     """npu_grouped_matmul, which lacks a gradient. With group_list_type 1 it reads the groups' counts, in int64."""
 
     def rows_by_matrices(self, x: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
@@ -116,7 +116,7 @@ class NpuKernels(WrittenKernels):
 
     def grouped_product(self, x: Tensor, weight: Tensor, groups: Groups, cast: Tensor | None = None) -> Tensor:
         if self.has_grouped_products:
-            return grouped_product(_GroupedOperators(), x, weight, groups, cast)
+            return grouped_product(_NpuGroupedOperators(), x, weight, groups, cast)
         return loop_product(self.product, x, weight, groups, cast)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

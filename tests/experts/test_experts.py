@@ -17,7 +17,7 @@ from nanochat.device import Device
 from nanochat.experts.layer import Experts
 from nanochat.gpt import GPT, MLP, GPTConfig
 from nanochat.kernels.gradients import product
-from nanochat.kernels.grouped import Groups, TorchGroupedOperators, grouped_product, loop_product
+from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
 from nanochat.layout import lay_out
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.sharding import fill, whole
@@ -129,7 +129,7 @@ def test_the_loop_is_the_grouped_product_to_the_bit(dtype, counts, frozen):
     for cast in (None, weight.detach().to(dtype)):
         for y in (
             loop_product(product, x, weight, groups, cast),
-            grouped_product(TorchGroupedOperators(), x, weight, groups, cast),
+            grouped_product(GroupedOperators(), x, weight, groups, cast),
         ):
             gradients = torch.autograd.grad(y.float().square().sum(), [x] if frozen else [x, weight])
             results.append([y, *gradients])
