@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -225,7 +226,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
 
     def load() -> LoadedModel:
         from nanochat import device as devices
-        from nanochat.adapters.lora import side_by_side
+        from nanochat.adapters.lora import ChosenAdapters
         from nanochat.checkpoint_manager import load_model
         from nanochat.engine import Engine, Slots
         from nanochat.sampling import SamplingParams
@@ -237,7 +238,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
         device = devices.init(config.device, config.dtype)
         sources = find_sources(config)
         adapters = find_adapters(config, sources[0].folder)
-        hooked = side_by_side([one for _, one, _ in adapters]) if adapters else None
+        hooked = partial(ChosenAdapters, adapters=[one for _, one, _ in adapters]) if adapters else None
         engines = []
         metas = []
         parameters = []

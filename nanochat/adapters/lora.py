@@ -380,7 +380,7 @@ def parts_of(name: str, config: GPTConfig) -> dict[str, int]:
 
 
 def read_adapters(path: Path, entry: dict[str, Any]) -> Adapters:
-    """The adapters of a checkpoint, from its file and their settings in the meta data (`facts`).
+    """The adapters of a checkpoint, from its file and their settings in the meta data (`Attached.facts`).
 
     Raises ValueError or TypeError: when these are not settings of this class.
     """
@@ -391,11 +391,6 @@ def read_adapters(path: Path, entry: dict[str, Any]) -> Adapters:
         raise ValueError("its adapters' settings are not ours")
     with safe_open(path, framework="pt") as file:
         return Adapters(lora, {name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
-
-
-def facts(lora: Lora) -> dict[str, Any]:
-    """The settings for a checkpoint's meta data."""
-    return {**asdict(lora), "targets": list(lora.targets)}
 
 
 class Attached:
@@ -427,10 +422,27 @@ class Attached:
                 adapters.together = None
 
     def facts(self) -> dict[str, Any]:
-        return facts(self.lora)
+        """The settings for a checkpoint's meta data."""
+        return {**asdict(self.lora), "targets": list(self.lora.targets)}
 
     def describe(self, model: GPT) -> str:
-        return describe(model, self.lora)
+        """For the log: the number of trained parameters, and the size of the frozen base; a hint where a sharded base
+        in the dtype of the products would take less than a whole one in 4 bits."""
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
+        quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
+        packed = sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized)
+        table = model.embedding.weight
+        dtype = str(table.dtype).removeprefix("torch.")
+        base = "4-bit NF4" if self.lora.base_format == "nf4" else dtype
+        line = f"adapters of rank {self.lora.rank}: {trained:,} parameters; "
+        line += f"frozen base: {frozen + packed:,} bytes, {base}"
+        share = local(table).numel() / table.numel()  # of a sharded model that this process holds
+        plain = round(sum(layer.in_features * layer.out_features for layer in quantized) * table.element_size() * share)
+        if plain < packed:
+            line += "\nhint: fsdp does not shard 4-bit matrices: without --lora_base nf4 they take "
+            line += f"{plain:,} bytes in {dtype} instead of {packed:,} on each process"
+        return line
 
 
 class NewAdapters(Preparation):
@@ -509,27 +521,3 @@ class ChosenAdapters:
             q, k, v = added.chunk(3, dim=-1)
             return y[0] + torch.stack((q, k)), y[1] + v
         return y + added
-
-
-def side_by_side(adapters: Sequence[Adapters]) -> Callable[[GPT, torch.dtype], ChosenAdapters]:
-    """A function with which the engine hooks these adapters to its model; it takes the dtype of the products."""
-    return partial(ChosenAdapters, adapters=adapters)
-
-
-def describe(model: GPT, lora: Lora) -> str:
-    """For the log: the number of trained parameters, and the size of the frozen base; a hint where a sharded base in
-    the dtype of the products would take less than a whole one in 4 bits."""
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
-    quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
-    packed = sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized)
-    table = model.embedding.weight
-    dtype = str(table.dtype).removeprefix("torch.")
-    base = "4-bit NF4" if lora.base_format == "nf4" else dtype
-    line = f"adapters of rank {lora.rank}: {trained:,} parameters; frozen base: {frozen + packed:,} bytes, {base}"
-    share = local(table).numel() / table.numel()  # of a sharded model that this process holds
-    plain = round(sum(layer.in_features * layer.out_features for layer in quantized) * table.element_size() * share)
-    if plain < packed:
-        line += "\nhint: fsdp does not shard 4-bit matrices: without --lora_base nf4 they take "
-        line += f"{plain:,} bytes in {dtype} instead of {packed:,} on each process"
-    return line

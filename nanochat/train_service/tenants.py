@@ -319,8 +319,8 @@ class TrainedModel:
         self._require_finite()
         facts = ("stage", "tasks", "sampling", "pretraining")
         meta: dict[str, Any] = {name: self.base.meta[name] for name in facts if name in self.base.meta}
-        if self.trained.rank:
-            meta["adapter"] = lora.facts(self.trained.lora) | self.base.about
+        if self.model.extension is not None:
+            meta["adapter"] = self.model.extension.facts() | self.base.about
         tokenizer = self.base.tokenizer
         if with_optimizer:
             state = self.optimizer.state_dict()

@@ -342,7 +342,7 @@ def test_each_row_of_a_batch_has_its_own_adapter(shape, weights):
     for length, merged in enumerate(([adapters[0]], [], [adapters[1]], [adapters[0]]), start=4):
         expected += decoded(engine_of(*merged), [Row(prompt, length, GREEDY)])
     assert expected[0][0] != expected[1][0][:4] != expected[2][0][:4]
-    engine = engine_of(adapters=lora.side_by_side(adapters), weights=weights)
+    engine = engine_of(adapters=partial(lora.ChosenAdapters, adapters=adapters), weights=weights)
     chosen = list(enumerate((1, 0, 2, 1), start=4))
     for found in (
         decoded(engine, [Row(prompt, length, GREEDY, adapter=number) for length, number in chosen]),

@@ -83,7 +83,7 @@ def test_pefts_folder_has_a_name_for_each_expert(tmp_path):
 def test_adapters_of_experts_are_not_served_side_by_side():
     config: GPTConfig = tiny_config(**QWEN3_MOE)
     model = lively_model(config)
-    line = complaint(lambda: lora.side_by_side([adapters_of(adapt(lively_model(config)))])(model, torch.float32))
+    line = complaint(lambda: lora.ChosenAdapters(model, torch.float32, [adapters_of(adapt(lively_model(config)))]))
     assert "--lora_targets q_proj,k_proj,v_proj,o_proj" in line
     attention = Lora(4, 8.0, targets=("q_proj", "v_proj"))
-    lora.side_by_side([adapters_of(adapt(lively_model(config), attention))])(model, torch.float32)
+    lora.ChosenAdapters(model, torch.float32, [adapters_of(adapt(lively_model(config), attention))])
