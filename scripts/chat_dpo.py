@@ -89,7 +89,7 @@ def main(config: Config) -> None:
         reply_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
         start.ledger.report(
             model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
-            batch_of=lambda rows: preferences.with_reference(preferences.full_batch(rows), reference),
+            batch_of=lambda rows: preferences.with_reference(losses.PairBatch(rows, len(rows.inputs) // 2), reference),
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return
@@ -110,7 +110,8 @@ def main(config: Config) -> None:
     def micro_batches(examples: Sequence[RenderedPair], frozen: Any = reference) -> Iterator[losses.PairBatch]:
         """This rank's micro-batches, each with the log probabilities of the reference model, which may be compiled."""
         batches_of = loss.batches or preferences.pair_batches
-        return preferences.compared(batches_of(examples, row_tokens, config.device_batch_size, device), frozen)
+        for batch in batches_of(examples, row_tokens, config.device_batch_size, device):
+            yield preferences.with_reference(batch, frozen)
 
     # ------------------------------------------------------------------ horizon, optimizer
     horizon = Horizon.of(config, train)

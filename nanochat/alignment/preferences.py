@@ -2,7 +2,7 @@
 
 1. draw       an example's replies as tokens                           `draw_pairs`
 2. pack       both replies of a pair into one micro-batch              `pair_batches`
-3. compare    add the log probabilities of a frozen reference model    `compared`
+3. compare    add the log probabilities of a frozen reference model    `with_reference`
 4. learn      PAIR_LOSSES in losses.py
 """
 
@@ -16,7 +16,7 @@ from nanochat.device import Device
 from nanochat.log import warn
 from nanochat.losses import PairBatch, reply_logp
 from nanochat.mixture import Mixture, RenderedPair, is_learned
-from nanochat.packing import PackedBatch, pack_pairs
+from nanochat.packing import pack_pairs
 from nanochat.tokenizer import Tokenizer
 
 
@@ -54,17 +54,7 @@ def pair_batches(pairs: Iterable[RenderedPair], row_tokens: int, rows: int, devi
         yield PairBatch(micro, count)
 
 
-def full_batch(rows: PackedBatch) -> PairBatch:
-    """A micro-batch of full rows, for the memory of a dry run."""
-    return PairBatch(rows, len(rows.inputs) // 2)
-
-
-def compared(batches: Iterable[PairBatch], reference: Any) -> Iterator[PairBatch]:
-    """Micro-batches with the log probabilities of the reference model, which may be compiled; None: unchanged."""
-    for batch in batches:
-        yield with_reference(batch, reference)
-
-
 @torch.no_grad()
 def with_reference(batch: PairBatch, reference: Any) -> PairBatch:
+    """A micro-batch with the log probabilities of the reference model, which may be compiled; None: unchanged."""
     return batch if reference is None else replace(batch, reference_logp=reply_logp(reference, batch))
