@@ -39,7 +39,7 @@ from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
 from nanochat.serve.listener import STALL_SECONDS
-from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
+from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
 from nanochat.serve.page import content_policy, load_page
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Waker
 from nanochat.serve.schema import (
@@ -97,7 +97,7 @@ def create_app(
     app.state.nanochat = state
     app.add_middleware(
         AccessMiddleware,
-        state=state,
+        responses=state.responses,
         api_key=api_key,
         hosts=tuple(hosts),
         origins=tuple(origins),
@@ -105,13 +105,7 @@ def create_app(
         content_policy=content_policy(files["/"].content.decode()),
     )
 
-    # ------------------------------------------------------------------ errors
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):  # from Starlette: the route is unknown, or does not take this method
-            error = ApiError(error.status_code, error.detail, headers=error.headers)
-        return error_response(error)
+    app.add_exception_handler(HTTPException, http_error)
 
     # ------------------------------------------------------------------ the page, and routes for monitoring
 

@@ -11,14 +11,15 @@ import ipaddress
 import re
 from collections.abc import Collection
 
+from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import CLIENT_LEFT, ApiError, EncodedResponse
-from nanochat.serve.state import ServerState
 
 MAX_BODY = 1 << 20  # bytes
 MAX_HEAD = 1 << 16  # bytes of a request's address and headers
@@ -39,20 +40,23 @@ class AccessMiddleware:
     `hosts` are the names that a request's Host header may contain, () for any. ANY_ADDRESS among them allows every IP
     address: a browser sends an address only to the server that has it. `origins` are the other sites whose pages may
     use the server, such as "https://chat.example.org". `open_paths` need no key, and reveal nothing about the model.
+    `responses` counts the responses by status.
     """
+
+    max_body = MAX_BODY
 
     def __init__(
         self,
         app: ASGIApp,
-        state: ServerState,
         api_key: str | None,
         hosts: tuple[str, ...],
         origins: tuple[str, ...],
         open_paths: Collection[str],
         content_policy: str,
+        responses: Counter | None = None,
     ):
         self.app = app
-        self.state = state
+        self.responses = responses
         self.api_key = api_key
         self.hosts = hosts
         self.origins = origins
@@ -80,8 +84,8 @@ class AccessMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                if message["status"] != CLIENT_LEFT:
-                    self.state.responses.labels(message["status"]).inc()
+                if self.responses is not None and message["status"] != CLIENT_LEFT:
+                    self.responses.labels(message["status"]).inc()
                 headers = MutableHeaders(scope=message)
                 headers.update(self.response_headers)
                 headers.setdefault("cache-control", "no-store")  # the page's files have their own
@@ -138,21 +142,24 @@ class AccessMiddleware:
     def check_key(self, scope: Scope) -> ApiError | None:
         """Returns the error that refuses this request because of its key or size, or None."""
         headers = Headers(scope=scope)
-        # The key, compared in constant time: how long a wrong one takes does not depend on how wrong it is.
         is_open = scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
-        if self.api_key is not None and not is_open:
-            scheme, _, key = headers.get("authorization", "").partition(" ")
-            matches = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())
-            if not matches or scheme.lower() != "bearer":
-                challenge = {"www-authenticate": "Bearer"}
-                message = "the API key is missing or wrong"
-                return ApiError(401, message, code="invalid_api_key", headers=challenge)
-
+        refusal = None if is_open else self.refuse_stranger(headers, scope)
         # The size of the body, where the client announces it; `read_limited` counts what really arrives.
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length[:20]) > MAX_BODY:
-            return _too_large()
-        return None
+        if refusal is None and (not length.isdigit() or int(length[:20]) > self.max_body):
+            return _too_large(self.max_body)
+        return refusal
+
+    def refuse_stranger(self, headers: Headers, scope: Scope) -> ApiError | None:
+        if self.api_key is None:
+            return None
+        # Compared in constant time: how long a wrong key takes does not depend on how wrong it is.
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        matches = hmac.compare_digest(key.strip().encode("latin-1"), self.api_key.encode())
+        if matches and scheme.lower() == "bearer":
+            return None
+        challenge = {"www-authenticate": "Bearer"}
+        return ApiError(401, "the API key is missing or wrong", code="invalid_api_key", headers=challenge)
 
 
 def _is_address(host: str) -> bool:
@@ -163,13 +170,21 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _too_large(most: int = MAX_BODY) -> ApiError:
+def _too_large(most: int) -> ApiError:
     message = f"the body has more than {most:,} bytes"
     return ApiError(413, message, code="too_large", headers={"connection": "close"})
 
 
 def error_response(error: ApiError) -> EncodedResponse:
     return EncodedResponse(error.body, error.status_code, headers=error.headers)
+
+
+async def http_error(request: Request, error: Exception) -> EncodedResponse:
+    """An app's handler of HTTPException: its own errors, and Starlette's for an unknown route or method."""
+    assert isinstance(error, HTTPException)
+    if not isinstance(error, ApiError):
+        error = ApiError(error.status_code, f"{error.detail}: {request.url.path[:100]}", headers=error.headers)
+    return error_response(error)
 
 
 async def _refuse(response: EncodedResponse, receive: Receive, send: Send) -> None:

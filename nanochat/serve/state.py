@@ -177,13 +177,10 @@ class ServerState:
         if self.model is not None:
             self.model.scheduler.close(self._grace)
 
-    def exit_late(self) -> None:
-        """End the process EXIT_SECONDS from now, whatever its threads do: one that waits for the device for ever would
-        keep the server from closing."""
-        time.sleep(EXIT_SECONDS)
-        if self.model is not None and self.model.scheduler.thread.is_alive():  # the thread of all models
-            log_place("the server ends, but the device's thread does not; it is at", self.model.scheduler.thread)
-        os._exit(1)
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The device's thread, of all models; None before they are loaded."""
+        return None if self.model is None else self.model.scheduler.thread
 
     @property
     def is_stuck(self) -> bool:
@@ -235,9 +232,12 @@ class _ModelMetrics(Collector):
 class Closing(Protocol):
     """What closes when a signal arrives."""
 
-    def close(self) -> None: ...
+    @property
+    def thread(self) -> threading.Thread | None:
+        """The device's thread."""
+        ...
 
-    def exit_late(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @contextlib.contextmanager
@@ -250,7 +250,7 @@ def closing_at_signals(state: Closing) -> Iterator[None]:
 
     def handle(number: int, frame: Any) -> None:
         threading.Thread(target=state.close, name="close", daemon=True).start()
-        threading.Thread(target=state.exit_late, name="exit", daemon=True).start()
+        threading.Thread(target=_exit_late, args=(state,), name="exit", daemon=True).start()
         handlers[number](number, frame)
 
     if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
@@ -264,3 +264,12 @@ def closing_at_signals(state: Closing) -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+def _exit_late(state: Closing) -> None:
+    """End the process EXIT_SECONDS from now, whatever its threads do: one that waits for the device for ever would
+    keep the server from closing."""
+    time.sleep(EXIT_SECONDS)
+    if state.thread is not None and state.thread.is_alive():
+        log_place("the server ends, but the device's thread does not; it is at", state.thread)
+    os._exit(1)

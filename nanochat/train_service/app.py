@@ -21,15 +21,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CollectorRegistry, Counter
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import Scope
+from starlette.types import ASGIApp, Scope
 
 from nanochat.cli import UserError
 from nanochat.serve.app import LOOPBACK
-from nanochat.serve.middleware import AccessMiddleware, error_response, read_limited
+from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
 from nanochat.serve.schema import ApiError, Strict, read_body
 from nanochat.serve.state import closing_at_signals
 from nanochat.train_service import bodies, wire
@@ -50,28 +49,19 @@ CLIENT_CONFIG = {
 class _Access(AccessMiddleware):
     """The chat server's checks, with the key where the tinker client sends it. Each key is a separate owner."""
 
-    keys: tuple[str, ...] = ()  # () for any
+    max_body = MAX_BODY
 
-    def check_key(self, scope: Scope) -> ApiError | None:
-        headers = Headers(scope=scope)
+    def __init__(self, app: ASGIApp, keys: Sequence[str], **options: Any):
+        super().__init__(app, api_key=None, origins=(), **options)
+        self.keys = keys  # () for any
+
+    def refuse_stranger(self, headers: Headers, scope: Scope) -> ApiError | None:
         key = headers.get("x-api-key", "").encode("latin-1")
-        is_open = scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
-        if self.keys and not is_open and not any(hmac.compare_digest(key, one.encode()) for one in self.keys):
+        if self.keys and not any(hmac.compare_digest(key, one.encode()) for one in self.keys):
             return ApiError(401, "the API key is missing or wrong: set TINKER_API_KEY", code="invalid_api_key")
         # On a server without keys, all clients share everything.
         scope["state"]["owner"] = hashlib.sha256(key if self.keys else b"").hexdigest()[:16]
-        length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length[:20]) > MAX_BODY:
-            return ApiError(413, f"the body has more than {MAX_BODY:,} bytes", code="too_large")
         return None
-
-
-class _State:
-    """The counter of the middleware."""
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
 
 
 def create_app(
@@ -92,14 +82,10 @@ def create_app(
             await asyncio.to_thread(service.close)
 
     app = FastAPI(title="nanochat training service", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    access = {"state": _State(), "api_key": None, "hosts": tuple(hosts), "origins": ()}
-    app.add_middleware(_with_keys(keys), **access, open_paths=("/api/v1/healthz",), content_policy="default-src 'none'")
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        if not isinstance(error, ApiError):  # from Starlette: the route is unknown, or does not take this method
-            error = ApiError(error.status_code, f"{error.detail}: {request.url.path[:100]}", headers=error.headers)
-        return error_response(error)
+    app.add_middleware(
+        _Access, keys=keys, hosts=tuple(hosts), open_paths=("/api/v1/healthz",), content_policy="default-src 'none'"
+    )
+    app.add_exception_handler(HTTPException, http_error)
 
     # The parsers hold Python's lock, and what they make is larger than the body: one large body at a time.
     parsing = asyncio.Lock()
@@ -339,10 +325,6 @@ def create_app(
         return Response(status_code=204)
 
     return app
-
-
-def _with_keys(keys: Sequence[str]) -> type[_Access]:
-    return type("Access", (_Access,), {"keys": tuple(keys)})
 
 
 def _owner(request: Request) -> str:

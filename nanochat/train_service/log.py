@@ -185,7 +185,7 @@ class RequestLog:
         for path in (self._state(self.covered) / "results").glob("*"):
             match = RESULT_NAME.fullmatch(path.name)
             content = path.read_bytes()
-            if match and _has_sum(content, match[2]):  # a damaged one is as one that is gone
+            if match and _sum(content) == match[2]:  # a damaged one is as one that is gone
                 found[int(match[1])] = content
         return found
 
@@ -261,7 +261,3 @@ def _entry_sum(number: int, kind: str, content: bytes) -> str:
 
 def _sum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:SUM_CHARACTERS]
-
-
-def _has_sum(content: bytes, expected: str) -> bool:
-    return _sum(content) == expected

@@ -28,9 +28,7 @@ from nanochat.cli import UserError
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import tokenizer_files
 from nanochat.log import warn
-from nanochat.serve.scheduler import log_place
 from nanochat.serve.schema import ApiError
-from nanochat.serve.state import EXIT_SECONDS
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import (
     EPHEMERAL,
@@ -411,7 +409,8 @@ class Service:
 
     def _require_room(self, owner: str, parked: Sequence[Job] = ()) -> None:
         count = self.queue.count(owner) + len(parked)
-        if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or _bytes(parked) > MAX_WAITING:
+        parked_bytes = sum(job.size for job in parked)
+        if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or parked_bytes > MAX_WAITING:
             message = f"{count:,} requests wait already: try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
@@ -534,7 +533,17 @@ class Service:
         return sampler
 
     def find_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        return self._read("samplers", sampler, owner)
+        """Raises ApiError: 404 when its file is missing or belongs to another key."""
+        path = self.folder / "samplers" / f"{sampler}.json"
+        if re.fullmatch(r"[0-9a-f]{16}:sample:\d{1,9}", sampler) and path.is_file():
+            try:
+                content = read_record(path)
+            except UserError as error:
+                warn(str(error))
+                raise ApiError(400, f"sampler {sampler} cannot be read: create another one", code="damaged") from error
+            if content.get("owner") == owner:
+                return content
+        raise ApiError(404, f"there is no sampler {sampler[:100]!r}", param="sampler_id", code="sampler_not_found")
 
     def sample(self, owner: str, sampler: str, number: int, job: SampleJob) -> str:
         """Queue a sample; returns the promise's id. A known number is not sampled again."""
@@ -830,41 +839,14 @@ class Service:
             paths.unlock(self.folder)
             self.ended = True
 
-    def exit_late(self) -> None:
-        """End the process EXIT_SECONDS from now, whatever its threads do. All that was acknowledged is on the disk."""
-        time.sleep(EXIT_SECONDS)
-        if self.thread.is_alive():
-            log_place("the server ends, but the device's thread does not; it is at", self.thread)
-        os._exit(1)
-
-    # ------------------------------------------------------------------ small files
-
     def _write(self, part: str, name: str, content: dict[str, Any]) -> None:
         with _full_disk():
             write_record(self.folder / part / f"{name}.json", content)
-
-    def _read(self, part: str, name: str, owner: str) -> dict[str, Any]:
-        """Raises ApiError: 404 when the file is missing or belongs to another key."""
-        kind = part.removesuffix("s")
-        path = self.folder / part / f"{name}.json"
-        if re.fullmatch(r"[0-9a-f]{16}(:sample:\d{1,9})?", name) and path.is_file():
-            try:
-                content = read_record(path)
-            except UserError as error:
-                warn(str(error))
-                raise ApiError(400, f"{kind} {name} cannot be read: create another one", code="damaged") from error
-            if content.get("owner") == owner:
-                return content
-        raise ApiError(404, f"there is no {kind} {name[:100]!r}", param=f"{kind}_id", code=f"{kind}_not_found")
 
 
 def _has_requests(folder: Path) -> bool:
     """Whether a model has been in a folder."""
     return any(True for part in ("log", "state") for _ in (folder / part).glob("*"))
-
-
-def _bytes(jobs: Sequence[Job]) -> int:
-    return sum(job.size for job in jobs)
 
 
 def _group_of(request_id: str) -> str:
