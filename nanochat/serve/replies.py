@@ -237,7 +237,7 @@ class ChoicesSerializer:
         return (self.choices_event(usage=usage) if self.include_usage else b"") + DONE
 
     def fail(self, error: ApiError) -> bytes:
-        return _event(error.body) + DONE
+        return b"data: " + encode(error.body).encode() + b"\n\n" + DONE
 
     def add(self, number: int, chunk: Chunk) -> None:
         choice = self.choices[number]
@@ -459,7 +459,7 @@ class Reply(Response):
         while self.running:
             for number, chunk in await self._take():
                 self.serializer.add(number, chunk)
-        content = b"".join(self.serializer.whole(self.usage()))
+        content = b"".join(self.serializer.whole(usage_of(self.streams, self.prompt_tokens)))
         await Response(content, media_type="application/json")(scope, receive, send)
 
     async def _send_events(self, send: Send) -> None:
@@ -491,7 +491,7 @@ class Reply(Response):
                 chunks = await self._take()
                 written = [serializer.event(number, chunk) for number, chunk in chunks]
                 events = b"".join(written) if chunks else HEARTBEAT
-            events += serializer.end(self.usage())
+            events += serializer.end(usage_of(self.streams, self.prompt_tokens))
         except ApiError as error:
             events = serializer.fail(error)
         await write(events, more_body=False)
@@ -514,9 +514,6 @@ class Reply(Response):
             self.running -= 1
         return chunks
 
-    def usage(self) -> dict[str, Any]:
-        return usage_of(self.streams, self.prompt_tokens)
-
 
 def usage_of(streams: Sequence[Stream], prompt_tokens: Sequence[int]) -> dict[str, Any]:
     """The sum of the tokens of all prompts and their choices, which are neighbours in `streams`."""
@@ -536,10 +533,6 @@ def usage_of(streams: Sequence[Stream], prompt_tokens: Sequence[int]) -> dict[st
 def _opened(name: str, fields: dict[str, Any]) -> bytes:
     """An object as JSON, up to the value of one more field."""
     return f'{encode(fields)[:-1]},"{name}":'.encode()
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + encode(body).encode() + b"\n\n"
 
 
 DONE = b"data: [DONE]\n\n"

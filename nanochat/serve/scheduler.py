@@ -149,12 +149,8 @@ class TextOut:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.held = ""  # text that may be the beginning of a stop string
 
-    def add(self, token: int) -> str:
-        """The text that becomes visible with this token."""
-        return self.cut(self.plain(token))
-
     def plain(self, token: int) -> str:
-        """The same without stop strings."""
+        """The text that is complete with this token, whatever the stop strings."""
         data = self.tokens[token] if token < len(self.tokens) else b""  # the output layer may be wider
         data = data or self.spelled.get(token, b"")
         if self.strips_space and data:

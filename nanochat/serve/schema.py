@@ -424,10 +424,7 @@ class ChatBody(RequestBody):
         unanswered: dict[str, list[Part]] = {}  # calls by id, each with the group that its result joins
         for message in self.messages:
             if message.role == "tool":
-                if message.tool_call_id not in unanswered:
-                    why = f"no call before it has the tool_call_id {_shortened(str(message.tool_call_id))}"
-                    raise ApiError(400, why, param="messages")
-                unanswered.pop(message.tool_call_id).append({"type": "python_output", "text": message.text})
+                _answered(unanswered, message).append({"type": "python_output", "text": message.text})
                 continue
             _check_answered(unanswered)
             groups = message.groups()
@@ -444,10 +441,7 @@ class ChatBody(RequestBody):
         _check_answered(unanswered)
         messages: list[Message] = [{"role": "system", "content": _joined(system)}] if system else []
         messages += [{"role": role, "content": _joined(groups)} for role, groups in turns]
-        try:
-            check_messages(messages)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from error
+        _check_messages(messages)
 
         last = messages[-1]
         if last["role"] == "assistant" and last["content"] and last["content"][-1]["type"] == "python":
@@ -460,12 +454,10 @@ class ChatBody(RequestBody):
         continues = self.messages[-1].role == "assistant"
         if continues and super().reply_schema is not None:
             raise ApiError(400, "a reply that is begun cannot follow a schema", param="response_format")
-        if self.continue_final_message not in (None, continues):
-            why = f"continue_final_message is {continues} where the last message is by {last_role}"
-            raise ApiError(400, why.lower(), param="continue_final_message")
-        if self.add_generation_prompt not in (None, not continues):
-            why = f"add_generation_prompt is {not continues} where the last message is by {last_role}"
-            raise ApiError(400, why.lower(), param="add_generation_prompt")
+        for name, expected in (("continue_final_message", continues), ("add_generation_prompt", not continues)):
+            if getattr(self, name) not in (None, expected):
+                why = f"{name} is {expected} where the last message is by {last_role}"
+                raise ApiError(400, why.lower(), param=name)
 
     def family_conversation(self, thought_field: str | None) -> tuple[list[Message], list[int]]:
         """The messages as chat templates read them, with calls and results as messages of their own; and the index in
@@ -479,10 +471,7 @@ class ChatBody(RequestBody):
         unanswered: dict[str, str] = {}  # the names of called functions by the ids of the calls
         for index, message in enumerate(self.messages):
             if message.role == "tool":
-                name = unanswered.pop(message.tool_call_id or "", None)
-                if name is None:
-                    why = f"no call before it has the tool_call_id {_shortened(str(message.tool_call_id))}"
-                    raise ApiError(400, why, param="messages")
+                name = _answered(unanswered, message)
                 call_id = template_id(message.tool_call_id or "")
                 messages.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": message.text})
                 starts.append(index)
@@ -508,10 +497,7 @@ class ChatBody(RequestBody):
                 calls = last.setdefault("tool_calls", [])
                 calls.append({"id": template_id(call.id), "type": "function", "function": function})
         _check_answered(unanswered)
-        try:
-            check_messages(messages)
-        except ValueError as error:
-            raise ApiError(400, str(error), param="messages") from error
+        _check_messages(messages)
         self._check_continuation(messages[-1]["role"])
         return messages, starts
 
@@ -535,6 +521,21 @@ def _arguments_of(call: ToolCall) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ApiError(400, f"the arguments of the call {_shortened(call.id)} are not a JSON object", param="messages")
     return arguments
+
+
+def _check_messages(messages: list[Message]) -> None:
+    try:
+        check_messages(messages)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages") from error
+
+
+def _answered(unanswered: dict[str, Item], message: ChatMessage) -> Item:
+    """What is kept of the call that a tool's message answers, which is then answered."""
+    call_id = str(message.tool_call_id)
+    if call_id not in unanswered:
+        raise ApiError(400, f"no call before it has the tool_call_id {_shortened(call_id)}", param="messages")
+    return unanswered.pop(call_id)
 
 
 def _check_answered(unanswered: Mapping[str, Any]) -> None:

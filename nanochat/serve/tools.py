@@ -16,7 +16,7 @@ import re
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from nanochat.families.tool_calls import CallForm, CallReader, FunctionCall, new_id
 
@@ -101,18 +101,12 @@ def call_text(name: str, arguments: str) -> str:
     return f'{{"name":{json.dumps(name)},"arguments":{arguments}}}'
 
 
-class Writer(Protocol):
-    """Turns one reply, as it arrives, into text and fragments of OpenAI's `tool_calls`."""
-
-    kind: str  # chunks of this kind have calls in them; "": none have
-    has_begun: bool  # a call has begun
-
-    def add(self, text: str, finish_reason: str | None) -> tuple[str, list[dict[str, Any]]]:
-        """The further text and fragments; `finish_reason` is set if the reply ends here."""
-        ...
+# A writer turns one reply, as it arrives, into text and fragments of OpenAI's `tool_calls`. Chunks of its `kind` have
+# calls in them, or none have if it is "". `add` returns the further text and fragments; its `finish_reason` is set if
+# the reply ends there.
 
 
-def make_writer(calls: Calls, family: FamilyCalls | None = None) -> Writer:
+def make_writer(calls: Calls, family: FamilyCalls | None = None) -> "FamilyWriter | CallWriter":
     """The writer of a reply with these calls; `family` where the model has its own form of them."""
     if calls == "family":
         assert family is not None

@@ -55,22 +55,24 @@ StopTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_STOPS)]
 StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOPS)]
 
 
+class Body(Strict):
+    type: str = ""  # the client names the body; the route has said the same
+
+
 class ClientConfigBody(Strict):
     sdk_version: str
 
 
-class CreateSessionBody(Strict):
+class CreateSessionBody(Body):
     tags: Annotated[list[str], Field(fail_fast=True, max_length=64)] = []
     user_metadata: Metadata = None
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
-    type: str = ""
 
 
-class SessionBody(Strict):
+class SessionBody(Body):
     session_id: str
-    type: str = ""
 
 
 class LoraBody(Strict):
@@ -85,17 +87,16 @@ class OptimizerBody(Strict):
     type: Literal["adamw"] = "adamw"
 
 
-class CreateModelBody(Strict):
+class CreateModelBody(Body):
     session_id: str
     model_seq_id: Number
     base_model: str
     user_metadata: Metadata = None
     lora_config: LoraBody | None = None  # none: the whole model is trained
     optimizer_config: OptimizerBody = OptimizerBody()
-    type: str = ""
 
 
-class LoadWeightsBody(Strict):
+class LoadWeightsBody(Body):
     """The name of a model: its id, or for a new one its session and number."""
 
     path: str
@@ -108,7 +109,6 @@ class LoadWeightsBody(Strict):
     user_metadata: Metadata = None
     optimizer_config: OptimizerBody | None = None
     weights_access_token: Unsupported = None
-    type: str = ""
 
 
 def trained_of(body: LoraBody) -> Trained:
@@ -124,9 +124,8 @@ class PathBody(Strict):
     tinker_path: str
 
 
-class ModelBody(Strict):
+class ModelBody(Body):
     model_id: str
-    type: str = ""
 
 
 class AdamBody(Strict):
@@ -138,14 +137,13 @@ class AdamBody(Strict):
     grad_clip_norm: Rate = 0.0
 
 
-class OptimStepBody(Strict):
+class OptimStepBody(Body):
     model_id: str
     seq_id: Number | None = None
     adam_params: AdamBody
-    type: str = ""
 
 
-class SaveWeightsBody(Strict):
+class SaveWeightsBody(Body):
     model_id: str
     seq_id: Number | None = None
     path: Name | None = None
@@ -154,15 +152,13 @@ class SaveWeightsBody(Strict):
     ttl_seconds: int | None = None  # not used: a checkpoint stays until it is deleted
     overwrite: bool = False
     user_metadata: Metadata = None
-    type: str = ""
 
 
-class CreateSamplerBody(Strict):
+class CreateSamplerBody(Body):
     session_id: str
     sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
-    type: str = ""
 
 
 class ChunkBody(Strict):
@@ -183,7 +179,7 @@ class SamplingBody(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class SampleBody(Strict):
+class SampleBody(Body):
     prompt: PromptBody
     sampling_params: SamplingBody
     num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
@@ -198,7 +194,6 @@ class SampleBody(Strict):
     target_prompt_logprobs: Unsupported = None
     prompt_alt_tokens_k: Unsupported = 0
     record_stability_info: Annotated[Any, AfterValidator(_without_stability)] = None
-    type: str = ""
 
     def job(self, tokenizer: Tokenizer, vocab_size: int, context: int) -> SampleJob:
         """Raises ApiError: 400 when the prompt does not fit, or names tokens that the model does not have."""

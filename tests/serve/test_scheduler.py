@@ -664,16 +664,16 @@ def test_the_text_ends_before_a_stop_string_wherever_tokens_part(
 def test_characters_come_whole_and_marks_never() -> None:
     tokenizer = tiny_tokenizer()
     out = TextOut(tokenizer.tokens, ())
-    assert [out.add(token) for token in "é从🙂".encode()] == ["", "é", "", "", "从", "", "", "", "🙂"]
-    assert [out.add(token) for token in tokenizer.special_ids.values()] == [""] * len(tokenizer.special_ids)
-    assert out.add("从".encode()[0]) == ""
+    assert [out.cut(out.plain(token)) for token in "é从🙂".encode()] == ["", "é", "", "", "从", "", "", "", "🙂"]
+    assert [out.cut(out.plain(token)) for token in tokenizer.special_ids.values()] == [""] * len(tokenizer.special_ids)
+    assert out.cut(out.plain("从".encode()[0])) == ""
     assert (out.flush(), out.flush()) == ("\ufffd", "")
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
     out = TextOut(tiny_tokenizer().tokens, ("END", "\n\n"))
-    assert [out.add(token) for token in b"aEENx\nb"] == ["a", "", "E", "", "ENx", "", "\nb"]
-    assert out.add(b"E"[0]) == ""
+    assert [out.cut(out.plain(token)) for token in b"aEENx\nb"] == ["a", "", "E", "", "ENx", "", "\nb"]
+    assert out.cut(out.plain(b"E"[0])) == ""
     assert (out.flush(), out.stopped) == ("E", False)
 
 
