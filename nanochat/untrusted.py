@@ -32,6 +32,14 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_values: int | Non
         raise ValueError("it is nested too deeply") from error
 
 
+def json_of(text: str | bytes) -> Any:
+    """The value of a text that is JSON; None for any other text, also for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def read_text(path: Path, max_bytes: int) -> str:
     """The content of a text file. Raises ValueError: when it is not a regular file, too large, or not UTF-8."""
     return _read(path, max_bytes).decode("utf-8")

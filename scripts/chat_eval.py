@@ -163,7 +163,10 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
         if earlier["step"] != report["step"]:
             return report
         tasks = dict(earlier["tasks"])
-        replaced = [name for name, task in report["tasks"].items() if same_settings(task, tasks.get(name))]
+        replaced = [
+            name for name, task in report["tasks"].items()
+            if name not in tasks or tasks[name]["settings"] == task["settings"]
+        ]  # fmt: skip
         tasks |= {name: report["tasks"][name] for name in replaced}
         if not all({"accuracy", "baseline", "settings"} <= set(task) for task in tasks.values()):
             raise ValueError("a task lacks its accuracy, baseline or settings")
@@ -176,11 +179,6 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
         return report
     chat = {"chat": earlier.get("chat", []), "chat_try": earlier.get("chat_try", 1)}
     return {**report, "tasks": tasks, "samples": samples, **chat}
-
-
-def same_settings(task: dict[str, Any], earlier: dict[str, Any] | None) -> bool:
-    """Whether a task's result may replace an earlier one, if any."""
-    return earlier is None or earlier["settings"] == task["settings"]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ Environment: HF_ENDPOINT (a mirror's address), HF_TOKEN (gated datasets); MODELS
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -30,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from nanochat import storage
 from nanochat.cli import UserError
 from nanochat.data import hashes
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
@@ -37,7 +37,6 @@ from nanochat.data.splits import choose_config, choose_files
 from nanochat.model_folder import format_of
 from nanochat.paths import data_dir, model_dir, open_lock
 
-CHUNK_BYTES = 1 << 20
 TIMEOUT_SECONDS = 20.0
 MAX_LISTED_FILES = 200_000  # in one repo: a hub that lists more is broken or hostile
 MAX_PAGES = 1000  # pages of such a list, one request each
@@ -266,7 +265,7 @@ def fetch_url(url: str, target: Path, sha256: str) -> Path:
     try:
         opener = urllib.request.build_opener(_OnlyHttp)
         with opener.open(url, timeout=TIMEOUT_SECONDS) as response, partial.open("wb") as file:
-            shutil.copyfileobj(response, file, CHUNK_BYTES)
+            shutil.copyfileobj(response, file)
     except Exception as error:
         raise UserError(_reason(error, urllib.parse.urlsplit(url).netloc, url)) from error
     _check(partial, target.name, sha256)
@@ -373,16 +372,13 @@ class _Copy:
 def _check(path: Path, name: str, sha256: str | None) -> str:
     """Leave a file safe on the disk and return its sha256. Raises UserError: when it is another one than `sha256`; the
     file is then deleted."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-        os.fsync(file.fileno())  # so that the move that follows survives a power cut
-    if sha256 and digest.hexdigest() != sha256:
+    digest = storage.sha256(path)
+    storage.flush(path)  # so that the move that follows survives a power cut
+    if sha256 and digest != sha256:
         path.unlink()
-        problem = f"sha256 {digest.hexdigest()[:12]}… instead of {sha256[:12]}…"
+        problem = f"sha256 {digest[:12]}… instead of {sha256[:12]}…"
         raise UserError(f"{name} arrived damaged ({problem}): run it again, or use another mirror")
-    return digest.hexdigest()
+    return digest
 
 
 def _reason(error: BaseException, endpoint: str, page: str) -> str:

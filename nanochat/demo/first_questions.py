@@ -16,7 +16,6 @@ It is only for evaluation; nothing is trained on it. `tests/first_questions.json
 `tests/second_questions.jsonl`.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +27,7 @@ from nanochat.demo.checker import check_story
 from nanochat.demo.plots import SLOT, plots
 from nanochat.task import Example, Split, turn
 from nanochat.tasks.recorded import RecordTask
+from nanochat.untrusted import json_of
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 HONEST = re.compile(
@@ -80,7 +80,7 @@ class FirstQuestions(RecordTask):
             return True
         if "story" in rules and _tells(rules["story"], text):
             return True
-        if "json" in rules and _json_of(text) == rules["json"]:
+        if "json" in rules and json_of(text) == rules["json"]:
             return True
         if rules.get("honest") and HONEST.search(text):
             return True
@@ -130,11 +130,3 @@ def _has_role(facts: dict[str, str], role: str, words: str) -> bool:
     a colour, too."""
     pattern = re.compile(rf"\b{re.escape(words)}\b", re.IGNORECASE)
     return any(name.rstrip("23") == role and pattern.search(found) for name, found in facts.items())
-
-
-def _json_of(text: str) -> Any:
-    """The value of a text that is JSON; None for any other text."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None

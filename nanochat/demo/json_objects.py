@@ -12,6 +12,7 @@ from nanochat.demo.plots import lexicon
 from nanochat.demo.sections import sections, words_of
 from nanochat.demo.stories import corpus_split, slots_of
 from nanochat.task import Example, GeneratedTask, turn
+from nanochat.untrusted import json_of
 
 
 class JsonObjects(GeneratedTask):
@@ -36,10 +37,7 @@ class JsonObjects(GeneratedTask):
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Right if it is an object with what was said; for an invented one, with the keys alone."""
-        try:
-            found = json.loads(text_of(reply))
-        except (ValueError, RecursionError):
-            return False
+        found = json_of(text_of(reply))
         if isinstance(example.answer, list):
             return isinstance(found, dict) and list(found) == example.answer
         return json.dumps(found, sort_keys=True) == json.dumps(example.answer, sort_keys=True)  # 0 is not false

@@ -23,6 +23,7 @@ from typing import Any
 
 from nanochat.families.chat_template import ChatTemplate, TemplateError
 from nanochat.tokenizer import replace_surrogates
+from nanochat.untrusted import json_of
 
 # The names of special tokens that belong to a call. Elsewhere a reply's text is without special tokens.
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -120,7 +121,8 @@ def find_form(template: ChatTemplate, ends: Collection[str]) -> CallForm | None:
         return None
     for is_single in (False, True):  # Llama's templates refuse several calls in one reply
         expected = PROBE_CALLS[1:] if is_single else PROBE_CALLS
-        calls = [{"id": new_id(), "type": "function", "function": _function(call)} for call in expected]
+        functions = [{"name": call.name, "arguments": call.arguments} for call in expected]
+        calls = [{"id": new_id(), "type": "function", "function": function} for function in functions]
         reply = {"role": "assistant", "content": "", "tool_calls": calls}
         try:
             whole = template.render([*question, reply], [PROBE_TOOL])
@@ -136,10 +138,6 @@ def find_form(template: ChatTemplate, ends: Collection[str]) -> CallForm | None:
                 # Up to the JSON of the first call: `<tool_call>\n`, `[TOOL_CALLS] [`, `[TOOL_CALLS]weather[ARGS]`.
                 return replace(form, opening=text[: text.index("{")], is_single=is_single)
     return None
-
-
-def _function(call: FunctionCall) -> dict[str, Any]:
-    return {"name": call.name, "arguments": call.arguments}
 
 
 def opens_thought(prompt: str) -> bool:
@@ -297,10 +295,7 @@ class CallReader:
 
     def _calls(self, head: dict[str, str | None], text: str) -> list[FunctionCall] | None:
         """The calls in a JSON text; None where it is something else. `head` is the name and id before it, if any."""
-        try:
-            content = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
+        content = json_of(text)
         if head.get("name"):
             content = {**head, self.form.key: content}
         calls = [self._call(one) for one in (content if isinstance(content, list) else [content])]

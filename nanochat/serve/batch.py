@@ -27,6 +27,7 @@ from nanochat.serve.replies import ChatSerializer, CompletionSerializer, usage_o
 from nanochat.serve.scheduler import Chunk, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, read_body
 from nanochat.serve.state import LoadedModel
+from nanochat.untrusted import json_of
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,10 @@ def read_lines(path: Path) -> list[Line]:
     lines = []
     for number, text in enumerate(texts, 1):
         if text.strip():
-            lines.append(Line(number, _parsed(text) if path.suffix == ".jsonl" else text.rstrip("\r")))
+            lines.append(Line(number, json_of(text) if path.suffix == ".jsonl" else text.rstrip("\r")))
     if not lines:
         raise UserError(f"--in {path}: it has no lines")
     return lines
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def answered(path: Path, lines: list[Line]) -> int:
@@ -78,7 +72,7 @@ def answered(path: Path, lines: list[Line]) -> int:
         return 0
     whole = path.read_bytes()
     whole = whole[: whole.rfind(b"\n") + 1]
-    kept = [_parsed(text) for text in whole.decode(errors="replace").split("\n")[:-1]]
+    kept = [json_of(text) for text in whole.decode(errors="replace").split("\n")[:-1]]
     if len(kept) > len(lines) or any(_subject(a) != _subject(b.record) for a, b in zip(kept, lines, strict=False)):
         raise UserError(f"--out {path} holds replies to other prompts: name another file, or remove it")
     path.write_bytes(whole)

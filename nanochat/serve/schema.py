@@ -31,6 +31,7 @@ from nanochat.conversation import Message, Part, check_messages, text_of
 from nanochat.families.tool_calls import template_id
 from nanochat.sampling import SamplingParams
 from nanochat.serve.tools import Calls, FamilyCalls, call_schema, call_text, is_calculator
+from nanochat.untrusted import json_of
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 5_000
@@ -514,10 +515,7 @@ class ChatBody(RequestBody):
 
 def _arguments_of(call: ToolCall) -> dict[str, Any]:
     """The arguments of an earlier call. Templates write an object as JSON; a text would be quoted again."""
-    try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
+    arguments = json_of(call.function.arguments or "{}")
     if not isinstance(arguments, dict):
         raise ApiError(400, f"the arguments of the call {_shortened(call.id)} are not a JSON object", param="messages")
     return arguments

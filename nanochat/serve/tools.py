@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat.families.tool_calls import CallForm, CallReader, FunctionCall, new_id
+from nanochat.untrusted import json_of
 
 CALCULATOR = "calculator"
 # With one of these, a schema that lists no properties may still have some.
@@ -92,10 +93,7 @@ def _arguments_schema(parameters: dict[str, Any] | None, number: int) -> dict[st
 def call_text(name: str, arguments: str) -> str:
     """An earlier call as the text of a `python` part; `arguments` is JSON, or a model's attempt at it."""
     if name == CALCULATOR:
-        try:
-            values = json.loads(arguments)
-        except (ValueError, RecursionError):
-            values = None
+        values = json_of(arguments)
         if isinstance(values, dict) and isinstance(values.get("expression"), str):
             return values["expression"]
     return f'{{"name":{json.dumps(name)},"arguments":{arguments}}}'

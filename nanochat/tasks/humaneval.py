@@ -13,7 +13,7 @@ from typing import Any
 from nanochat.conversation import Part, text_of
 from nanochat.task import Example, turn
 from nanochat.tasks.recorded import RecordTask
-from nanochat.tools.sandbox import passes
+from nanochat.tools.sandbox import run_checks
 
 INSTRUCTION = "Complete this Python function. Answer with the whole function in one code block."
 BLOCK = re.compile(r"```[^\n`]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)  # the last one may be cut off
@@ -41,7 +41,7 @@ class HumanEval(RecordTask):
         solution = f"{prompt.rstrip()}\n{example.answer['canonical_solution']}"
         checks = f"{solution}\n{example.answer['test']}\n\ncheck(candidate)\n"
         program = f"{complete_program(prompt, function, text_of(reply))}\ncandidate = {function}\n"
-        return passes(program, checks, timeout_seconds=TIMEOUT_SECONDS)
+        return run_checks(program, checks, timeout_seconds=TIMEOUT_SECONDS).ok
 
 
 def above(prompt: str, function: str) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 
 from nanochat.conversation import Message, parts_of, text_of
 from nanochat.tasks.columns import MEDIA
+from nanochat.untrusted import json_of
 
 # What other projects call the roles.
 SENDERS = {
@@ -145,18 +146,17 @@ def unread_keys(messages: Any) -> Counter[str]:
 
 def given(messages: Sequence[Any]) -> list[Any]:
     """The messages of a prompt: its replies are read, and learned only if they are marked so."""
-    return [
-        {**message, "train": False} if isinstance(message, dict) and _is_unmarked_reply(message) else message
-        for message in _turns(messages)
-    ]
+    found = []
+    for message in _turns(messages):
+        is_reply = isinstance(message, dict) and _is_reply(message)
+        if is_reply and all(message.get(mark) is None for mark in MARKS):
+            message = {**message, "train": False}
+        found.append(message)
+    return found
 
 
 def _is_reply(message: dict[str, Any]) -> bool:
     return _role(_with_plain_keys(message)) in ("assistant", *CALLERS)
-
-
-def _is_unmarked_reply(message: dict[str, Any]) -> bool:
-    return _is_reply(message) and all(message.get(mark) is None for mark in MARKS)
 
 
 def with_thought(messages: Sequence[Any], thought: str) -> list[Any]:
@@ -206,10 +206,7 @@ def listed(value: Any) -> Any:
     """A list of messages that is JSON in a text, as in a .csv; any other value as it is."""
     if not isinstance(value, str) or LISTED.match(value) is None:
         return value
-    try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
+    found = json_of(value) or [None]
     is_list = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)
     return found if is_list else value
 

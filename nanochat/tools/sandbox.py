@@ -96,11 +96,6 @@ def run_checks(program: str, checks: str, *, timeout_seconds: float = 5.0, memor
     return Run(ok=not error, output=text, error=error)
 
 
-def passes(program: str, checks: str, *, timeout_seconds: float = 5.0) -> bool:
-    """Whether the program passes the checks: `run_checks(...).ok`."""
-    return run_checks(program, checks, timeout_seconds=timeout_seconds).ok
-
-
 def run_program(program: str) -> Run:
     """Run an untrusted program to its end; `output` is its printed output.
 

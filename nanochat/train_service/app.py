@@ -35,6 +35,7 @@ from nanochat.train_service import bodies, wire
 from nanochat.train_service.jobs import FAILED
 from nanochat.train_service.service import SCHEME, Model, Service, iso
 from nanochat.train_service.tenants import Trained
+from nanochat.untrusted import json_of
 
 MAX_BODY = 16 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
 MAX_JSON = 2 << 20  # bytes of any other body: a prompt of a quarter of a million tokens
@@ -396,7 +397,6 @@ def _check_batch(service: Service, owner: str, found: wire.Outline, content: byt
 
 def _use_up(service: Service, owner: str, content: bytes) -> None:
     """Use up the number of a refused body, if it has one."""
-    with contextlib.suppress(ValueError, RecursionError):
-        body = json.loads(content)
-        if isinstance(body, dict) and isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:
-            service.refuse(owner, body["model_id"], body["seq_id"])
+    body = json_of(content)
+    if isinstance(body, dict) and isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:
+        service.refuse(owner, body["model_id"], body["seq_id"])

@@ -29,7 +29,7 @@ import pytest
 from tiny import complaint
 
 from nanochat.tools import jail, sandbox
-from nanochat.tools.sandbox import Run, passes, run_checks
+from nanochat.tools.sandbox import Run, run_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE = os.uname().machine
@@ -219,8 +219,8 @@ PROBES = [
     Probe("subclasses", "c = [c for c in object.__subclasses__() if c.__name__ == '_wrap_close'][0]\n"
           "c.__init__.__globals__['system'](TOUCH)"),
     Probe("another libc", "ctypes.CDLL('libc.so.6').system(TOUCH.encode())"),
-    Probe("a jail in the jail", "sys.path.insert(0, ROOT)\nfrom nanochat.tools.sandbox import passes\n"
-          "if passes('def f(): return 1', 'assert f() == 1'): print('ESCAPED')"),
+    Probe("a jail in the jail", "sys.path.insert(0, ROOT)\nfrom nanochat.tools.sandbox import run_checks\n"
+          "if run_checks('def f(): return 1', 'assert f() == 1').ok: print('ESCAPED')"),
 ]  # fmt: skip
 
 
@@ -557,8 +557,8 @@ def test_bombs_do_not_go_off(code: str, adopts_orphans: None):
 def test_right_programs_pass(sandboxed: Callable[..., Run]):
     run = sandboxed(SQUARE, CHECKS)
     assert (run.ok, run.error, run.output) == (True, "", "")
-    assert passes("f = lambda x, *, n=2: x ** n", "assert f(3) == 9 and f(2, n=3) == 8")
-    assert passes(SQUARE + "\nif __name__ == '__main__': print(input())", CHECKS)
+    assert run_checks("f = lambda x, *, n=2: x ** n", "assert f(3) == 9 and f(2, n=3) == 8").ok
+    assert run_checks(SQUARE + "\nif __name__ == '__main__': print(input())", CHECKS).ok
     assert run_checks(SQUARE, "\nassert f(2) == 5, 'not five'").error == "AssertionError: not five (line 2)"
 
 
@@ -658,8 +658,8 @@ def test_wrong_programs_do_not_pass(name: str):
 @pytest.mark.parametrize("leaving", ["exit(0)", "raise SystemExit(0)", "import os; os._exit(0)"])
 def test_leaving_fails_even_where_the_checks_catch_everything(leaving: str):
     checks = "try:\n    f(1)\n    assert False\nexcept:\n    pass\n"
-    assert not passes(f"def f(x): {leaving}", checks)
-    assert passes("def f(x): raise ValueError", checks)
+    assert not run_checks(f"def f(x): {leaving}", checks).ok
+    assert run_checks("def f(x): raise ValueError", checks).ok
 
 
 @pytest.mark.parametrize(
@@ -729,15 +729,15 @@ def test_threads_leave_nothing_behind(adopts_orphans: None):
 
     def one(index: int) -> bool:
         if index % 3 == 0:
-            return passes(f"def f(x): return x + {index}", f"assert f(1) == {index + 1}")
+            return run_checks(f"def f(x): return x + {index}", f"assert f(1) == {index + 1}").ok
         if index % 3 == 1:
-            return not passes(f"def f(x): return x + {index}", f"assert f(1) == {index}")
+            return not run_checks(f"def f(x): return x + {index}", f"assert f(1) == {index}").ok
         return run_checks("while True: pass", CHECKS, timeout_seconds=0.2).error == "timed out after 0.2 s"
 
     def state():
         return descendants(os.getpid()), len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
-    passes(SQUARE, CHECKS)
+    run_checks(SQUARE, CHECKS)
     before = state()
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, range(12)))
@@ -764,7 +764,7 @@ def test_a_jail_killed_at_its_start_costs_one_run(monkeypatch: pytest.MonkeyPatc
         )
         run = run_checks(SQUARE, CHECKS)
     assert not run.ok and "killed at its start" in run.error
-    assert passes(SQUARE, CHECKS)
+    assert run_checks(SQUARE, CHECKS).ok
 
 
 @pytest.mark.slow
@@ -782,11 +782,11 @@ def test_the_kernel_takes_a_jail_before_its_parent():
     assert "1000" in seen and Path("/proc/self/oom_score_adj").read_text() == mine
 
 
-START = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanochat.tools.sandbox import passes\n"
+START = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom nanochat.tools.sandbox import run_checks\n"
 
 
 def test_no_jail_outlives_its_parent():
-    code = START + "passes('while True: pass', 'f(1)', timeout_seconds=60)"
+    code = START + "run_checks('while True: pass', 'f(1)', timeout_seconds=60)"
     parent = subprocess.Popen([sys.executable, "-c", code])
     deadline = time.monotonic() + 30
     while len(descendants(parent.pid)) < 2 and time.monotonic() < deadline:
@@ -818,13 +818,13 @@ def test_no_jail_outlives_its_parent():
 def test_refuses_another_system_or_machine(monkeypatch: pytest.MonkeyPatch, module, name, value, problem):
     with monkeypatch.context() as patch:
         patch.setattr(module, name, value)
-        assert problem in complaint(lambda: passes(SQUARE, CHECKS))
+        assert problem in complaint(lambda: run_checks(SQUARE, CHECKS))
 
 
 def test_refuses_where_no_jail_starts(monkeypatch: pytest.MonkeyPatch):
     for python in ("/bin/false", "/no/such/python"):
         monkeypatch.setattr(sys, "executable", python)
-        assert "did not start" in complaint(lambda: passes(SQUARE, CHECKS))
+        assert "did not start" in complaint(lambda: run_checks(SQUARE, CHECKS))
 
 
 def test_refuses_where_the_kernel_has_no_seccomp():
@@ -841,7 +841,7 @@ assert libc.prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(program)
 {START}
 from nanochat.cli import UserError
 try:
-    passes("1", "1")
+    run_checks("1", "1")
 except UserError as error:
     print(error)
 """
@@ -853,4 +853,4 @@ except UserError as error:
 def test_bad_limits_are_refused():
     for seconds in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="timeout_seconds"):
-            passes("1", "1", timeout_seconds=seconds)
+            run_checks("1", "1", timeout_seconds=seconds)
