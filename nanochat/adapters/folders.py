@@ -93,7 +93,9 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
                 peft.require_same_modules(base, f"--adapter {source}")
             read = peft.read(folder, config)
             trained_on = peft.base_of(folder)
-            if base is not None and trained_on.rpartition(":")[2] not in _names_of(base):
+            # The settings of peft can call a model by a path, by our short name, or by a repository of a hub.
+            names = () if base is None else (base, base.resolve(), short_name(base), base.name.replace("--", "/"))
+            if base is not None and trained_on.rpartition(":")[2] not in map(str, names):
                 warn(
                     f"--adapter {source} names {trained_on} as its base: over {base} it is right with the same weights"
                 )
@@ -108,11 +110,6 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
             )
         meta = read_json(folder / "meta.json")
         return read_adapters(folder, config), {**meta, **facts_of_use(meta), "folder": str(folder)}
-
-
-def _names_of(folder: Path) -> set[str]:
-    """What the settings of peft can call a model: a path, our short name, or a repository of a hub."""
-    return {str(folder), str(folder.resolve()), short_name(folder), folder.name.replace("--", "/")}
 
 
 def read_adapters(folder: Path, config: GPTConfig) -> Adapters:

@@ -108,7 +108,7 @@ def check_story(text: str, known: Collection[str] = ()) -> StoryCheck:
         problems += found
     problems += _misfits(plot, facts)
     for role in ("kind", "friend_kind"):
-        if role in facts and facts[role] not in (*_kinds(), *known):
+        if role in facts and facts[role] not in (*lexicon()["kind"], *lexicon()["rare kind"], *known):
             problems.append(f"the {_label(role)} {facts[role]!r} is not a word that stories use")
     roles = {role: words for role, words in facts.items() if not role.endswith(" pronoun")}
     return StoryCheck(not problems, problems, plot.name, roles)
@@ -219,11 +219,6 @@ def _words_of(role: str) -> str:
     if role not in OPEN_ROLES:
         return ""
     return A_KIND if role.endswith("kind") else A_NAME
-
-
-@cache
-def _kinds() -> tuple[str, ...]:
-    return (*lexicon()["kind"], *lexicon()["rare kind"])
 
 
 def _slot_words() -> dict[str, list[str]]:

@@ -274,17 +274,6 @@ def check_logprobs(requests: Sequence[Request]) -> None:
         raise ApiError(400, message, param="max_tokens", code="invalid_value")
 
 
-def _strips_space(model: LoadedModel, body: ChatBody | CompletionBody) -> bool:
-    """Whether the text is a whole reply, not a continuation, and the tokenizer puts a space before a text."""
-    return isinstance(body, ChatBody) and model.tokenizer.strips_space and body.messages[-1].role != "assistant"
-
-
-def _spelled_marks(model: LoadedModel) -> dict[int, bytes]:
-    """The special tokens that belong to calls, with their names: without them the calls would not be found."""
-    special = model.tokenizer.special_ids
-    return {special[name]: name.encode() for name in MARKS if name in special}
-
-
 def submit(
     model: LoadedModel,
     body: ChatBody | CompletionBody,
@@ -301,6 +290,11 @@ def submit(
     stop_ids = frozenset(body.stop_token_ids or ())
     check_ids(model, "logit_bias", logit_bias)
     check_ids(model, "stop_token_ids", stop_ids)
+    # A tokenizer may put a space before each text. A whole reply loses it; a continuation needs it.
+    is_whole = isinstance(body, ChatBody) and body.messages[-1].role != "assistant"
+    # The special tokens that belong to calls, with their names: without them the calls would not be found.
+    special = model.tokenizer.special_ids if body.calls == "family" else {}
+    marks = {special[name]: name.encode() for name in MARKS if name in special}
     requests = []
     for place, prompt in enumerate(prompts):
         max_tokens = reply_tokens(model, body, prompt)
@@ -317,8 +311,8 @@ def submit(
                 stop=body.stop_strings if body.calls != "schema" else (),  # they would break the call
                 logprobs=body.num_logprobs,
                 echo=echo,
-                strips_space=_strips_space(model, body),
-                spelled=_spelled_marks(model) if body.calls == "family" else {},
+                strips_space=is_whole and model.tokenizer.strips_space,
+                spelled=marks,
                 logit_bias=logit_bias,
                 stop_ids=stop_ids,
                 calls=body.calls,

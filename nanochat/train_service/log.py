@@ -165,7 +165,7 @@ class RequestLog:
     @property
     def covered(self) -> int:
         """The number of the last request that the snapshot covers; 0: no snapshot."""
-        return max((int(path.name) for path in self._snapshots()), default=0)
+        return max((int(path.name) for path in self._states() if model_folder.steps(path)), default=0)
 
     def snapshot(self) -> Path | None:
         """The checkpoint to resume from; None: the model begins as it was created.
@@ -246,10 +246,6 @@ class RequestLog:
 
     def _state(self, number: int) -> Path:
         return self.folder / "state" / str(number)
-
-    def _snapshots(self) -> list[Path]:
-        """The folders with a finished checkpoint."""
-        return [path for path in self._states() if model_folder.steps(path)]
 
     def _states(self) -> list[Path]:
         return [path for path in (self.folder / "state").iterdir() if path.name.isdecimal()]

@@ -371,8 +371,10 @@ class Service:
                 raise ApiError(400, model.stopped, code="damaged")
             if number < model.next or number in model.parked:
                 return request_id
-            # The request that others wait for is accepted as long as the queue itself has room.
-            self._require_room(owner, [] if number == model.next else self._parked(owner))
+            # The request that others wait for is accepted as long as the queue itself has room. For any other one,
+            # the owner's requests that came before their turn count too.
+            own = [] if number == model.next else [one for one in self.models.values() if one.owner == owner]
+            self._require_room(owner, [job for one in own for job in one.parked.values()])
             entry = Entry(number, kind, content, is_early=number != model.next)
             with _full_disk():
                 model.log.append(entry)
@@ -397,10 +399,6 @@ class Service:
             if model.next in model.early:
                 model.log.in_turn(model.early.pop(model.next))
             model.next += 1
-
-    def _parked(self, owner: str) -> list[Job]:
-        """The owner's requests that came before their turn."""
-        return [job for model in self.models.values() if model.owner == owner for job in model.parked.values()]
 
     def _refuse_parked(self, model: Model) -> None:
         for job in model.parked.values():
