@@ -345,11 +345,11 @@ def _facts(model: Model) -> dict[str, Any]:
 
 def _run_of(service: Service, model: Model) -> dict[str, Any]:
     """A model as the client lists it."""
-    metadata = model.facts.get("metadata") or {}
+    metadata = model.facts["metadata"] or {}
     return {
         "training_run_id": model.id, "base_model": service.name, "model_owner": model.owner,
         "is_lora": bool(model.settings.rank), "lora_rank": model.settings.rank or None,
-        "corrupted": bool(model.stopped), "last_request_time": iso(model.facts.get("created", 0)),
+        "corrupted": bool(model.stopped), "last_request_time": iso(model.facts["created"]),
         "user_metadata": {name: str(value) for name, value in metadata.items()},
     }  # fmt: skip
 

@@ -110,7 +110,7 @@ class Service:
         self.sessions: dict[str, dict[str, Any]] = {}
         for path in (folder / "sessions").glob("*.json"):
             with _named("the session"):
-                self.sessions[path.stem] = _with_owner(path)
+                self.sessions[path.stem] = read_record(path)
         with self.lock:
             self._restore()
         self._expire_sessions()
@@ -221,7 +221,7 @@ class Service:
                     shutil.rmtree(path, ignore_errors=True)
 
     def _restore_model(self, path: Path) -> None:
-        model = self._make_model(path.parent.name, _with_owner(path))
+        model = self._make_model(path.parent.name, read_record(path))
         model.done = model.log.covered
         model.next = model.done + 1
         results = model.log.results()
@@ -302,7 +302,7 @@ class Service:
         """The owner's models, the newest first."""
         with self.lock:
             models = [model for model in self.models.values() if model.owner == owner]
-        return sorted(models, key=lambda model: -model.facts.get("created", 0))
+        return sorted(models, key=lambda model: -model.facts["created"])
 
     def used_bytes(self, owner: str) -> int:
         """What the owner's models take on the disk. A file with two names, as of a loaded checkpoint, counts once."""
@@ -861,13 +861,6 @@ def _last_saved(folder: Path) -> int:
 
 def iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-def _with_owner(path: Path) -> dict[str, Any]:
-    content = read_record(path)
-    if not isinstance(content.get("owner"), str):
-        raise UserError(f"{path} names no owner: restore it from a backup, or remove it")
-    return content
 
 
 @contextlib.contextmanager
