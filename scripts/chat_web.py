@@ -152,17 +152,14 @@ def find_sources(config: Config) -> list[Source]:
     if not entries:
         raise UserError(f"--source {config.source} names no model: name one, or several as base,sft,rl")
     names = config.name.split(",") if len(entries) > 1 and config.name else [config.name] * len(entries)
-    if len(names) != len(entries):
-        raise UserError(f"--name {config.name}: --source has {len(entries)} models; name each, with commas, or none")
-    if config.name and not all(names):
-        raise UserError(f"--name {config.name}: name all {len(entries)} models, or leave it out")
-    for name in names:
-        if not name.isprintable() or name != name.strip() or len(name) > MAX_NAME:
-            raise UserError(f"--name: at most {MAX_NAME} printable characters, without spaces around them")
-    if len(entries) > 1:
-        for flag, is_set in (("adapter", config.adapter), ("for_rl", config.for_rl)):
-            if is_set:
-                raise UserError(f"--{flag} is for a single --source, not for {len(entries)}: leave it out")
+    are_names = all(name.isprintable() and name == name.strip() and len(name) <= MAX_NAME for name in names)
+    if len(names) != len(entries) or not are_names or (config.name and not all(names)):
+        raise UserError(
+            f"--name {config.name[:MAX_NAME]}: --source has {len(entries)} models; name each, with commas, in at most "
+            f"{MAX_NAME} printable characters without spaces around them, or leave it out"
+        )
+    if len(entries) > 1 and (config.adapter or config.for_rl):
+        raise UserError(f"--adapter and --for_rl are for a single --source, not for {len(entries)}: leave them out")
 
     found: list[Source] = []
     for entry, name in zip(entries, names, strict=True):
