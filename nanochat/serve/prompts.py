@@ -105,31 +105,27 @@ def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
         if body.chat_template_kwargs:
             message = f"chat_template_kwargs: {model.name} has no chat template"
             raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
-        messages = body.conversation()
-        prompt = _encode_messages(model, body, messages)
-        if prompt.first_message_read is None:
-            return prompt
-        turn = prompt.first_message_read - (1 if messages[0]["role"] == "system" else 0)
-        return replace(prompt, first_message_read=body.index_of_turn(turn))
+        return _encode_messages(model, body, *body.conversation())
     except UserError as error:  # an error of the chat template, such as "roles must alternate"
         raise ApiError(400, str(error), param="messages") from error
 
 
 def _encode_messages(
-    model: LoadedModel, body: ChatBody, messages: list[Message], tools: list[dict[str, Any]] | None = None
+    model: LoadedModel, body: ChatBody, messages: list[Message], starts: list[int], tools: Sequence[Any] | None = None
 ) -> EncodedPrompt:
-    """The prompt; if old turns may be dropped, `first_message_read` is the place of the first one among `messages`."""
+    """The prompt of messages, of which each begins at its index of `starts` in the request."""
     settings = body.chat_template_kwargs
     if body.truncation != "auto":
         check_length(model, [message["content"] for message in messages])
         return EncodedPrompt(render_prompt(model.tokenizer, messages, settings=settings, tools=tools))
 
     # The oldest turns are dropped. The system message and the last question stay.
-    question = [message for message in messages[:1] if message["role"] == "system"]
+    first = 1 if messages[0]["role"] == "system" else 0
+    question = messages[:first]
     question += messages[max(place for place, one in enumerate(messages) if one["role"] == "user") :]
     check_length(model, [message["content"] for message in question])
     prompt = fit_prompt(model.tokenizer, messages, model.context, body.requested_tokens, settings, tools)
-    return EncodedPrompt(prompt.ids, prompt.oldest)
+    return EncodedPrompt(prompt.ids, 0 if prompt.oldest == first else starts[prompt.oldest])
 
 
 def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: ChatBody) -> EncodedPrompt:
@@ -141,11 +137,7 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
         form = family_form(model, tokenizer)
     if body.candidates:
         tools = [{"type": "function", "function": one.described()} for one in body.listed_functions]
-    prompt = _encode_messages(model, body, messages, tools)
-    if prompt.first_message_read is not None:
-        first = 1 if messages[0]["role"] == "system" else 0
-        read = 0 if prompt.first_message_read == first else starts[prompt.first_message_read]
-        prompt = replace(prompt, first_message_read=read)
+    prompt = _encode_messages(model, body, messages, starts, tools)
     if form is None or not tools:
         return prompt
     text = tokenizer.decode(prompt.ids[-64:])

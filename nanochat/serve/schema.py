@@ -413,8 +413,9 @@ class ChatBody(RequestBody):
         """As in `scheduler.Request`: -1 for none, n for the token and n alternatives."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
-    def conversation(self) -> list[Message]:
-        """The messages in the form of `conversation.py`; if the last one is the assistant's, the reply continues it.
+    def conversation(self) -> tuple[list[Message], list[int]]:
+        """The messages in the form of `conversation.py`, and the index in the request at which each begins. If the last
+        one is the assistant's, the reply continues it.
 
         Clients send messages in any order. The model has learned from at most one system message, at the beginning,
         and from strict turns. So system messages join at the beginning, and messages of one role in a row become one.
@@ -422,8 +423,9 @@ class ChatBody(RequestBody):
         """
         system: list[list[Part]] = []
         turns: list[tuple[str, list[list[Part]]]] = []
+        starts: list[int] = []
         unanswered: dict[str, list[Part]] = {}  # calls by id, each with the group that its result joins
-        for message in self.messages:
+        for index, message in enumerate(self.messages):
             if message.role == "tool":
                 _answered(unanswered, message).append({"type": "python_output", "text": message.text})
                 continue
@@ -439,8 +441,10 @@ class ChatBody(RequestBody):
                 turns[-1][1].extend(groups)
             else:
                 turns.append((message.role, groups))
+                starts.append(index)
         _check_answered(unanswered)
         messages: list[Message] = [{"role": "system", "content": _joined(system)}] if system else []
+        starts = [0] * len(messages) + starts
         messages += [{"role": role, "content": _joined(groups)} for role, groups in turns]
         _check_messages(messages)
 
@@ -448,7 +452,7 @@ class ChatBody(RequestBody):
         if last["role"] == "assistant" and last["content"] and last["content"][-1]["type"] == "python":
             raise ApiError(400, "the last message ends with a call that has no result", param="messages")
         self._check_continuation(last["role"])  # after a tool's result the reply resumes as well
-        return messages
+        return messages, starts
 
     def _check_continuation(self, last_role: str) -> None:
         """Raises ApiError: when the settings contradict the role of the last message."""
@@ -501,16 +505,6 @@ class ChatBody(RequestBody):
         _check_messages(messages)
         self._check_continuation(messages[-1]["role"])
         return messages, starts
-
-    def index_of_turn(self, number: int) -> int:
-        """The index in the request at which turn `number` of `conversation` begins; 0 for the first: all is read."""
-        starts: list[int] = []
-        role = ""
-        for index, message in enumerate(self.messages):
-            if message.role not in ("system", "developer", "tool", role):  # a result belongs to the turn of its call
-                role = message.role
-                starts.append(index)
-        return starts[number] if number else 0
 
 
 def _arguments_of(call: ToolCall) -> dict[str, Any]:
