@@ -179,9 +179,7 @@ def create_app(
             raise ApiError(415, f"forward_backward: the body is {wire.CONTENT_TYPE}")
         owner = _owner(request)
         async with parsing:
-            found = await asyncio.to_thread(_outline, content)
-            service.find_model(owner, found.model_id)
-            await asyncio.to_thread(_check_batch, service, owner, found, content)
+            found = await asyncio.to_thread(_checked_batch, service, owner, content)
         batch = (owner, found.model_id, found.number, "forward_backward", content)
         return promised(await asyncio.to_thread(service.submit, *batch), model_id=found.model_id)
 
@@ -373,26 +371,24 @@ def _saved(body: bodies.SaveWeightsBody) -> dict[str, Any]:
     return {"name": body.path, "overwrite": body.overwrite, "sampler": sampler}
 
 
-def _outline(content: bytes) -> wire.Outline:
-    try:
-        return wire.outline(content)
-    except UserError as error:
-        raise ApiError(400, str(error), code="invalid_value") from error
-
-
-def _check_batch(service: Service, owner: str, found: wire.Outline, content: bytes) -> None:
-    """Raises ApiError: 400 when the batch cannot be computed; its number is then used up."""
+def _checked_batch(service: Service, owner: str, content: bytes) -> wire.Outline:
+    """Raises ApiError: 404 for an unknown model, 400 when the batch cannot be computed; its number is then used up."""
     config = service.base.model.config
+    found = None
     try:
+        found = wire.outline(content)
+        service.find_model(owner, found.model_id)
         if found.mistake:
             raise UserError(found.mistake)
         request = wire.read_forward_backward(content)
         bodies.check_batch(request, config.vocab_size, config.sequence_len)
     except (UserError, ApiError) as error:
-        service.refuse(owner, found.model_id, found.number)
+        if found is not None:
+            service.refuse(owner, found.model_id, found.number)
         if isinstance(error, ApiError):
             raise
         raise ApiError(400, str(error), param="loss_fn", code="invalid_value") from error
+    return found
 
 
 def _use_up(service: Service, owner: str, content: bytes) -> None:
