@@ -161,19 +161,12 @@ def create_app(
     @app.post("/tokenize", openapi_extra=_describe(TokenizeBody))
     async def tokenize(request: Request) -> Response:
         """A route of vLLM: the token ids of a text or a conversation."""
-        content = await read_limited(request)
-        return await parsed(
-            content, lambda: EncodedResponse(prompts.tokenize(state.ready_model(), read_body(TokenizeBody, content)))
-        )
+        return await answer(request, TokenizeBody, prompts.tokenize)
 
     @app.post("/detokenize", openapi_extra=_describe(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         """A route of vLLM: the text of token ids."""
-        content = await read_limited(request)
-        return await parsed(
-            content,
-            lambda: EncodedResponse(prompts.detokenize(state.ready_model(), read_body(DetokenizeBody, content))),
-        )
+        return await answer(request, DetokenizeBody, prompts.detokenize)
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, str]:
@@ -206,6 +199,10 @@ def create_app(
                 return await asyncio.to_thread(parse)
         except UserError as error:
             raise ApiError(400, str(error), code="invalid_value") from error
+
+    async def answer(request: Request, body_type: type[Strict], work: Callable[..., dict[str, Any]]) -> Response:
+        content = await read_limited(request)
+        return await parsed(content, lambda: EncodedResponse(work(state.ready_model(), read_body(body_type, content))))
 
     async def generate(request: Request, body_type: type[ChatBody] | type[CompletionBody]) -> Response:
         # 1. Read the body. FastAPI could read and check it, but it would describe every mistake in it: a body with

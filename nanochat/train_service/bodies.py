@@ -129,12 +129,14 @@ class ModelBody(Body):
 
 
 class AdamBody(Strict):
+    """The settings of one step."""
+
     learning_rate: Rate = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Rate = 1e-12
     weight_decay: Rate = 0.0
-    grad_clip_norm: Rate = 0.0
+    grad_clip_norm: Rate = 0.0  # 0: gradients are not clipped
 
 
 class OptimStepBody(Body):

@@ -30,6 +30,7 @@ from nanochat.exported.tokenizer_files import tokenizer_files
 from nanochat.log import warn
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
+from nanochat.train_service.bodies import AdamBody
 from nanochat.train_service.jobs import (
     EPHEMERAL,
     Job,
@@ -45,7 +46,7 @@ from nanochat.train_service.jobs import (
 )
 from nanochat.train_service.log import REFUSED, DamagedLog, Entry, RequestLog, read_record, write_record
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
-from nanochat.train_service.tenants import AdamSettings, Base, Trained, TrainedModel, load_weights
+from nanochat.train_service.tenants import Base, Trained, TrainedModel, load_weights
 
 KEPT_RESULTS = 5_000  # finished requests of a model, or of a session's samplers, whose results can still be fetched,
 KEPT_BYTES = 1 << 26  # and how large these are together
@@ -739,7 +740,7 @@ class Service:
             return wire.write_forward_backward(outputs, metrics)
         body = json.loads(entry.content)
         if entry.kind == "optim_step":
-            return as_json({"metrics": trained.step(AdamSettings(**body))})
+            return as_json({"metrics": trained.step(AdamBody(**body))})
         if entry.kind == "load_weights":
             self._load(model, trained, entry.number, body)
             model.saved_steps = trained.steps

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from nanochat.sharding import whole_weights
 from nanochat.storage import load_whole
 from nanochat.train_service.losses import TokenLoss, find_loss
 from nanochat.train_service.wire import Datum
+
+if TYPE_CHECKING:
+    from nanochat.train_service.bodies import AdamBody
 
 MAX_RANK = 1024
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -129,18 +132,6 @@ class HeadAdaptedGPT(GPT):
 
 
 # ---------------------------------------------------------------------- a model in training
-
-
-@dataclass(frozen=True)
-class AdamSettings:
-    """The settings of one step."""
-
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # 0: gradients are not clipped
 
 
 @dataclass(frozen=True)
@@ -250,7 +241,7 @@ class TrainedModel:
     # ---- a step
 
     @torch.no_grad()
-    def step(self, adam: AdamSettings) -> dict[str, float]:
+    def step(self, adam: "AdamBody") -> dict[str, float]:
         """One step of AdamW from the gradients since the last one; returns their norm.
 
         Raises UserError: when gradients are missing or not finite. Then they are dropped, and nothing else changes.
