@@ -113,10 +113,10 @@ def main(config: Config) -> None:
     if measured.json is not None:
         check_writable(measured.json)
     measured = with_default_sizes(measured)
-    if isinstance(measured, Train):
-        write_json("train", measured, train(measured))
-    else:
-        write_json("serve", measured, serve(measured))
+    what, metrics = ("train", train(measured)) if isinstance(measured, Train) else ("serve", serve(measured))
+    if measured.json is not None:
+        about = {"what": what, "commit": provenance.commit(), "config": asdict(measured)}
+        Path(measured.json).write_text(json.dumps(about | metrics, indent=1))
 
 
 def with_default_sizes(config: MeasuredFlags) -> MeasuredFlags:
@@ -134,12 +134,6 @@ def check_writable(path: str) -> None:
         Path(path).open("ab").close()
     except OSError as error:
         raise UserError(f"--json {error.filename}: {error.strerror}: name a file that can be written") from error
-
-
-def write_json(what: str, config: ModelFlags, metrics: dict[str, Any]) -> None:
-    if config.json is not None:
-        about = {"what": what, "commit": provenance.commit(), "config": asdict(config)}
-        Path(config.json).write_text(json.dumps(about | metrics, indent=1))
 
 
 def compare(before_path: str, after_path: str) -> None:
@@ -302,14 +296,10 @@ def serve(config: Serve) -> dict[str, Any]:
     measurements: dict[str, Any] = {}
     best_rates: dict[int, float] = {}  # the engine's tokens/s by batch size
     threads = torch.get_num_threads()
-    took = counted(threads, "thread")
     depth = engine.model.config.n_layer
-    print0(f"{device}, {took}, depth {depth}, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out")
+    print0(f"{device}, {counted(threads, 'thread')}, depth {depth}, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out")
 
     # ------------------------------------------------------------------ the engine without HTTP
-    def ours(prompts: list[list[int]]) -> list[list[int]]:
-        return engine.generate(prompts, max_tokens=NEW_TOKENS, sampling=SamplingParams(temperature=0.0))[0]
-
     def time_trials(batch: int) -> list[float]:
         """The seconds of each trial."""
         # All prompts differ: the engine would read equal ones only once.
@@ -317,7 +307,7 @@ def serve(config: Serve) -> dict[str, Any]:
         seconds = []
         for _ in range(1 + TRIALS):  # the first warms up
             began = time.perf_counter()
-            ours(prompts)
+            engine.generate(prompts, max_tokens=NEW_TOKENS, sampling=SamplingParams(temperature=0.0))
             seconds.append(time.perf_counter() - began)
         return seconds[1:]
 

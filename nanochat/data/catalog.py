@@ -74,6 +74,11 @@ ARC = {
     "modelscope": Source("allenai/ai2_arc", "master"),  # no file is named there
 }
 
+ZH_CATEGORIES = (
+    "brainstorming", "creative-writing", "document-qa", "editing", "everyday", "information-seeking", "planning",
+    "rewrite", "role-playing", "safe", "summary", "translate",
+)  # fmt: skip
+
 # Paths and revisions on hf: named alike by five or more public projects that pin them; a sha256: by two or more that
 # check it. ModelScope: public projects link the repo; which of them also name a file is noted.
 TASKS = {
@@ -147,27 +152,11 @@ TASKS = {
         },
         licence="Apache-2.0, commercial use by permission",
         splits={
-            "train": {
-                f"{category}.parquet": None
-                for category in (
-                    "brainstorming",
-                    "creative-writing",
-                    "document-qa",
-                    "editing",
-                    "everyday",
-                    "information-seeking",
-                    "planning",
-                    "rewrite",
-                    "role-playing",
-                    "safe",
-                    "summary",
-                    "translate",
-                )
-            },
+            "train": {f"{category}.parquet": None for category in ZH_CATEGORIES},
             "test": {"advice-seeking.parquet": None},
         },
         language="zh",
-    ),  # fmt: skip
+    ),
     # 61,135 and 2,000 pairs. A sha256 that two projects check was not found; nor a copy on ModelScope, which has
     # others' choice of such pairs (AI-ModelScope/ultrafeedback-binarized-preferences-cleaned; no test split was seen).
     "ultrafeedback": Dataset(

@@ -328,21 +328,18 @@ def good_chat(engine: Engine, sampling: SamplingParams, max_tokens: int = 256) -
     It is the first of CHAT_TRIES whose replies have all their words; if there is none, the one with the most.
     """
     questions = [question for question, _ in CHAT]
+    wanted = sum(len(words) for _, words in CHAT)
     best: list[Message] = []
     best_try = 0
     most = -1
     for number in range(CHAT_TRIES):
         settings = replace(sampling, seed=sampling.seed + number * len(CHAT))
         chat = converse(engine, questions, settings, max_tokens)
-        found = 0
-        missing = 0
-        for (_, words), reply in zip(CHAT, chat[1::2], strict=True):
-            text = text_of(reply["content"])
-            found += len([word for word in words if word in text])
-            missing += len([word for word in words if word not in text])
+        replies = [text_of(reply["content"]) for reply in chat[1::2]]
+        found = sum(word in reply for (_, words), reply in zip(CHAT, replies, strict=True) for word in words)
         if found > most:
             best, best_try, most = chat, number + 1, found
-        if not missing:
+        if found == wanted:
             break
     return best, best_try
 

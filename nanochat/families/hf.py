@@ -408,21 +408,6 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------- a folder's facts
 
 
-def describe(folder: Path, family: str, config: GPTConfig) -> dict[str, Any]:
-    """The meta data for a folder without meta.json, except the config and the tokenizer."""
-    # It has read the web: that decides about the default tasks (mixture.py). Family and context are for an export
-    # after stages that may have shortened the context.
-    pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": family, "context": config.sequence_len}
-    return {
-        "step": 0,
-        "stage": "hf",
-        "tasks": [],
-        "sampling": _sampling(folder),
-        "pretraining": pretraining,
-        "trained_at": int((folder / "config.json").stat().st_mtime),
-    }
-
-
 def _sampling(folder: Path) -> dict[str, float]:
     """How replies are drawn, by generation_config.json; a chat model's own settings where it names none."""
     path = folder / "generation_config.json"
@@ -632,7 +617,18 @@ class FolderFormat:
         config = to_config(settings)
         if config.tied_head and _has_other_head(folder):
             config = replace(config, tied_head=False)
-        return config, {"model": asdict(config), **describe(folder, str(settings.get("model_type")), config)}
+        # It has read the web: that decides about the default tasks (mixture.py). Family and context are for an export
+        # after stages that may have shortened the context.
+        pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": str(settings.get("model_type"))}
+        return config, {
+            "model": asdict(config),
+            "step": 0,
+            "stage": "hf",
+            "tasks": [],
+            "sampling": _sampling(folder),
+            "pretraining": {**pretraining, "context": config.sequence_len},
+            "trained_at": int((folder / "config.json").stat().st_mtime),
+        }
 
     def tokenizer(self, path: Path, content: Any) -> ImportedTokenizer:
         """The tokenizer of a tokenizer.json that is not ours, for tokenizer.py."""

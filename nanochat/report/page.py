@@ -323,22 +323,15 @@ def to_html(summary: RunSummary) -> str:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text
         # Rewards that are a sum of parts, whose names are the user's.
-        logged: set[str] = set()
-        for stage in stages:
-            logged.update(*stage.metrics)
+        logged = {name for stage in stages for line in stage.metrics for name in line}
         plots_of_parts = [
             Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight")
             for name in sorted(logged)
             if name.startswith("reward/")
         ]
-        wanted = [*PLOTS, *plots_of_parts]
-        shown = [plot for plot in wanted if any(stage.curve(plot.metric) for stage in stages)]
-        plots = {plot: _curves(plot, stages) for plot in shown}
-        losses = []
-        for stage in stages:
-            loss = loss_plot(stage)
-            if loss is not None:
-                losses.append(_curves(loss, [stage], 2.6))
+        shown = [plot for plot in PLOTS if any(stage.curve(plot.metric) for stage in stages)]
+        plots = {plot: _curves(plot, stages) for plot in [*shown, *plots_of_parts]}
+        losses = [_curves(loss, [stage], 2.6) for stage in stages if (loss := loss_plot(stage))]
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,

@@ -39,7 +39,6 @@ class TokenLoss:
     function: Callable[..., Tensor]  # (logp, *inputs, **settings) -> (N, T)
     inputs: tuple[str, ...]  # names in loss_fn_inputs, in the order of the function's parameters
     settings: Mapping[str, float]  # names in loss_fn_config, with their defaults
-    source: str  # authors, year, title
 
 
 def cross_entropy(logp: Tensor) -> Tensor:
@@ -52,21 +51,18 @@ def importance_sampling(logp: Tensor, old_logp: Tensor, advantages: Tensor) -> T
     return -torch.exp(logp - old_logp) * advantages
 
 
-def ppo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
-) -> Tensor:
-    # The thresholds are the ends of the clip; nanochat/losses.py counts them from 1.
-    ratio = torch.exp(logp - old_logp)
-    return -clipped_objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
+def clipped(objective: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A loss with a clip. Where PPO's applies, a token has no gradient. In cispo every token has a gradient: its clip
+    bounds only its weight."""
 
+    def loss(
+        logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
+    ) -> Tensor:
+        # The thresholds are the ends of the clip; nanochat/losses.py counts them from 1.
+        ratio = torch.exp(logp - old_logp)
+        return -objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
 
-def cispo(
-    logp: Tensor, old_logp: Tensor, advantages: Tensor, *, clip_low_threshold: float, clip_high_threshold: float
-) -> Tensor:
-    # Where PPO's clip applies, a token has no gradient. Here every token has a gradient: the clip bounds only its
-    # weight.
-    ratio = torch.exp(logp - old_logp)
-    return -weighted_log_objective(logp, ratio, advantages, 1 - clip_low_threshold, clip_high_threshold - 1)
+    return loss
 
 
 def dro(logp: Tensor, old_logp: Tensor, advantages: Tensor, *, beta: float) -> Tensor:
@@ -95,18 +91,18 @@ POLICY_INPUTS = ("logprobs", "advantages")
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 
 TOKEN_LOSSES = {
-    "cross_entropy": TokenLoss(cross_entropy, (), {}, "Shannon 1948, A Mathematical Theory of Communication"),
-    "importance_sampling": TokenLoss(
-        importance_sampling, POLICY_INPUTS, {}, "Williams 1992, Simple Statistical Gradient-Following Algorithms"
-    ),
-    "ppo": TokenLoss(ppo, POLICY_INPUTS, CLIP, "Schulman et al. 2017, Proximal Policy Optimization Algorithms"),
-    "cispo": TokenLoss(cispo, POLICY_INPUTS, CLIP, "MiniMax 2025, MiniMax-M1"),
-    "dro": TokenLoss(dro, POLICY_INPUTS, {"beta": 0.05}, "Richemond et al. 2024, Offline Regularised RL (DRO)"),
+    "cross_entropy": TokenLoss(cross_entropy, (), {}),
+    # Williams 1992, Simple Statistical Gradient-Following Algorithms
+    "importance_sampling": TokenLoss(importance_sampling, POLICY_INPUTS, {}),
+    # Schulman et al. 2017, Proximal Policy Optimization Algorithms
+    "ppo": TokenLoss(clipped(clipped_objective), POLICY_INPUTS, CLIP),
+    # MiniMax 2025, MiniMax-M1
+    "cispo": TokenLoss(clipped(weighted_log_objective), POLICY_INPUTS, CLIP),
+    # Richemond et al. 2024, Offline Regularised RL (DRO)
+    "dro": TokenLoss(dro, POLICY_INPUTS, {"beta": 0.05}),
+    # Zheng et al. 2025, Group Sequence Policy Optimization, with the paper's clip
     "gspo": TokenLoss(
-        gspo,
-        (*POLICY_INPUTS, "sequence_ratio_mask"),
-        {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},  # the paper's values
-        "Zheng et al. 2025, Group Sequence Policy Optimization",
+        gspo, (*POLICY_INPUTS, "sequence_ratio_mask"), {"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4}
     ),
 }
 
