@@ -22,8 +22,10 @@ class WrittenKernels(TorchKernels):
     def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
         return product(x, weight, cast)
 
-    def stacked_products(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Any:
-        return stacked_products(x, weight, cast)
+    def stacked_products(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Three products in one: x (..., inputs), weight (3 x outputs, inputs) -> the first two (2, ..., outputs), one
+        after the other in memory, and the third (..., outputs)."""
+        return _StackedProducts.apply(x, weight, cast)  # type: ignore[no-any-return]
 
     def qkv_linear(self, has_equal_heads: bool) -> Any:
         return StackedLinear if has_equal_heads else None
@@ -32,10 +34,10 @@ class WrittenKernels(TorchKernels):
         return _apply(_OffsetKeys, k, *masks)  # type: ignore[no-any-return]
 
     def relu_squared(self, x: Tensor) -> Tensor:
-        return relu_squared(x)
+        return _apply(_ReluSquared, x)  # type: ignore[no-any-return]
 
     def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return mix(x, first, a, b)
+        return _apply(_Mix, x, first, a, b)  # type: ignore[no-any-return]
 
     def experts(self, config: GPTConfig) -> Any:
         from nanochat.experts.layer import Experts  # most models have none
@@ -66,22 +68,6 @@ def product(x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
     """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs). The weight is cast to the dtype of x,
     unless `cast` is the weight in that dtype."""
     return _Product.apply(x, weight, cast)  # type: ignore[no-any-return]
-
-
-def stacked_products(x: Tensor, weight: Tensor, cast: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Three products in one: x (..., inputs), weight (3 x outputs, inputs) -> the first two (2, ..., outputs), one
-    after the other in memory, and the third (..., outputs)."""
-    return _StackedProducts.apply(x, weight, cast)  # type: ignore[no-any-return]
-
-
-def relu_squared(x: Tensor) -> Tensor:
-    """relu(x)^2."""
-    return _apply(_ReluSquared, x)  # type: ignore[no-any-return]
-
-
-def mix(x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """a x + b first, with a and b of one number each, and `first` again, for the next layer."""
-    return _apply(_Mix, x, first, a, b)  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, eps: float) -> Tensor:

@@ -21,10 +21,11 @@ from nanochat.gpt import GPT, Attention, GPTConfig, Linear
 from nanochat.kernels import gradients
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.kernels.gradients import StackedLinear, WrittenKernels, mix
+from nanochat.kernels.gradients import StackedLinear, WrittenKernels
 from nanochat.operators import TorchKernels
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
+WRITTEN = WrittenKernels()
 
 
 def random_tokens(model: GPT, B: int, T: int, seed: int = 0) -> Tensor:
@@ -279,8 +280,8 @@ def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
     """Their gradients too, to a rounding: a product of another width may add up in another order. Each is contiguous,
     and so is what backward computes."""
     close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.0}
-    one = Linear(32, 96, WrittenKernels())
-    three = StackedLinear(32, 96, WrittenKernels())
+    one = Linear(32, 96, WRITTEN)
+    three = StackedLinear(32, 96, WRITTEN)
     three.load_state_dict(one.state_dict())
     inputs = [torch.randn(2, 5, 32).to(dtype).requires_grad_() for _ in range(2)]
     inputs[1].data = inputs[0].data
@@ -320,8 +321,8 @@ def test_each_layers_mix_has_the_gradients_of_its_formula() -> None:
 
     def two_layers(*inputs: Tensor) -> Tensor:
         x, first, *scales = inputs
-        x, first = mix(x, first, *scales[:2])
-        return mix(x.sin(), first, *scales[2:])[0]
+        x, first = WRITTEN.mix(x, first, *scales[:2])
+        return WRITTEN.mix(x.sin(), first, *scales[2:])[0]
 
     assert torch.autograd.gradcheck(two_layers, (x, first, *scales))
 
@@ -342,13 +343,13 @@ def test_written_out_gradients_refuse_to_have_gradients() -> None:
     x = torch.randn(2, 3, 6, requires_grad=True)
     weight, scale, table = torch.randn(6, 6), torch.randn(()), torch.randn(3, 6)
     for op in (
-        gradients.relu_squared,
+        WRITTEN.relu_squared,
         lambda x: gradients.product(x, weight),
-        lambda x: gradients.stacked_products(x, weight)[0],
-        lambda x: gradients.mix(x, x, scale, scale)[0],
+        lambda x: WRITTEN.stacked_products(x, weight)[0],
+        lambda x: WRITTEN.mix(x, x, scale, scale)[0],
         lambda x: gradients.rms_norm(x, 0.1),
         lambda x: gradients.rotate(x, table, table),
-        lambda x: WrittenKernels().offset_keys(x, (scale, scale)),
+        lambda x: WRITTEN.offset_keys(x, (scale, scale)),
     ):
         first = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)[0]
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -393,9 +394,9 @@ def test_a_dry_run_leaves_no_tensor_without_data() -> None:
     gradients._zero.cache_clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.randn(4, requires_grad=True)
-        gradients.relu_squared(x).sum().backward()
+        WRITTEN.relu_squared(x).sum().backward()
     x = torch.tensor([-1.0, 3.0], requires_grad=True)
-    gradients.relu_squared(x).sum().backward()
+    WRITTEN.relu_squared(x).sum().backward()
     assert type(x.grad) is Tensor and x.grad.tolist() == [0.0, 6.0]
 
 
@@ -403,15 +404,15 @@ def test_relu_squared_is_three_operators() -> None:
     """Two forward and one backward, each a pass over the widest tensors of a block."""
     x = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(5, 7, dtype=torch.bfloat16)
-    gradients.relu_squared(x).backward(grad)  # the zero of the backward pass exists from here on
+    WRITTEN.relu_squared(x).backward(grad)  # the zero of the backward pass exists from here on
     x.grad = None
     with Operators() as operators:
-        gradients.relu_squared(x).backward(grad)
+        WRITTEN.relu_squared(x).backward(grad)
     assert [func.name() for func in operators.seen] == ["aten::relu", "aten::mul.Tensor", "aten::addcmul"]
     assert x.grad is not None
     assert torch.equal(x.grad, grad * x.detach().relu() * 2)  # a factor of 2 is exact
     double = x.detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(gradients.relu_squared, double)
+    assert torch.autograd.gradcheck(WRITTEN.relu_squared, double)
 
 
 def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
@@ -425,7 +426,7 @@ def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
     # 100,000 ones: in bf16 a sum that goes up by 1 ends at 256.
     x, first = torch.ones(2, 100_000, dtype=torch.bfloat16).requires_grad_().unbind()
     a, b = torch.ones(2, requires_grad=True).unbind()
-    mixed = mix(x, first, a.to(x.dtype), b.to(x.dtype))[0]
+    mixed = WRITTEN.mix(x, first, a.to(x.dtype), b.to(x.dtype))[0]
     assert [grad.item() for grad in torch.autograd.grad(mixed.sum(), (a, b))] == [pytest.approx(1e5, rel=0.004)] * 2
 
 
@@ -646,7 +647,7 @@ def test_plain_operators_compute_what_the_written_out_ones_do(norm: Any, options
     config = tiny_config(qk_norm=norm, lookback_heads=1, key_offset=True, **options)
     tokens = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(0))
     found = []
-    for kernels in (TorchKernels(), WrittenKernels()):
+    for kernels in (TorchKernels(), WRITTEN):
         model = lively_model(config, kernels=kernels)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
