@@ -431,7 +431,7 @@ def _join(kind: str, rank: int, local_rank: int, world_size: int) -> None:
     # HCCL_IF_IP would override an interface that the user chose.
     if store.on_one_host() and not (kind == "npu" and "HCCL_SOCKET_IFNAME" in os.environ):
         os.environ.setdefault(variable, value)
-    with screen.bar("waiting for the other processes"):
+    with screen.Bar("waiting for the other processes"):
         dist.init_process_group(
             BACKENDS[kind],
             timeout=PROCESS_GROUP_TIMEOUT,

@@ -38,7 +38,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.operators import WeightFormat
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
-from nanochat.screen import bar
+from nanochat.screen import Bar
 from nanochat.sharding import is_sharded, whole
 from nanochat.tokenizer import Tokenizer
 
@@ -307,7 +307,7 @@ class Engine:
             settings["sampling"] = [replace(params, seed=params.seed + number) for number in range(len(prompts))]
         sequences: list[list[int]] = [[] for _ in prompts]
         masks: list[list[int]] = [[] for _ in prompts]
-        with bar("replies", len(prompts)) as replies:
+        with Bar("replies", len(prompts)) as replies:
             for new in self.stream(prompts, max_tokens=max_tokens, **settings):
                 if new.finish_reason != "stop" or keep_stop:
                     sequences[new.row.number].append(new.id)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import IO, Any
 
 from nanochat import rooms, screen
 from nanochat.paths import base_dir, naming
-from nanochat.screen import duration
+from nanochat.screen import Bar, duration
 from nanochat.untrusted import printable
 
 Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
@@ -28,7 +27,8 @@ Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 # evaluation and saving.
 REQUIRED = ("step", "loss", "lr", "tokens", "tok_per_sec", "mfu", "seconds", "peak_memory_bytes")
 
-
+# The numbers at the beginning of a printed line.
+BEGINNING = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "tok_per_sec": "{:,.0f} tok/s", "mfu": "mfu {:.1%}"}
 # Numbers of RL that only metrics.jsonl has, and the report. With them a printed line would have 330 characters.
 FILE_ONLY = (
     "pass_at_k", "no_signal", "truncated", "entropy", "sampler_gap", "clipped", "sampling_seconds", "training_seconds",
@@ -40,14 +40,12 @@ def print0(*values: object) -> None:
     """Print on rank 0 only, at once; texts of a model, or of files, with their control characters made visible."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(*(printable(str(value)) for value in values), flush=True)
-        screen.printed()
 
 
 def warn(message: str) -> None:
     """One line on stderr, on rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
-        screen.printed()
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Collection[str] = ()) -> None:
@@ -107,11 +105,10 @@ def record(stage: str, tag: str | None, began: float, device: Any = None, steps:
 
 
 class RunLog:
-    """The log of one run: `step` with the numbers of a training step, `message` for anything else, `close` at the end.
+    """The log of one run: `step` with the numbers of a training step, `close` at the end.
 
     Writes `folder/metrics.jsonl` line by line; on a full disk the lines wait in memory. Ranks above 0 write and print
-    nothing. `advance` after each step moves the bar of a terminal, which shows the newest numbers too. A terminal has
-    lines of only some steps, cut to its width.
+    nothing. A terminal has lines of only some steps: its `bar`, which the training loop moves, has the newest numbers.
 
     Raises UserError: when a tracker is unknown or not installed.
     """
@@ -131,11 +128,10 @@ class RunLog:
         self.stage = stage
         self.total_steps = total_steps
         self.start_step = start_step
-        self.rank = rank
         self._file: IO[bytes] | None = None
         self._waiting = b""  # lines for the file, as long as the disk is full
         self._trackers: dict[str, Any] = {}
-        self._bar = screen.begin(stage, total_steps, done=max(0, start_step), is_run=True)
+        self.bar = Bar(stage, total_steps, start_step, has_times=False).begin()
         self._next_line = 0  # the step from which on a terminal has a line again
         if rank != 0:
             return
@@ -161,27 +157,20 @@ class RunLog:
         self._write(self._file, json.dumps(finite, allow_nan=False) + "\n")
         known = {key: value for key, value in finite.items() if value is not None}
         self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
-        if not screen.has_bars():
-            self.message(self._line(values))
-            return
-        self._bar.note = self._note(values)
-        self._bar.seconds_each = self._step_seconds(values)
-        if self._is_worth_a_line(finite):
+        parts = self._parts(values)
+        newest = [parts[name] for name in ("eta", "reward", "loss", "tok_per_sec") if name in parts]
+        self.bar.note = "  ".join(newest)
+        # In a terminal: the first step and about ten more, evaluations, and steps that went wrong.
+        is_evaluation = any(name.startswith(("val_", "eval_")) for name in finite)
+        is_due = finite["step"] >= self._next_line
+        if is_due or is_evaluation or finite["loss"] is None or not screen.has_bars():
             self._next_line = finite["step"] + self.total_steps // 10
-            self.message(self._short_line(values, shutil.get_terminal_size().columns))
-
-    def advance(self, step: int) -> None:
-        """Move the bar to this number of finished steps."""
-        self._bar.done = step
-
-    def message(self, text: str) -> None:
-        if self.rank == 0:
-            print(printable(text), flush=True)
-            screen.printed()
+            place = f"{finite['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
+            print0(" | ".join([f"{self.stage} {place}", *parts.values()]))
 
     def close(self) -> None:
         """Finish the trackers. Closing twice is harmless."""
-        screen.end(self._bar)
+        self.bar.end()
         self._call_trackers(lambda tracker: tracker.finish())
         self._trackers = {}
         if self._file is not None:
@@ -221,67 +210,24 @@ class RunLog:
                 del self._trackers[name]
                 warn(f"tracker {name} failed and is switched off; the run continues: {error!r}")
 
-    def _step_seconds(self, values: Metrics) -> float | None:
-        """The seconds of a step; None after the first one, which takes longer than the others."""
-        speed = values["tok_per_sec"]
-        if speed and values["tokens"] and values["step"] > self.start_step:
-            return values["tokens"] / (values["step"] + 1) / speed
-        return None
-
-    def _note(self, values: Metrics) -> str:
-        """The numbers next to the bar: `loss 3.2141  12,345 tok/s`; a reward counts more than the loss."""
-        parts = []
-        name = "reward" if values.get("reward") is not None else "loss"
-        if values[name] is not None:
-            parts.append(f"{name} {values[name]:.4f}")
-        if values["tok_per_sec"] is not None:
-            parts.append(f"{values['tok_per_sec']:,.0f} tok/s")
-        return "  ".join(parts)
-
-    def _is_worth_a_line(self, values: Metrics) -> bool:
-        """In a terminal: the first step and about ten more, evaluations, and steps that went wrong."""
-        is_evaluation = any(name.startswith(("val_", "eval_")) for name in values)
-        return is_evaluation or values["loss"] is None or values["step"] >= self._next_line
-
-    def _short_line(self, values: Metrics, width: int) -> str:
-        """`_line` without the numbers of the bar, evaluations first, as far as the width reaches."""
-        first, *parts = self._line(values).split(" | ")
-        parts = [part for part in parts if not part.startswith("eta ")]
-        parts.sort(key=lambda part: not part.startswith(("loss ", "val_", "eval_")))
-        line = first
-        for part in parts:
-            if len(line) + len(part) + 3 > width:
-                break
-            line += f" | {part}"
-        return line
-
-    def _line(self, values: Metrics) -> str:
-        """`base 120/2000 | loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`
+    def _parts(self, values: Metrics) -> dict[str, str]:
+        """What a line shows: `loss 3.2141 | lr 0.02 | 12,345 tok/s | mfu 41.2% | eta 3m12s | val_bpb 1.2345 ...`
 
         Unknown numbers, counts of 0 and what is in `FILE_ONLY` are left out.
         """
-        step = values["step"]
+        parts = {name: text.format(values[name]) for name, text in BEGINNING.items() if values[name] is not None}
         speed = values["tok_per_sec"]
-        parts = [f"{self.stage} {step:>{len(str(self.total_steps))}}/{self.total_steps}"]
-        if values["loss"] is not None:
-            parts.append(f"loss {values['loss']:.4f}")
-        if values["lr"] is not None:
-            parts.append(f"lr {values['lr']:.3g}")
-        if speed is not None:
-            parts.append(f"{speed:,.0f} tok/s")
-        if values["mfu"] is not None:
-            parts.append(f"mfu {values['mfu']:.1%}")
-        step_seconds = self._step_seconds(values)
-        if step_seconds is not None:
-            parts.append(f"eta {duration(step_seconds * (self.total_steps - 1 - step))}")
+        steps = values["step"] + 1
+        if speed and values["tokens"] and values["step"] > self.start_step:  # the first step takes longer than others
+            parts["eta"] = f"eta {duration(values['tokens'] / steps / speed * (self.total_steps - steps))}"
         further = [key for key in values if key not in (*REQUIRED, *FILE_ONLY) and values[key] is not None]
         further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
         for key in further:
             value = values[key]
             if isinstance(value, int) and value == 0:
                 continue
-            parts.append(f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}")
-        return " | ".join(parts)
+            parts[key] = f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"
+        return parts
 
 
 def counted(number: int, noun: str) -> str:

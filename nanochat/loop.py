@@ -151,7 +151,7 @@ class Run:
         if config.profile:
             profiler = rooms.find("attendants", "profile")
             steps_left = self.last - progress.step
-            self.attendants.append(profiler(config.profile, steps_left, device, runs / "profile", self.logger.message))
+            self.attendants.append(profiler(config.profile, steps_left, device, runs / "profile", print0))
         self._stack = contextlib.ExitStack()
         self._stack.callback(unlock, self.folder)
         self._stack.callback(gc.unfreeze)
@@ -267,7 +267,7 @@ class Run:
     def count(self, stats: StepStats, tokens: int) -> None:
         """Count a step of `tokens` tokens over all ranks."""
         self.meter.add(stats, tokens)
-        self.logger.advance(self.progress.step)
+        self.logger.bar.done = self.progress.step
         self._stats = stats
 
     def log_step(self, **more: Any) -> None:
@@ -309,7 +309,7 @@ class Run:
         if self.progress.step == 0:
             self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}
             numbers = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            self.logger.message(f"before the first step: {numbers or 'nothing to evaluate'}")
+            print0(f"before the first step: {numbers or 'nothing to evaluate'}")
         elif self.progress.pending is not None:
             self.logger.step(self.progress.pending | metrics)
             self.progress.pending = None
@@ -370,7 +370,7 @@ class Run:
         self._read()  # a signal may have stopped the run between two log lines
         meta = {**self.meta, "progress": asdict(self.progress)}
         try:
-            with self.phase("saving", SAVE_SECONDS), screen.bar("saving"):
+            with self.phase("saving", SAVE_SECONDS), screen.Bar("saving"):
                 saved = checkpoint_manager.save(
                     self.folder, self.progress.step, self.start.model, self.start.tokenizer, meta,
                     self.optimizer.state_dict(), loader_state, self.device, keep_last=self.config.keep_last,
@@ -381,7 +381,7 @@ class Run:
                 raise
             warn(f"step {self.progress.step} was not saved: {error}")
         else:
-            self.logger.message(f"saved {saved}")
+            print0(f"saved {saved}")
             self.saved_step = self.progress.step
             self.saved_seconds = self.progress.seconds
             if not self.must_leave:

@@ -28,7 +28,7 @@ from nanochat.losses import PolicyBatch, has_signal, token_logp
 from nanochat.mixture import Mixture
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.screen import bar
+from nanochat.screen import Bar
 from nanochat.task import Environment, Example, Task, opening_of, take_step
 from nanochat.tokenizer import Tokenizer
 
@@ -82,7 +82,7 @@ class EngineSampler:
             prompts, max_tokens=max_tokens, sampling=settings, max_rows=self.rows, should_stop=self.should_stop,
             logprobs=0,
         )  # fmt: skip
-        with bar("replies", len(prompts)) as progress:
+        with Bar("replies", len(prompts)) as progress:
             for new in stream:
                 reply = replies[new.row.number]
                 reply.tokens.append(new.id)

@@ -2,15 +2,15 @@
 
     for batch in track(batches, "validation"):     # a bar, as long as the loop runs
         ...
-    with bar("replies", total=64) as replies:      # the same, for work that is not the items of one loop
+    with Bar("replies", total=64) as replies:      # the same, for work that is not the items of one loop
         replies.done += 1
     phase("loading torch")                         # no bar, but words and their seconds, until the next phase
 
 `cli.run` opens a screen for the scripts that want one. Without a screen, as in a notebook or in the server, all
 of these show nothing. Lines that are printed while bars are shown appear above them.
 
-Only a terminal has bars. Elsewhere (a pipe, a file, CI, TERM=dumb, NO_COLOR) a line reports the present work after
-HEARTBEAT_SECONDS without any other line, and again after twice and four times as long, so that a log stays short.
+Only a terminal has bars. Elsewhere (a pipe, a file, CI, TERM=dumb, NO_COLOR) a line reports the present work whenever
+a minute passes without any other line.
 """
 
 import contextlib
@@ -28,10 +28,7 @@ T = TypeVar("T")
 
 REDRAWN_PER_SECOND = 5  # each takes a thread a few milliseconds
 SHOWN_AFTER_SECONDS = 2.0  # shorter work would only flicker
-HEARTBEAT_SECONDS = 30.0
-LOOK_SECONDS = 1.0  # between two checks whether a heartbeat is due
-WIDE_COLUMNS = 80  # a narrower terminal has no bars but their numbers
-FACT_COLUMNS = 38
+HEARTBEAT_SECONDS = 60.0
 NAME_COLUMNS = 13  # so that bars do not move when an inner one appears
 
 
@@ -54,6 +51,8 @@ class Output:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        global _written
+        _written = time.monotonic()
         self._try(lambda: self._stream.write(text))
         return len(text)
 
@@ -73,7 +72,7 @@ class Output:
                 on_lost(signal.SIGPIPE if error.errno == errno.EPIPE else signal.SIGHUP)
 
 
-@dataclass
+@dataclass(eq=False)
 class Bar:
     """Long work. A loop sets its fields, which costs nothing: the screen reads them when it draws."""
 
@@ -81,126 +80,107 @@ class Bar:
     total: float | None = None  # None: the amount of work is unknown
     done: float = 0
     note: str = ""  # further text to show, such as the loss
-    is_run: bool = False  # a training run: shown at once, and without the seconds since it began
-    seconds_each: float | None = None  # how long a run takes for one
+    has_times: bool = True  # the time so far and the time left; the note of a training run has its own
     began: float = field(default_factory=time.monotonic)
 
-    def count(self) -> str:
-        """`142/560`, or `142` without a total."""
-        if self.total is None:
-            return f"{self.done:,.0f}" if self.done else ""
-        return f"{min(self.done, self.total):,.0f}/{self.total:,.0f}"
+    def begin(self) -> "Bar":
+        """Show it until `end`; `with` does both."""
+        _bars.append(self)
+        return self
 
-    def facts(self) -> str:
-        """The time so far, the time left, and the note."""
-        elapsed = time.monotonic() - self.began
-        each = self.seconds_each
+    def end(self, *_: object) -> None:
+        """Ending a bar twice is harmless."""
+        if self in _bars:
+            _bars.remove(self)
+
+    __enter__ = begin
+    __exit__ = end
+
+    def status(self) -> str:
+        """`142/560  3m12s  eta 9m25s  note`: the work done, the time so far, the time left, and the note."""
         parts = []
-        if not self.is_run:
+        if self.total is not None:
+            parts.append(f"{self.done:,.0f}/{self.total:,.0f}")
+        elif self.done:
+            parts.append(f"{self.done:,.0f}")
+        if self.has_times:
+            elapsed = time.monotonic() - self.began
             parts.append(duration(elapsed))
-            each = elapsed / self.done if self.done else None
-        if self.total and each is not None and self.done < self.total:
-            parts.append(f"eta {duration(each * (self.total - self.done))}")
+            if self.total is not None and 0 < self.done < self.total:
+                parts.append(f"eta {duration(elapsed / self.done * (self.total - self.done))}")
         return "  ".join(filter(None, [*parts, self.note]))
 
 
-class Screen:
-    """Shows the bars of a command in a thread, the outermost bar first."""
-
-    def __init__(self, is_terminal: bool):
-        self.bars: list[Bar] = []
-        self.phase = Bar("starting")  # shown while no bar is
-        self.printed = time.monotonic()  # when the command printed its last line
-        self._closed = threading.Event()
-        self._live: Any = self._draw() if is_terminal else None
-        if not is_terminal:
-            threading.Thread(target=self._beat, daemon=True).start()
-
-    @property
-    def is_terminal(self) -> bool:
-        return self._live is not None
-
-    def close(self) -> None:
-        """Remove the bars; the lines above them stay."""
-        self._closed.set()
-        if self._live is not None:
-            self._live.stop()
-
-    def _shown(self) -> list[Bar]:
-        now = time.monotonic()
-        shown = [one for one in list(self.bars) if one.is_run or now - one.began >= SHOWN_AFTER_SECONDS]
-        return shown or ([self.phase] if self.phase.text else [])
-
-    # ---------------------------------------------------------------------- a terminal
-
-    def _draw(self) -> Any:
-        from rich.console import Console  # here: a pipe does without it
-        from rich.live import Live
-        from rich.progress import BarColumn, SpinnerColumn, TextColumn
-        from rich.table import Column
-
-        # soft_wrap: the terminal breaks long lines, so that a path that is copied from one has no line end in it.
-        self._console = console = Console(soft_wrap=True, highlight=False)
-        spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
-        name = TextColumn("{task.description}", table_column=Column(min_width=NAME_COLUMNS, no_wrap=True))
-        count = TextColumn("{task.fields[count]}", table_column=Column(no_wrap=True))
-        facts = "{task.fields[facts]}"
-        # In a wide terminal the bar takes the room that the text leaves; in a narrow one the ends of the facts go.
-        wide = Column(max_width=FACT_COLUMNS, no_wrap=True, overflow="ellipsis")
-        narrow = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-        bar = BarColumn(bar_width=None, table_column=Column(ratio=1))
-        self._wide = (spinner, name, bar, count, TextColumn(facts, style="cyan", table_column=wide))
-        self._narrow = (spinner, name, count, TextColumn(facts, style="cyan", table_column=narrow))
-        live = Live(
-            get_renderable=self._render, console=console, refresh_per_second=REDRAWN_PER_SECOND, transient=True,
-            redirect_stderr=sys.stderr.isatty(),
-        )  # fmt: skip
-        live.start()
-        console.show_cursor(True)  # a killed process could not show it again
-        return live
-
-    def _render(self) -> Any:
-        from rich.progress import Progress
-
-        columns = self._wide if self._console.width >= WIDE_COLUMNS else self._narrow
-        # The bars are read here, and only here, so that a loop that moves one does not wait for a lock.
-        progress = Progress(*columns, console=self._console, auto_refresh=False, expand=True)
-        for place, one in enumerate(self._shown()):
-            name = " " * place + one.text
-            done: Any = one.done  # a float, where rich's type names an int
-            progress.add_task(name, total=one.total, completed=done, count=one.count(), facts=one.facts())
-        return progress.make_tasks_table(progress.tasks)
-
-    # ---------------------------------------------------------------------- a pipe, a file
-
-    def _beat(self) -> None:
-        due = HEARTBEAT_SECONDS
-        while not self._closed.wait(LOOK_SECONDS):
-            silence = time.monotonic() - self.printed
-            if silence < HEARTBEAT_SECONDS:
-                due = HEARTBEAT_SECONDS
-            elif silence >= due and self._shown():
-                due = 2 * silence
-                parts = [" ".join(filter(None, (one.text, one.count(), one.facts()))) for one in self._shown()]
-                print(" | ".join(parts), flush=True)
+# A process has one terminal, and so one list of bars.
+_bars: list[Bar] = []  # the outermost first
+_phase = Bar("starting")  # shown while no bar is
+_live: Any = None  # what draws them in a terminal
+_written = 0.0  # when the command wrote its last text
 
 
-_screen: Screen | None = None  # one per process, which has one terminal
+def _shown() -> list[Bar]:
+    now = time.monotonic()
+    shown = [one for one in list(_bars) if now - one.began >= SHOWN_AFTER_SECONDS]
+    return shown or [_phase]
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[None]:
     """Show the progress of the block, in a process of rank 0."""
-    global _screen
-    if int(os.environ.get("RANK", "0")) != 0:
-        yield
-        return
-    _screen = Screen(is_terminal())
+    global _live
+    phase("starting")
+    closed = threading.Event()
+    is_main = int(os.environ.get("RANK", "0")) == 0
+    if is_main and is_terminal():
+        _live = _start_drawing()
+    elif is_main:
+        threading.Thread(target=_beat, args=[closed], daemon=True).start()
     try:
         yield
     finally:
-        _screen.close()
-        _screen = None
+        closed.set()
+        if _live is not None:
+            _live.stop()  # the bars go, the lines above them stay
+            _live = None
+
+
+def _start_drawing() -> Any:
+    from rich.console import Console  # here: a pipe does without it
+    from rich.live import Live
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+    from rich.table import Column
+
+    # soft_wrap: the terminal breaks long lines, so that a path that is copied from one has no line end in it.
+    console = Console(soft_wrap=True, highlight=False)
+    columns = (
+        SpinnerColumn("line"),  # every terminal has its characters
+        TextColumn("{task.description}", table_column=Column(min_width=NAME_COLUMNS, no_wrap=True)),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes the room that the text leaves
+        TextColumn("{task.fields[status]}", style="cyan", table_column=Column(no_wrap=True, overflow="ellipsis")),
+    )
+
+    def render() -> Progress:
+        # The bars are read here, and only here, so that a loop that moves one does not wait for a lock.
+        progress = Progress(*columns, console=console, auto_refresh=False, expand=True)
+        for place, one in enumerate(_shown()):
+            done: Any = one.done  # a float, where rich's type names an int
+            progress.add_task(" " * place + one.text, total=one.total, completed=done, status=one.status())
+        return progress
+
+    live = Live(
+        get_renderable=render, console=console, refresh_per_second=REDRAWN_PER_SECOND, transient=True,
+        redirect_stderr=sys.stderr.isatty(),
+    )  # fmt: skip
+    live.start()
+    console.show_cursor(True)  # a killed process could not show it again
+    return live
+
+
+def _beat(closed: threading.Event) -> None:
+    """A thread: print a line now and then while nothing else does."""
+    while not closed.wait(HEARTBEAT_SECONDS):
+        if time.monotonic() - _written >= HEARTBEAT_SECONDS:
+            print(" | ".join(f"{one.text} {one.status()}" for one in _shown()), flush=True)
 
 
 def is_terminal() -> bool:
@@ -211,48 +191,18 @@ def is_terminal() -> bool:
 
 def has_bars() -> bool:
     """Whether bars are shown at present."""
-    return _screen is not None and _screen.is_terminal
-
-
-def printed() -> None:
-    """A line was printed: a heartbeat can wait."""
-    if _screen is not None:
-        _screen.printed = time.monotonic()
+    return _live is not None
 
 
 def phase(text: str) -> None:
-    """Name the command's work from here on, outside of all bars; "": a program that shows its own progress."""
-    if _screen is not None:
-        _screen.phase = Bar(text)
-
-
-def begin(text: str, total: float | None = None, **fields: Any) -> Bar:
-    """Show a bar until `end`; `fields` are fields of Bar."""
-    one = Bar(text, total, **fields)
-    if _screen is not None:
-        _screen.bars.append(one)
-    return one
-
-
-def end(one: Bar) -> None:
-    """Ending a bar twice is harmless."""
-    if _screen is not None:
-        _screen.bars = [other for other in _screen.bars if other is not one]
-
-
-@contextlib.contextmanager
-def bar(text: str, total: float | None = None, **fields: Any) -> Iterator[Bar]:
-    """Show a bar during the block."""
-    one = begin(text, total, **fields)
-    try:
-        yield one
-    finally:
-        end(one)
+    """Name the command's work from here on, outside of all bars."""
+    global _phase
+    _phase = Bar(text)
 
 
 def track(items: Iterable[T], text: str) -> Iterator[T]:
     """The items, with a bar that counts them."""
-    with bar(text, len(items) if isinstance(items, Collection) else None) as one:
+    with Bar(text, len(items) if isinstance(items, Collection) else None) as one:
         for item in items:
             yield item
             one.done += 1

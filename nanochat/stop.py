@@ -69,7 +69,7 @@ class Stop:
             store.set("signal", "")
             store.set("last", "")
         store.set(f"passed/{self.device.rank}", str(step))
-        with screen.bar("waiting for the other processes"):
+        with screen.Bar("waiting for the other processes"):
             dist.barrier()  # every key that is read exists now
         return store
 

@@ -20,7 +20,7 @@ from nanochat.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.log import counted, print0, print_table, record, warn
 from nanochat.paths import STAGES, run_dir
 from nanochat.sampling import SamplingParams
-from nanochat.screen import bar, has_bars, phase
+from nanochat.screen import Bar, has_bars, phase
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def main(config: Config) -> None:
     shown: list[tuple[str, Graded]] = []
     rows: list[list[str]] = []
     measured: list[str] = []
-    with bar("tasks", len(tasks)) as finished:
+    with Bar("tasks", len(tasks)) as finished:
         for name, task in tasks.items():
             finished.note = name
             result, replies = evaluate(

@@ -312,7 +312,7 @@ def main(config: Config) -> None:
                 if run.every(config.eval_every) and drawn.groups:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)
-                    run.logger.message(f"a question and a reply, reward {first.reward:g}: {text!r}")
+                    print0(f"a question and a reply, reward {first.reward:g}: {text!r}")
     outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}"
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"

@@ -13,7 +13,7 @@ from typing import Literal
 from nanochat.cli import Positive, Size, UserError, run
 from nanochat.log import print0, record
 from nanochat.paths import base_dir, tokenizer_dir
-from nanochat.screen import begin, end
+from nanochat.screen import Bar, phase
 
 VOCAB_SIZE = 32_768
 SMALL_VOCAB_SIZE = 1024
@@ -21,7 +21,6 @@ CHARS_PER_TOKEN = 250  # a model learns little about tokens that it hardly ever 
 CHARS = 2_000_000_000  # more text hardly changes the merges
 CHARS_OF_ENDLESS_DATA = 4_000_000
 HELD_OUT_CHARS = 1_000_000
-REPORT_CHARS = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -63,24 +62,19 @@ def main(config: Config) -> None:
 
     # ---------------------------------------------------------------------- read and train
     characters = 0
-    reading = begin("reading characters")
-    merging = reading
 
     def counted_texts() -> Iterator[str]:
-        nonlocal characters, merging
-        for text in read_texts(train, max_chars):
-            if (characters + len(text)) // REPORT_CHARS > characters // REPORT_CHARS:
-                print0(f"read {characters // 1_000_000:,} million characters in {time.time() - began:.0f} s")
-            characters += len(text)
-            reading.done = characters
-            yield text
-        end(reading)
-        merging = begin("learning merges")
+        nonlocal characters
+        with Bar("reading characters") as reading:
+            for text in read_texts(train, max_chars):
+                characters += len(text)
+                reading.done = characters
+                yield text
+        phase("learning merges")
 
     vocab_size = VOCAB_SIZE if config.vocab_size is None else config.vocab_size
     print0(f"training a tokenizer of at most {vocab_size:,} tokens on {config.data}")
     tokenizer = Tokenizer.train(counted_texts(), vocab_size)
-    end(merging)
 
     # Little text supports only a small vocabulary. The amount is known after reading. Cutting the vocabulary is exact:
     # training for fewer tokens would have given the same first merges.
@@ -92,6 +86,7 @@ def main(config: Config) -> None:
         print0(f"the text has no more to merge: {config.vocab_size:,} tokens need more or more varied text")
 
     # ---------------------------------------------------------------------- measure on held-out text
+    phase("reading the held-out text")
     compression = bytes_per_token(tokenizer.encode, read_texts(held_out, HELD_OUT_CHARS))
     print0(f"held-out text: {compression:.3f} bytes per token")
 

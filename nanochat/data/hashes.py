@@ -27,7 +27,7 @@ def sha256(path: Path) -> str:
         entry = json.loads(_entry_of(path).read_text(encoding="utf-8"))
         if {name: entry[name] for name in before} == before:
             return str(entry["sha256"])
-    with screen.bar(f"hashing {path.name}"):
+    with screen.Bar(f"hashing {path.name}"):
         digest = storage.sha256(path)
     if _facts(path) == before:  # nobody has written to it meanwhile
         keep(path, digest)

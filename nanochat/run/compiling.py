@@ -206,10 +206,10 @@ class CompilerClock(Attendant):
         if not self.noticed:
             print0(f"compiling, about {duration(COMPILER_SECONDS)}, once")
         self.noticed = True
-        self.bar = screen.begin("compiling")
+        self.bar = screen.Bar("compiling").begin()
 
     def end(self, *_: object) -> None:
-        screen.end(self.bar)
+        self.bar.end()
         seconds = time.perf_counter() - self.began
         self.meter.compiling += seconds
         self.seconds += seconds

@@ -43,7 +43,7 @@ from nanochat.paths import run_dir
 from nanochat.rollout import Reply
 from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
-from nanochat.screen import bar
+from nanochat.screen import Bar
 from nanochat.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
@@ -351,7 +351,7 @@ class HttpSampler:
             ]
             tasks = [asyncio.create_task(ask(number, client)) for number in range(len(prompts))]
             try:
-                with bar("replies", len(tasks)) as progress:
+                with Bar("replies", len(tasks)) as progress:
                     pending: set[asyncio.Task[Any]] = set(tasks)
                     while pending:
                         done, _ = await asyncio.wait(

@@ -28,7 +28,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.log import print0, warn
 from nanochat.rollout import EngineSampler, Reply
 from nanochat.sampling import SamplingParams
-from nanochat.screen import bar
+from nanochat.screen import Bar
 from nanochat.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class RaySampler:
             return lambda worker: worker.sample.remote(*own, max_tokens, self.rows, self.version)
 
         replies: list[Any] = [None] * len(prompts)
-        with bar("replies", len(prompts)) as progress:
+        with Bar("replies", len(prompts)) as progress:
             drawn = self._run([ask(numbers) for numbers in shares])
             for numbers, share in zip(shares, drawn, strict=True):
                 progress.done += len(numbers)

@@ -21,7 +21,7 @@ from typing import Any
 from nanochat.cli import UserError
 from nanochat.log import warn
 from nanochat.sampling import seed_of
-from nanochat.screen import bar
+from nanochat.screen import Bar
 from nanochat.serve import prompts
 from nanochat.serve.replies import ChatSerializer, CompletionSerializer, usage_of
 from nanochat.serve.scheduler import Chunk, Stream
@@ -110,7 +110,7 @@ class Batch:
         place = answered(out, lines)  # the next line to write
         waiting = deque(range(place, len(lines)))
         results: dict[int, dict[str, Any]] = {}  # results that wait for an earlier line
-        with out.open("a", encoding="utf-8", errors="replace") as file, bar("replies", len(lines)) as progress:
+        with out.open("a", encoding="utf-8", errors="replace") as file, Bar("replies", len(lines)) as progress:
             while place < len(lines):
                 while waiting and sum(one.unfinished for one in self.running.values()) < self.model.scheduler.size * 2:
                     number = waiting.popleft()

@@ -140,7 +140,6 @@ def test_a_command_that_cannot_be_recorded_has_still_ended_well(tmp_path, monkey
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys, monkeypatch):
     with RunLog("base", tmp_path / "run", 10, rank=1, trackers="no such tracker") as run:
         run.step(metrics(0))
-        run.message("hello")
     monkeypatch.setenv("RANK", "1")
     print0("hello")
     warn("hello")

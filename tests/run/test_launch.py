@@ -177,7 +177,7 @@ def test_a_command_ends_with_its_launcher_from_its_first_moment_on():
 
 WAITING = """
 from nanochat import device, screen
-screen.HEARTBEAT_SECONDS = screen.LOOK_SECONDS = screen.SHOWN_AFTER_SECONDS = 0.2
+screen.HEARTBEAT_SECONDS = screen.SHOWN_AFTER_SECONDS = 0.2
 with screen.opened():
     screen.phase("loading torch")
     device.init("cpu")
