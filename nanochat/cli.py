@@ -20,10 +20,9 @@ import re
 import shlex
 import signal
 import sys
-import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -36,7 +35,7 @@ T = TypeVar("T")
 
 
 # Each explains a device runtime's own errors in one line with a fix, or returns None; `device.init` adds to them.
-explainers: list[Callable[[BaseException], str | None]] = []
+explainers: set[Callable[[BaseException], str | None]] = set()
 
 
 class UserError(ValueError):
@@ -60,10 +59,6 @@ class Range:
 
     low: float
     high: float = 10**12
-
-    @property
-    def least(self) -> str:
-        return "above 0" if 0 < self.low <= 1e-9 else f"at least {self.low:g}"
 
 
 # Number flags, as in `depth: Positive = 8`. None, where a flag allows it, is in every range.
@@ -90,11 +85,10 @@ def check_ranges(config: Any) -> None:
             if value is None or not isinstance(limits, Range):
                 continue
             if not value >= limits.low:  # NaN is not in any range either
-                raise UserError(f"--{flag} {value}: {limits.least}")
+                least = "above 0" if 0 < limits.low <= 1e-9 else f"at least {limits.low:g}"
+                raise UserError(f"--{flag} {value}: {least}")
             if value > limits.high:
-                text = str(value)
-                shown = text if len(text) <= 20 else f"{text[:20]}..."
-                raise UserError(f"--{flag} {shown}: at most {limits.high:,}")
+                raise UserError(f"--{flag} {value}: at most {limits.high:,}")
 
 
 def frozen_flags(config_type: type) -> list[str]:
@@ -141,17 +135,11 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
 
     message = io.StringIO()
     try:
-        with contextlib.redirect_stderr(message), _optional_flags():
+        with contextlib.redirect_stderr(message):
             config = tyro.cli(config_type, prog=command, args=argv, description=module.__doc__, use_underscores=True)
         check_ranges(config)
     except UserError as error:
         fail(str(error), code=2)
-    except BrokenPipeError:
-        _leave_pipe()
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        fail(f"standard output: {error.strerror}")  # --help could not be printed
     except SystemExit as leaving:
         if leaving.code:
             mistake = _without_frame(message.getvalue())
@@ -162,48 +150,15 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     return config
 
 
-def _optional_flags() -> contextlib.AbstractContextManager[None]:
-    """While this is active, `--help` shows `--step INT` for a field that may be None; tyro's own is `{None}|INT`."""
-    # tyro has no marker for this. A rule of its registry decides how values of a type are read and shown.
-    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
-
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def without_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-        kinds = [kind for kind in typing.get_args(info.type) if kind is not type(None)]
-        if info.type_origin not in (typing.Union, types.UnionType) or len(kinds) != 1:
-            return None
-        spec = registry.get_primitive_spec(PrimitiveTypeInfo.make(kinds[0], info.markers))
-        if not isinstance(spec, PrimitiveConstructorSpec):
-            return None
-        return replace(
-            spec,
-            is_instance=lambda value: value is None or spec.is_instance(value),
-            str_from_instance=lambda value: ["unset"] if value is None else spec.str_from_instance(value),
-        )
-
-    return registry
-
-
-# Python's words for a text that is not a number, and ours.
-NOT_A_NUMBER = (
-    (r"invalid literal for int\(\) with base 10: ('.*?')", r"\1 is not a whole number"),
-    (r"could not convert string to float: ('.*?')", r"\1 is not a number"),
-)
-
-
 def _without_frame(text: str) -> str:
-    """tyro's message about a bad flag, without the box around it and the line on --help at its end."""
+    """tyro's message about a bad flag, without the box around it, its title and the line on --help at its end."""
     # tyro prints such a message and exits: it has no call that returns the text, and no option that leaves the box out.
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)  # colours
-    text = re.sub(r"(?m)^[╭╰+].*$|^[│|]|[│|]$", "", text)  # the box
-    sections = [" ".join(section.split()) for section in re.split(r"\s[─-]{3,}\s", text)]  # with rules between them
-    sections = [section.removeprefix("Error parsing Config: ") for section in sections]  # from a UserError in a config
-    for python, plain in NOT_A_NUMBER:
-        sections = [re.sub(python, plain, section) for section in sections]
-    sections = [section for section in sections if section != "Unrecognized options"]  # a heading
-    return "; ".join(section for section in sections if not section.startswith("For full helptext"))
+    text = re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│]", "", text)  # colours and the box
+    sections = [" ".join(section.split()) for section in re.split(r"─+|-{3,}", text)]  # with rules between them
+    _, *sections, _ = filter(None, sections)
+    # Of a value that fits none of several types, tyro explains each one, by its Python name.
+    message = "; ".join(section.partition(" Got errors:")[0] for section in sections)
+    return message.removeprefix("Error parsing Config: ")  # before a UserError of a config
 
 
 def run(main: Callable[[Config], None], config_type: type[Config], *, shows_progress: bool = False) -> None:
@@ -219,11 +174,11 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
     ignore_exported_ranks()
     end_with_launcher()
     atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second
-    config = parse(config_type)
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
-        main(config)
+        main(parse(config_type))
         return
     try:
+        config = parse(config_type)
         with screen.opened() if shows_progress else contextlib.nullcontext():
             main(config)
     except SystemExit as leaving:  # a signal stopped the run, which has saved

@@ -317,8 +317,7 @@ def init(requested: str = "auto", dtype: str = "auto", deterministic: bool = Fal
     # Under torchrun each process takes the device with its number. An index chooses the device of a single process.
     index = requested.partition(":")[2]
     local_rank = int(os.environ.get("LOCAL_RANK", 0)) if world_size > 1 else int(index or 0)
-    if explain not in explainers:
-        explainers.append(explain)  # a failed collective becomes one line instead of a traceback
+    explainers.add(explain)  # a failed collective becomes one line instead of a traceback
 
     # The runtime: its variables before its first call, then this process's device.
     module: ModuleType = getattr(torch, kind)

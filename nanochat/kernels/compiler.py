@@ -47,8 +47,7 @@ def compile_by_policy(
     # A model has several kinds of blocks: with value embeddings, with short windows, with and without adapters. With
     # the default of 8 the compiler gives up.
     torch._dynamo.config.recompile_limit = 64
-    if explain not in explainers:
-        explainers.append(explain)
+    explainers.add(explain)
     # Compile for fixed shapes: a training step has one shape, and known sizes make faster code.
     return torch.compile(function, dynamic=False), "compiled"
 

