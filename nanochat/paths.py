@@ -47,12 +47,12 @@ def model_dir(name: str) -> Path:
 
 def checkpoint_dir(stage: str, tag: str) -> Path:
     """`checkpoints/<stage>/<tag>`: holds `step_<n>/` folders."""
-    return base_dir() / "checkpoints" / _stage(stage) / safe_tag(tag)
+    return base_dir() / "checkpoints" / stage / safe_tag(tag)
 
 
 def run_dir(stage: str, tag: str) -> Path:
     """`runs/<stage>/<tag>`: holds `metrics.jsonl`."""
-    return base_dir() / "runs" / _stage(stage) / safe_tag(tag)
+    return base_dir() / "runs" / stage / safe_tag(tag)
 
 
 def safe_tag(tag: str) -> str:
@@ -61,16 +61,9 @@ def safe_tag(tag: str) -> str:
     Raises UserError: for anything that could leave its folder (`..`, a slash, a leading dot).
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", tag):
-        raise UserError(
-            f"--model_tag {tag!r} is not a plain folder name: use letters, digits, '_', '-', '.' (at most 100)"
-        )
+        hint = "use letters, digits, '_', '-', '.' (at most 100)"
+        raise UserError(f"--model_tag {tag!r} is not a plain folder name: {hint}")
     return tag
-
-
-def _stage(stage: str) -> str:
-    if stage not in SCRIPTS:
-        raise UserError(f"unknown stage {stage!r}: one of {', '.join(SCRIPTS)}")
-    return stage
 
 
 @contextlib.contextmanager

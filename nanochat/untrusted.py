@@ -22,12 +22,12 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, max_values: int | Non
 
     Raises ValueError: when it is not a regular file, too large, not JSON, or nested too deeply.
     """
-    data = _read(path, max_bytes)
+    text = read_text(path, max_bytes)
     # A value follows a comma or a bracket. Those in texts count too, and are few.
-    if max_values is not None and sum(data.count(mark) for mark in (b",", b"[", b"{")) > max_values:
+    if max_values is not None and sum(text.count(mark) for mark in ",[{") > max_values:
         raise ValueError(f"it has more than {max_values:,} values")
     try:
-        return json.loads(data.decode("utf-8"))
+        return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
@@ -42,16 +42,12 @@ def json_of(text: str | bytes) -> Any:
 
 def read_text(path: Path, max_bytes: int) -> str:
     """The content of a text file. Raises ValueError: when it is not a regular file, too large, or not UTF-8."""
-    return _read(path, max_bytes).decode("utf-8")
-
-
-def _read(path: Path, max_bytes: int) -> bytes:
     require_file(path)
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
     if len(data) > max_bytes:
         raise ValueError(f"it has more than {max_bytes:,} bytes")
-    return data
+    return data.decode("utf-8")
 
 
 def printable(text: str) -> str:

@@ -58,13 +58,6 @@ def test_fifty_ways_out_are_refused():
                 folder("base", tag)
 
 
-@pytest.mark.parametrize("stage", ["", "..", "base/", "BASE", "pretrain", "../base"])
-def test_unknown_stages_are_refused(stage):
-    for folder in (paths.checkpoint_dir, paths.run_dir):
-        with pytest.raises(UserError, match="base, mid, sft, rm, dpo, rl"):
-            folder(stage, "d4")
-
-
 def test_every_stage_has_its_script():
     scripts = {path.stem for path in (Path(__file__).parents[2] / "scripts").glob("*.py")}
     assert set(paths.STAGES.values()) <= scripts
