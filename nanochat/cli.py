@@ -186,8 +186,9 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
         raise
     except KeyboardInterrupt:
         fail("interrupted", code=130)
-    except BrokenPipeError:
-        _leave_pipe()
+    except BrokenPipeError:  # the reader of a pipe left, as `head` does, and there was more to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
+        sys.exit(1)
     except UserError as error:
         fail(str(error))
     except OSError as error:
@@ -203,12 +204,6 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
             raise
         fail(line)
     _leave_torchrun(0)
-
-
-def _leave_pipe() -> typing.NoReturn:
-    """End without a word where the reader of a pipe left, as `head` does, and there was more to say."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
-    sys.exit(1)
 
 
 def _leave_torchrun(status: Any) -> None:
