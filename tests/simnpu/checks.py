@@ -97,15 +97,18 @@ def check_operators_give_what_the_cpus_give() -> None:
             raise AssertionError(f"{name}: {error}") from error
 
 
-def check_modelled_operators_take_the_arguments_of_torch_npus_schemas() -> None:
+def check_modelled_operators_take_arguments_of_torch_npus_schemas() -> None:
     for name, function in OPERATORS.items():
         schema = getattr(torch.ops.npu, name.removeprefix("npu::")).default._schema
-        parameters = list(inspect.signature(function).parameters.values())
-        assert [p.name for p in parameters] == [argument.name for argument in schema.arguments], name
-        for parameter, argument in zip(parameters, schema.arguments, strict=True):
-            assert (parameter.kind == inspect.Parameter.KEYWORD_ONLY) == argument.kwarg_only, (name, parameter.name)
+        arguments = {argument.name: argument for argument in schema.arguments}
+        for parameter in inspect.signature(function).parameters.values():
+            argument = arguments[parameter.name]
             default = parameter.default if parameter.default is not inspect.Parameter.empty else None
             assert default == argument.default_value, (name, parameter.name)
+    x = torch.ones(1, 2, 2, 16, device="npu")
+    for options in ({"keep_prob": 0.9}, {"padding_mask": x[0, 0]}, {"sink": x[0, 0, 0]}, {"inner_precise": 2}):
+        with raises("npu_fusion_attention", next(iter(options))):
+            torch.ops.npu.npu_fusion_attention(x, x, x, 2, "BSND", **options)
 
 
 def check_new_tensors_are_contiguous() -> None:

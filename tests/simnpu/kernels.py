@@ -19,6 +19,7 @@ How far the likeness goes:
 
 import atexit
 import ctypes
+import inspect
 import math
 import os
 import threading
@@ -716,6 +717,21 @@ def _operator(name: str) -> torch._ops.OpOverload:
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
 
 
+def _modelled(function: Callable[..., Any], operator: torch._ops.OpOverload) -> Callable[..., Any]:
+    """A function of operators.py with the arguments of the operator: what it does not model must be at its default."""
+    known = inspect.signature(function).parameters
+    defaults = {argument.name: argument.default_value for argument in operator._schema.arguments}
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(defaults, args, strict=False)) | kwargs
+        for name, value in given.items():
+            if name not in known and (isinstance(value, torch.Tensor) or value != defaults[name]):
+                raise RuntimeError(f"{function.__name__}: {name}: only its default is modelled")
+        return function(**{name: value for name, value in given.items() if name in known})
+
+    return compute
+
+
 def _lazy(name: str, compute: Callable[..., Any] | None) -> Callable[..., Any]:
     """A kernel that is made at its first call: a process uses few of a thousand."""
     made: list[Kernel] = []
@@ -725,7 +741,8 @@ def _lazy(name: str, compute: Callable[..., Any] | None) -> Callable[..., Any]:
             if name in OPERATORS and _soc() in OLD_CHIPS:
                 raise RuntimeError(f"{name.partition('::')[2]}: {_soc()} has no such operator, error code is 561103")
             operator = _operator(name)
-            made.append(Kernel(operator, compute or operator))
+            ours = _modelled(OPERATORS[name], operator) if name in OPERATORS else compute
+            made.append(Kernel(operator, ours or operator))
         return made[0](*args, **kwargs)
 
     return kernel

@@ -1,10 +1,11 @@
 """What torch_npu's fused operators compute, written from the vendor's documentation as plain functions on CPU tensors.
 
-`OPERATORS` maps a dispatcher name ("npu::npu_rms_norm") to a function with the schema's argument names in the schema's
-order: those that nanochat/kernels/npu.py calls, and their gradients. A simulated NPU registers them; nothing here needs
-torch_npu. Sums are in fp32 and the result is cast as the operator documents: this models what an operator means, not
-how a real kernel rounds. What the documentation refuses, and what is not modelled, raises RuntimeError naming the
-operator and the argument, so a caller that works here follows the documented conventions.
+`OPERATORS` maps a dispatcher name ("npu::npu_rms_norm") to a function: those that nanochat/kernels/npu.py calls, and
+their gradients. A function has the arguments of the schema that are modelled; kernels.py refuses any other that is not
+at its default. A simulated NPU registers them; nothing here needs torch_npu. Sums are in fp32 and the result is cast as
+the operator documents: this models what an operator means, not how a real kernel rounds. What the documentation
+refuses, and what is not modelled, raises RuntimeError naming the operator and the argument, so a caller that works here
+follows the documented conventions.
 
 It is written without sight of its callers on purpose: a convention misread once is then not misread on both sides.
 
@@ -49,13 +50,6 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 def refuse(name: str, argument: str, reason: str) -> NoReturn:
     raise RuntimeError(f"{name}: {argument}: {reason}")
-
-
-def refuse_given(name: str, **arguments: Any) -> None:
-    """Refuse those of `arguments` that are not None: documented as unsupported, or not modelled here."""
-    for argument, value in arguments.items():
-        if value is not None:
-            refuse(name, argument, "not supported, or not modelled: pass None")
 
 
 def check_dtype(name: str, allowed: Sequence[torch.dtype], **tensors: Tensor | None) -> None:
@@ -137,18 +131,14 @@ class FusionAttention:
 
     def __init__(
         self, name: str, query: Tensor, key: Tensor, value: Tensor, head_num: int, layout: str, mask: Tensor | None,
-        scale: float, keep_prob: float, before: int, after: int, inner_precise: int, mode: int, softmax_layout: str,
-        **not_modelled: Any,
+        scale: float, before: int, after: int, mode: int,
     ):  # fmt: skip
-        refuse_given(name, **not_modelled)
         self.name = name
         self.layout = layout.upper()  # op-plugin: case-insensitive
         self.scale = scale
         self.dtype = query.dtype
         if self.layout not in ("BSND", "BNSD"):
             refuse(name, "input_layout", f"{layout} is not modelled, BSND and BNSD are")
-        if (keep_prob, inner_precise, softmax_layout) != (1, 0, ""):
-            refuse(name, "keep_prob, inner_precise, softmax_layout", "only their defaults are modelled")
         check_dtype(name, FLOATS, query=query, key=key, value=value)
         check_same_dtype(name, query=query, key=key, value=value)
         for argument, tensor in (("query", query), ("key", key), ("value", value)):
@@ -242,13 +232,9 @@ def documents(
 
 @operator("npu_fusion_attention")
 def npu_fusion_attention(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
-    padding_mask: Tensor | None = None, atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
-    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, inner_precise: int = 0,
-    prefix: Sequence[int] | None = None, actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True,
-    sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None, dropout_mask: Tensor | None = None,
-    seed: int = 0, offset: int = 0,
+    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, atten_mask: Tensor | None = None,
+    scale: float = 1.0, pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED,
+    actual_seq_qlen: Sequence[int] | None = None, actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:  # fmt: skip
     """softmax(mask(scale * query key^T)) value, and what the gradient needs of it.
 
@@ -258,48 +244,40 @@ def npu_fusion_attention(
     (aclnnFlashAttentionScore, sparse_mode_introduction). In the layout TND (tokens, heads, width) each document attends
     by itself, and the statistics are (T, N, 8) (wheel, _meta_registrations.py).
     """
+    name = "npu_fusion_attention"
+    options = (atten_mask, scale, pre_tockens, next_tockens, sparse_mode)
     if input_layout.upper() == "TND":
-        options = {"pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "scale": scale}
-        options |= {"keep_prob": keep_prob, "pre_tockens": pre_tockens, "next_tockens": next_tockens}
-        options |= {"prefix": prefix, "sparse_mode": sparse_mode, "sink": sink, "dropout_mask": dropout_mask}
         results = []
-        for part in documents("npu_fusion_attention", len(query), sparse_mode, actual_seq_qlen, actual_seq_kvlen):
+        for part in documents(name, len(query), sparse_mode, actual_seq_qlen, actual_seq_kvlen):
             q, k, v = (tensor[None, part] for tensor in (query, key, value))
-            output, largest, total, *_ = npu_fusion_attention(q, k, v, head_num, "BSND", **options)
+            output, largest, total = FusionAttention(name, q, k, v, head_num, "BSND", *options).forward()
             results.append((output[0], largest[0].transpose(0, 1), total[0].transpose(0, 1)))
         output, softmax_max, softmax_sum = (torch.cat(parts).contiguous() for parts in zip(*results, strict=True))
-        return output, softmax_max, softmax_sum, query.new_empty(0), seed, offset, 0
-    attention = FusionAttention(
-        "npu_fusion_attention", query, key, value, head_num, input_layout, atten_mask, scale, keep_prob, pre_tockens,
-        next_tockens, inner_precise, sparse_mode, softmax_layout, pse=pse, padding_mask=padding_mask, prefix=prefix,
-        actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen, sink=sink, dropout_mask=dropout_mask,
-    )  # fmt: skip
+        return output, softmax_max, softmax_sum, query.new_empty(0), 0, 0, 0
+    if actual_seq_qlen is not None or actual_seq_kvlen is not None:
+        refuse(name, "actual_seq_qlen, actual_seq_kvlen", "only for the layout TND")
+    attention = FusionAttention(name, query, key, value, head_num, input_layout, *options)
     output, softmax_max, softmax_sum = attention.forward()
     numels = softmax_max.numel() // STATISTICS * attention.k.size(2)  # elements of a dropout mask
-    return output, softmax_max, softmax_sum, query.new_empty(0), seed, offset, numels
+    return output, softmax_max, softmax_sum, query.new_empty(0), 0, 0, numels
 
 
 @operator("npu_fusion_attention_grad")
 def npu_fusion_attention_grad(
     query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
-    pse: Tensor | None = None, padding_mask: Tensor | None = None, atten_mask: Tensor | None = None,
-    softmax_max: Tensor | None = None, softmax_sum: Tensor | None = None, softmax_in: Tensor | None = None,
-    attention_in: Tensor | None = None, scale_value: float = 1.0, keep_prob: float = 1.0,
-    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, inner_precise: int = 0, seed: int = 0,
-    offset: int = 0, numels: int = 0, prefix: Sequence[int] | None = None,
+    atten_mask: Tensor | None = None, softmax_max: Tensor | None = None, softmax_sum: Tensor | None = None,
+    softmax_in: Tensor | None = None, attention_in: Tensor | None = None, scale_value: float = 1.0,
+    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, numels: int = 0,
     actual_seq_qlen: Sequence[int] | None = None, actual_seq_kvlen: Sequence[int] | None = None, sparse_mode: int = 0,
-    gen_mask_parallel: bool = True, sync: bool = False, softmax_layout: str = "", sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:  # fmt: skip
     """dq, dk, dv, dpse (None without pse) and dsink (empty without sink) of `npu_fusion_attention`.
 
     Source: wheel (meta registration), aclnnFlashAttentionScoreGrad.
     """
+    name = "npu_fusion_attention_grad"
+    options = (atten_mask, scale_value, pre_tockens, next_tockens, sparse_mode)
     if input_layout.upper() == "TND":
-        name = "npu_fusion_attention_grad"
         kept = (len(query), head_num, STATISTICS)
-        options = {"pse": pse, "padding_mask": padding_mask, "atten_mask": atten_mask, "scale_value": scale_value}
-        options |= {"keep_prob": keep_prob, "pre_tockens": pre_tockens, "next_tockens": next_tockens}
-        options |= {"prefix": prefix, "sparse_mode": sparse_mode, "sink": sink}
         assert softmax_max is not None and softmax_sum is not None and attention_in is not None
         check_shape(name, "softmax_max", softmax_max, kept)
         check_shape(name, "softmax_sum", softmax_sum, kept)
@@ -307,40 +285,12 @@ def npu_fusion_attention_grad(
         for part in documents(name, len(query), sparse_mode, actual_seq_qlen, actual_seq_kvlen):
             statistics = [tensor[part].transpose(0, 1)[None] for tensor in (softmax_max, softmax_sum)]
             q, k, v, grad, output = (tensor[None, part] for tensor in (query, key, value, dy, attention_in))
-            gradients.append(npu_fusion_attention_grad(
-                q, k, v, grad, head_num, "BSND", softmax_max=statistics[0], softmax_sum=statistics[1],
-                attention_in=output, **options,
-            )[:3])  # fmt: skip
+            attention = FusionAttention(name, q, k, v, head_num, "BSND", *options)
+            gradients.append(attention.backward(grad, *statistics, output))
         dq, dk, dv = (torch.cat([part[0] for part in parts]) for parts in zip(*gradients, strict=True))
         return dq, dk, dv, None, query.new_empty(0)
-    attention = FusionAttention(
-        "npu_fusion_attention_grad", query, key, value, head_num, input_layout, atten_mask, scale_value, keep_prob,
-        pre_tockens, next_tockens, inner_precise, sparse_mode, softmax_layout, pse=pse, padding_mask=padding_mask,
-        prefix=prefix, actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen, sink=sink,
-    )  # fmt: skip
+    attention = FusionAttention(name, query, key, value, head_num, input_layout, *options)
     return *attention.backward(dy, softmax_max, softmax_sum, attention_in), None, query.new_empty(0)
-
-
-@operator("npu_fusion_attention_v3")
-def npu_fusion_attention_v3(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, pse: Tensor | None = None,
-    padding_mask: Tensor | None = None, atten_mask: Tensor | None = None, scale: float = 1.0, keep_prob: float = 1.0,
-    pre_tockens: int = UNBOUNDED, next_tockens: int = UNBOUNDED, inner_precise: int = 0,
-    prefix: Sequence[int] | None = None, actual_seq_qlen: Tensor | None = None,
-    actual_seq_kvlen: Tensor | None = None, sparse_mode: int = 0, gen_mask_parallel: bool = True, sync: bool = False,
-    softmax_layout: str = "", sink: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """What scaled_dot_product_attention calls under torch_npu: `npu_fusion_attention` with seed and offset as tensors.
-
-    Source: wheel (op_plugin/meta/_fake_registrations.py).
-    """
-    refuse_given("npu_fusion_attention_v3", actual_seq_qlen=actual_seq_qlen, actual_seq_kvlen=actual_seq_kvlen)
-    output, softmax_max, softmax_sum, nothing, *_ = npu_fusion_attention(
-        query, key, value, head_num, input_layout, pse, padding_mask, atten_mask, scale, keep_prob, pre_tockens,
-        next_tockens, inner_precise, prefix, None, None, sparse_mode, softmax_layout=softmax_layout, sink=sink,
-    )  # fmt: skip
-    seed = torch.zeros(1, dtype=torch.int64)
-    return output, softmax_max, softmax_sum, nothing, seed, seed.clone()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -453,12 +403,8 @@ MOST_GROUPS = 1024  # of a group_list that is a tensor (aclnn)
 
 @operator("npu_grouped_matmul")
 def npu_grouped_matmul(
-    x: Sequence[Tensor], weight: Sequence[Tensor], *, bias: Any = None, scale: Any = None, offset: Any = None,
-    antiquant_scale: Any = None, antiquant_offset: Any = None, per_token_scale: Any = None,
-    group_list: Tensor | None = None, activation_input: Any = None, activation_quant_scale: Any = None,
-    activation_quant_offset: Any = None, split_item: int | None = 0, group_type: int | None = None,
-    group_list_type: int | None = 0, act_type: int | None = 0, tuning_config: Any = None, output_dtype: Any = None,
-    x_dtype: Any = None, weight_dtype: Any = None, scale_dtype: Any = None, per_token_scale_dtype: Any = None,
+    x: Sequence[Tensor], weight: Sequence[Tensor], *, group_list: Tensor | None = None, split_item: int | None = 0,
+    group_type: int | None = None, group_list_type: int | None = 0,
 ) -> list[Tensor]:  # fmt: skip
     """One product for each group of rows, with one tensor each for x, weight and the result.
 
@@ -468,14 +414,7 @@ def npu_grouped_matmul(
     Source: wheel (meta registration), op-plugin (npu_grouped_matmul), aclnnGroupedMatmulV4.
     """
     name = "npu_grouped_matmul"
-    refuse_given(
-        name, bias=bias, scale=scale, offset=offset, antiquant_scale=antiquant_scale, antiquant_offset=antiquant_offset,
-        per_token_scale=per_token_scale, activation_input=activation_input, tuning_config=tuning_config,
-        activation_quant_scale=activation_quant_scale, activation_quant_offset=activation_quant_offset,
-        output_dtype=output_dtype, x_dtype=x_dtype, weight_dtype=weight_dtype, scale_dtype=scale_dtype,
-        per_token_scale_dtype=per_token_scale_dtype,
-    )  # fmt: skip
-    if len(x) != 1 or len(weight) != 1 or split_item not in (2, 3) or act_type:
+    if len(x) != 1 or len(weight) != 1 or split_item not in (2, 3):
         refuse(name, "split_item", "only one x, one weight and one result are modelled: 2 or 3")
     left, right = x[0], weight[0]
     check_dtype(name, FLOATS, x=left)
@@ -539,15 +478,12 @@ def check_rotary(name: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str) ->
 
 
 @operator("npu_rotary_mul")
-def npu_rotary_mul(
-    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
-) -> Tensor:
+def npu_rotary_mul(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     """input * r1 + cat(-x2, x1) * r2 with r1 the cosines and r2 the sines, both as wide as the input.
 
     A pair (a, b) at angle t becomes (a cos t - b sin t, b cos t + a sin t). r1 and r2 are cast to the input's dtype.
     Source: wheel (torch_npu.npu_rotary_mul), op-plugin (RotaryMulKernelNpuOpApi.cpp), aclnnRotaryPositionEmbedding.
     """
-    refuse_given("npu_rotary_mul", rotate=rotate)
     check_rotary("npu_rotary_mul", input, r1, r2, rotary_mode)
     x, cos, sin = input.float(), r1.to(input.dtype).float(), r2.to(input.dtype).float()
     return (x * cos + turn_halves(x) * sin).to(input.dtype)

@@ -67,7 +67,7 @@ def check_fusion(q, k, v, dy, layout, sees, mask, scale=0.3, **options):
     """Forward and backward of the fusion attention in `layout` against the loops, on (B, N, S, D) tensors."""
     heads, dtype = q.size(1), q.dtype
     given = [arrange(tensor, layout) for tensor in (q, k, v)]
-    results = run("npu_fusion_attention", *given, heads, layout, None, None, mask, scale, **options)
+    results = run("npu_fusion_attention", *given, heads, layout, mask, scale, **options)
     output, high, total, nothing, *rest = results
     wide = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected, sums = by_loops(*wide, scale, sees)
@@ -171,17 +171,8 @@ def test_a_query_that_sees_nothing_gets_the_mean():
     q, k, v, _ = fusion_inputs(1, 2, 2, 3, 4)
     mask = torch.zeros(3, 4, dtype=torch.bool)
     mask[1] = True
-    output = run("npu_fusion_attention", q, k, v, 2, "BNSD", None, None, mask, 0.3)[0]
+    output = run("npu_fusion_attention", q, k, v, 2, "BNSD", mask, 0.3)[0]
     close(output[:, :, 1], v.mean(2))
-
-
-def test_version_3_is_the_same_with_seed_and_offset_as_tensors():
-    q, k, v, _ = fusion_inputs(2, 4, 2, 6, 8)
-    arguments = (q, k, v, 4, "BNSD", None, None, TRIANGLE, 0.3, 1.0, 3, 0)
-    first = run("npu_fusion_attention", *arguments, sparse_mode=4)
-    third = run("npu_fusion_attention_v3", *arguments, sparse_mode=4)
-    assert all(torch.equal(*pair) for pair in zip(first[:4], third[:4], strict=True))
-    assert len(third) == 6 and third[4].dtype == third[5].dtype == torch.int64
 
 
 def test_fusion_attention_refusals():
@@ -198,10 +189,8 @@ def test_fusion_attention_refusals():
     no("value", q, k, v[:, :, :6], 4, "BNSD")
     no("input_layout", q, k, v, 4, "BSH")
     no("query", *(random(1, 1, 2, 784) for _ in range(3)), 1, "BNSD")
-    no("keep_prob", q, k, v, 4, "BNSD", keep_prob=0.9)
     no("sparse_mode", q, k, v, 4, "BNSD", sparse_mode=7)
-    no("padding_mask", q, k, v, 4, "BNSD", padding_mask=TRIANGLE)
-    no("sink", q, k, v, 4, "BNSD", sink=torch.zeros(4))
+    no("actual_seq_qlen", q, k, v, 4, "BNSD", actual_seq_qlen=[5])
     for mode in (2, 4):
         no("atten_mask", q, k, v, 4, "BNSD", atten_mask=TRIANGLE[:5, :7], sparse_mode=mode, next_tockens=0)
         no("atten_mask", q, k, v, 4, "BNSD", atten_mask=TRIANGLE.float(), sparse_mode=mode, next_tockens=0)
@@ -298,7 +287,6 @@ def test_rotary_refusals():
     x, cos = random(2, 5, 3, 16), random(1, 5, 1, 16)
     for words, *arguments in (
         ("rotary_mode", x, cos, cos, "interleave"),
-        ("rotate", x, cos, cos, "half", torch.eye(16)),
         ("r1", x, cos[..., :8], cos[..., :8]),  # half as wide
         ("r1", x, cos[:, :3], cos[:, :3]),
         ("r1", x, random(1, 5, 3, 16), random(1, 5, 3, 16)),  # repeated along the batch only
