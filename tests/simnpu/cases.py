@@ -9,7 +9,7 @@ import importlib
 import inspect
 import io
 import unittest.mock
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tiny
@@ -39,76 +39,38 @@ from simnpu import operators
 # ---------------------------------------------------------------------- planted mistakes
 
 
-def _npu() -> Any:
-    return importlib.import_module("nanochat.kernels.npu")
+def _plants() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
+    """The owner of a function, the function's name, and the wrong one."""
+    npu = importlib.import_module("nanochat.kernels.npu")
+    kernels = npu.NpuKernels
+    attention, rotate, read = kernels.attention, kernels.rotate, Meter.read
 
+    def wide_attention(self: Any, *qkv: Tensor, window: int, **rest: Any) -> Tensor:
+        return attention(self, *qkv, window=window + 1 if window else 0, **rest)
 
-def _torchs_mask_convention() -> tuple[Any, str, Any]:
-    return _npu().NpuKernels, "prepare_mask", lambda self, mask: mask
-
-
-def _documents_ignored() -> tuple[Any, str, Any]:
-    right = _npu().NpuKernels.attention
-    return _npu().NpuKernels, "attention", lambda self, *qkv, segments, **rest: right(self, *qkv, **rest)
-
-
-def _causal_mode_without_its_mask() -> tuple[Any, str, Any]:
-    return _npu(), "compressed_mask", lambda device: None
-
-
-def _window_one_too_wide() -> tuple[Any, str, Any]:
-    right = _npu().NpuKernels.attention
-
-    def wrong(self: Any, *qkv: Tensor, window: int, **rest: Any) -> Tensor:
-        return right(self, *qkv, window=window + 1 if window else 0, **rest)
-
-    return _npu().NpuKernels, "attention", wrong
-
-
-def _rotary_turned_the_other_way() -> tuple[Any, str, Any]:
-    right = _npu().NpuKernels.rotate
-    return _npu().NpuKernels, "rotate", lambda self, x, cos, sin: right(self, x, cos, -sin)
-
-
-def _loss_read_without_waiting() -> tuple[Any, str, Any]:
-    right = Meter.read
-
-    def wrong(meter: Meter, stats: StepStats) -> dict[str, Any]:
+    def read_without_waiting(meter: Meter, stats: StepStats) -> dict[str, Any]:
         early = stats.loss.to("cpu", non_blocking=True)
         loss = float(early)  # of a tensor on the host: nothing waits for the copy
-        return {**right(meter, stats), "loss": loss}
+        return {**read(meter, stats), "loss": loss}
 
-    return Meter, "read", wrong
-
-
-def _multinomial_in_bfloat16() -> tuple[Any, str, Any]:
-    def wrong(logits: Tensor, *, temperature: float, **_: Any) -> Tensor:
+    def sample_in_bfloat16(logits: Tensor, *, temperature: float, **_: Any) -> Tensor:
         return torch.multinomial((logits.bfloat16() / temperature).softmax(-1), 1)[:, 0]
 
-    return engine, "sample", wrong
+    return {
+        "torch's mask convention": (kernels, "prepare_mask", lambda self, mask: mask),
+        "documents ignored": (
+            kernels, "attention", lambda self, *qkv, segments, **rest: attention(self, *qkv, **rest)
+        ),
+        "causal mode without its mask": (npu, "compressed_mask", lambda device: None),
+        "window one too wide": (kernels, "attention", wide_attention),
+        "rotary turned the other way": (kernels, "rotate", lambda self, x, cos, sin: rotate(self, x, cos, -sin)),
+        "loss read without waiting": (Meter, "read", read_without_waiting),
+        "multinomial in bfloat16": (engine, "sample", sample_in_bfloat16),
+    }  # fmt: skip
 
 
-PLANTS: dict[str, Callable[[], tuple[Any, str, Any]]] = {
-    function.__name__.strip("_"): function
-    for function in (
-        *(_torchs_mask_convention, _documents_ignored, _causal_mode_without_its_mask, _window_one_too_wide),
-        *(_rotary_turned_the_other_way, _loss_read_without_waiting, _multinomial_in_bfloat16),
-    )
-}
-
-
-@contextlib.contextmanager
-def planted(plant: str | None) -> Iterator[None]:
-    if plant is None:
-        yield
-        return
-    owner, name, wrong = PLANTS[plant]()
-    right = getattr(owner, name)
-    setattr(owner, name, wrong)
-    try:
-        yield
-    finally:
-        setattr(owner, name, right)
+def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
+    return unittest.mock.patch.object(*_plants()[plant]) if plant else contextlib.nullcontext()
 
 
 class PlainKernels(CpuKernels):
@@ -448,8 +410,9 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
             if window.startswith("split"):  # more documents than a call of the operator takes
                 window = window.removeprefix("split")
                 if found.kind == "npu":
-                    assert _npu().MOST_DOCUMENTS == operators.MOST_DOCUMENTS
-                    stack.enter_context(unittest.mock.patch.object(_npu(), "MOST_DOCUMENTS", 5))
+                    npu = importlib.import_module("nanochat.kernels.npu")
+                    assert npu.MOST_DOCUMENTS == operators.MOST_DOCUMENTS
+                    stack.enter_context(unittest.mock.patch.object(npu, "MOST_DOCUMENTS", 5))
             out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0), segments=segments)
     elif name in ("norm", "sum"):
         config = GPTConfig(norm_weight=window == "1", norm_eps=0.5 if window == "eps" else 1e-6)

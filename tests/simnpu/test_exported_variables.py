@@ -22,22 +22,25 @@ READ = ("TASK_QUEUE_ENABLE", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "AS
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built")]
 
 
-def compute(exported: dict[str, str], **arguments: Any) -> dict[str, Any]:
-    """A case of cases.py on a simulated NPU, from a shell that has exported these variables and no others of `READ`."""
+def compute(exported: dict[str, str], *older: bool) -> list[dict[str, Any]]:
+    """A case of cases.py on a simulated NPU, from a shell that has exported these variables and no others of `READ`:
+    with this torch_npu, or as with one before 2.13."""
     kept = {name: value for name, value in os.environ.items() if name not in READ}
-    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **exported}
     command = [sys.executable, RUN]
     if "TASK_QUEUE_ENABLE" not in exported:  # which the simulator has set otherwise
         command += ["env", "-u", "TASK_QUEUE_ENABLE"]
     command += [sys.executable, WORKER, "cases"]
-    request = {"function": "under_the_environment", "arguments": {"device": "npu:0", **arguments}}
-    done = subprocess.run(
-        command, env={**kept, **exported}, input=json.dumps(request) + "\n", capture_output=True, text=True, timeout=240
-    )
+    requests = [
+        json.dumps({"function": "under_the_environment", "arguments": {"device": "npu:0", "older": one}})
+        for one in older
+    ]
+    text = "\n".join(requests) + "\n"
+    done = subprocess.run(command, env=kept, input=text, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and done.stdout, done.stderr[-3000:]
-    answer = json.loads(done.stdout)
-    assert "error" not in answer, answer["error"]
-    return answer["result"]
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert not [answer for answer in answers if "error" in answer], answers
+    return [answer["result"] for answer in answers]
 
 
 @functools.cache
@@ -60,33 +63,28 @@ EXPORTED = [  # and the level of the task queue that torch_npu then reports
 
 @pytest.mark.parametrize(("exported", "level"), EXPORTED, ids=["level 0", "level 1", "level 2", "blocking"])
 def test_training_and_decoding_run_with_what_users_export(exported: dict[str, str], level: int):
-    found = compute(exported)
-    check(found)
-    assert found["recorded"] > 0 and found["level"] == level
-    assert "TASK_QUEUE_ENABLE" not in found["printed"]
+    """An older torch_npu cannot lower its queue and refuses to record at the second level. If a user has exported that,
+    replies are decoded launch by launch, and the run prints it once, however many replies there are."""
+    found, *older = compute(exported, *([False, True] if level == 2 else [False]))
+    for one in (found, *older):
+        check(one)
+        printed = [line for line in one["printed"].splitlines() if "TASK_QUEUE_ENABLE" in line]
+        assert len(printed) == (one is not found) and (one["recorded"] == 0) == (one is not found)
+    assert found["level"] == level
 
 
-@pytest.mark.parametrize("exported", [{}, {"TASK_QUEUE_ENABLE": "2"}], ids=["nothing", "level 2"])
-def test_decoding_with_a_torch_npu_that_cannot_lower_its_queue(exported: dict[str, str]):
-    """Before 2.13. It refuses to record at the second level. If a user has exported that, replies are decoded launch by
-    launch, and the run prints it once, however many replies there are. Otherwise nanochat chooses the first level."""
-    found = compute(exported, older=True)
+def test_an_older_torch_npu_records_where_nothing_is_exported():
+    """nanochat chooses the first level."""
+    (found,) = compute({}, True)
     check(found)
-    warnings = [line for line in found["printed"].splitlines() if "TASK_QUEUE_ENABLE" in line]
-    assert len(warnings) == len(exported)
-    assert (found["recorded"] == 0) == bool(exported)
+    assert found["recorded"] > 0 and "TASK_QUEUE_ENABLE" not in found["printed"]
 
 
 HCCL = {
-    **{
-        "HCCL_CONNECT_TIMEOUT": "1800",
-        "HCCL_EXEC_TIMEOUT": "1800",
-        "HCCL_BUFFSIZE": "120",
-        "HCCL_IF_BASE_PORT": "61000",
-    },
-    **{"HCCL_SOCKET_IFNAME": "lo", "HCCL_WHITELIST_DISABLE": "1", "HCCL_DETERMINISTIC": "true"},
-    **{"HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_ASYNC_ERROR_HANDLING": "0"},
-}
+    "HCCL_CONNECT_TIMEOUT": "1800", "HCCL_EXEC_TIMEOUT": "1800", "HCCL_BUFFSIZE": "120", "HCCL_IF_BASE_PORT": "61000",
+    "HCCL_SOCKET_IFNAME": "lo", "HCCL_WHITELIST_DISABLE": "1", "HCCL_DETERMINISTIC": "true",
+    "HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_ASYNC_ERROR_HANDLING": "0",
+}  # fmt: skip
 
 
 def test_two_ranks_with_exported_hccl_variables(simulated: Callable[..., Any]):

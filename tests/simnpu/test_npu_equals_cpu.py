@@ -153,11 +153,12 @@ def test_ppos_advantages_are_computed_on_the_host(simulated: On):
 @pytest.mark.parametrize(
     ("plant", "packed"),
     [
-        ("documents_ignored", True),
-        ("causal_mode_without_its_mask", False),
-        ("window_one_too_wide", False),
-        ("window_one_too_wide", True),
-        ("rotary_turned_the_other_way", False),
+        ("documents ignored", True),
+        ("causal mode without its mask", False),
+        ("window one too wide", False),
+        ("window one too wide", True),
+        ("rotary turned the other way", False),
+        ("loss read without waiting", False),
     ],
 )
 def test_a_planted_mistake_in_training_is_found(simulated: On, plant: str, packed: bool):
@@ -165,18 +166,10 @@ def test_a_planted_mistake_in_training_is_found(simulated: On, plant: str, packe
     assert not close(simulated("train_losses", packed=packed, plant=plant), on_cpu, 1e-5)
 
 
-def test_a_planted_read_of_the_loss_without_waiting_is_found(simulated: On):
-    on_cpu = cases.train_losses("cpu")
-    assert not close(simulated("train_losses", plant="loss_read_without_waiting"), on_cpu, 1e-5)
-
-
-def test_a_planted_mask_convention_against_the_cache_is_found(simulated: On):
-    assert simulated("greedy_tokens", plant="torchs_mask_convention") != cases.greedy_tokens("cpu")
-
-
-def test_a_planted_bfloat16_multinomial_is_refused(simulated: On):
+def test_planted_mistakes_in_decoding_are_found(simulated: On):
+    assert simulated("greedy_tokens", plant="torch's mask convention") != cases.greedy_tokens("cpu")
     with pytest.raises(RuntimeError, match="multinomial"):
-        simulated("sampled_tokens", plant="multinomial_in_bfloat16")
+        simulated("sampled_tokens", plant="multinomial in bfloat16")
 
 
 # ---------------------------------------------------------------------- refused recordings
