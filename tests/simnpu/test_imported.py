@@ -22,9 +22,9 @@ peft = pytest.importorskip("peft", reason="the extra `dev` brings peft")
 pytestmark = pytest.mark.slow
 
 STAGES = {
-    "sft": "--target_examples_per_step=16 --num_iterations=3",
-    "dpo": "--target_examples_per_step=8 --num_iterations=3",
-    "rl": "--examples_per_step=4 --num_samples=4 --num_iterations=3 --max_tokens=12",
+    "sft": "--target_examples_per_step=16 --num_iterations=2",
+    "dpo": "--target_examples_per_step=8 --num_iterations=2",
+    "rl": "--examples_per_step=4 --num_samples=4 --num_iterations=2 --max_tokens=12",
 }
 # RL also learns from episodes of two turns, and by a reward function, both of the user's own.
 MINE = """
@@ -48,14 +48,13 @@ class Twice(Environment):
 async def brief(episodes):
     return [-episode.tokens for episode in episodes]
 """
-# Runs between two commands, on rank 0: the stage's later steps are lost, the last one is kept elsewhere.
+# Runs between two commands, on rank 0: the stage's last step is kept elsewhere.
 FORGET = """
 import os, pathlib, shutil
 base = pathlib.Path(os.environ["NANOCHAT_BASE_DIR"])
 if os.environ.get("RANK", "0") == "0":
     (base / "straight" / "{stage}").mkdir(parents=True, exist_ok=True)
-    shutil.move(base / "checkpoints/{stage}/{tag}/step_000003", base / "straight/{stage}/{tag}")
-    shutil.rmtree(base / "checkpoints/{stage}/{tag}/step_000002")
+    shutil.move(base / "checkpoints/{stage}/{tag}/step_000002", base / "straight/{stage}/{tag}")
 """
 
 
@@ -102,7 +101,7 @@ def commands(qwen: Path, questions: Path, tag: str, more: str) -> list[str]:
 
 def adapters(base: Path, stage: str, tag: str) -> dict[str, torch.Tensor]:
     """Those of a stage's last step, which was resumed; they are the same straight through."""
-    last = base / f"checkpoints/{stage}/{tag}/step_000003/adapter.safetensors"
+    last = base / f"checkpoints/{stage}/{tag}/step_000002/adapter.safetensors"
     straight = base / f"straight/{stage}/{tag}/adapter.safetensors"
     assert straight.read_bytes() == last.read_bytes()
     return load_file(last)

@@ -24,12 +24,12 @@ CHAIN = str(ROOT / "tests/simnpu/chain.py")
 SHORT = "--tasks=addition,identity,spelling"
 STEP = "--device_batch_size=2 --log_every=1"
 BASE = (
-    f"{STEP} --data=texts.txt --depth=2 --head_dim=32 --max_seq_len=128 --total_batch_size=1024 --num_iterations=6 "
+    f"{STEP} --data=texts.txt --depth=2 --head_dim=32 --max_seq_len=128 --total_batch_size=1024 --num_iterations=4 "
     "--eval_tokens=512 --compile=off"
 )
-MID = f"{STEP} {SHORT} --total_batch_size=1024 --num_iterations=4 --eval_tokens=512"
-SFT = f"{STEP} {SHORT} --target_examples_per_step=8 --num_iterations=4 --eval_examples=8"
-DPO = f"{STEP} {SHORT} --target_examples_per_step=8 --num_iterations=3 --eval_examples=8 --lr_scale=0.2"
+MID = f"{STEP} {SHORT} --total_batch_size=1024 --num_iterations=3 --eval_tokens=512"
+SFT = f"{STEP} {SHORT} --target_examples_per_step=8 --num_iterations=2 --eval_examples=8"
+DPO = f"{STEP} {SHORT} --target_examples_per_step=8 --num_iterations=2 --eval_examples=8 --lr_scale=0.2"
 RL = (
     "--device_batch_size=2 --tasks=addition --examples_per_step=4 --num_samples=4 --num_iterations=2 --max_tokens=12 "
     "--eval_examples=8 --lr_scale=0.2"
@@ -234,7 +234,7 @@ def speedrun(tmp_path) -> Path:
 
 def test_the_speedrun_of_two_npus_is_rehearsed(speedrun, texts, tmp_path, monkeypatch):
     """By the launcher on both, up to a failure in base_eval, which came after hours before there was a rehearsal."""
-    monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=6", "").replace("--data=texts.txt", ""))
+    monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=4", "").replace("--data=texts.txt", ""))
     monkeypatch.setenv("NANOCHAT_BASE_EVAL", "--graphs=planted")
     monkeypatch.setenv("VENV", str(tmp_path / ".venv"))
     base = tmp_path / "base"
