@@ -194,7 +194,7 @@ def test_driver():
     assert check_npu.check_driver(machine, A2) == "npu-smi 25.2.0, 2 x 910B3/910B4-1"
     for here, output, reason in (
         (Machine(), "", "npu-smi not found"),
-        (machine, "", "lists no NPU: it prints nothing"),
+        (machine, "", "prints nothing"),
         (machine, "DrvMngGetConsoleLogLevel failed.\ndcmi module initialize failed. ret is -8005\n", "ret is -8005"),
         (machine, A3, "NPU 0 is Warning"),
     ):
@@ -237,16 +237,10 @@ SOURCE = "source /usr/local/Ascend/cann/set_env.sh"
 @pytest.mark.parametrize(
     ("error", "fix"),
     [
-        (
-            "libhccl.so: cannot open shared object file: No such file. Please run 'source set_env.sh' in the path.",
-            SOURCE,
-        ),
+        ("libhccl.so: cannot open shared object file. Please run 'source set_env.sh' in the path.", SOURCE),
         ("No module named 'tbe'", SOURCE),
         ("No module named 'decorator'", f"pip install {check_npu.PACKAGES}"),
-        (
-            "libgomp.so.1: cannot allocate memory in static TLS block",
-            "export LD_PRELOAD=<the library named in this line>",
-        ),
+        ("libgomp.so.1: cannot allocate memory in static TLS block", "export LD_PRELOAD="),
         ("/venv/torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c1014", "see `versions match`"),
     ],
 )
@@ -284,21 +278,21 @@ OPERATOR = "NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is
 @pytest.mark.parametrize(
     ("text", "line", "fix"),
     [
-        (OUT_OF_MEMORY, "NPU out of memory. Tried to allocate 52.00 MiB", "stop what holds the memory: `npu-smi info`"),
-        (SOCKET_TIMEOUT, "HcclAllreduce, error code is 6 | EI0006: [PID: 1292363]", "on one node export HCCL_IF_IP"),
-        (NO_KERNELS, "call aclnnAdd failed", "the kernels of this CANN for this chip must be installed"),
-        (NO_DEVICE, "error code is 507033", "`npu-smi info` must list the device as OK"),
-        (NUMPY, "error code is 500001", 'before CANN 9.0 `pip install "numpy<2"`'),
+        (OUT_OF_MEMORY, "Tried to allocate 52.00 MiB", "holds the memory: `npu-smi info`"),
+        (SOCKET_TIMEOUT, "HcclAllreduce, error code is 6 | EI0006: [PID: 1292363]", "HCCL_IF_IP"),
+        (NO_KERNELS, "call aclnnAdd failed", "must be installed"),
+        (NO_DEVICE, "error code is 507033", "as OK"),
+        (NUMPY, "error code is 500001", 'pip install "numpy<2"'),
         # The general failure next to its cause: the cause decides.
         (NUMPY + "No module named 'decorator'", "error code is 500001", "pip install attrs cffi"),
         (NUMPY + "No module named 'tbe'", "error code is 500001", "source /usr/local/Ascend"),
-        (NO_MEMORY, "EL0004", "stop what holds the memory: `npu-smi info`"),
-        ("aclrtMalloc failed, error code is 207018", "207018", "stop what holds the memory: `npu-smi info`"),
-        (OPERATOR.format(code=507046), "507046", "a device did not answer"),
-        (OPERATOR.format(code=507048), "507048", "a device did not answer"),
+        (NO_MEMORY, "EL0004", "holds the memory"),
+        ("aclrtMalloc failed, error code is 207018", "207018", "holds the memory"),
+        (OPERATOR.format(code=507046), "507046", "did not answer"),
+        (OPERATOR.format(code=507048), "507048", "did not answer"),
         (OPERATOR.format(code=507053), "507053", "npu-smi info -t ecc -i 0 -c 0"),
         *(
-            (OPERATOR.format(code=code), str(code), "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1")
+            (OPERATOR.format(code=code), str(code), "ASCEND_LAUNCH_BLOCKING=1")
             for code in (507014, 507015, 507017, 507018, 507035)
         ),
     ],
@@ -488,8 +482,8 @@ def test_out_of_memory_on_a_simulated_npu(tmp_path: Path):
     code, lines = check_simulated(tmp_path, devices=1, memory="3MiB")
     assert code == 1
     index = next(index for index, line in enumerate(lines) if line.startswith("FAIL matrix product"))
-    assert "OutOfMemoryError: NPU out of memory. Tried to allocate 20.00 MiB (NPU 0; 3.00 MiB" in lines[index]
-    assert lines[index + 1] == "     fix: stop what holds the memory: `npu-smi info` shows it"
+    assert "OutOfMemoryError: NPU out of memory" in lines[index]
+    assert "holds the memory: `npu-smi info`" in lines[index + 1]
 
 
 @pytest.mark.slow
@@ -497,7 +491,7 @@ def test_a_collective_that_fails_on_simulated_chips_for_inference(tmp_path: Path
     """The one failure of such chips, of which no training step is asked."""
     code, lines = check_simulated(tmp_path, devices=2, soc="Ascend310P3", hccl_fail="all_reduce:1@1")
     assert code == 1
-    assert "SKIP training step: Ascend310P3 is made for inference" in lines
+    assert any(line.startswith("SKIP training step: Ascend310P3") for line in lines)
     (index,) = (index for index, line in enumerate(lines) if line.startswith("FAIL"))
     assert re.match(r"FAIL all-reduce: RuntimeError: 2 processes .*HcclAllreduce, error code is \d+", lines[index])
     assert "HCCL_SOCKET_IFNAME" in lines[index + 1]
