@@ -29,8 +29,6 @@
  *   SIMNPU_HCCL_HANG        the same, but the call never returns
  *   SIMNPU_ADAPTERS         device memory is addresses alone: nothing is moved, and no other rank is waited for, so that
  *                           one process can be any rank of any number
- *   SIMNPU_HCCL_COUNTS      FILE: at exit, calls and bytes of each kind and communicator are written as JSON to
- *                           FILE.rank<RANK>.json; simnpu_hccl_counts() returns the same text at any time
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -202,13 +200,6 @@ struct shared {
 
 /* ---- what a process keeps ---- */
 
-struct tally {
-    char name[NAME_LENGTH];
-    uint32_t rank, ranks;
-    uint64_t calls[KINDS], bytes[KINDS];
-    struct tally *next;
-};
-
 typedef struct communicator {
     pthread_mutex_t lock; /* calls on one communicator happen one after the other */
     struct shared *shared;
@@ -217,17 +208,16 @@ typedef struct communicator {
     uint32_t waits;
     double patience; /* seconds, 0: for ever */
     HcclResult broken; /* after an error nothing fits together any more: every later call returns it again */
-    struct tally *tally;
+    char name[NAME_LENGTH];
 } *HcclComm;
 
 static pthread_mutex_t process_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct tally *tallies;
 static uint64_t calls_of_kind[KINDS];
 static int known_rank = -1;
 
 /* The simulated libascendcl makes this the text of aclGetRecentErrMsg(), which torch_npu adds to its exceptions. */
 void simnpu_explain(const char *text) __attribute__((weak));
-/* And this counts a launch, for the call site that the program is at. */
+/* And this counts a launch. */
 void simnpu_launched(const char *what) __attribute__((weak));
 
 static void complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
@@ -530,13 +520,10 @@ static void launched(enum kind kind) {
         simnpu_launched(what);
 }
 
-/* Counts a call (`bytes`: the larger of what the rank puts in and what it gets out, of an all-to-all what it puts in)
- * and carries out the fault that is ordered for it. */
-static HcclResult begin(HcclComm comm, enum kind kind, uint64_t bytes) {
+/* Counts a call and carries out the fault that is ordered for it. */
+static HcclResult begin(HcclComm comm, enum kind kind) {
     pthread_mutex_lock(&process_lock);
     uint64_t number = ++calls_of_kind[kind];
-    comm->tally->calls[kind]++;
-    comm->tally->bytes[kind] += bytes;
     pthread_mutex_unlock(&process_lock);
     if (comm->broken)
         return comm->broken;
@@ -578,7 +565,7 @@ static bool fits(HcclComm comm, const struct call *call, const struct announceme
             theirs->root != first->root) {
             complain("EI0005: the ranks of communicator %s call different things: rank 0 %s of %s (operation %d, root "
                      "%d), rank %u %s of %s (operation %d, root %d).",
-                     comm->tally->name, KIND[first->kind], TYPE[first->type].name, first->operation, first->root, rank,
+                     comm->name, KIND[first->kind], TYPE[first->type].name, first->operation, first->root, rank,
                      KIND[theirs->kind], TYPE[theirs->type].name, theirs->operation, theirs->root);
             return false;
         }
@@ -586,7 +573,7 @@ static bool fits(HcclComm comm, const struct call *call, const struct announceme
         uint64_t expected = call->reducing ? call->into_bytes[0] : call->into_bytes[rank];
         if ((call->reducing || call->into[rank]) && sent != expected) {
             complain("EI0005: %s of communicator %s: rank %u sends %llu bytes to rank %u, which expects %llu.",
-                     KIND[call->kind], comm->tally->name, rank, (unsigned long long)sent, comm->rank,
+                     KIND[call->kind], comm->name, rank, (unsigned long long)sent, comm->rank,
                      (unsigned long long)expected);
             return false;
         }
@@ -620,7 +607,7 @@ static HcclResult run(HcclComm comm, const struct call *call) {
             char text[256];
             complain("EI0002: %s of communicator %s on rank %u of %u: no notification from rank %s within %g s "
                      "(HCCL_EXEC_TIMEOUT).",
-                     KIND[call->kind], comm->tally->name, comm->rank, comm->ranks,
+                     KIND[call->kind], comm->name, comm->rank, comm->ranks,
                      missing(comm, text, sizeof text), comm->patience);
             return HCCL_E_TIMEOUT;
         }
@@ -646,10 +633,10 @@ static HcclResult run(HcclComm comm, const struct call *call) {
     return HCCL_SUCCESS;
 }
 
-static HcclResult collective(HcclComm comm, const struct call *call, uint64_t bytes) {
+static HcclResult collective(HcclComm comm, const struct call *call) {
     launched(call->kind);
     pthread_mutex_lock(&comm->lock);
-    HcclResult result = begin(comm, call->kind, bytes);
+    HcclResult result = begin(comm, call->kind);
     if (!result)
         result = comm->broken = run(comm, call);
     pthread_mutex_unlock(&comm->lock);
@@ -674,7 +661,7 @@ HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType
         return HCCL_E_NOT_SUPPORT;
     uint64_t bytes = count * TYPE[type].size;
     struct call call = {ALL_REDUCE, type, operation, 0, true, 1, {send}, {bytes}, {receive}, {bytes}};
-    return collective(comm, &call, bytes);
+    return collective(comm, &call);
 }
 
 HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp operation,
@@ -689,7 +676,7 @@ HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType ty
     uint64_t bytes = count * TYPE[type].size;
     void *into = comm->rank == root ? receive : NULL;
     struct call call = {REDUCE, type, operation, root, true, 1, {send}, {bytes}, {into}, {bytes}};
-    return collective(comm, &call, bytes);
+    return collective(comm, &call);
 }
 
 HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp operation,
@@ -707,7 +694,7 @@ HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclData
         call.from[rank] = (const char *)send + rank * bytes;
         call.from_bytes[rank] = bytes;
     }
-    return collective(comm, &call, bytes * comm->ranks);
+    return collective(comm, &call);
 }
 
 HcclResult HcclBroadcast(void *buffer, uint64_t count, HcclDataType type, uint32_t root, HcclComm comm, void *stream) {
@@ -725,7 +712,7 @@ HcclResult HcclBroadcast(void *buffer, uint64_t count, HcclDataType type, uint32
         call.into[root] = buffer;
         call.into_bytes[root] = bytes;
     }
-    return collective(comm, &call, bytes);
+    return collective(comm, &call);
 }
 
 HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType type, uint32_t root, HcclComm comm,
@@ -743,7 +730,7 @@ HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType t
     }
     call.into[root] = receive;
     call.into_bytes[root] = bytes;
-    return collective(comm, &call, bytes * comm->ranks);
+    return collective(comm, &call);
 }
 
 HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType type, HcclComm comm, void *stream) {
@@ -760,7 +747,7 @@ HcclResult HcclAllGather(void *send, void *receive, uint64_t count, HcclDataType
         call.into[rank] = (char *)receive + rank * bytes;
         call.into_bytes[rank] = bytes;
     }
-    return collective(comm, &call, bytes * comm->ranks);
+    return collective(comm, &call);
 }
 
 HcclResult HcclAlltoAll(const void *send, uint64_t send_count, HcclDataType send_type, const void *receive,
@@ -778,7 +765,7 @@ HcclResult HcclAlltoAll(const void *send, uint64_t send_count, HcclDataType send
         call.into[rank] = (char *)receive + rank * receive_bytes;
         call.into_bytes[rank] = receive_bytes;
     }
-    return collective(comm, &call, send_bytes * comm->ranks);
+    return collective(comm, &call);
 }
 
 HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *send_offsets, HcclDataType send_type,
@@ -790,16 +777,14 @@ HcclResult HcclAlltoAllV(const void *send, const void *send_counts, const void *
     if (wrong_type(ALL_TO_ALL_V, send_type) || wrong_type(ALL_TO_ALL_V, receive_type))
         return HCCL_E_PARA;
     size_t send_size = TYPE[send_type].size, receive_size = TYPE[receive_type].size;
-    uint64_t sent = 0;
     struct call call = {.kind = ALL_TO_ALL_V, .type = send_type, .parts = comm->ranks};
     for (uint32_t rank = 0; rank < comm->ranks; rank++) {
         call.from[rank] = (const char *)send + ((const uint64_t *)send_offsets)[rank] * send_size;
         call.from_bytes[rank] = ((const uint64_t *)send_counts)[rank] * send_size;
         call.into[rank] = (char *)receive + ((const uint64_t *)receive_offsets)[rank] * receive_size;
         call.into_bytes[rank] = ((const uint64_t *)receive_counts)[rank] * receive_size;
-        sent += call.from_bytes[rank];
     }
-    return collective(comm, &call, sent);
+    return collective(comm, &call);
 }
 
 HcclResult HcclBarrier(HcclComm comm, void *stream) {
@@ -807,7 +792,7 @@ HcclResult HcclBarrier(HcclComm comm, void *stream) {
     if (!comm)
         return HCCL_E_PTR;
     struct call call = {.kind = BARRIER, .parts = 1};
-    return collective(comm, &call, 0);
+    return collective(comm, &call);
 }
 
 /* ---- send and receive ---- */
@@ -896,7 +881,7 @@ static HcclResult exchange(HcclComm comm, enum kind kind, struct message *messag
                 message++;
             complain("EI0002: %s of communicator %s on rank %u: no notification from rank %u within %g s "
                      "(HCCL_EXEC_TIMEOUT).",
-                     KIND[kind], comm->tally->name, comm->rank, message->peer, comm->patience);
+                     KIND[kind], comm->name, comm->rank, message->peer, comm->patience);
             return HCCL_E_TIMEOUT;
         }
     }
@@ -911,12 +896,9 @@ static _Thread_local struct {
 static _Thread_local size_t gathered_count;
 
 static HcclResult point_to_point(HcclComm comm, enum kind kind, struct message *messages, size_t count) {
-    uint64_t bytes = 0;
-    for (size_t i = 0; i < count; i++)
-        bytes += messages[i].bytes;
     launched(kind);
     pthread_mutex_lock(&comm->lock);
-    HcclResult result = begin(comm, kind, bytes);
+    HcclResult result = begin(comm, kind);
     if (!result && group_depth > 0) {
         gathered = realloc(gathered, (gathered_count + count) * sizeof *gathered);
         for (size_t i = 0; i < count; i++, gathered_count++) {
@@ -1066,13 +1048,10 @@ static HcclResult join(const struct place *place, uint32_t rank, uint32_t ranks,
     comm->patience = number_from("HCCL_EXEC_TIMEOUT", 1836);
     if (config && config->size >= CONFIG_TIMEOUT_END && config->exec_timeout >= 0)
         comm->patience = config->exec_timeout;
-    comm->tally = calloc(1, sizeof *comm->tally);
-    comm->tally->rank = rank;
-    comm->tally->ranks = ranks;
     if (config && config->size >= CONFIG_NAME_END && config->name[0])
-        snprintf(comm->tally->name, NAME_LENGTH, "%.*s", NAME_LENGTH - 1, config->name);
+        snprintf(comm->name, NAME_LENGTH, "%.*s", NAME_LENGTH - 1, config->name);
     else
-        snprintf(comm->tally->name, NAME_LENGTH, "simulated_%d_%llx", place->process,
+        snprintf(comm->name, NAME_LENGTH, "simulated_%d_%llx", place->process,
                  (unsigned long long)place->token);
 
     double patience = number_from("HCCL_CONNECT_TIMEOUT", 120);
@@ -1080,9 +1059,8 @@ static HcclResult join(const struct place *place, uint32_t rank, uint32_t ranks,
         char text[256];
         complain("EI0015: rank %u of %u of communicator %s: not all ranks have come within %g s "
                  "(HCCL_CONNECT_TIMEOUT). List of unconnected ranks: \"[%s]\"",
-                 rank, ranks, comm->tally->name, patience, missing(comm, text, sizeof text));
+                 rank, ranks, comm->name, patience, missing(comm, text, sizeof text));
         munmap(shared, length);
-        free(comm->tally);
         free(comm);
         return HCCL_E_TIMEOUT;
     }
@@ -1090,10 +1068,6 @@ static HcclResult join(const struct place *place, uint32_t rank, uint32_t ranks,
     if (place->process == getpid() && atomic_exchange(&shared->closed, 1) == 0)
         close(place->file);
 
-    pthread_mutex_lock(&process_lock);
-    comm->tally->next = tallies;
-    tallies = comm->tally;
-    pthread_mutex_unlock(&process_lock);
     *result = comm;
     return HCCL_SUCCESS;
 }
@@ -1174,7 +1148,7 @@ HcclResult HcclCreateSubCommConfig(HcclComm *parent_pointer, uint32_t ranks, uin
         if (now() > deadline) {
             complain("EI0015: rank %u of %u of a new communicator of %s: its first rank has not come within %g s "
                      "(HCCL_CONNECT_TIMEOUT).",
-                     rank, ranks, parent->tally->name, patience);
+                     rank, ranks, parent->name, patience);
             return HCCL_E_TIMEOUT;
         }
         usleep(2000);
@@ -1191,14 +1165,14 @@ HcclResult HcclCommDestroy(HcclComm comm) {
     munmap(comm->shared, comm->length);
     pthread_mutex_unlock(&comm->lock);
     pthread_mutex_destroy(&comm->lock);
-    free(comm); /* the tally lives on for the counts */
+    free(comm);
     return HCCL_SUCCESS;
 }
 
 HcclResult HcclGetCommName(HcclComm comm, char *name) {
     if (!comm || !name)
         return HCCL_E_PTR;
-    strcpy(name, comm->tally->name);
+    strcpy(name, comm->name);
     return HCCL_SUCCESS;
 }
 
@@ -1282,52 +1256,3 @@ UNSUPPORTED(HcclCommDeregister)
 UNSUPPORTED(HcclCommExchangeMem)
 UNSUPPORTED(HcclCommSymWinRegister)
 UNSUPPORTED(HcclCommSymWinDeregister)
-
-/* ---- counts ---- */
-
-static void print_counts(FILE *file) {
-    pthread_mutex_lock(&process_lock);
-    fprintf(file, "{\"rank\": %d, \"communicators\": [", known_rank);
-    for (const struct tally *tally = tallies; tally; tally = tally->next) {
-        fprintf(file, "%s\n  {\"name\": \"", tally == tallies ? "" : ",");
-        for (const char *letter = tally->name; *letter; letter++)
-            fputc(*letter < ' ' || *letter == '"' || *letter == '\\' ? '_' : *letter, file);
-        fprintf(file, "\", \"rank\": %u, \"ranks\": %u, \"calls\": {", tally->rank, tally->ranks);
-        const char *separator = "";
-        for (int kind = 0; kind < KINDS; kind++) {
-            if (!tally->calls[kind])
-                continue;
-            fprintf(file, "%s\"%s\": {\"calls\": %llu, \"bytes\": %llu}", separator, KIND[kind],
-                    (unsigned long long)tally->calls[kind], (unsigned long long)tally->bytes[kind]);
-            separator = ", ";
-        }
-        fprintf(file, "}}");
-    }
-    fprintf(file, "\n]}\n");
-    pthread_mutex_unlock(&process_lock);
-}
-
-/* The counts so far as JSON, in memory that the caller frees. */
-char *simnpu_hccl_counts(void) {
-    char *text = NULL;
-    size_t size = 0;
-    FILE *file = open_memstream(&text, &size);
-    print_counts(file);
-    fclose(file);
-    return text;
-}
-
-__attribute__((destructor)) static void write_counts(void) {
-    const char *name = getenv("SIMNPU_HCCL_COUNTS");
-    if (!name || !*name || !tallies)
-        return;
-    char path[PATH_MAX];
-    snprintf(path, sizeof path, "%s.rank%d.json", name, known_rank);
-    FILE *file = fopen(path, "w");
-    if (!file) {
-        complain("SIMNPU_HCCL_COUNTS: %s: %s", path, strerror(errno));
-        return;
-    }
-    print_counts(file);
-    fclose(file);
-}
