@@ -201,8 +201,9 @@ def kernels(device: str, names: Sequence[str] = ()) -> list[str]:
 
 
 def greedy_tokens(
-    device: str, dtype: str = "float32", shape: str = "fast", graphs: str = "off", plant: str | None = None
-) -> list[list[int]]:
+    device: str, dtype: str = "float32", shape: str = "fast", graphs: str = "off", plant: str | None = None,
+    max_tokens: int = 90,
+) -> list[list[int]]:  # fmt: skip
     """Greedy replies to prompts of several lengths at once."""
     found = devices.init(device, dtype)
     with planted(plant):
@@ -211,7 +212,7 @@ def greedy_tokens(
         engine_.stop_ids = set()
         engine_.call_start = engine_.call_end = -1  # the model writes them at random
         prompts = [[5, 6, 7], [9] * 12, list(range(20, 37))]
-        return engine_.generate(prompts, max_tokens=90, sampling=SamplingParams(temperature=0.0))[0]
+        return engine_.generate(prompts, max_tokens=max_tokens, sampling=SamplingParams(temperature=0.0))[0]
 
 
 def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
@@ -242,7 +243,7 @@ def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
     }
 
 
-def uncached_greedy_tokens(device: str, dtype: str = "float32", shape: str = "fast") -> list[list[int]]:
+def uncached_greedy_tokens(device: str, max_tokens: int, dtype: str = "float32", shape: str = "fast") -> Any:
     """The same without a cache, a whole forward pass for every token."""
     found = devices.init(device, dtype)
     model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
@@ -250,7 +251,7 @@ def uncached_greedy_tokens(device: str, dtype: str = "float32", shape: str = "fa
     with torch.inference_mode():
         for prompt in ([5, 6, 7], [9] * 12, list(range(20, 37))):
             tokens = list(prompt)
-            for _ in range(90):
+            for _ in range(max_tokens):
                 logits = model(found.to_device(torch.tensor([tokens])))
                 tokens.append(int(logits[0, -1].argmax()))
             replies.append(tokens[len(prompt) :])
@@ -336,7 +337,7 @@ def tokens_if_recording_fails(device: str, by: str) -> dict[str, Any]:
         refusing = unittest.mock.Mock(side_effect=RuntimeError("aclrtCreateStream, error code is 207005"))
         plant = unittest.mock.patch.object(torch.npu.NPUGraph, "capture_begin", refusing)
     with plant, contextlib.redirect_stderr(io.StringIO()) as said:
-        tokens = [greedy_tokens(device, graphs="on") for _ in range(2)]
+        tokens = [greedy_tokens(device, graphs="on", max_tokens=20) for _ in range(2)]
     devices._NOT_RECORDING.clear()
     assert tokens[0] == tokens[1]
     return {"tokens": tokens[0], "said": said.getvalue(), "device": found.kind}

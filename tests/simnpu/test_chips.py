@@ -71,7 +71,7 @@ def test_training_on_a_910a_is_the_cpus(chip, packed: bool):
 
 @pytest.mark.parametrize("soc", ["Ascend910A", "Ascend310P3"])
 def test_replies_of_an_old_chip_are_the_cpus(chip, soc: str):
-    assert chip(soc)("greedy_tokens", dtype="auto") == cases.greedy_tokens("cpu")
+    assert chip(soc)("greedy_tokens", dtype="auto", max_tokens=30) == cases.greedy_tokens("cpu", max_tokens=30)
     assert chip(soc)("kernels")[0].startswith("torch")
 
 

@@ -22,6 +22,11 @@ def simulated(built: None) -> Iterator[On]:
         yield functools.partial(compute, device="npu:0")
 
 
+@functools.cache
+def by_cpu(function: str, *arguments: Any, **options: Any) -> Any:
+    return getattr(cases, function)("cpu", *arguments, **options)
+
+
 def close(ours: list[float], theirs: list[float], relative: float) -> bool:
     return len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=relative, abs=relative)
 
@@ -32,7 +37,7 @@ SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama", "experts", "qwen3_moe"
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
-    on_cpu = cases.train_losses("cpu", shape=shape, packed=packed)
+    on_cpu = by_cpu("train_losses", shape=shape, packed=packed)
     on_npu = simulated("train_losses", shape=shape, packed=packed)
     assert close(on_npu[:6:2], on_cpu[:6:2], 1e-5)  # losses
     assert close(on_npu, on_cpu, 1e-4)  # norms of gradients and sums of weights, where rounding adds up
@@ -41,7 +46,7 @@ def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
 @pytest.mark.parametrize("base_format", ["plain", "nf4"])
 @pytest.mark.parametrize("shape", ["ungrouped", "qwen3", "qwen3_moe"])
 def test_adapters_learn_as_on_the_cpu(simulated: On, shape: str, base_format: str):
-    on_cpu = cases.adapter_losses("cpu", shape=shape, base_format=base_format)
+    on_cpu = by_cpu("adapter_losses", shape=shape, base_format=base_format)
     on_npu = simulated("adapter_losses", shape=shape, base_format=base_format)
     assert close(on_npu[::2], on_cpu[::2], 1e-5) and close(on_npu, on_cpu, 1e-4)
     in_bf16 = simulated("adapter_losses", dtype="bfloat16", shape=shape, base_format=base_format)
@@ -52,21 +57,21 @@ def test_adapters_learn_as_on_the_cpu(simulated: On, shape: str, base_format: st
 def test_the_same_operations_in_fp32_give_the_same_bits(simulated: On, packed: bool):
     """Without the fused operators, and with AdamW for the matrices: Muon multiplies transposed views, whose products a
     CPU computes in another order than those of the contiguous copies an NPU holds."""
-    on_cpu = cases.train_losses("cpu", packed=packed, plain=True)
+    on_cpu = by_cpu("train_losses", packed=packed, plain=True)
     assert simulated("train_losses", packed=packed, plain=True) == on_cpu
 
 
 def test_a_step_that_must_be_skipped_changes_nothing(simulated: On):
-    assert simulated("skipped_steps") == cases.skipped_steps("cpu") == [False, False, True]
+    assert simulated("skipped_steps") == by_cpu("skipped_steps") == [False, False, True]
     assert simulated("skipped_steps", fused=True) == [True, True, True], "the simulator behaves as torch_npu's adapter"
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, shape: str):
-    on_cpu = cases.train_losses("cpu", dtype="bfloat16", shape=shape)[:6:2]  # losses
+    on_cpu = by_cpu("train_losses", dtype="bfloat16", shape=shape)[:6:2]  # losses
     on_npu = simulated("train_losses", dtype="bfloat16", shape=shape)[:6:2]
     # How far bf16 parts from fp32 depends on the shape and on the processor: 0.06% to 1.1%.
-    exact = cases.train_losses("cpu", shape=shape)[:6:2]
+    exact = by_cpu("train_losses", shape=shape)[:6:2]
     rounding = max(abs(rounded - loss) / loss for rounded, loss in zip(on_cpu, exact, strict=True))
     # A token whose second and third expert score alike goes to another one: 0.54% on an AMD EPYC.
     floor = 1e-2 if shape in ("experts", "qwen3_moe") else 5e-3
@@ -76,22 +81,22 @@ def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, sha
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", cases.KERNELS)
 def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: str):
-    on_cpu = cases.kernel_gradients("cpu", dtype, name)
+    on_cpu = by_cpu("kernel_gradients", dtype, name)
     assert close(simulated("kernel_gradients", dtype=dtype, name=name), on_cpu, 1e-5 if dtype == "float32" else 2e-2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_replies_are_the_cpus_and_those_without_a_cache(simulated: On, shape: str):
-    on_cpu = cases.greedy_tokens("cpu", shape=shape)
+    on_cpu = by_cpu("greedy_tokens", shape=shape)
     assert simulated("greedy_tokens", shape=shape) == on_cpu
     if shape == "fast":
-        assert simulated("uncached_greedy_tokens", shape=shape) == on_cpu
+        assert simulated("uncached_greedy_tokens", shape=shape, max_tokens=30) == [reply[:30] for reply in on_cpu]
 
 
 def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
     for shape in ("fast", "experts"):
-        assert simulated("greedy_tokens", shape=shape, graphs="on") == cases.greedy_tokens("cpu", shape=shape)
+        assert simulated("greedy_tokens", shape=shape, graphs="on") == by_cpu("greedy_tokens", shape=shape)
     # In fp32: a recorded token attends by other operators, which round otherwise.
     one, other = (simulated("sampled_tokens", dtype="float32", graphs=graphs) for graphs in ("on", "off"))
     assert one == other
@@ -110,7 +115,7 @@ def test_recorded_attention_is_cached_attention(simulated: On, dtype: str, round
     """In bf16 the fused operator rounds its output; the two products also round the scores, of up to 8, between them.
     What is between is in fp32, where the order of a sum of 64 products depends on the processor: 1.2 eps for the
     whole on Intel, 2.4 on an AMD EPYC."""
-    exact = cases.attention_to_a_cache("cpu", "float32")["cached"]
+    exact = by_cpu("attention_to_a_cache", "float32")["cached"]
     found = simulated("attention_to_a_cache", dtype=dtype)
     for name, roundings in (("cached", 2), ("recorded", 4)):
         error = max(abs(a - b) for a, b in zip(found[name], exact, strict=True))
@@ -119,27 +124,27 @@ def test_recorded_attention_is_cached_attention(simulated: On, dtype: str, round
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 def test_the_scheduler_serves_the_same_tokens_replayed_or_not(simulated: On, graphs: str):
-    assert simulated("served_tokens", graphs=graphs) == cases.served_tokens("cpu")
+    assert simulated("served_tokens", graphs=graphs) == by_cpu("served_tokens")
 
 
 def test_greedy_replies_in_bfloat16(simulated: On):
     """Rounding may part a reply late."""
-    settings = {"dtype": "bfloat16", "shape": "ungrouped"}
-    ours, theirs = simulated("greedy_tokens", **settings), cases.greedy_tokens("cpu", **settings)
+    settings = {"dtype": "bfloat16", "shape": "ungrouped", "max_tokens": 40}
+    ours, theirs = simulated("greedy_tokens", **settings), by_cpu("greedy_tokens", **settings)
     same = [a == b for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True)]
     assert all(same[:5]) and statistics.mean(same) > 0.3
 
 
 def test_a_seed_decides_what_is_sampled(simulated: On):
     first = simulated("sampled_tokens", seed=1, dtype="float32")
-    assert first == cases.sampled_tokens("cpu", seed=1, dtype="float32")
+    assert first == by_cpu("sampled_tokens", seed=1, dtype="float32")
     assert first != simulated("sampled_tokens", seed=2, dtype="float32")
     assert len({tuple(row) for row in first}) > 1
 
 
 def test_ppos_advantages_are_computed_on_the_host(simulated: On):
     """A recurrence place by place on the device made 38,937 launches for a micro-batch of this size."""
-    on_cpu = cases.ppo_estimate("cpu", micro_batches=2)
+    on_cpu = by_cpu("ppo_estimate", micro_batches=2)
     for micro_batches in (1, 2):
         found = simulated("ppo_estimate", micro_batches=micro_batches)
         launched, waited = found["counts"]
@@ -162,12 +167,14 @@ def test_ppos_advantages_are_computed_on_the_host(simulated: On):
     ],
 )
 def test_a_planted_mistake_in_training_is_found(simulated: On, plant: str, packed: bool):
-    on_cpu = cases.train_losses("cpu", packed=packed)
+    on_cpu = by_cpu("train_losses", packed=packed)
     assert not close(simulated("train_losses", packed=packed, plant=plant), on_cpu, 1e-5)
 
 
 def test_planted_mistakes_in_decoding_are_found(simulated: On):
-    assert simulated("greedy_tokens", plant="torch's mask convention") != cases.greedy_tokens("cpu")
+    assert simulated("greedy_tokens", plant="torch's mask convention", max_tokens=20) != by_cpu(
+        "greedy_tokens", max_tokens=20
+    )
     with pytest.raises(RuntimeError, match="multinomial"):
         simulated("sampled_tokens", plant="multinomial in bfloat16")
 
@@ -179,6 +186,6 @@ def test_planted_mistakes_in_decoding_are_found(simulated: On):
 @pytest.mark.parametrize("by", ["no streams", "a wait"])
 def test_where_recording_fails_decoding_goes_on(simulated: On, by: str):
     figures = simulated("tokens_if_recording_fails", by=by)
-    assert figures["tokens"] == cases.greedy_tokens("cpu")
+    assert figures["tokens"] == by_cpu("greedy_tokens", max_tokens=20)
     (line,) = [line for line in figures["said"].splitlines() if line.startswith("warning: ")]
     assert "could not be recorded" in line and ("207005" in line or by == "a wait")
