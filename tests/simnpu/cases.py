@@ -53,8 +53,8 @@ def _plants() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
         loss = float(early)  # of a tensor on the host: nothing waits for the copy
         return {**read(meter, stats), "loss": loss}
 
-    def sample_in_bfloat16(logits: Tensor, *, temperature: float, **_: Any) -> Tensor:
-        return torch.multinomial((logits.bfloat16() / temperature).softmax(-1), 1)[:, 0]
+    def sample_in_bfloat16(logits: Tensor, *_: Any) -> Tensor:
+        return torch.multinomial(logits.bfloat16().softmax(-1), 1)[:, 0]
 
     return {
         "torch's mask convention": (kernels, "prepare_mask", lambda self, mask: mask),
