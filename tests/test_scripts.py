@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,17 +28,18 @@ from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from runs import ROOT, call, exactly_resumed, forget_after, losses, metrics, mistake, process, refused, sha256
-from tiny import command_on_a_rank, run_command, run_ranks
+from tiny import command_on_a_rank, cpu_device, run_command, run_ranks
 
 from nanochat import bpb, checkpoint_manager, cli, loader, loop, train
 from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
 from nanochat.device import Device
+from nanochat.flags import TrainFlags
 from nanochat.kernels import compiler
 from nanochat.log import REQUIRED
 from nanochat.model_folder import steps as steps_of
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import next_token_loss
+from nanochat.train import Progress, next_token_loss
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
 STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
@@ -507,6 +509,22 @@ def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer,
         assert run_ranks(saved_in_time, (*flags, "--log_every=100"), world_size=1) == [[1, 2, 3, 4, 5, 6]]
         assert run_ranks(saved_in_time, (*flags, "--keep_last=2"), world_size=1) == [[1, 2, 3, 4, 5, 6]]
         assert steps_of(base / "checkpoints/base/d1") == [5, 6]
+        longer = (*TINY, "--num_iterations=8", "--resume")
+        assert run_ranks(saved_in_time, longer, world_size=1) == [[7, 8]]
+        assert steps_of(base / "checkpoints/base/d1") == [5, 6, 8]  # step 7 was replaced, the one resumed from is kept
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "step_seconds", "planned"),
+    [(10, None, 2.0, 300), (400, None, 2.0, 400), (410, 400, 2.0, 700), (400, 400, 1200.0, 401)],
+)
+def test_the_next_save_is_ten_minutes_after_the_last_one(step, saved, step_seconds, planned):
+    run: Any = SimpleNamespace(
+        config=TrainFlags(), device=cpu_device(), folder=Path("/"), checkpoint_bytes=0, progress=Progress(step),
+        saved_step=saved, step_seconds=step_seconds, _saved_in_time=None,
+    )  # fmt: skip
+    loop.Run._plan_save(run)
+    assert run.next_save == planned
 
 
 def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer):
