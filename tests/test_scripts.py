@@ -453,7 +453,15 @@ def test_a_diverged_run_names_an_earlier_checkpoint(base, tokenizer, capsys, mon
         if step > 4:
             shutil.rmtree(folder / f"step_{step:06d}")
     poison(monkeypatch, *range(0, 8))
-    refused(capsys, ("base_train", *flags, "--resume"), f", which diverges: move all after {folder}/step_000002 away; ")
+    advice = f", which diverges: move all after {folder}/step_000002 away; "
+    refused(capsys, ("base_train", *flags, "--resume"), advice)
+
+    # The second step after it is bad again, and nothing was saved since.
+    for step in steps_of(folder):
+        if step > 4:
+            shutil.rmtree(folder / f"step_{step:06d}")
+    poison(monkeypatch, *range(1, 20))
+    refused(capsys, ("base_train", *flags[:-1], "--save_every=0", "--resume"), advice)
 
 
 def test_resume_without_a_checkpoint_begins_and_names_other_tags(base, tokenizer, capsys):
@@ -512,6 +520,7 @@ def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer,
         longer = (*TINY, "--num_iterations=8", "--resume")
         assert run_ranks(saved_in_time, longer, world_size=1) == [[7, 8]]
         assert steps_of(base / "checkpoints/base/d1") == [5, 6, 8]  # step 7 was replaced, the one resumed from is kept
+        assert run_ranks(saved_in_time, longer, world_size=1) == [[]]  # the end is saved already
 
 
 @pytest.mark.parametrize(
