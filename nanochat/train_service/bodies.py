@@ -17,7 +17,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train_service.jobs import EPHEMERAL, is_name
 from nanochat.train_service.losses import find_loss
 from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
-from nanochat.train_service.tenants import MAX_RANK, Trained
+from nanochat.train_service.tenants import MAX_RANK, AdamBody, Trained
 from nanochat.train_service.wire import MAX_TOPK, ForwardBackward
 
 
@@ -29,7 +29,6 @@ def _checked_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_checked_name)]
 Number = Annotated[int, Field(ge=0, lt=10**9)]
-Rate = Annotated[float, Field(ge=0)]
 MAX_METADATA = 4096  # bytes of JSON: the server keeps it as long as the session or model
 
 
@@ -126,17 +125,6 @@ class PathBody(Strict):
 
 class ModelBody(Body):
     model_id: str
-
-
-class AdamBody(Strict):
-    """The settings of one step."""
-
-    learning_rate: Rate = 1e-4
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    eps: Rate = 1e-12
-    weight_decay: Rate = 0.0
-    grad_clip_norm: Rate = 0.0  # 0: gradients are not clipped
 
 
 class OptimStepBody(Body):

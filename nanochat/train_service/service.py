@@ -30,7 +30,6 @@ from nanochat.exported.tokenizer_files import tokenizer_files
 from nanochat.log import warn
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
-from nanochat.train_service.bodies import AdamBody
 from nanochat.train_service.jobs import (
     EPHEMERAL,
     Job,
@@ -46,7 +45,7 @@ from nanochat.train_service.jobs import (
 )
 from nanochat.train_service.log import REFUSED, DamagedLog, Entry, RequestLog, read_record, write_record
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
-from nanochat.train_service.tenants import Base, Trained, TrainedModel, load_weights
+from nanochat.train_service.tenants import AdamBody, Base, Trained, TrainedModel, load_weights
 
 KEPT_RESULTS = 5_000  # finished requests of a model, or of a session's samplers, whose results can still be fetched,
 KEPT_BYTES = 1 << 26  # and how large these are together

@@ -14,11 +14,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.nn as nn
+from pydantic import Field
 from torch import Tensor
 
 from nanochat import checkpoint_manager as checkpoints
@@ -32,13 +33,11 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
 from nanochat.layout import lay_out
 from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.serve.schema import Strict
 from nanochat.sharding import whole_weights
 from nanochat.storage import load_whole
 from nanochat.train_service.losses import TokenLoss, find_loss
 from nanochat.train_service.wire import Datum
-
-if TYPE_CHECKING:
-    from nanochat.train_service.bodies import AdamBody
 
 MAX_RANK = 1024
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -59,6 +58,20 @@ class Trained:
     def lora(self) -> Lora:
         """The settings of the adapters in the blocks."""
         return Lora(self.rank, targets=(ATTENTION if self.attention else ()) + (MLP if self.mlp else ()))
+
+
+Rate = Annotated[float, Field(ge=0)]
+
+
+class AdamBody(Strict):
+    """The settings of one step, as a client sends them."""
+
+    learning_rate: Rate = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Rate = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Rate = 0.0  # 0: gradients are not clipped
 
 
 # ---------------------------------------------------------------------- models over one base
@@ -241,7 +254,7 @@ class TrainedModel:
     # ---- a step
 
     @torch.no_grad()
-    def step(self, adam: "AdamBody") -> dict[str, float]:
+    def step(self, adam: AdamBody) -> dict[str, float]:
         """One step of AdamW from the gradients since the last one; returns their norm.
 
         Raises UserError: when gradients are missing or not finite. Then they are dropped, and nothing else changes.
