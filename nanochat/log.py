@@ -131,7 +131,7 @@ class RunLog:
         self._file: IO[bytes] | None = None
         self._waiting = b""  # lines for the file, as long as the disk is full
         self._trackers: dict[str, Any] = {}
-        self.bar = Bar(stage, total_steps, start_step, has_times=False).begin()
+        self.bar = Bar(stage, total_steps, start_step, seconds_each=0).begin()
         self._next_line = 0  # the step from which on a terminal has a line again
         if rank != 0:
             return
@@ -158,7 +158,7 @@ class RunLog:
         known = {key: value for key, value in finite.items() if value is not None}
         self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
         parts = self._parts(values)
-        newest = [parts[name] for name in ("eta", "reward", "loss", "tok_per_sec") if name in parts]
+        newest = [parts[name] for name in ("reward", "loss", "tok_per_sec") if name in parts]
         self.bar.note = "  ".join(newest)
         # In a terminal: the first step and about ten more, evaluations, and steps that went wrong.
         is_evaluation = any(name.startswith(("val_", "eval_")) for name in finite)
@@ -219,7 +219,8 @@ class RunLog:
         speed = values["tok_per_sec"]
         steps = values["step"] + 1
         if speed and values["tokens"] and values["step"] > self.start_step:  # the first step takes longer than others
-            parts["eta"] = f"eta {duration(values['tokens'] / steps / speed * (self.total_steps - steps))}"
+            self.bar.seconds_each = values["tokens"] / steps / speed
+            parts["eta"] = f"eta {duration(self.bar.seconds_each * (self.total_steps - steps))}"
         further = [key for key in values if key not in (*REQUIRED, *FILE_ONLY) and values[key] is not None]
         further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
         for key in further:

@@ -80,7 +80,7 @@ class Bar:
     total: float | None = None  # None: the amount of work is unknown
     done: float = 0
     note: str = ""  # further text to show, such as the loss
-    has_times: bool = True  # the time so far and the time left; the note of a training run has its own
+    seconds_each: float | None = None  # None: by the time so far; 0: unknown
     began: float = field(default_factory=time.monotonic)
 
     def begin(self) -> "Bar":
@@ -103,11 +103,13 @@ class Bar:
             parts.append(f"{self.done:,.0f}/{self.total:,.0f}")
         elif self.done:
             parts.append(f"{self.done:,.0f}")
-        if self.has_times:
-            elapsed = time.monotonic() - self.began
-            parts.append(duration(elapsed))
-            if self.total is not None and 0 < self.done < self.total:
-                parts.append(f"eta {duration(elapsed / self.done * (self.total - self.done))}")
+        elapsed = time.monotonic() - self.began
+        parts.append(duration(elapsed))
+        seconds_each = self.seconds_each
+        if seconds_each is None:
+            seconds_each = elapsed / self.done if self.done else 0
+        if self.total is not None and self.done < self.total and seconds_each:
+            parts.append(f"eta {duration(seconds_each * (self.total - self.done))}")
         return "  ".join(filter(None, [*parts, self.note]))
 
 

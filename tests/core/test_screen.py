@@ -124,10 +124,10 @@ def test_a_run_in_a_terminal_has_a_bar_and_whole_lines_above_it(monkeypatch, tmp
                 print0(f"a line {step} " + "x" * 100)
                 warn(f"a warning {step}")
             run.step(metrics(4, val_bpb=1.25, grad_norm=0.1))
-            shown = wait_for(terminal, "4/100  eta 3m10s  loss 1.0000")
+            shown = wait_for(terminal, "eta 3m12s  loss 1.0000")
             for _ in track(range(3), "evaluation"):
                 inner = wait_for(terminal, "evaluation")
-    assert re.search(r"base +[━╸╺]+ 4/100  eta 3m10s  loss 1\.0000  500 tok/s", shown)
+    assert re.search(r"base +[━╸╺]+ 4/100  \d+s  eta 3m12s  loss 1\.0000  500 tok/s", shown)
     assert "evaluation" in inner.splitlines()[-1] and "base" in inner.splitlines()[-2]
     # What stays on the screen: each line once, whole, in order; of the five steps the first and the evaluation.
     stays = [line for line in terminal.lines if line.strip()]
@@ -154,7 +154,7 @@ def test_an_interrupted_bar_leaves_the_terminal_as_it_was(monkeypatch):
 
 @pytest.mark.parametrize("columns", [20, 40, 59, 60, 80, 200])
 def test_a_bar_fits_any_width(monkeypatch, columns):
-    fields = {"done": 12_000, "has_times": False, "note": "eta 2h13m  loss 3.2141  12,345 tok/s"}
+    fields = {"done": 12_000, "seconds_each": 1.0, "note": "loss 3.2141  12,345 tok/s"}
     with in_terminal(monkeypatch) as terminal:
         monkeypatch.setenv("COLUMNS", str(columns))
         with screen.opened(), Bar("sft", 20_000, **fields), Bar("micro-batch", 8):
@@ -162,9 +162,10 @@ def test_a_bar_fits_any_width(monkeypatch, columns):
     widest = max(len(line) for state in terminal.seen for line in state.splitlines())
     assert widest <= columns
     if columns >= 80:
-        assert "12,000/20,000  eta 2h13m  loss 3.2141  12,345 tok/s" in wait_for(terminal, "loss")
+        shown = wait_for(terminal, "loss")
+        assert re.search(r"12,000/20,000  \d+s  eta 2h13m  loss 3.2141  12,345 tok/s", shown)
     elif columns >= 40:
-        assert "sft           12,000/20,000  eta" in wait_for(terminal, "12,000/20,000")
+        assert re.search(r"sft           12,000/20,000  \d+s  eta", wait_for(terminal, "12,000/20,000"))
 
 
 def test_many_steps_are_drawn_a_few_times_a_second(monkeypatch):
@@ -209,7 +210,7 @@ def test_elsewhere_lines_are_plain_and_silence_has_a_heartbeat(monkeypatch, tmp_
     assert first == "base   0/100 | loss 5.0000 | lr 0.02 | 500 tok/s"
     assert second == "base   1/100 | loss 4.0000 | lr 0.02 | 500 tok/s | eta 3m16s"
     note = "eta 3m16s  loss 4.0000  500 tok/s"
-    assert any(re.fullmatch(f"base 2/100  {note} \\| micro-batch 3/8  \\d+s  eta \\d+s", beat) for beat in beats)
+    assert any(re.fullmatch(f"base 2/100  \\d+s  {note} \\| micro-batch 3/8  \\d+s  eta \\d+s", beat) for beat in beats)
 
 
 def test_a_line_puts_the_heartbeat_off(monkeypatch):
@@ -238,4 +239,6 @@ def test_what_a_bar_says():
     assert Bar("x", 8, 2, began=began).status() == "2/8  40s  eta 2m00s"
     assert Bar("x", 8, 8, "done", began=began).status() == "8/8  40s  done"
     assert Bar("x", 8, 0, began=began).status() == "0/8  40s"
-    assert Bar("x", 100, 60, "eta 1m20s  loss 1", has_times=False, began=began).status() == "60/100  eta 1m20s  loss 1"
+    known = Bar("x", 100, 60, "loss 1", seconds_each=2.0, began=began)
+    assert known.status() == "60/100  40s  eta 1m20s  loss 1"
+    assert Bar("x", 100, 60, seconds_each=0, began=began).status() == "60/100  40s"  # a run that resumes
