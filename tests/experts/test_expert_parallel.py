@@ -38,6 +38,8 @@ from nanochat.parallel.mesh import Place
 from nanochat.sharding import local
 from nanochat.train import next_token_loss
 
+NORMS = 5e-5  # a norm sums squares in another order on each processor: 2.3e-5 after five steps on an AMD EPYC
+
 
 def costs(device: Device, expert_parallel: bool, recompute: bool) -> dict[str, Any]:
     """Bytes of a forward and a backward pass by kind of collective, and elements of experts that a rank holds."""
@@ -84,13 +86,13 @@ def four_ranks() -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "context_ranks"), [("fsdp", 1), ("experts", 1), ("rows shared", 2)])
 def test_two_ranks_with_whole_experts_learn_as_one(two_ranks, how, context_ranks):
-    check_equal([rank[how] for rank in two_ranks], context_ranks)
+    check_equal([rank[how] for rank in two_ranks], context_ranks, NORMS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["experts", "hybrid"])
 def test_four_ranks_with_whole_experts_learn_as_one(four_ranks, how):
-    check_equal([rank[how] for rank in four_ranks])
+    check_equal([rank[how] for rank in four_ranks], norms=NORMS)
 
 
 @pytest.mark.slow

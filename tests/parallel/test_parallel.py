@@ -85,6 +85,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adapters of experts": {"config": QWEN3_MOE, "adapters": LIVELY_ADAPTERS},
     **UNEVEN,
 }
+# Between equal losses the norm of a few shapes parts by 4e-5, on two replicated ranks as on shards.
+NORMS = 1e-4
 CLIPPED = {"tuned": 0.5, "adamw of experts": 0.5, "adapters": 0.1}
 slow = pytest.mark.slow
 Run = tuple[GPT, Optimizer]
@@ -167,22 +169,21 @@ def alone(variant: str, count: int) -> dict[str, Any]:
     return trained(cpu_device(), "ddp", 1, {variant: count})[variant]
 
 
-def same_steps(found: Stats, expected: Stats, context_ranks: int = 1) -> None:
-    """The same losses, norms and updates; all ranks that share a row count its targets."""
+def same_steps(found: Stats, expected: Stats, context_ranks: int = 1, norms: float = 1e-5) -> None:
+    """The same losses, norms within the share `norms`, and updates; all ranks that share a row count its targets."""
     assert len(found) == len(expected)
     for (loss, targets, norm, updated), one in zip(found, expected, strict=True):
         assert loss == pytest.approx(one[0], rel=1e-6 if len(found) < 20 else 1e-5, abs=1e-6)
         assert targets == context_ranks * one[1]
-        # Between equal losses the norm of a few shapes parts by 4e-5, on two replicated ranks as on shards.
-        assert norm == pytest.approx(one[2], rel=1e-4)
+        assert norm == pytest.approx(one[2], rel=norms)
         assert updated == one[3]
 
 
-def check_equal(everywhere: list[dict[str, Any]], context_ranks: int = 1) -> None:
+def check_equal(everywhere: list[dict[str, Any]], context_ranks: int = 1, norms: float = 1e-5) -> None:
     """The results of `trained` on each rank against those of this process."""
     for variant, first in everywhere[0].items():
         expected = alone(variant, len(first["stats"]))
-        same_steps(first["stats"], expected["stats"], context_ranks)
+        same_steps(first["stats"], expected["stats"], context_ranks, norms)
         if variant == "adapters of experts":
             continue  # AdamW makes full steps of gradients that are only rounding
         for part, tolerances in (("weights", {"rtol": 0, "atol": 3e-5}), ("state", {"rtol": 1e-3, "atol": 1e-4})):
@@ -507,7 +508,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_two_sharded_ranks_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
-    check_equal([rank["trained"] for rank in two_ranks])
+    check_equal([rank["trained"] for rank in two_ranks], norms=NORMS)
 
 
 def test_activation_checkpointing_changes_no_bit(two_ranks: list[dict[str, Any]]) -> None:
@@ -625,7 +626,7 @@ def slow_on_two_ranks(device: Device) -> dict[str, Any]:
 def test_two_ranks_learn_as_one() -> None:
     ranks = run_ranks(slow_on_two_ranks)
     for how in ("ddp", "fsdp"):
-        check_equal([rank[how] for rank in ranks])
+        check_equal([rank[how] for rank in ranks], norms=NORMS)
     for rank in ranks:
         ddp, fsdp, exact = rank["bfloat16"]
         assert fsdp == pytest.approx(ddp, rel=1e-2)
@@ -655,7 +656,7 @@ def slow_on_four_ranks(device: Device) -> dict[str, Any]:
 def test_four_ranks_learn_as_one() -> None:
     ranks = run_ranks(slow_on_four_ranks, world_size=4)
     for how in ("ddp", "fsdp", "hybrid"):
-        check_equal([rank[how] for rank in ranks])
+        check_equal([rank[how] for rank in ranks], norms=NORMS)
     assert [rank["overlapped"] for rank in ranks] == [[True, True]] * 4
     for rank in ranks:  # between the groups gradients travel once a step
         first, last = micro_batches_of(rank["events"][0])
