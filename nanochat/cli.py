@@ -86,9 +86,9 @@ def check_ranges(config: Any) -> None:
                 continue
             if not value >= limits.low:  # NaN is not in any range either
                 least = "above 0" if 0 < limits.low <= 1e-9 else f"at least {limits.low:g}"
-                raise UserError(f"--{flag} {value}: {least}")
+                raise UserError(f"--{flag} {value!s:.40}: {least}")
             if value > limits.high:
-                raise UserError(f"--{flag} {value}: at most {limits.high:,}")
+                raise UserError(f"--{flag} {value!s:.40}: at most {limits.high:,}")
 
 
 def frozen_flags(config_type: type) -> list[str]:

@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -192,16 +193,24 @@ def forkserver() -> ForkServerContext:
     return context
 
 
+def free_port() -> int:
+    """A port that nobody uses, for a process that is started next.
+
+    It is below the ports that the system chooses by itself: one of those may be another test's before it is used.
+    """
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)  # not of the seeded generator: workers have the same one
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+
+
 def run_ranks(function: Callable[..., Any], *args: Any, world_size: int = 2) -> list[Any]:
     """What `function(device, *args)` returns on each rank: tensors and plain values, in rank order.
 
     The ranks are processes joined over gloo as torchrun would join them; `function` must stand in a module.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     size = str(world_size)
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environment |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     with tempfile.TemporaryDirectory() as folder:
         ranks = [

@@ -59,6 +59,12 @@ class Terminal(threading.Thread):
                 self.lines[self.row] += part
 
 
+@pytest.fixture(autouse=True)
+def no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the bars that other tests of this process have left, such as those of a run that failed."""
+    monkeypatch.setattr(screen, "_bars", [])
+
+
 @contextlib.contextmanager
 def in_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     """A terminal as the standard output and error of this process."""

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -25,7 +24,7 @@ from fake_vllm import FakeVllm, transformers
 from runs import call, metrics, sha256
 from test_samplers import served
 from test_scripts import base  # noqa: F401 (base is a fixture)
-from tiny import cpu_device
+from tiny import cpu_device, free_port
 from tiny_families import save_family
 
 from nanochat.rollout import RankSamples, Reply, Sample
@@ -386,9 +385,7 @@ class RealVllm:
     """A process of `vllm serve`, of low priority and with one thread."""
 
     def __init__(self, environment: Path, folder: Path, log: Path):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.command = [
             *(
                 "nice",

@@ -1038,8 +1038,7 @@ def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, sign: signal.
     if how == "gunicorn":
         pytest.importorskip("gunicorn", reason="GUNICORN IS NOT TESTED: pip install gunicorn")
     folder = checkpoint(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = tiny.free_port()
     flags = f"--source {folder} --device cpu --slots 20"
     words = f"scripts.chat_web --port {port} {flags}"
     if how == "gunicorn":

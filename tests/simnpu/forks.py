@@ -136,9 +136,7 @@ def _become(request: dict[str, Any], files: list[int]) -> list[str]:
     os.environ.update(request["env"])
     ranks = request["ranks"]
     if ranks > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(tiny.free_port()))
         os.environ.update(WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     running = []
     for rank in range(ranks):

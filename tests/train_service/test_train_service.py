@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -68,9 +67,7 @@ class Server:
     """The command, in a process that can be killed and started again. Its snapshots come often."""
 
     def __init__(self, base: Base, folder: Path, log: Path, *flags: str, before: str = ""):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = tiny.free_port()
         self.address = f"http://127.0.0.1:{port}"
         self.folder = folder
         self.log = log
