@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from whole_files import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 
 from nanochat import host
 from nanochat.gpt import GPTConfig
@@ -30,29 +31,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         soaks = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=soaks)
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
-
-
-@pytest.hookimpl(optionalhook=True)  # without pytest-xdist nobody calls it
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole files to workers, as `--dist loadfile`, and when a worker dies the others run what it has left.
-
-    With xdist 3.8's own scheduler a dead worker's finished files go to a new one, which waits for ever for their ends.
-    """
-    from xdist.scheduler import LoadFileScheduling
-
-    class Files(LoadFileScheduling):
-        def remove_node(self, node: Any) -> str | None:
-            units = self.assigned_work.pop(node).items()
-            left = [(file, test) for file, tests in units for test, has_ended in tests.items() if not has_ended]
-            if not left:
-                return None
-            for file, test in left[1:]:
-                self.workqueue.setdefault(file, {})[test] = False
-            for other in self.nodes:
-                self._reschedule(other)
-            return left[0][1]  # the test that the worker died of
-
-    return Files(config, log)
 
 
 def pytest_collection_finish() -> None:

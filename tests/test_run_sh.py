@@ -53,15 +53,22 @@ def test_its_exit_code_is_that_of_the_tests(tmp_path, runs, code, says):
     assert not (tmp_path / "runs").read_text()
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_costs_one_test_and_the_rest_runs(tmp_path):
     """Its other tests run elsewhere, and nothing waits: xdist's own scheduler hands out files that have ended."""
-    shutil.copy(REPO / "tests/conftest.py", tmp_path)
     body = "import os, pytest\n@pytest.mark.parametrize('i', range(4))\ndef test_one(i):\n    "
     for name, line in {"a": "pass", "b": "i != 2 or os._exit(1)", "c": "pass", "d": "pass"}.items():
         (tmp_path / f"test_{name}.py").write_text(body + line)
-    environment = {**os.environ, "PYTHONPATH": f"{REPO}:{REPO / 'tests'}"}
-    command = ["pytest", "-n2", "--dist=loadfile", "--no-loadscope-reorder", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(REPO / "tests")}
+    command = [
+        "pytest",
+        "-p",
+        "whole_files",
+        "-n2",
+        "--dist=loadfile",
+        "--no-loadscope-reorder",
+        "-p",
+        "no:cacheprovider",
+    ]
     result = subprocess.run(
         [sys.executable, "-m", *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
     )
