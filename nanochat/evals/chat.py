@@ -118,7 +118,10 @@ def evaluate(
     """
     began = time.monotonic()
     context = model.config.sequence_len
-    questions = draw_questions(task, engine.tokenizer, context, max_examples)
+    if not len(task):
+        raise UserError(f"--tasks {task.name}: it has no examples")
+    count = len(task) if max_examples is None else min(max_examples, len(task))
+    questions = draw_questions(task, engine.tokenizer, context, count)
     if task.kind == "choice":
         samples = 1
         answers = choose_letters(task, questions, model, engine, batch_rows)
@@ -132,18 +135,18 @@ def evaluate(
     counts = [len(correct), len([answer for answer in answers if answer.ending == "cut off"])]
     counts_here = torch.tensor(counts, dtype=torch.float32, device=engine.device.torch_device)
     right, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
-    total = questions.count * samples
-    low, high = wilson_interval(right / samples, questions.count)  # counts questions: each is a mean over samples
+    total = count * samples
+    low, high = wilson_interval(right / samples, count)  # counts questions: each is a mean over samples
     measures: dict[str, float] = {}
     if type(task).measures is not Task.measures:  # most tasks have none: their replies stay on their ranks
-        examples = {question.number: question.example for question in questions.fitting}
+        examples = {question.number: question.example for question in questions}
         replies = [(answer.number, answer.graded.reply) for answer in answers]
         everywhere = [reply for rank in gather_values(replies, engine.device) for reply in rank]
         everywhere.sort(key=lambda found: found[0])
         measures = with_intervals(task.measures([(examples[number], reply) for number, reply in everywhere]))
     result = Result(
-        kind=task.kind, correct=right, total=total, questions=questions.count, accuracy=right / total, low=low,
-        high=high, baseline=task.baseline, too_long=questions.count - len(questions.fitting), cut_off=cut_off,
+        kind=task.kind, correct=right, total=total, questions=count, accuracy=right / total, low=low,
+        high=high, baseline=task.baseline, too_long=count - len(questions), cut_off=cut_off,
         seconds=time.monotonic() - began, measures=measures,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
@@ -172,21 +175,14 @@ class Question:
     prompt: list[int]
 
 
-@dataclass(frozen=True)
-class Questions:
-    """The questions of an evaluation."""
+def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -> list[Question]:
+    """The first `count` of a task's shuffled examples, without those that do not fit the context.
 
-    count: int  # with the ones that do not fit the context
-    fitting: list[Question]  # the longest first: where memory runs out, it does so at once
-
-
-def draw_questions(task: Task, tokenizer: Tokenizer, context: int, max_examples: int | None) -> Questions:
-    """The first `max_examples` of a task's shuffled examples. Raises UserError: when the task has no examples."""
-    if not len(task):
-        raise UserError(f"--tasks {task.name}: it has no examples")
+    The longest is first: where memory runs out, it does so at once.
+    """
     order = list(range(len(task)))
     random.Random(ORDER_SEED).shuffle(order)
-    examples = [task.example(index) for index in order[:max_examples]]
+    examples = [task.example(index) for index in order[:count]]
     # A generated reply needs a token in the context; a letter is read off the prompt.
     room = context if task.kind == "choice" else context - 1
     fitting = []
@@ -196,21 +192,23 @@ def draw_questions(task: Task, tokenizer: Tokenizer, context: int, max_examples:
         if len(prompt) <= room:
             fitting.append(Question(number, example, prompt))
     fitting.sort(key=lambda question: -len(question.prompt))
-    return Questions(len(examples), fitting)
+    return fitting
 
 
-def choose_letters(task: Task, questions: Questions, model: GPT, engine: Engine, batch_rows: int) -> list[Answer]:
+def choose_letters(
+    task: Task, questions: Sequence[Question], model: GPT, engine: Engine, batch_rows: int
+) -> list[Answer]:
     """This rank's share of multiple-choice questions, answered with the most likely letter as the first token.
 
     Raises UserError: when a letter is not one token.
     """
     device = engine.device
-    letters = [_letter_ids(task, question.example, engine.tokenizer) for question in questions.fitting]
+    letters = [_letter_ids(task, question.example, engine.tokenizer) for question in questions]
     answers = []
     # Every world_size-th batch, so that a batch is the same at any number of ranks.
-    firsts = range(0, len(questions.fitting), batch_rows)
+    firsts = range(0, len(questions), batch_rows)
     for first in track(firsts[device.rank :: device.world_size], "batches"):
-        batch = questions.fitting[first : first + batch_rows]
+        batch = questions[first : first + batch_rows]
         prompts = [question.prompt for question in batch]
         preferred = preferred_letters(model, prompts, letters[first : first + batch_rows], device)
         for question, letter in zip(batch, preferred, strict=True):
@@ -223,7 +221,7 @@ def choose_letters(task: Task, questions: Questions, model: GPT, engine: Engine,
 
 def write_replies(
     task: Task,
-    questions: Questions,
+    questions: Sequence[Question],
     engine: Engine,
     batch_rows: int,
     sampling: SamplingParams,
@@ -232,7 +230,7 @@ def write_replies(
 ) -> list[Answer]:
     """This rank's share of `samples` replies to each question, graded by the task."""
     device = engine.device
-    rows = [question for question in questions.fitting for _ in range(samples)]
+    rows = [question for question in questions for _ in range(samples)]
     answers = []
     firsts = range(0, len(rows), batch_rows)
     for first in track(firsts[device.rank :: device.world_size], "batches"):
@@ -252,7 +250,7 @@ def write_replies(
 
 def play_episodes(
     task: Task,
-    questions: Questions,
+    questions: Sequence[Question],
     engine: Engine,
     batch_rows: int,
     sampling: SamplingParams,
@@ -264,7 +262,7 @@ def play_episodes(
 
     Raises UserError: when the environment fails.
     """
-    asked = [(task, question.example) for question in questions.fitting]
+    asked = [(task, question.example) for question in questions]
     try:
         played = play(
             EngineSampler(engine, batch_rows), engine.tokenizer, engine.device, asked, samples=samples,
@@ -277,7 +275,7 @@ def play_episodes(
         *messages, last = episode.messages
         ending = episode.sample.ending
         is_right = ending != "broken" and episode.reward >= 1
-        number = questions.fitting[episode.sample.question].number
+        number = questions[episode.sample.question].number
         graded = Graded(messages, parts_of(last["content"]), is_right)
         answers.append(Answer(number, ending, graded))
     return answers
