@@ -3,11 +3,11 @@
 python -m scripts.tok_train --data demo --vocab_size 4096
 """
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from nanochat.cli import Positive, Size, UserError, run
@@ -48,7 +48,10 @@ def main(config: Config) -> None:
     folder = tokenizer_dir()
     origin_file = folder / "trained_from.txt"
     origin = f"data {fingerprint(train)}, vocab_size {config.vocab_size}, max_chars {max_chars}, tokenizer "
-    needed = needed_tokenizer(folder)
+    needed = None  # the fingerprint of the tokenizer that checkpoints here depend on
+    if any(base_dir().glob("checkpoints/*/*/step_*")):
+        with contextlib.suppress(UserError):  # none, or a damaged one: nothing to lose
+            needed = Tokenizer.load(folder).fingerprint()
     if needed:
         if origin_file.exists() and origin_file.read_bytes() == (origin + needed).encode():
             print0(f"{folder} holds the tokenizer of this text and these flags: there is nothing to do")
@@ -94,18 +97,6 @@ def main(config: Config) -> None:
     print0(f"saved to {tokenizer.save(folder)}")
     origin_file.write_text(origin + tokenizer.fingerprint())
     record("tokenizer", None, began)
-
-
-def needed_tokenizer(folder: Path) -> str | None:
-    """The fingerprint of the tokenizer that checkpoints here depend on; None if none depends on it."""
-    from nanochat.tokenizer import Tokenizer
-
-    if not any(base_dir().glob("checkpoints/*/*/step_*")):
-        return None
-    try:
-        return Tokenizer.load(folder).fingerprint()
-    except UserError:  # none, or a damaged one: nothing to lose
-        return None
 
 
 if __name__ == "__main__":
