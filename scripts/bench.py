@@ -36,7 +36,6 @@ from nanochat.log import counted, print0, print_table
 from nanochat.untrusted import read_json
 
 Made = TypeVar("Made")
-MeasuredFlags = TypeVar("MeasuredFlags", bound="ModelFlags")
 DefaultSize = Annotated[int, Range(0, 10**7)]  # 0: the default for the device
 
 PROMPT_TOKENS = 16  # of a request in `serve`
@@ -110,30 +109,20 @@ def main(config: Config) -> None:
         for field in fields(ModelFlags):
             if field.name in ("depth", "head_dim", "vocab_size") and getattr(measured, field.name) != field.default:
                 raise UserError(f"--{field.name} does not change the model of --source: leave it out")
-    if measured.json is not None:
-        check_writable(measured.json)
-    measured = with_default_sizes(measured)
+    if measured.json is not None:  # before the measurement, not after
+        try:
+            Path(measured.json).open("ab").close()
+        except OSError as error:
+            raise UserError(f"--json {error.filename}: {error.strerror}: name a file that can be written") from error
+    from nanochat import device as devices  # here: --help and `compare` do without torch
+
+    sizes = CPU_SIZES if devices.kind_of(measured.device) == "cpu" else ACCELERATOR_SIZES
+    missing = {name: size for name, size in sizes.items() if getattr(measured, name, size) == 0}
+    measured = replace(measured, **missing)
     what, metrics = ("train", train(measured)) if isinstance(measured, Train) else ("serve", serve(measured))
     if measured.json is not None:
         about = {"what": what, "commit": provenance.commit(), "config": asdict(measured)}
         Path(measured.json).write_text(json.dumps(about | metrics, indent=1))
-
-
-def with_default_sizes(config: MeasuredFlags) -> MeasuredFlags:
-    """The flags with the defaults of their device in place of the sizes that were left out."""
-    from nanochat import device as devices
-
-    sizes = CPU_SIZES if devices.kind_of(config.device) == "cpu" else ACCELERATOR_SIZES
-    missing = {name: size for name, size in sizes.items() if getattr(config, name, size) == 0}
-    return replace(config, **missing)
-
-
-def check_writable(path: str) -> None:
-    """Raises UserError: when the file cannot be written. The check runs before the measurement, not after."""
-    try:
-        Path(path).open("ab").close()
-    except OSError as error:
-        raise UserError(f"--json {error.filename}: {error.strerror}: name a file that can be written") from error
 
 
 def compare(before_path: str, after_path: str) -> None:
@@ -173,7 +162,6 @@ def train(config: Train) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat import scaling
-    from nanochat.gpt import GPT
     from nanochat.run.compiling import compile_blocks
     from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
@@ -185,14 +173,12 @@ def train(config: Train) -> dict[str, Any]:
     if config.source:
         model, _ = loaded_model(config, device)
         model.train()
-        model_config = model.config
         optimizer = make_adamw(model, LEARNING_RATE, device)
     else:
-        model_config = scaling.model_config(config.depth, config.vocab_size, tokens, head_dim=config.head_dim)
-        model = GPT(model_config, device.kernels).to(device.torch_device)
-        model.init_weights()
-        learning_rates = scaling.rates(model_config, batch_tokens, 1000 * batch_tokens)
+        model = random_model(config, device)
+        learning_rates = scaling.rates(model.config, batch_tokens, 1000 * batch_tokens)
         optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
+    model_config = model.config
     compiled, how = compile_blocks(device, model, config.compile, float("inf"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model_config.vocab_size, (rows, tokens + 1), generator=generator)
@@ -354,8 +340,13 @@ def in_unit(unit: str, values: list[float]) -> dict[str, Any]:
 def open_engine(config: Serve, device: Any) -> Any:
     """An engine whose replies end only at their maximum length."""
     from nanochat.engine import Engine
+    from nanochat.run.random_model import random_tokenizer
 
-    model, tokenizer = loaded_model(config, device) if config.source else random_model(config, device)
+    if config.source:
+        model, tokenizer = loaded_model(config, device)
+    else:
+        tokenizer = random_tokenizer(config.vocab_size)
+        model = random_model(config, device)
     engine = Engine(model, tokenizer, device, **asdict(config.decoding))
     engine.stop_ids = set()
     engine.call_start = engine.call_end = -1
@@ -370,17 +361,15 @@ def loaded_model(config: ModelFlags, device: Any) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def random_model(config: ModelFlags, device: Any) -> tuple[Any, Any]:
-    """A model with random weights, and a tokenizer that fits it."""
+def random_model(config: ModelFlags, device: Any) -> Any:
+    """A model with random weights."""
     from nanochat import scaling
     from nanochat.gpt import GPT
-    from nanochat.run.random_model import random_tokenizer
 
-    tokenizer = random_tokenizer(config.vocab_size)
-    shape = scaling.model_config(config.depth, tokenizer.vocab_size, config.max_seq_len, head_dim=config.head_dim)
+    shape = scaling.model_config(config.depth, config.vocab_size, config.max_seq_len, head_dim=config.head_dim)
     model = GPT(shape, device.kernels).to(device.torch_device)
     model.init_weights()
-    return model, tokenizer
+    return model
 
 
 def on_a_thread(work: Callable[[], Made]) -> Made:
