@@ -201,7 +201,10 @@ def _templates() -> dict[str, list[Template]]:
         slots = list(zip(parts[0::3], parts[1::3], strict=True))
         pattern = re.escape(first)
         for (_, role), text in zip(slots, parts[2::3], strict=True):
-            pattern += f"({_words_of(role) or '|'.join(map(re.escape, choices[role]))})" + re.escape(text)
+            words = "|".join(map(re.escape, choices[role]))
+            if role in OPEN_ROLES:  # any word
+                words = A_KIND if role.endswith("kind") else A_NAME
+            pattern += f"({words})" + re.escape(text)
         template = Template(re.compile(pattern), slots, beats[sentence])
         if first:
             firsts = [first]
@@ -212,13 +215,6 @@ def _templates() -> dict[str, list[Template]]:
         for word in {words.partition(" ")[0] for words in firsts}:
             templates[word].append(template)
     return templates
-
-
-def _words_of(role: str) -> str:
-    """The pattern of a role that may hold any word; "" for the others."""
-    if role not in OPEN_ROLES:
-        return ""
-    return A_KIND if role.endswith("kind") else A_NAME
 
 
 def _slot_words() -> dict[str, list[str]]:
