@@ -6,7 +6,7 @@ An annotation states a flag's range, and `Frozen` that a resumed run must not ch
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, Size, UserError
+from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, UserError
 
 Examples = TypeVar("Examples", bound="EpochFlags")
 Epochs = Annotated[float, Range(1e-9, 10**6)]
@@ -15,7 +15,6 @@ Rate = Annotated[float, Range(0, 1e4)]
 
 if TYPE_CHECKING:
     from nanochat.optim import StateFormat
-    from nanochat.scaling import Rates
 
 
 @dataclass(frozen=True)
@@ -59,39 +58,6 @@ class TrainFlags:
         from nanochat.optim import StateFormat
 
         return StateFormat(getattr(torch, self.optimizer_dtype), self.offload_optimizer)
-
-
-@dataclass(frozen=True)
-class TextFlags(TrainFlags):
-    """The flags of pretraining."""
-
-    # data
-
-    # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
-    data: Frozen[str] = "demo"
-    val_data: Frozen[str | None] = None  # held-out text; default: the end of --data
-    columns: str = ""  # text=COLUMN, where the text in the files of --data has another name
-    hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
-    shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
-    dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
-    document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
-    # batch
-    device_batch_size: Size = 16  # rows a device computes at once
-    gradient_accumulation_steps: Size | None = None  # instead of --total_batch_size: micro-batches per step
-    # optimizer; a rate that is not set follows from depth, batch and horizon (scaling.py)
-    optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # the optimizer of the blocks' matrices; AdamW takes the rest
-    matrix_lr: Rate | None = None  # learning rate of the blocks' matrices; default: by rule
-    weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
-    warmdown_fraction: Fraction = 0.65  # the last part of the run, in which the rates fall
-    # evaluation, device
-    eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
-    eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
-
-    def override(self, rates: "Rates") -> "Rates":
-        """The rates by the rules, with those that flags set."""
-        chosen = {"matrix": self.matrix_lr, "weight_decay": self.weight_decay}
-        return replace(rates, **{role: rate for role, rate in chosen.items() if rate is not None})
 
 
 @dataclass(frozen=True)

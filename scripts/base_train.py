@@ -7,19 +7,41 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_train -- --dept
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from nanochat import cli
-from nanochat.cli import Depth, Frozen, Positive, Range
-from nanochat.flags import TextFlags
+from nanochat.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size
+from nanochat.flags import Rate, TrainFlags
 from nanochat.log import counted, print0
 from nanochat.paths import tokenizer_dir
 from nanochat.screen import phase, track
 
 
 @dataclass(frozen=True)
-class Config(TextFlags):
+class Config(TrainFlags):
+    # data
+
+    # A file, a folder, or a name: demo, pydoc, a hub dataset. Several by their shares of the tokens: a:0.7,b:0.3.
+    data: Frozen[str] = "demo"
+    val_data: Frozen[str | None] = None  # held-out text; default: the end of --data
+    columns: str = ""  # text=COLUMN, where the text in the files of --data has another name
+    hub: Literal["hf", "modelscope"] = "hf"  # where hub datasets are downloaded from
+    shards: Frozen[Positive | None] = None  # files of a hub dataset to train on; default: its first few
+    dataloader_num_workers: Annotated[int, Range(0, 256)] = 1  # threads that tokenize
+    document_mask: Frozen[Literal["on", "off"]] = "on"  # on: a row's documents do not attend to each other
+    # batch
+    device_batch_size: Size = 16  # rows a device computes at once
+    gradient_accumulation_steps: Size | None = None  # instead of --total_batch_size: micro-batches per step
+    # optimizer; a rate that is not set follows from depth, batch and horizon (scaling.py)
+    optimizer: Frozen[Literal["muon", "adamw"]] = "muon"  # the optimizer of the blocks' matrices; AdamW takes the rest
+    matrix_lr: Rate | None = None  # learning rate of the blocks' matrices; default: by rule
+    weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
+    warmdown_fraction: Fraction = 0.65  # the last part of the run, in which the rates fall
+    # evaluation, device
+    eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
+    eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
     # model
     depth: Frozen[Depth] = 8  # the one dial: layers; the width is 64 x depth, in whole heads
     head_dim: Frozen[Annotated[int, Range(1, 4096)]] = 128  # channels of an attention head
@@ -99,7 +121,11 @@ def main(config: Config) -> None:
     )
     batch_tokens = micro_tokens * accumulation
     steps = config.num_iterations or max(1, round(horizon / batch_tokens))
-    rates = config.override(scaling.rates(model.config, batch_tokens, steps * batch_tokens, config.optimizer))
+    rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens, config.optimizer)
+    if config.matrix_lr is not None:
+        rates = replace(rates, matrix=config.matrix_lr)
+    if config.weight_decay is not None:
+        rates = replace(rates, weight_decay=config.weight_decay)
     optimizer = make_optimizer(model, rates, device, config.optimizer, layout, config.kept_as)
     # A new model has nothing to lose: a short warmup is enough (3 steps for 25: -0.8% bits per byte, 2026-11-23).
     schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction, warmup_steps=min(40, steps // 40))
