@@ -237,14 +237,6 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-def loss_plot(stage: Stage) -> Plot | None:
-    """How to draw a stage's loss; None where it has no loss to look at."""
-    # The loss of RL stays near zero however good the replies are: advantages are relative to the other replies.
-    if stage.name == "rl" or not stage.curve("loss"):
-        return None
-    return LOSS if stage.name in ("base", "mid") else TUNING_LOSS
-
-
 def ends(plot: Plot, stage: Stage) -> str:
     """The first value of a stage and its last smoothed value, for the title of its plot.
 
@@ -331,7 +323,11 @@ def to_html(summary: RunSummary) -> str:
         ]
         shown = [plot for plot in PLOTS if any(stage.curve(plot.metric) for stage in stages)]
         plots = {plot: _curves(plot, stages) for plot in [*shown, *plots_of_parts]}
-        losses = [_curves(loss, [stage], 2.6) for stage in stages if (loss := loss_plot(stage))]
+        losses = []
+        for stage in stages:
+            # The loss of RL stays near zero however good the replies are: advantages are relative to the other replies.
+            if stage.name != "rl" and stage.curve("loss"):
+                losses.append(_curves(LOSS if stage.name in ("base", "mid") else TUNING_LOSS, [stage], 2.6))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,

@@ -84,8 +84,6 @@ class Stage:
             share = self.evaluation["stories_passed"] / self.evaluation["stories"]
             # Not an accuracy: nothing was ordered. The accuracy of `stories` also counts what an order names.
             self.shares["stories", "holds together"] = {"accuracy": share}
-            if "distinct_4grams" in self.evaluation:
-                self.shares["stories", "distinct 4-grams"] = {"accuracy": self.evaluation["distinct_4grams"]}
 
     def add_chat_evaluation(self, values: Any) -> None:
         """Add the results of `chat_eval`."""
