@@ -44,12 +44,6 @@ class HumanEval(RecordTask):
         return run_checks(program, checks, timeout_seconds=TIMEOUT_SECONDS).ok
 
 
-def above(prompt: str, function: str) -> str:
-    """The part of a prompt above the function: imports, other functions."""
-    place = _definition(function).search(prompt)
-    return prompt[: place.start()] if place else ""
-
-
 def complete_program(prompt: str, function: str, reply: str) -> str:
     """The program of a reply: its code block that defines the function, else its first, else all of it.
 
@@ -59,7 +53,9 @@ def complete_program(prompt: str, function: str, reply: str) -> str:
     blocks = BLOCK.findall(reply) or [reply]
     code = next((block for block in blocks if definition.search(block)), blocks[0]).strip("\n")
     if definition.search(code):
-        return f"{above(prompt, function)}\n{code}\n"
+        header = definition.search(prompt)
+        above = prompt[: header.start()] if header else ""  # imports, other functions
+        return f"{above}\n{code}\n"
     if not code.startswith((" ", "\t")):
         code = textwrap.indent(code, "    ")
     return f"{prompt.rstrip()}\n{code}\n"
