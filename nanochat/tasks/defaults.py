@@ -19,11 +19,14 @@ BUILT_IN_RL_TASKS = "stories:6,arithmetic:2,unknown:1,memory:1,questions:2,ident
 def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", "rl", "dpo"] = "sft") -> str:
     """The default of --tasks for a model pretrained on `--data pretraining_data`: the mixture of mid-training and SFT,
     the tasks that reward it, or the pairs that it compares. The mixture has only tasks that the hub has."""
-    if not _from_hub(pretraining_data):
+    read = _names(pretraining_data)
+    # Models from elsewhere have read "web" (families/hf.py).
+    from_hub = any(name in DATASETS or name == "web" or ("/" in name and not Path(name).exists()) for name in read)
+    if not from_hub:
         return {"sft": BUILT_IN_TASKS, "rl": BUILT_IN_RL_TASKS, "dpo": "stories"}[stage]
     if stage != "sft":
         return {"rl": "gsm8k", "dpo": "ultrafeedback"}[stage]
-    is_chinese = any(DATASETS[name].language == "zh" for name in _names(pretraining_data) if name in DATASETS)
+    is_chinese = any(DATASETS[name].language == "zh" for name in read if name in DATASETS)
     here = []
     for entry in (CHINESE_TASKS if is_chinese else HUB_TASKS).split(","):
         name = entry.partition(":")[0]
@@ -32,12 +35,6 @@ def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", 
         else:
             here.append(entry)
     return ",".join(here)
-
-
-def _from_hub(data: str) -> bool:
-    """Whether any of the data that a model has read are from a hub."""
-    # Models from elsewhere have read "web" (families/hf.py).
-    return any(name in DATASETS or name == "web" or ("/" in name and not Path(name).exists()) for name in _names(data))
 
 
 def _names(data: str) -> list[str]:
