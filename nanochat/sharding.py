@@ -15,8 +15,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-Box = tuple[list[int], list[int]]  # offset, size
-
 
 def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether several ranks hold a tensor's rows between them.
@@ -27,8 +25,8 @@ def is_dtensor(tensor: Tensor) -> "TypeGuard[DTensor]":
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def held_box(tensor: Tensor) -> Box:
-    """The part of the whole tensor that this process holds: all of a plain tensor, its shard of a DTensor.
+def held_box(tensor: Tensor) -> tuple[list[int], list[int]]:
+    """The offset and the size of the part that this process holds: all of a plain tensor, its shard of a DTensor.
 
     Raises NotImplementedError: when a DTensor is laid out in any other way than in shards or whole copies.
     """
