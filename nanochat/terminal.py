@@ -71,7 +71,12 @@ class WordWrap:
             coloured = f"{before}{character}{after}"
             if character in " \t\n":
                 self.end_word(columns)
-                self.space(character, coloured, columns)
+                if character == "\n":
+                    self.column = 0
+                else:
+                    self.column += 1 if character == " " else 8 - self.column % 8
+                if self.column <= columns:  # a space that does not fit is skipped
+                    sys.stdout.write(coloured)
                 continue
             width = self.width_of(character)
             self.word = f"{self.word}{coloured}".replace(f"{after}{before}", "")  # off and on again cancel out
@@ -90,12 +95,3 @@ class WordWrap:
         self.column += self.word_width
         self.word = ""
         self.word_width = 0
-
-    def space(self, character: str, coloured: str, columns: int) -> None:
-        """Write the white space between two words; skip a space that does not fit."""
-        if character == "\n":
-            self.column = 0
-        else:
-            self.column += 1 if character == " " else 8 - self.column % 8
-        if self.column <= columns:
-            sys.stdout.write(coloured)
