@@ -1,6 +1,5 @@
 """Adapters: fine-tuning through small matrices, over a base of 16 or 4 bits."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "folders": {
         "peft": "nanochat.adapters.peft:FORMAT",

@@ -1,6 +1,5 @@
 """Preferences and RL beyond the core: further losses, rewards and advantages."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "policy losses": {
         "rloo": "nanochat.alignment.policy_losses:RLOO",

@@ -1,6 +1,5 @@
 """Text and records beyond the core: downloads, other formats of files, records of tasks."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "hubs": {
         "hf": "nanochat.data.hub:Hub",

@@ -1,6 +1,5 @@
 """The demo: a corpus of stories and sums that never ends, the tasks that go with it, and a checker of stories."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "corpora": {
         "demo": "nanochat.demo.writer:DemoCorpus",

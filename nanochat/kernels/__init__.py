@@ -1,7 +1,6 @@
 """The parts that differ between kinds of devices: the model's operators, behind one interface
 (nanochat/operators.py), the compiler and the profiler."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "kernels": {
         "npu": "nanochat.kernels.choice:for_npu",

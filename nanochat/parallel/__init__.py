@@ -1,6 +1,5 @@
 """One model over many processes: the ranks' mesh, sharded parameters, and the collectives that other files call."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "layouts": {
         "ddp": "nanochat.parallel.ddp:lay_out",

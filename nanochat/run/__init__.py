@@ -1,6 +1,5 @@
 """The surroundings of a training loop; only scripts import them."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "attendants": {
         "watchdog": "nanochat.run.watchdog:Watchdog",

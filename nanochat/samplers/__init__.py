@@ -1,6 +1,5 @@
 """Samplers of RL outside of the trainer's engine: servers, workers of a Ray cluster, samples drawn ahead."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "samplers": {
         "http": "nanochat.samplers.http:HttpSampler",

@@ -1,6 +1,5 @@
 """The tasks from which a chat model learns and on which it is graded: one file per task."""
 
-# The plugs of this room for the core (nanochat/rooms.py): seam -> name -> place.
 PLUGS = {
     "tasks": {
         "spelling": "nanochat.tasks.spelling:Spelling",
