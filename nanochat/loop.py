@@ -52,14 +52,11 @@ STILL_STEPS = 10  # without a gradient, before a warning
 FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 
 
-class Attendant:
+class Attendant(AbstractContextManager[Any]):
     """Accompanies a run: a context manager around its loop. A method that a subclass does not define does nothing.
 
     An attendant lives in a room (nanochat/run/), and a flag asks for it by name (rooms.py).
     """
-
-    def __enter__(self) -> Any:
-        return self
 
     def __exit__(self, *_: object) -> None:
         return None
