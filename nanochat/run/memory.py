@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -143,11 +144,18 @@ class Ledger(TorchDispatchMode):
             self.enter("backward")
             return result
 
+        def counted_update(*inputs: Any, **options: Any) -> None:
+            self.enter("update")
+            optimizer.step(*inputs, **options)
+            self.enter("end")
+
+        counted_optimizer: Any = SimpleNamespace(
+            before_backward=optimizer.before_backward, reduce=optimizer.reduce, step=counted_update
+        )
         hooks = [
             model.register_forward_pre_hook(lambda *_: self.enter("forward")),
             model.norm.register_forward_hook(lambda *_: self.enter("loss")),  # the last module before the loss
         ]
-        counted_optimizer: Any = _CountedOptimizer(optimizer, self)
         train_step(model, counted_optimizer, batches, counted_loss, device=self.device, **settings)
         for hook in hooks:
             hook.remove()
@@ -189,21 +197,6 @@ class Ledger(TorchDispatchMode):
             if size:
                 print0(f"  {name:32}{size / MIB:10,.1f} MiB")
         devices.shutdown(self.device)
-
-
-class _CountedOptimizer:
-    """The optimizer for `train_step`, which marks the beginning and the end of the update as phases."""
-
-    def __init__(self, optimizer: Optimizer, ledger: Ledger):
-        self.optimizer = optimizer
-        self.ledger = ledger
-        self.before_backward = optimizer.before_backward
-        self.reduce = optimizer.reduce
-
-    def step(self, *inputs: Any, **options: Any) -> None:
-        self.ledger.enter("update")
-        self.optimizer.step(*inputs, **options)
-        self.ledger.enter("end")
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
