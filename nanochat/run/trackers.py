@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from nanochat.cli import UserError
@@ -55,17 +56,13 @@ def _start_tracker(name: str, run: str, folder: Path, config: dict[str, Any]) ->
 
         swanlab.init(project="nanochat", experiment_name=run, config=config, logdir=str(folder / "swanlab"))
         return swanlab
-    return _TensorBoard(run, folder, config)
+    from torch.utils.tensorboard.writer import SummaryWriter  # needs the tensorboard package
 
+    writer = SummaryWriter(str(folder / "tensorboard" / run))
+    writer.add_text("config", json.dumps(config, default=str, indent=1))
 
-class _TensorBoard:
-    def __init__(self, run: str, folder: Path, config: dict[str, Any]):
-        from torch.utils.tensorboard.writer import SummaryWriter  # needs the tensorboard package
-
-        self.writer = SummaryWriter(str(folder / "tensorboard" / run))
-        self.writer.add_text("config", json.dumps(config, default=str, indent=1))
-        self.finish = self.writer.close
-
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+    def log(metrics: Mapping[str, Any], step: int) -> None:
         for key, value in metrics.items():
-            self.writer.add_scalar(key, value, step)
+            writer.add_scalar(key, value, step)
+
+    return SimpleNamespace(log=log, finish=writer.close)
