@@ -58,7 +58,7 @@ def header(summary: RunSummary) -> dict[str, str]:
         "Vocabulary": [f"{count:,}" for count in summary.fact("vocab_size") if isinstance(count, int)],
         "Context": [f"{count:,} tokens" for count in summary.fact("context") if isinstance(count, int)],
         "Data": summary.fact("data"),
-        "Date": [summary.began.replace("T", " ").replace("+00:00", " UTC")] if summary.began else [],
+        "Date": [began.replace("T", " ").replace("+00:00", " UTC") for began in sorted(summary.fact("started"))[:1]],
         "Commit": summary.fact("commit") or ["unknown"],
         "Device": devices,
         "System": summary.fact("system"),

@@ -178,11 +178,6 @@ class RunSummary:
         """The facts of the stages under a name, each value once."""
         return list(dict.fromkeys(stage.facts[name] for stage in self.stages if name in stage.facts))
 
-    @property
-    def began(self) -> str:
-        """The start of the first stage, in UTC; "" if it was not recorded."""
-        return min(self.fact("started"), default="")
-
 
 def newest_tag() -> str:
     """The tag written last, in any stage.
