@@ -62,8 +62,8 @@ def parse_columns(text: str) -> dict[str, str]:
 
 def known_name(head: Any) -> str:
     """The name by which this room knows a column; for an unknown column its own name."""
-    plain = _plain(head)
-    return CHINESE.get(plain, plain) if CHINESE.get(plain, plain) in ROLES else str(head)
+    name = CHINESE.get(_plain(head), _plain(head))
+    return name if name in ROLES else str(head)
 
 
 def origins(heads: Iterable[Any], columns: Mapping[str, str]) -> dict[str, str]:
@@ -99,14 +99,10 @@ def tidied(record: Any, columns: Mapping[str, str]) -> Any:
 
 def first_name(fields: Mapping[str, Any], role: str) -> str | None:
     """The name of the column that is read for a role; None where a tidied record has none."""
-    alpaca = ALPACA.get(role)
-    if (
-        alpaca is not None
-        and fields.get(alpaca) is not None
-        and all(fields.get(name) is not None for name in INSTRUCTED)
-    ):
-        return alpaca
-    return next((name for name in NAMES[role] if fields.get(name) is not None), None)
+    names = NAMES[role]
+    if role in ALPACA and all(fields.get(name) is not None for name in INSTRUCTED):
+        names = (ALPACA[role], *names)
+    return next((name for name in names if fields.get(name) is not None), None)
 
 
 def first_of(fields: Mapping[str, Any], role: str) -> Any:
