@@ -62,9 +62,7 @@ def main(config: Config) -> None:
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"
-    tasks = config.tasks
-    if not tasks:
-        tasks = default_tasks(pretraining["data"], config.hub, "sft" if is_sft else "dpo")
+    tasks = config.tasks or default_tasks(pretraining["data"], config.hub, config.stage)
     if not is_sft:
         require_pairs(parse_tasks(tasks))
     reading = Reading.of(config, "conversations" if is_sft else "pairs")
