@@ -110,10 +110,10 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ CORE
     if tasks:
-        measured = core.evaluate(model, tokenizer, tasks, device, config.device_batch_size)
-        results["core"] = measured.core
-        results["core_tasks"] = measured.tasks
-        scores.append(["CORE", f"{measured.core:.4f}", f"the mean of {len(tasks)} tasks"])
+        results["core"], results["core_tasks"] = core.evaluate(
+            model, tokenizer, tasks, device, config.device_batch_size
+        )
+        scores.append(["CORE", f"{results['core']:.4f}", f"the mean of {len(tasks)} tasks"])
 
     # ------------------------------------------------------------------ samples and stories, on rank 0
     if device.is_main:

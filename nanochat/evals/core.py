@@ -80,15 +80,6 @@ class CoreTask:
 
 
 @dataclass(frozen=True)
-class CoreResult:
-    """`core` is the mean of the tasks' `centered`. Of each task: accuracy, its 95% interval from low to high,
-    baseline, centered, examples, and how many of them were cut to fit the context."""
-
-    core: float
-    tasks: dict[str, dict[str, float]]
-
-
-@dataclass(frozen=True)
 class ScoredText:
     """One option of an example as tokens."""
 
@@ -257,8 +248,9 @@ def scored_texts(task: CoreTask, index: int, tokenizer: Tokenizer, context: int)
 
 def evaluate(
     model: GPT, tokenizer: Tokenizer, tasks: Sequence[CoreTask], device: Device, batch_rows: int
-) -> CoreResult:
-    """Put every example of every task to the model, shared out over the ranks; the same on every rank.
+) -> tuple[float, dict[str, dict[str, float]]]:
+    """Put every example of every task to the model, shared out over the ranks: CORE, the mean of the tasks' `centered`,
+    and the numbers of each task. `cut` counts examples cut to the context. The result is the same on every rank.
 
     `batch_rows` texts, which may fill the context, go through the model at once. Prints a line per task."""
     results: dict[str, dict[str, float]] = {}
@@ -280,8 +272,7 @@ def evaluate(
             f"core {place}/{len(tasks)} {task.label}: accuracy {accuracy:.4f}, centered {centered:.4f} "
             f"({task.shots}-shot, {total:,} examples{shortened}, {duration(time.monotonic() - began)})"
         )
-    core = sum(result["centered"] for result in results.values()) / len(results)
-    return CoreResult(core, results)
+    return sum(result["centered"] for result in results.values()) / len(results), results
 
 
 def wilson_interval(correct: float, total: int) -> tuple[float, float]:
