@@ -325,31 +325,22 @@ def good_chat(engine: Engine, sampling: SamplingParams, max_tokens: int = 256) -
 
     It is the first of CHAT_TRIES whose replies have all their words; if there is none, the one with the most.
     """
-    questions = [question for question, _ in CHAT]
     wanted = sum(len(words) for _, words in CHAT)
     best: list[Message] = []
     best_try = 0
     most = -1
     for number in range(CHAT_TRIES):
         settings = replace(sampling, seed=sampling.seed + number * len(CHAT))
-        chat = converse(engine, questions, settings, max_tokens)
-        replies = [text_of(reply["content"]) for reply in chat[1::2]]
+        chat = Chat(engine, max_tokens=max_tokens, **asdict(settings))
+        for question, _ in CHAT:
+            chat.say(question)
+        replies = [text_of(reply["content"]) for reply in chat.messages[1::2]]
         found = sum(word in reply for (_, words), reply in zip(CHAT, replies, strict=True) for word in words)
         if found > most:
-            best, best_try, most = chat, number + 1, found
+            best, best_try, most = chat.messages, number + 1, found
         if found == wanted:
             break
     return best, best_try
-
-
-def converse(
-    engine: Engine, questions: Sequence[str], sampling: SamplingParams, max_tokens: int = 256
-) -> list[Message]:
-    """One conversation, as in chat_cli: each question with the model's reply; the next turn reads both."""
-    chat = Chat(engine, max_tokens=max_tokens, **asdict(sampling))
-    for question in questions:
-        chat.say(question)
-    return chat.messages
 
 
 # ---------------------------------------------------------------------- reports

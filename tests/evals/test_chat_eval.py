@@ -15,6 +15,7 @@ from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_conf
 from torch import Tensor
 
 from nanochat import paths
+from nanochat.chat import Chat
 from nanochat.cli import UserError
 from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
@@ -23,7 +24,6 @@ from nanochat.evals.chat import (
     Graded,
     Result,
     chat_core,
-    converse,
     evaluate,
     good_chat,
     graded_choices,
@@ -131,7 +131,10 @@ def test_a_chat_is_read_turn_by_turn_as_far_as_it_fits() -> None:
             return super().generate(prompts, **settings)
 
     engine: Any = Listening(lambda question: f"{question}!")
-    turns = converse(engine, ["QQQQQQQQ", "ZZZZZZZZ", "XXXXXXXX"], SamplingParams(seed=7), max_tokens=20)
+    chat = Chat(engine, max_tokens=20, seed=7)
+    for question in ("QQQQQQQQ", "ZZZZZZZZ", "XXXXXXXX"):
+        chat.say(question)
+    turns = chat.messages
     assert [(turn["role"], text_of(turn["content"])) for turn in turns[:3]] == [
         *(("user", "QQQQQQQQ"), ("assistant", "QQQQQQQQ!"), ("user", "ZZZZZZZZ")),
     ]
@@ -153,13 +156,17 @@ def test_the_chat_of_the_report_is_the_first_good_one(
 ) -> None:
     seeds: list[int] = []
 
-    def replied(engine: Any, questions: list[str], sampling: SamplingParams, max_tokens: int) -> list[dict[str, str]]:
-        first = 3 * len(seeds)
-        seeds.append(sampling.seed)
-        pairs = zip(questions, replies[first : first + 3], strict=True)
-        return [{"role": role, "content": text} for pair in pairs for role, text in zip("ua", pair, strict=True)]
+    class Replied:
+        def __init__(self, engine: Any, *, seed: int, **settings: Any) -> None:
+            self.replies = iter(replies[3 * len(seeds) :])
+            self.messages: list[dict[str, str]] = []
+            seeds.append(seed)
 
-    monkeypatch.setattr("nanochat.evals.chat.converse", replied)
+        def say(self, question: str) -> None:
+            self.messages += [{"role": "user", "content": question}]
+            self.messages += [{"role": "assistant", "content": next(self.replies)}]
+
+    monkeypatch.setattr("nanochat.evals.chat.Chat", Replied)
     engine: Any = None
     chat, number = good_chat(engine, SamplingParams(seed=5))
     assert number == expected
