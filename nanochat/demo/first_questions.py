@@ -55,6 +55,7 @@ class FirstQuestions(RecordTask):
         if split == "train":
             raise UserError(f"{self.name} is for chat_eval: a model that has learned the answers proves nothing")
         self.records = open_records([path])
+        self.numbers = range(len(self.records))
 
     def read(self, record: Any) -> Example:
         if not isinstance(record, dict) or not isinstance(record.get("question"), str):

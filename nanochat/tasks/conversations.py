@@ -110,20 +110,10 @@ class Conversations(RecordTask):
         self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
         self.records = open_part(path, split, hub, self.columns_to_read, reading.val_share, self.read_with_fields)
         self.seen = Seen()
-        # The numbers of the records that are used.
         self.numbers = self._checked(f"{path} ({split})", reading.bad_records)
         self.masked = self.seen.masked
         if split == "train":
             self.seen.report(path, self)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def example(self, index: int) -> Example:
-        return self.records.parse(int(self.numbers[index]), self.read_with_fields)
-
-    def where(self, index: int) -> str:
-        return self.records.where(int(self.numbers[index]))
 
     def read(self, record: Any) -> Example:
         return Example(self.chosen_thoughts(messages_of(record)), tools=tools_of(record))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from nanochat.data.records import Fields, open_split
 from nanochat.task import Example, Split, Task, turn
 
@@ -18,23 +20,24 @@ class RecordTask(Task):
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         self.records = open_split(self.name, self.splits[split], path, hub, self.fields, also=(split,))
+        self.numbers: range | np.ndarray = range(len(self.records))  # of the records that are examples
 
     def read(self, record: Any) -> Example:
         """The example of a record. Raises ValueError: with the problem."""
         raise NotImplementedError
 
     def example(self, index: int) -> Example:
-        return self.records.parse(index, self.read_with_fields)
+        return self.records.parse(int(self.numbers[index]), self.read_with_fields)
 
     def read_with_fields(self, record: Any) -> Example:
         """The example of a record, with the record's other fields."""
         return replace(self.read(record), fields=record if isinstance(record, dict) else {})
 
     def where(self, index: int) -> str:
-        return self.records.where(index)
+        return self.records.where(int(self.numbers[index]))
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self.numbers)
 
 
 def choice_example(question: str, choices: Sequence[str], letters: Sequence[str], answer: str) -> Example:
