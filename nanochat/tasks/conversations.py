@@ -110,6 +110,7 @@ class Conversations(RecordTask):
         self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
         self.records = open_part(path, split, hub, self.columns_to_read, reading.val_share, self.read_with_fields)
         self.seen = Seen()
+        self.rejected = bytearray()
         self.numbers = self._checked(f"{path} ({split})", reading.bad_records)
         self.masked = self.seen.masked
         if split == "train":

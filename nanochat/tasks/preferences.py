@@ -16,10 +16,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
-
 from nanochat.conversation import Message, check_messages
-from nanochat.task import BadRecords, Example, Pair
+from nanochat.task import Example, Pair
 from nanochat.tasks.columns import first_of, has, tidied
 from nanochat.tasks.conversations import (
     TURNS,
@@ -47,10 +45,6 @@ class Preferences(Conversations):
     name = "preferences"
     has_pairs = True
     roles = (*TURNS, "chosen", "rejected")
-
-    def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
-        self.rejected = bytearray()
-        return super()._checked(source, bad_records)
 
     def check(self, record: Any) -> bool:
         # A resumed run must find the rejected replies as they were. An example holds only the chosen one.
