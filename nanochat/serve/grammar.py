@@ -220,41 +220,35 @@ class Grammar:
     def allowed(self) -> Tensor:
         """Which tokens may come next, (V,) of bool on the host."""
         with self._counted():
-            return self._allowed()
-
-    def _allowed(self) -> Tensor:
-        allowed = np.zeros(self._width, dtype=bool)
-        if len(self._closing) < self._remaining:
-            # On a copy: a mask that takes too much work leaves a matcher unusable, and it is still needed to close.
-            bits = np.frombuffer(self._matcher.deep_copy().compute_bitmask(), dtype=np.uint8)
-            allowed = np.unpackbits(bits, bitorder="little")[: self._width].astype(bool)
-        if not allowed.any():
-            allowed[self._closing[:1]] = True
-        return torch.from_numpy(allowed)
+            allowed = np.zeros(self._width, dtype=bool)
+            if len(self._closing) < self._remaining:
+                # On a copy: a mask that takes too much work leaves a matcher unusable, which is still needed to close.
+                bits = np.frombuffer(self._matcher.deep_copy().compute_bitmask(), dtype=np.uint8)
+                allowed = np.unpackbits(bits, bitorder="little")[: self._width].astype(bool)
+            if not allowed.any():
+                allowed[self._closing[:1]] = True
+            return torch.from_numpy(allowed)
 
     def accept(self, token: int) -> int:
         """Advance by the token that the row has sampled. Returns the token that the reply takes: the sampled one, or
         the first of the closing, if after the sampled one the document could not be completed in time."""
         with self._counted():
-            return self._accept(token)
-
-    def _accept(self, token: int) -> int:
-        self._remaining -= 1
-        self._budget += TOKEN_SECONDS
-        self._steps.earn()
-        self._steps.deadline = time.thread_time() + self._budget
-        if token != self._closing[0] and token != self._closer.end:
-            longer = self._matcher.deep_copy()
-            longer.consume_token(token)
-            closing = self._closer.next(longer, token, self._closing, self._remaining, self._steps)
-            if closing is not None:
-                self._matcher = longer
-                self._closing = closing
-                return token
-            token = self._closing[0]
-        self._matcher.consume_token(token)
-        self._closing = self._closing[1:]
-        return token
+            self._remaining -= 1
+            self._budget += TOKEN_SECONDS
+            self._steps.earn()
+            self._steps.deadline = time.thread_time() + self._budget
+            if token != self._closing[0] and token != self._closer.end:
+                longer = self._matcher.deep_copy()
+                longer.consume_token(token)
+                closing = self._closer.next(longer, token, self._closing, self._remaining, self._steps)
+                if closing is not None:
+                    self._matcher = longer
+                    self._closing = closing
+                    return token
+                token = self._closing[0]
+            self._matcher.consume_token(token)
+            self._closing = self._closing[1:]
+            return token
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
