@@ -89,7 +89,7 @@ def make_grammar(
 
 def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
     """The model that a request names; `model` is the default. Raises ApiError: 404 when there is none."""
-    chosen = model if name in (None, ALIAS) else model.named(name)
+    chosen = model if name in (None, ALIAS) else next((one for one in model.all if one.name == name), None)
     if chosen is None:
         names = ", ".join(one.name for one in model.all)
         message = f"the model does not exist: this server has {names}; {ALIAS} is another name of {model.name}"

@@ -53,10 +53,6 @@ class LoadedModel:
         """Every model of the server, this one first."""
         return (self, *self.others)
 
-    def named(self, name: str) -> "LoadedModel | None":
-        """The model of the server with this name."""
-        return next((one for one in self.all if one.name == name), None)
-
     @cached_property
     def longest_token(self) -> int:
         """Bytes of the tokenizer's longest token."""
@@ -123,7 +119,7 @@ class ServerState:
         thread = model.scheduler.thread
         while thread.is_alive():
             thread.join(min(1.0, self._stuck_seconds / 4))
-            is_stuck = _stalled_seconds(model) > self._stuck_seconds
+            is_stuck = self.is_stuck
             if is_stuck and not was_stuck:
                 log_place(f"no request has moved for {self._stuck_seconds:g} s; the device's thread is at", thread)
             was_stuck = is_stuck
@@ -184,7 +180,9 @@ class ServerState:
 
     @property
     def is_stuck(self) -> bool:
-        return self.model is not None and _stalled_seconds(self.model) > self._stuck_seconds
+        """Whether no request of some model has moved for too long."""
+        models = () if self.model is None else self.model.all
+        return any(one.scheduler.stalled_seconds > self._stuck_seconds for one in models)
 
     @property
     def is_ready(self) -> bool:
@@ -202,11 +200,6 @@ class ServerState:
         elif self.is_stuck and not (self.closing or self.failed):
             why = "is stuck: its log names the place"
         raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": wait})
-
-
-def _stalled_seconds(model: LoadedModel) -> float:
-    """How long no request has moved, of the model that waits the longest."""
-    return max(one.scheduler.stalled_seconds for one in model.all)
 
 
 class _ModelMetrics(Collector):
