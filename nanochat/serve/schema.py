@@ -233,15 +233,6 @@ class ResponseFormat(Strict):
             raise ValueError("json_schema belongs to the type json_schema, and is needed there")
         return self
 
-    @property
-    def schema_object(self) -> dict[str, Any] | None:
-        """The schema that a reply follows; None: the reply is text."""
-        if self.type == "text":
-            return None
-        if self.json_schema is None or self.json_schema.content is None:
-            return {"type": "object"}
-        return self.json_schema.content
-
 
 OPENAI_RANGES = {"temperature": Range(0, 2), "seed": Range(-(2**63), 2**64 - 1)}
 SETTINGS = get_type_hints(SamplingParams, include_extras=True)  # such as `Annotated[float, Range(0, 1)]`
@@ -300,7 +291,11 @@ class RequestBody(SamplingFields):
     @property
     def reply_schema(self) -> dict[str, Any] | None:
         """The JSON schema that the reply follows; None: the reply is free text."""
-        return self.response_format.schema_object if self.response_format is not None else None
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        content = None if form.json_schema is None else form.json_schema.content
+        return {"type": "object"} if content is None else content
 
     @property
     def calls(self) -> Calls:
