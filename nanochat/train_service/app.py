@@ -100,9 +100,6 @@ def create_app(
     async def body_of(request: Request, body_type: type[Strict]) -> Any:
         return await parsed(body_type, await read_limited(request, MAX_JSON))
 
-    def promised(request_id: str, **more: Any) -> dict[str, Any]:
-        return {"request_id": request_id, **more}
-
     # ------------------------------------------------------------------ the client's own settings
 
     @app.get("/api/v1/healthz")
@@ -162,7 +159,7 @@ def create_app(
         if body.lora_config is not None:
             trained = bodies.trained_of(body.lora_config)
         about = (body.session_id, body.model_seq_id, trained, body.user_metadata)
-        return promised(await asyncio.to_thread(service.create_model, _owner(request), *about))
+        return {"request_id": await asyncio.to_thread(service.create_model, _owner(request), *about)}
 
     @app.post("/api/v1/get_info")
     async def get_info(request: Request) -> dict[str, Any]:
@@ -181,7 +178,7 @@ def create_app(
         async with parsing:
             found = await asyncio.to_thread(_checked_batch, service, owner, content)
         batch = (owner, found.model_id, found.number, "forward_backward", content)
-        return promised(await asyncio.to_thread(service.submit, *batch), model_id=found.model_id)
+        return {"request_id": await asyncio.to_thread(service.submit, *batch), "model_id": found.model_id}
 
     @app.post("/api/v1/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
@@ -210,7 +207,7 @@ def create_app(
         owner = _owner(request)
         _, source = await asyncio.to_thread(service.path_of, owner, body.path)
         about = (body.session_id, body.model_seq_id, source.settings, body.user_metadata, load)
-        return promised(await asyncio.to_thread(service.create_model, owner, *about))
+        return {"request_id": await asyncio.to_thread(service.create_model, owner, *about)}
 
     async def _queued(
         request: Request, body_type: type[Strict], kind: str, entry: Callable[[Any], Any], content: bytes | None = None
@@ -225,7 +222,7 @@ def create_app(
             raise
         logged = json.dumps(entry(body)).encode()
         request_id = await asyncio.to_thread(service.submit, owner, body.model_id, body.seq_id, kind, logged)
-        return promised(request_id, model_id=body.model_id)
+        return {"request_id": request_id, "model_id": body.model_id}
 
     # ------------------------------------------------------------------ sampling
 
@@ -252,7 +249,7 @@ def create_app(
             service.sample, _owner(request), body.sampling_session_id, body.seq_id, job
         )
         sequences = [f"{request_id}:{number}" for number in range(job.num_samples)]
-        return promised(request_id, sample_sequence_ids=sequences)
+        return {"request_id": request_id, "sample_sequence_ids": sequences}
 
     # ------------------------------------------------------------------ promises
 
