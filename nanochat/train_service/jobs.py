@@ -77,13 +77,11 @@ class Queue:
     def append(self, job: Job) -> None:
         self._of.setdefault(job.owner, []).append(job)
 
-    def remove(self, job: Job) -> bool:
-        """Whether it was waiting."""
+    def remove(self, job: Job) -> None:
+        """Remove a request, if it waits."""
         jobs = self._of.get(job.owner, [])
-        if job not in jobs:
-            return False
-        jobs.remove(job)
-        return True
+        if job in jobs:
+            jobs.remove(job)
 
     def take(self, may_sample: Callable[[str], bool]) -> list[Job]:
         """The first request of the next owner. Of a sample, the owner's samples of the same weights, as many as are

@@ -20,7 +20,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,24 +212,23 @@ class RequestLog:
         checkpoints.publish(unfinished, pinned)
         return pinned
 
-    def begin_snapshot(self, number: int, results: Mapping[int, bytes]) -> Path:
-        """The folder in which the caller saves the checkpoint after request `number`.
+    @contextlib.contextmanager
+    def new_snapshot(self, number: int, results: Mapping[int, bytes]) -> Iterator[Path]:
+        """The folder in which the block saves the checkpoint after request `number`; afterwards, see `end_snapshot`.
 
-        Afterwards it calls `end_snapshot`, or `drop_snapshot` if it could not, or if the checkpoint is not whole.
+        Raises UserError: when it cannot be read back. After any error the log and the previous one stay.
         """
         folder = self._state(number)
-        (folder / "results").mkdir(parents=True, exist_ok=True)
-        for its_number, result in results.items():
-            storage.write_file(folder / "results" / f"{its_number}.{_sum(result)}", [result])
-        return folder
-
-    def drop_snapshot(self, number: int) -> None:
-        """Remove one that could not be written, or is damaged: the log and the previous one stay."""
-        shutil.rmtree(self._state(number), ignore_errors=True)
-
-    def is_whole(self, number: int) -> bool:
-        """Whether the snapshot after request `number` can be read back."""
-        return model_folder.newest(self._state(number)) is not None
+        try:
+            (folder / "results").mkdir(parents=True, exist_ok=True)
+            for its_number, result in results.items():
+                storage.write_file(folder / "results" / f"{its_number}.{_sum(result)}", [result])
+            yield folder
+            if model_folder.newest(folder) is None:
+                raise UserError("it cannot be read back")
+        except (OSError, UserError):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def end_snapshot(self) -> None:
         """Remove the log entries that the new snapshot covers."""

@@ -795,33 +795,29 @@ class Service:
         for weights in [path for path in self.engines if path is not None and path.parent == folder]:
             del self.engines[weights]
 
-    def _snapshot(self, model: Model) -> bool:
-        """Write a model to the disk, and empty its log; returns whether everything is on the disk now."""
+    def _snapshot(self, model: Model) -> None:
+        """Write a model to the disk, and empty its log."""
         # A snapshot never contains gradients: none is taken between forward_backward and optim_step.
         live = model.live
         if live is None or live.has_gradients or live.lost_gradients or live.is_broken:
-            return False
-        if model.done > model.log.covered:
-            if time.monotonic() < model.snapshot_after:
-                return False
-            try:
-                live.save(model.log.begin_snapshot(model.done, model.results), with_optimizer=True)
-                if not model.log.is_whole(model.done):
-                    raise UserError("it cannot be read back")
-            except (OSError, UserError) as error:  # the requests are still in the log
-                warn(f"no snapshot of {model.id}: {error}")
-                model.log.drop_snapshot(model.done)
-                model.snapshot_after = time.monotonic() + SNAPSHOT_PAUSE
-                return False
-            with self.lock:  # so that nothing is appended in the meantime
-                model.log.end_snapshot()
-            for mark in (self.folder / "models" / model.id).glob("*/.*"):
-                match = MARK_NAME.fullmatch(mark.name)
-                if match and int(match[2]) <= model.log.covered:  # these requests never run again
-                    mark.unlink(missing_ok=True)
-            model.saved_steps = live.steps
-            model.results = {}
-        return True
+            return
+        if model.done <= model.log.covered or time.monotonic() < model.snapshot_after:
+            return
+        try:
+            with model.log.new_snapshot(model.done, model.results) as folder:
+                live.save(folder, with_optimizer=True)
+        except (OSError, UserError) as error:  # the requests are still in the log
+            warn(f"no snapshot of {model.id}: {error}")
+            model.snapshot_after = time.monotonic() + SNAPSHOT_PAUSE
+            return
+        with self.lock:  # so that nothing is appended in the meantime
+            model.log.end_snapshot()
+        for mark in (self.folder / "models" / model.id).glob("*/.*"):
+            match = MARK_NAME.fullmatch(mark.name)
+            if match and int(match[2]) <= model.log.covered:  # these requests never run again
+                mark.unlink(missing_ok=True)
+        model.saved_steps = live.steps
+        model.results = {}
 
     def close(self) -> None:
         """End the worker after its present request, and save the trained models."""
