@@ -28,6 +28,7 @@ from nanochat.tokenizer import replace_surrogates
 
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # what templates call the thought of a reply
 REPLY_SECONDS = 60.0  # for the child of a machine that is very busy; its own limit is a second of computing
+QUESTION = {"role": "user", "content": "Hello"}  # a conversation to learn about a template
 # Unicode has set aside characters that no text contains, for uses like ours.
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -119,24 +120,21 @@ class ChatTemplate:
     def reply_opening(self) -> str:
         """The end of a prompt, such as `<|im_start|>assistant` and a line end; empty if a prompt adds nothing to the
         conversation."""
-        question = [{"role": "user", "content": "Hello"}]
-        try:
-            text = self.render(question).text
-            prompt = self.render(question, add_generation_prompt=True).text
-        except TemplateError:
-            return ""
-        return prompt.removeprefix(text) if prompt.startswith(text) else ""
+        return self._added({}, {"add_generation_prompt": True})
 
     @cached_property
     def closed_thought(self) -> str:
         """What a prompt has in addition with enable_thinking=False, such as the empty thought of Qwen3."""
-        question = [{"role": "user", "content": "Hello"}]
+        prompt: dict[str, Any] = {"add_generation_prompt": True}
+        return self._added(prompt, {**prompt, "settings": {"enable_thinking": False}})
+
+    def _added(self, less: dict[str, Any], more: dict[str, Any]) -> str:
+        """What a question ends with in addition when it is rendered with the options `more` instead of `less`."""
         try:
-            prompt = self.render(question, add_generation_prompt=True).text
-            off = self.render(question, add_generation_prompt=True, settings={"enable_thinking": False}).text
+            short, long = (self.render([QUESTION], **options).text for options in (less, more))
         except TemplateError:
             return ""
-        return off.removeprefix(prompt) if off.startswith(prompt) else ""
+        return long.removeprefix(short) if long.startswith(short) else ""
 
     @cached_property
     def thought_field(self) -> str | None:
@@ -144,7 +142,7 @@ class ChatTemplate:
         for field in THOUGHT_FIELDS:
             reply = {"role": "assistant", "content": "Hi.", field: "A greeting."}
             try:
-                text = self.render([{"role": "user", "content": "Hello"}, reply]).text
+                text = self.render([QUESTION, reply]).text
             except TemplateError:
                 continue
             if "A greeting." in text:
