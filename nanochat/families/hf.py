@@ -411,17 +411,14 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
 def _sampling(folder: Path) -> dict[str, float]:
     """How replies are drawn, by generation_config.json; a chat model's own settings where it names none."""
     path = folder / "generation_config.json"
-    if not path.is_file():
-        return saved_settings(CHAT_SAMPLING)
-    theirs = read_json(path)
-    if not isinstance(theirs, dict) or theirs.get("do_sample") is not True:
-        return saved_settings(CHAT_SAMPLING)
-    chosen = {name: theirs[name] for name in NEUTRAL if theirs.get(name) is not None}
-    try:
-        return saved_settings(read_settings(chosen))
-    except ValueError as error:
-        warn(f"{path}: its settings cannot be used ({error}), the usual ones are")
-        return saved_settings(CHAT_SAMPLING)
+    theirs = read_json(path) if path.is_file() else None
+    if isinstance(theirs, dict) and theirs.get("do_sample") is True:
+        chosen = {name: theirs[name] for name in NEUTRAL if theirs.get(name) is not None}
+        try:
+            return saved_settings(read_settings(chosen))
+        except ValueError as error:
+            warn(f"{path}: its settings cannot be used ({error}), the usual ones are")
+    return saved_settings(CHAT_SAMPLING)
 
 
 # ---------------------------------------------------------------------- weights in
