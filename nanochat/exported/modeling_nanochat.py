@@ -144,6 +144,14 @@ def scaled(frequencies: Tensor, config) -> Tensor:
     return (1 - kept) * slowed + kept * frequencies
 
 
+def activate(x: Tensor, is_gated: bool) -> Tensor:
+    """The inner activations of an MLP, from the product with its first matrix."""
+    if not is_gated:
+        return F.relu(x).square()
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 class MLP(nn.Module):
     def __init__(self, config, size: int):
         super().__init__()
@@ -152,11 +160,7 @@ class MLP(nn.Module):
         self.output = nn.Linear(size, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.input(x)
-        if self.is_gated:
-            gate, up = x.chunk(2, dim=-1)
-            return self.output(F.silu(gate) * up)
-        return self.output(F.relu(x).square())
+        return self.output(activate(self.input(x), self.is_gated))
 
 
 class Experts(nn.Module):
@@ -190,12 +194,7 @@ class Experts(nn.Module):
         outputs = self.output.weight.unflatten(0, (c.experts, -1))
         for expert in range(c.experts):
             rows, place = torch.where(chosen == expert)
-            inner = F.linear(tokens[rows], inputs[expert])
-            if self.is_gated:
-                gate, up = inner.chunk(2, dim=-1)
-                inner = F.silu(gate) * up
-            else:
-                inner = F.relu(inner).square()
+            inner = activate(F.linear(tokens[rows], inputs[expert]), self.is_gated)
             y.index_add_(0, rows, F.linear(inner, outputs[expert]) * weights[rows, place].unsqueeze(-1))
         y = y.view_as(x)
         return y if self.shared is None else y + self.shared(x)
