@@ -42,9 +42,8 @@ def ipo_loss(
     assert batch.reference_logp is not None
     # A mean, because one margin applies to all pairs: the sum of a long reply would be far from any margin.
     gains = (logp - batch.reference_logp) / reply_targets(batch).clamp(min=1)  # (P, 2)
-    # loss = (gain of chosen - gain of rejected - 1 / (2 beta))^2: a regression to a margin of 5 at beta = 0.1.
-    # DPO rewards a larger margin without limit, and overfits pairs whose order is certain. Here a margin beyond the
-    # target increases the loss again.
+    # A regression to a margin of 5 at beta = 0.1. DPO rewards a larger margin without limit, and overfits pairs whose
+    # order is certain. Here a margin beyond the target increases the loss again.
     losses = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square()
     return sum_over_pairs(losses, beta * gains, logp, batch, sft_weight, stats)
 
@@ -60,7 +59,6 @@ def simpo_loss(
 ) -> tuple[Tensor, Tensor]:
     """-log sigmoid(beta x (mean log p of the chosen reply's tokens - mean of the rejected reply's) - gamma)."""
     logp = reply_logp(model, batch)
-    # loss = -log sigmoid(beta (log p(c) / |c| - log p(r) / |r|) - gamma)
     # The reward is the mean log probability of a token, which also guides sampling. It needs no reference and half the
     # compute, and does not punish length. A chosen reply that leads by less than gamma still has a loss. Only the
     # learning rate and the length of the run keep the model close to its source.
@@ -74,7 +72,6 @@ def cpo_loss(
 ) -> tuple[Tensor, Tensor]:
     """-log sigmoid(beta x (log p of chosen reply - log p of rejected reply)) + the chosen reply's cross-entropy."""
     logp = reply_logp(model, batch)
-    # loss = -log sigmoid(beta (log p(c) - log p(r))) - log p(c) / |c|
     # DPO with a reference that gives all replies the same probability, which cancels out: no second model is needed.
     # Instead of the reference, the second term keeps the chosen reply likely. A sum over the tokens favours short
     # replies.
@@ -91,7 +88,6 @@ def orpo_loss(
     Here a reply's probability is the geometric mean over its tokens, and its reward in `stats` is beta x log of it.
     """
     logp = reply_logp(model, batch)
-    # loss = -beta log sigmoid(log odds(c) - log odds(r)) - log p(c) / |c|, with odds = p / (1 - p)
     # SFT and preference in one stage: the cross-entropy dominates, and the odds ratio, with its small weight, pushes
     # the rejected reply down. For small p the odds are about p. As p approaches 1 they grow without limit: once the
     # chosen reply is certain, nothing is left to learn. The odds of a certain reply are infinite, so p stays below 1 by
