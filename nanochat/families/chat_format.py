@@ -13,7 +13,7 @@ from typing import Any
 from nanochat.cli import UserError
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
-from nanochat.families.reply_spans import find_replies
+from nanochat.families.reply_spans import Conversation
 from nanochat.families.tool_calls import CallForm, find_form
 from nanochat.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ class TemplateFormat(ChatFormat):
         replies = [
             (message, text) for message, text in zip(messages, plain, strict=True) if text["role"] == "assistant"
         ]
-        found = find_replies(self.template, whole, plain, tools, self._end_names)
+        found = Conversation(self.template, whole, plain, tools, self._end_names).replies()
         for (message, text), reply in zip(replies, found, strict=True):
             parts = [text.get(self.template.thought_field or ""), text["content"], text.get("tool_calls")]
             if not any(parts) or not message.get("train", True):

@@ -18,6 +18,7 @@ before it, as with R1: then the model is asked where it has learned nothing. Suc
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from nanochat.families.chat_template import (
@@ -46,89 +47,81 @@ class Reply:
     is_served: bool  # serving renders the same text before it as a prompt
 
 
-def find_replies(
-    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
-) -> list[Reply]:
-    """What the model writes in each assistant's message of `whole`, the rendered conversation: from where the reply
-    begins to its end, one of the special tokens `ends`.
-    """
-    numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    if template.has_marks(tools):
-        marked = _marked(template, whole, messages, tools, numbers)
-        return [
-            Reply(own, _is_served(template, whole, messages, tools, number))
-            for number, own in zip(numbers, marked, strict=True)
-        ]
-    places = None
-    is_searched = False
-    replies = []
-    for number in numbers:
-        span = _after_prompt(template, whole, messages[: number + 1], tools, ends)
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation, and its rendering `whole`; `ends` are the special tokens that end a reply."""
+
+    template: ChatTemplate
+    whole: RenderedText
+    messages: Messages
+    tools: Sequence[Any] | None
+    ends: Collection[str]
+
+    def replies(self) -> list[Reply]:
+        """What the model writes in each assistant's message, from where the reply begins to its end."""
+        numbers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+        if not self.template.has_marks(self.tools):
+            return [self._reply(number) for number in numbers]
+        marked = self._marked(numbers)
+        return [Reply(own, self._is_served(number)) for number, own in zip(numbers, marked, strict=True)]
+
+    def _reply(self, number: int) -> Reply:
+        span = self._after_prompt(number)
         if span is not None:
-            replies.append(Reply([span], _matches_mode(template, whole.text[span[0] :], messages[number])))
-            continue
-        if not is_searched:
-            places = Places.of(template, whole, messages, tools)
-            is_searched = True
-        span = None if places is None else places.reply(number, ends)
-        found = [] if span is None else [span]
-        replies.append(Reply(found, bool(found) and _is_served(template, whole, messages, tools, number)))
-    return replies
+            return Reply([span], self._matches_mode(span[0], number))
+        span = None if self.places is None else self.places.reply(number)
+        return Reply([], False) if span is None else Reply([span], self._is_served(number))
 
+    @cached_property
+    def places(self) -> "Places | None":
+        return Places.of(self)
 
-def _is_served(
-    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, number: int
-) -> bool:
-    """Whether `whole` begins with the prompt that serving renders before message `number`."""
-    try:
-        prompt = template.render(messages[:number], tools, add_generation_prompt=True).text
-    except TemplateError:  # it refuses a part of this conversation
-        return False
-    return whole.text.startswith(prompt) and _matches_mode(template, whole.text[len(prompt) :], messages[number])
+    def _is_served(self, number: int) -> bool:
+        """Whether `whole` begins with the prompt that serving renders before message `number`."""
+        try:
+            prompt = self.template.render(self.messages[:number], self.tools, add_generation_prompt=True).text
+        except TemplateError:  # it refuses a part of this conversation
+            return False
+        return self.whole.text.startswith(prompt) and self._matches_mode(len(prompt), number)
 
+    def _matches_mode(self, start: int, number: int) -> bool:
+        """Whether a reply at `start` without a thought also follows the prompt of `enable_thinking=False`, for which it
+        is trained."""
+        message = self.messages[number]
+        has_thought = "</think>" in (message.get("content") or "") or any(message.get(name) for name in THOUGHT_FIELDS)
+        return has_thought or self.whole.text.startswith(self.template.closed_thought, start)
 
-def _matches_mode(template: ChatTemplate, after_prompt: str, message: Mapping[str, Any]) -> bool:
-    """Whether a reply without a thought also follows the prompt of `enable_thinking=False`, for which it is trained."""
-    has_thought = "</think>" in (message.get("content") or "") or any(message.get(name) for name in THOUGHT_FIELDS)
-    return has_thought or after_prompt.startswith(template.closed_thought)
+    def _marked(self, replies: list[int]) -> list[list[Span]]:
+        """The marked spans of each reply. A template may mark only some replies, or several parts of one."""
+        if not replies:
+            return []
+        if len(self.whole.marked) == len(replies):
+            return [[span] for span in self.whole.marked]
+        owned: dict[int, list[Span]] = {number: [] for number in replies}
+        for span in self.whole.marked:
+            # A span belongs to the reply with the last text that begins before its end, as the text inside of it does.
+            before = [(-1, replies[-1])]
+            if self.places is not None:
+                for leaf, begins in zip(self.places.leaves, self.places.begins, strict=True):
+                    before += [(begin, leaf.message) for begin in begins if begin < span[1] and leaf.message in owned]
+            owned[max(before)[1]].append(span)
+        return list(owned.values())
 
-
-def _marked(
-    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, replies: list[int]
-) -> list[list[Span]]:
-    """The marked spans of each reply. A template may mark only some replies, or several parts of one."""
-    if not replies:
-        return []
-    if len(whole.marked) == len(replies):
-        return [[span] for span in whole.marked]
-    owned: dict[int, list[Span]] = {number: [] for number in replies}
-    places = Places.of(template, whole, messages, tools)
-    for span in whole.marked:
-        # A span belongs to the reply with the last text that begins before its end, as the text inside of it does.
-        before = [(-1, replies[-1])]
-        if places is not None:
-            for leaf, begins in zip(places.leaves, places.begins, strict=True):
-                before += [(begin, leaf.message) for begin in begins if begin < span[1] and leaf.message in owned]
-        owned[max(before)[1]].append(span)
-    return list(owned.values())
-
-
-def _after_prompt(
-    template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None, ends: Collection[str]
-) -> Span | None:
-    """The last message, where the whole conversation begins with its prompt and its turn."""
-    #     the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
-    #     with the turn  <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
-    #     learned                                                               5.<|im_end|>
-    try:
-        prompt = template.render(messages[:-1], tools, add_generation_prompt=True).text
-        turn = template.render(messages, tools)
-    except TemplateError:  # it refuses a part of this conversation
-        return None
-    start = len(prompt)
-    end = next((end for first, end, name in turn.specials if first >= start and name in ends), len(turn.text))
-    is_exact = turn.text.startswith(prompt) and whole.text.startswith(turn.text[:end])
-    return (start, end) if is_exact else None
+    def _after_prompt(self, number: int) -> Span | None:
+        """Message `number`, where the whole conversation begins with its prompt and its turn."""
+        #     the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
+        #     with the turn  <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
+        #     learned                                                               5.<|im_end|>
+        try:
+            prompt = self.template.render(self.messages[:number], self.tools, add_generation_prompt=True).text
+            turn = self.template.render(self.messages[: number + 1], self.tools)
+        except TemplateError:  # it refuses a part of this conversation
+            return None
+        start = len(prompt)
+        ends = (end for first, end, name in turn.specials if first >= start and name in self.ends)
+        end = next(ends, len(turn.text))
+        is_exact = turn.text.startswith(prompt) and self.whole.text.startswith(turn.text[:end])
+        return (start, end) if is_exact else None
 
 
 @dataclass(frozen=True)
@@ -143,25 +136,22 @@ class Leaf:
 class Places:
     """Where the texts of a conversation are in its rendering."""
 
-    template: ChatTemplate
-    whole: RenderedText
-    tools: Sequence[Any] | None
+    conversation: Conversation
     marked: list[Any]  # the messages, with marks around their leaves
     leaves: list[Leaf]
     begins: list[list[int]]  # for each leaf, its places in the whole text
     ends: list[list[int]]
 
     @classmethod
-    def of(
-        cls, template: ChatTemplate, whole: RenderedText, messages: Messages, tools: Sequence[Any] | None
-    ) -> "Places | None":
+    def of(cls, conversation: Conversation) -> "Places | None":
         """None: when the template does not write the same text around our marks, or a text contains them."""
         leaves: list[Leaf] = []
-        marked = [_with_marks(message, number, leaves) for number, message in enumerate(messages)]
+        marked = [_with_marks(message, number, leaves) for number, message in enumerate(conversation.messages)]
+        whole = conversation.whole
         if MARK.search(whole.text) or len(leaves) > MAX_LEAVES:
             return None
         try:
-            text = template.render(marked, tools).text
+            text = conversation.template.render(marked, conversation.tools).text
         except TemplateError:
             return None
         if MARK.sub("", text) != whole.text:
@@ -172,9 +162,9 @@ class Places:
             code = ord(mark[0])
             found = begins[code - BEGINS] if code < ENDS else ends[code - ENDS]
             found.append(mark.start() - count)
-        return cls(template, whole, tools, marked, leaves, begins, ends)
+        return cls(conversation, marked, leaves, begins, ends)
 
-    def reply(self, number: int, end_names: Collection[str]) -> Span | None:
+    def reply(self, number: int) -> Span | None:
         """What the model writes in message `number`; None where a part of it is missing or not in one place."""
         own = [index for index, leaf in enumerate(self.leaves) if leaf.message == number]
         if not own or any(len(self.begins[index]) != 1 or len(self.ends[index]) != 1 for index in own):
@@ -192,7 +182,7 @@ class Places:
         before = max((one for one in ended if one[0] <= first), default=None)
         following = min((place for place in begun if place >= last), default=None)
         start = self._start(number, first, self.leaves[first_leaf], before)
-        end = self._end(last, self.leaves[last_leaf], following, end_names)
+        end = self._end(last, self.leaves[last_leaf], following)
         return None if start is None or end is None else (start, end)
 
     def _start(self, number: int, first: int, leaf: Leaf, before: tuple[int, int] | None) -> int | None:
@@ -207,7 +197,7 @@ class Places:
             #     its prompt        <|im_end|>\n<|im_start|>assistant\n
             #     R1                <|Assistant|>                                         less than the prompt
             #     its prompt        <|Assistant|><think>\n
-            between = self.whole.text[before[0] : first]
+            between = self.conversation.whole.text[before[0] : first]
             if between.startswith(opening):
                 return before[0] + len(opening)
         # A text is the assistant's from its first character on. What comes before a name in a call may not be.
@@ -216,16 +206,22 @@ class Places:
     def _opening(self, number: int, before: int) -> str | None:
         """What the prompt of message `number` has after leaf `before`, the last one of the message before it."""
         try:
-            prompt = self.template.render(self.marked[:number], self.tools, add_generation_prompt=True).text
+            prompt = self.conversation.template.render(
+                self.marked[:number], self.conversation.tools, add_generation_prompt=True
+            ).text
         except TemplateError:
             return None
         _, mark, opening = prompt.rpartition(chr(ENDS + before))
         return None if not mark or MARK.search(opening) else opening
 
-    def _end(self, last: int, leaf: Leaf, following: int | None, end_names: Collection[str]) -> int | None:
+    def _end(self, last: int, leaf: Leaf, following: int | None) -> int | None:
         """Where a reply ends whose last leaf ends at `last`; `following` is where another message's text begins."""
-        special = next((special for special in self.whole.specials if special[0] >= last), None)
-        if special is not None and special[2] in end_names and (following is None or special[1] <= following):
+        special = next((special for special in self.conversation.whole.specials if special[0] >= last), None)
+        if (
+            special is not None
+            and special[2] in self.conversation.ends
+            and (following is None or special[1] <= following)
+        ):
             return special[1]
         return None if leaf.is_call else last
 

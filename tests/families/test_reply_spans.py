@@ -18,7 +18,7 @@ from tiny_families import FAMILIES, save_family
 from nanochat.conversation import Rendered, render, render_prompt
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.families.reply_spans import find_replies
+from nanochat.families.reply_spans import Conversation
 from nanochat.learned_share import report_learned
 from nanochat.tokenizer import Tokenizer
 
@@ -290,7 +290,7 @@ def test_what_is_not_the_assistants_is_never_learned(name):
         {"role": "assistant", "content": "Reply Two"},
     ]
     whole = template.render(messages)
-    found = find_replies(template, whole, messages, None, ["<e>"])
+    found = Conversation(template, whole, messages, None, ["<e>"]).replies()
     expected: dict[str, list[str | None]] = {
         "twice": [None, None],
         "quoted": [None, "Reply Two<e>"],  # the first one is in the next turn, too
