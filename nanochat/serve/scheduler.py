@@ -26,7 +26,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
-from types import MappingProxyType
 from typing import Literal, NamedTuple, cast
 
 from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots, round_up
@@ -130,24 +129,20 @@ class Stream:
             self.cancelled = True
 
 
+@dataclass(eq=False)
 class TextOut:
     """Turns token ids into visible text: whole characters, without special tokens and stop strings."""
 
-    def __init__(
-        self,
-        tokens: list[bytes],
-        stop: tuple[str, ...],
-        strips_space: bool = False,
-        spelled: Mapping[int, bytes] = MappingProxyType({}),
-    ):
-        self.tokens = tokens
-        self.spelled = spelled
-        self.stop = stop
-        self.strips_space = strips_space  # leave out a space before the first word
-        self.longest = max((len(one) for one in stop), default=0)
-        self.stopped = False  # a stop string is complete; nothing follows
+    tokens: list[bytes]
+    stop: tuple[str, ...]
+    strips_space: bool = False  # leave out a space before the first word
+    spelled: Mapping[int, bytes] = field(default_factory=dict)
+    stopped: bool = False  # a stop string is complete; nothing follows
+    held: str = ""  # text that may be the beginning of a stop string
+
+    def __post_init__(self) -> None:
+        self.longest = max(map(len, self.stop), default=0)
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.held = ""  # text that may be the beginning of a stop string
 
     def plain(self, token: int) -> str:
         """The text that is complete with this token, whatever the stop strings."""
