@@ -27,7 +27,7 @@ class Place:
     ranks: int = 1
     replica: int = 0  # number of this group
     replicas: int = 1
-    mesh: DeviceMesh | None = None  # (ranks,), or (replicas, ranks); None: without a process group, for plans only
+    mesh: DeviceMesh | None = None  # (ranks,), or (replicas, ranks); None: without a process group
     host_mesh: DeviceMesh | None = None  # the same ranks, for tensors in main memory; nothing travels on it
 
     @property
