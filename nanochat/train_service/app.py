@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Scope
 
 from nanochat.cli import UserError
-from nanochat.serve.app import LOOPBACK
+from nanochat.serve.app import INLINE_BYTES, LOOPBACK
 from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
 from nanochat.serve.schema import ApiError, Strict, read_body
 from nanochat.serve.state import closing_at_signals
@@ -39,7 +39,6 @@ from nanochat.untrusted import json_of
 
 MAX_BODY = 16 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
 MAX_JSON = 2 << 20  # bytes of any other body: a prompt of a quarter of a million tokens
-INLINE_BYTES = 4096  # a longer body is parsed off the event loop
 POLL_SECONDS = 20.0  # a request for a promise waits this long before the client has to ask again
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False,
