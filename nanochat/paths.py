@@ -55,12 +55,15 @@ def run_dir(stage: str, tag: str) -> Path:
     return base_dir() / "runs" / stage / safe_tag(tag)
 
 
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")  # of a folder or file: it never leaves its folder
+
+
 def safe_tag(tag: str) -> str:
     """The tag itself, if it is one plain folder name.
 
     Raises UserError: for anything that could leave its folder (`..`, a slash, a leading dot).
     """
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", tag):
+    if not PLAIN_NAME.fullmatch(tag):
         hint = "use letters, digits, '_', '-', '.' (at most 100)"
         raise UserError(f"--model_tag {tag!r} is not a plain folder name: {hint}")
     return tag

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, Field
 
+from nanochat.paths import PLAIN_NAME
 from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError, Strict, Unsupported
 from nanochat.tokenizer import Tokenizer
-from nanochat.train_service.jobs import EPHEMERAL, is_name
+from nanochat.train_service.jobs import EPHEMERAL
 from nanochat.train_service.losses import find_loss
 from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
 from nanochat.train_service.tenants import MAX_RANK, AdamBody, Trained
@@ -22,7 +23,7 @@ from nanochat.train_service.wire import MAX_TOPK, ForwardBackward
 
 
 def _checked_name(name: str) -> str:
-    if not is_name(name) or name.startswith(EPHEMERAL):
+    if not PLAIN_NAME.fullmatch(name) or name.startswith(EPHEMERAL):
         raise ValueError("1 to 100 letters (a-z, A-Z), digits and _ . = + -, of which the last four not in front")
     return name
 

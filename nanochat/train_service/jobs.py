@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,12 +15,6 @@ from nanochat.serve.schema import ApiError
 from nanochat.train_service.log import Entry, RequestLog
 from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
 from nanochat.train_service.tenants import Trained, TrainedModel
-
-
-def is_name(name: str) -> bool:
-    """Whether a checkpoint may have this name, which becomes a folder and a part of an address."""
-    return bool(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}", name))
-
 
 EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
@@ -56,6 +49,13 @@ class Job:
     sample: SampleJob | None = None
     size: int = 0  # bytes of the request's body, which waits in memory
     came: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def finished(cls, request_id: str, content: bytes) -> "Job":
+        """A request whose result is known."""
+        job = cls(request_id, "")
+        job.result.set_result(content)
+        return job
 
 
 class Queue:
@@ -149,13 +149,6 @@ def as_json(content: dict[str, Any]) -> bytes:
 
 def created(model: Model) -> bytes:
     return as_json({"type": "load_weights" if model.facts["load"] else "create_model", "model_id": model.id})
-
-
-def finished(request_id: str, content: bytes) -> Job:
-    """A request whose result is known."""
-    job = Job(request_id, "")
-    job.result.set_result(content)
-    return job
 
 
 FAILED = b'{"error"'  # begins the result of a request that failed

@@ -30,19 +30,7 @@ from nanochat.exported.tokenizer_files import tokenizer_files
 from nanochat.log import warn
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
-from nanochat.train_service.jobs import (
-    EPHEMERAL,
-    Job,
-    Limits,
-    Model,
-    Queue,
-    Sampling,
-    as_json,
-    created,
-    failure,
-    finished,
-    is_name,
-)
+from nanochat.train_service.jobs import EPHEMERAL, Job, Limits, Model, Queue, Sampling, as_json, created, failure
 from nanochat.train_service.log import REFUSED, DamagedLog, Entry, RequestLog, read_record, write_record
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.tenants import AdamBody, Base, Trained, TrainedModel, load_weights
@@ -464,12 +452,12 @@ class Service:
             return job
         if model is not None and model.owner == owner and re.fullmatch(r"[0-9]{1,9}", number):
             if int(number) == 0 and not model.stopped:
-                return finished(request_id, created(model))
+                return Job.finished(request_id, created(model))
             if int(number) <= model.done:  # if the client sent it again, it would wait without end
                 message = f"request {number} was carried out, and its result is no longer kept: continue with the next"
-                return finished(request_id, failure(UserError(message)))
+                return Job.finished(request_id, failure(UserError(message)))
             if model.stopped:
-                return finished(request_id, failure(UserError(model.stopped)))
+                return Job.finished(request_id, failure(UserError(model.stopped)))
         raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
 
     def _give_up_waiting(self, model: Model, job: Job) -> None:
@@ -489,7 +477,7 @@ class Service:
         parts = uri.removeprefix(SCHEME).split("/")
         if uri.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS:
             model = self.find_model(owner, parts[0])
-            if is_name(parts[2]):
+            if paths.PLAIN_NAME.fullmatch(parts[2]):
                 folder = self.folder / "models" / model.id / parts[1] / parts[2]
                 found = model_folder.steps(folder)
                 if found:
@@ -502,8 +490,10 @@ class Service:
         found = []
         for kind, name_for_client in KINDS.items():
             for folder in sorted((self.folder / "models" / model.id / kind).glob("*")):
-                if is_name(folder.name) and model_folder.steps(folder) and not folder.name.startswith(EPHEMERAL):
-                    step = model_folder.step_path(folder, model_folder.steps(folder)[-1])
+                is_named = paths.PLAIN_NAME.fullmatch(folder.name) and not folder.name.startswith(EPHEMERAL)
+                steps = model_folder.steps(folder) if is_named else []
+                if steps:
+                    step = model_folder.step_path(folder, steps[-1])
                     path = f"{kind}/{folder.name}"
                     found.append({
                         "checkpoint_id": path, "checkpoint_type": name_for_client, "time": iso(step.stat().st_mtime),
