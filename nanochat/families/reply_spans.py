@@ -21,14 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from nanochat.families.chat_template import (
-    THOUGHT_FIELDS,
-    ChatTemplate,
-    Messages,
-    RenderedText,
-    Span,
-    TemplateError,
-)
+from nanochat.families.chat_template import THOUGHT_FIELDS, ChatTemplate, Messages, RenderedText, Span, TemplateError
 
 # Characters of the private planes 15 and 16, which no text has in practice: leaf number n is between the n-th of each.
 BEGINS = 0xF0000

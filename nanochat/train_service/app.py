@@ -64,12 +64,7 @@ class _Access(AccessMiddleware):
         return None
 
 
-def create_app(
-    service: Service,
-    *,
-    keys: Sequence[str] = (),
-    hosts: Sequence[str] = LOOPBACK,
-) -> FastAPI:
+def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> FastAPI:
     """The ASGI application; it closes the service when the server ends.
 
     `keys` are the keys of the clients; each client sees only its own models. `hosts` as in serve/app.py.
