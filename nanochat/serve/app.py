@@ -86,7 +86,7 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.waker = Waker()
         threading.Thread(target=state.load, name="load", daemon=True).start()
-        with closing_at_signals(state):
+        with closing_at_signals(state.close, state.device_thread):
             yield
         await asyncio.to_thread(state.close)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
@@ -173,8 +173,7 @@ class ServerState:
         if self.model is not None:
             self.model.scheduler.close(self._grace)
 
-    @property
-    def thread(self) -> threading.Thread | None:
+    def device_thread(self) -> threading.Thread | None:
         """The device's thread, of all models; None before they are loaded."""
         return None if self.model is None else self.model.scheduler.thread
 
@@ -222,28 +221,19 @@ class _ModelMetrics(Collector):
         return found.values()
 
 
-class Closing(Protocol):
-    """What closes when a signal arrives."""
-
-    @property
-    def thread(self) -> threading.Thread | None:
-        """The device's thread."""
-        ...
-
-    def close(self) -> None: ...
-
-
 @contextlib.contextmanager
-def closing_at_signals(state: Closing) -> Iterator[None]:
-    """Begin to close the replies as soon as SIGTERM or SIGINT arrives, and end the process after EXIT_SECONDS.
+def closing_at_signals(
+    close: Callable[[], None], device_thread: Callable[[], threading.Thread | None]
+) -> Iterator[None]:
+    """Begin to `close` the replies as soon as SIGTERM or SIGINT arrives, and end the process after EXIT_SECONDS.
 
     uvicorn's own handler waits for open streams before it ends the app's lifespan, so it would wait for every reply.
     """
     handlers: dict[int, Any] = {}
 
     def handle(number: int, frame: Any) -> None:
-        threading.Thread(target=state.close, name="close", daemon=True).start()
-        threading.Thread(target=_exit_late, args=(state,), name="exit", daemon=True).start()
+        threading.Thread(target=close, name="close", daemon=True).start()
+        threading.Thread(target=_exit_late, args=(device_thread,), name="exit", daemon=True).start()
         handlers[number](number, frame)
 
     if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
@@ -259,10 +249,11 @@ def closing_at_signals(state: Closing) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _exit_late(state: Closing) -> None:
+def _exit_late(device_thread: Callable[[], threading.Thread | None]) -> None:
     """End the process EXIT_SECONDS from now, whatever its threads do: one that waits for the device for ever would
     keep the server from closing."""
     time.sleep(EXIT_SECONDS)
-    if state.thread is not None and state.thread.is_alive():
-        log_place("the server ends, but the device's thread does not; it is at", state.thread)
+    thread = device_thread()
+    if thread is not None and thread.is_alive():
+        log_place("the server ends, but the device's thread does not; it is at", thread)
     os._exit(1)

@@ -72,7 +72,7 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        with closing_at_signals(service):
+        with closing_at_signals(service.close, lambda: service.thread):
             yield
             await asyncio.to_thread(service.close)
 
