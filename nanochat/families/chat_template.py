@@ -41,10 +41,6 @@ class TemplateError(UnrenderableChat):
     """A template cannot render a conversation, or refuses to."""
 
 
-class TooMuchWork(TemplateError):
-    """A text is too long, or takes too long to write."""
-
-
 @dataclass(frozen=True)
 class RenderedText:
     """A conversation as text."""
@@ -207,7 +203,7 @@ class _Renderer:
     def request(self, content: Mapping[str, Any], file: str) -> str:
         """The text of the reply (template_process.py). `file` is where the template was read.
 
-        Raises TemplateError: with the template's own complaint. Raises TooMuchWork: when it needs more than the limits.
+        Raises TemplateError: with the template's own complaint, or when it needs more than the limits.
         """
         where = f" in {file}" if file else ""
         # Values that JSON does not have, such as dates of a data set, become texts.
@@ -215,7 +211,7 @@ class _Renderer:
         with self._lock:
             reply = self._exchange(line)
         if not reply.endswith(b"\n"):
-            raise TooMuchWork(f"the chat template{where} fails: it takes more work than any conversation needs")
+            raise TemplateError(f"the chat template{where} fails: it takes more work than any conversation needs")
         answer = json.loads(reply)
         if "error" in answer:
             raise TemplateError(f"the chat template{where} fails: {answer['error']}")

@@ -17,7 +17,7 @@ from tiny_families import FAMILIES, random_string, save_family
 from nanochat.cli import UserError
 from nanochat.conversation import fit_prompt, parse_reply, render, render_prompt, text_of
 from nanochat.engine import Engine
-from nanochat.families.chat_template import ChatTemplate, TemplateError, TooMuchWork
+from nanochat.families.chat_template import ChatTemplate, TemplateError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.mixture import MixtureCorpus, open_mixture
 from nanochat.sampling import SamplingParams
@@ -276,8 +276,8 @@ def test_a_template_that_fails_ends_in_one_line(source):
     template = ChatTemplate({"default": source}, {}, [])  # the trial leaves it to the first rendering
     with pytest.raises(TemplateError) as error:
         template.render(HELLO)
-    assert not isinstance(error.value, TooMuchWork)
-    assert "chat template" in str(error.value) and "\n" not in str(error.value)
+    line = str(error.value)
+    assert "chat template" in line and "more work" not in line and "\n" not in line
     assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, []).render(HELLO).text == "Hello"
 
 
