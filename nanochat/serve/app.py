@@ -41,7 +41,7 @@ from nanochat.serve import prompts
 from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
 from nanochat.serve.page import content_policy, load_page
-from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Reply, Waker
+from nanochat.serve.replies import ChunkQueue, Reply, Waker, make_serializer
 from nanochat.serve.schema import (
     ApiError,
     ChatBody,
@@ -229,15 +229,8 @@ def create_app(
         streams = prompts.submit(loaded, body, encoded, grammar, queue.put)
 
         # 4. Write the chunks in the route's format, as they arrive or in one piece.
-        serializer: ChatSerializer | CompletionSerializer
-        if isinstance(body, ChatBody):
-            serializer = ChatSerializer(
-                loaded, body.include_usage, encoded[0].first_message_read, body.calls, body.family_calls
-            )
-        else:
-            serializer = CompletionSerializer(loaded, body.include_usage, bool(body.return_token_ids))
         return Reply(
-            serializer,
+            make_serializer(loaded, body, encoded[0].first_message_read),
             queue,
             streams,
             prompt_tokens=[len(prompt.ids) for prompt in encoded],

@@ -23,7 +23,7 @@ from nanochat.log import warn
 from nanochat.sampling import seed_of
 from nanochat.screen import Bar
 from nanochat.serve import prompts
-from nanochat.serve.replies import ChatSerializer, CompletionSerializer, usage_of
+from nanochat.serve.replies import ChoicesSerializer, make_serializer, usage_of
 from nanochat.serve.scheduler import Chunk, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, read_body
 from nanochat.serve.state import LoadedModel
@@ -42,7 +42,7 @@ class Line:
 class Running:
     """A line whose replies are being generated."""
 
-    serializer: ChatSerializer | CompletionSerializer
+    serializer: ChoicesSerializer
     streams: list[Stream]
     prompt_tokens: list[int]
     unfinished: int  # replies
@@ -141,11 +141,7 @@ class Batch:
         streams = prompts.submit(
             self.model, body, encoded, grammar, lambda choice, chunk: self.chunks.put((place, choice, chunk))
         )
-        if isinstance(body, ChatBody):
-            read = encoded[0].first_message_read
-            serializer = ChatSerializer(self.model, first_message_read=read, calls=body.calls, family=body.family_calls)
-        else:
-            serializer = CompletionSerializer(self.model)
+        serializer = make_serializer(self.model, body, encoded[0].first_message_read)
         return Running(serializer, streams, lengths, len(streams))
 
     def request_of(self, record: Any) -> tuple[type[ChatBody] | type[CompletionBody], dict[str, Any]]:

@@ -39,15 +39,13 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
     if num_prompts * body.num_choices > slots:  # the queue is for other clients
         message = f"{num_prompts} x {body.num_choices} replies in one request: this server generates {slots} at once"
         raise ApiError(400, f"{message}; request fewer", param="n")
-    if isinstance(body, CompletionBody) and body.return_token_ids:
-        return [EncodedPrompt(exact_ids(model, prompt)) for prompt in body.prompts]
     if isinstance(body, CompletionBody):
-        return [EncodedPrompt(encode_text(model, prompt)) for prompt in body.prompts]
+        encode = exact_ids if body.return_token_ids else encode_text
+        return [EncodedPrompt(encode(model, prompt)) for prompt in body.prompts]
     check_chats(model)
     prompt = encode_chat(model, body)
-    if body.family_calls is not None:
-        return [prompt]
-    if body.calls in ("calculator", "schema"):  # the reply is a call: the prompt includes its first token
+    # Where the reply is a call of our form, the prompt includes its first token.
+    if body.family_calls is None and body.calls in ("calculator", "schema"):
         prompt = replace(prompt, ids=[*prompt.ids, model.tokenizer.encode_special("<|python_start|>")])
     return [prompt]
 

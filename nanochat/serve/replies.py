@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from nanochat.conversation import text_of
 from nanochat.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
-from nanochat.serve.schema import ApiError, encode
+from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, encode
 from nanochat.serve.state import LoadedModel
 from nanochat.serve.tools import Calls, FamilyCalls, make_writer
 
@@ -397,6 +397,15 @@ class CompletionSerializer(ChoicesSerializer):
             if one.token_id < len(texts) and texts[one.token_id]:  # a special token has a name but no text
                 self._offsets[number] += len(self._decoders[number].decode(texts[one.token_id]))
         return lists
+
+
+def make_serializer(
+    model: LoadedModel, body: ChatBody | CompletionBody, first_message_read: int | None
+) -> ChoicesSerializer:
+    """The serializer of the replies to a body; see `prompts.EncodedPrompt`."""
+    if isinstance(body, ChatBody):
+        return ChatSerializer(model, body.include_usage, first_message_read, body.calls, body.family_calls)
+    return CompletionSerializer(model, body.include_usage, bool(body.return_token_ids))
 
 
 @functools.lru_cache(maxsize=1 << 14)

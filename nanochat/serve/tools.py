@@ -144,11 +144,10 @@ class CallWriter:
         # Chunks of this kind are the call; "" without a call.
         self.kind = {"client": "python", "calculator": "python", "schema": "text"}.get(calls, "")
         self.id = f"call_{uuid.uuid4().hex}" if family is None else new_id()
-        self.name = CALCULATOR
-        if family is not None and family.required_name:
-            self.name = family.required_name
+        required = "" if family is None else family.required_name
+        self.name = required or CALCULATOR
         self.has_begun = False
-        self._has_name = family is None or not family.required_name  # the JSON has it
+        self._has_name = not required  # the JSON has it
         self._text = ""  # not handed out yet
 
     def add(self, text: str, finish_reason: str | None) -> tuple[str, list[dict[str, Any]]]:
