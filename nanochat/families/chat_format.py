@@ -6,7 +6,7 @@ A model learns the text that it would write after a prompt, with the token that 
 import bisect
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,6 @@ from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, S
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
 from nanochat.families.reply_spans import Conversation
 from nanochat.families.tool_calls import CallForm, find_form
-from nanochat.tokenizer import Tokenizer
 
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
 CALL_ID = "000000000"  # the id of a tool call, in the form that Mistral's templates check
@@ -24,16 +23,9 @@ CALL_ID = "000000000"  # the id of a tool call, in the form that Mistral's templ
 class TemplateFormat(ChatFormat):
     """Conversations as a chat template writes them; without a template every method that renders raises UserError."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        encode_rendered: Callable[[RenderedText, Sequence[Span]], tuple[list[int], list[int]]],
-    ):
-        """`encode_rendered` is the method of an ImportedTokenizer: the ids of a text, and the mask of its spans."""
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, template: ChatTemplate | None):
+        self.tokenizer = tokenizer  # an ImportedTokenizer, whose module imports this one
         self._template = template
-        self._encode_rendered = encode_rendered
         ends = set(tokenizer.reply_ends)
         self._end_names = {name for name, index in tokenizer.special_ids.items() if index in ends}
 
@@ -74,10 +66,10 @@ class TemplateFormat(ChatFormat):
             if not reply.is_served:
                 misplaced += 1
                 elsewhere += reply.spans
-        ids, mask = self._encode_rendered(whole, spans)
+        ids, mask = self.tokenizer.encode_rendered(whole, spans)
         return Rendered(
             ids, mask, replies=count, unlearned=unlearned, reply_tokens=sum(mask) + lost, misplaced=misplaced,
-            misplaced_tokens=sum(self._encode_rendered(whole, elsewhere)[1]) if elsewhere else 0,
+            misplaced_tokens=sum(self.tokenizer.encode_rendered(whole, elsewhere)[1]) if elsewhere else 0,
         )  # fmt: skip
 
     def shorten(
@@ -100,7 +92,7 @@ class TemplateFormat(ChatFormat):
         def prompt(oldest: int) -> list[int]:
             shortened = [*plain[:first], *plain[oldest:]]
             rendered = template.render(shortened, tools, add_generation_prompt=True, settings=settings)
-            return self._encode_rendered(rendered, [])[0] + begun
+            return self.tokenizer.encode_rendered(rendered, [])[0] + begun
 
         # Each possible beginning gives another text, and a later beginning a shorter one: bisection tries a few.
         ids = prompt(first)
@@ -152,7 +144,7 @@ class TemplateFormat(ChatFormat):
                     "environment or model, or put a chat_template.jinja that keeps replies next to its tokenizer.json"
                 )
             specials = [(start - end, stop - end, name) for start, stop, name in whole.specials if start >= end]
-            after = self._encode_rendered(RenderedText(whole.text[end:], specials, []), [])[0]
+            after = self.tokenizer.encode_rendered(RenderedText(whole.text[end:], specials, []), [])[0]
         return after[1:] if is_complete else after
 
     @cached_property
@@ -164,7 +156,7 @@ class TemplateFormat(ChatFormat):
         """The ids of the beginning of a reply, in which names of special tokens are these tokens."""
         pattern = "|".join(map(re.escape, sorted(self.tokenizer.special_ids, key=len, reverse=True)))
         specials = [(found.start(), found.end(), found[0]) for found in re.finditer(pattern, text)]
-        return self._encode_rendered(RenderedText(text, specials, []), [])[0]
+        return self.tokenizer.encode_rendered(RenderedText(text, specials, []), [])[0]
 
     def parse(self, ids: Iterable[int]) -> list[Part]:
         special = set(self.tokenizer.special_ids.values())

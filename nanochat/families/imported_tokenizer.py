@@ -130,7 +130,7 @@ class ImportedTokenizer(Tokenizer):
         self.chat_template: ChatTemplate | None = None
         if self.templates:
             self.chat_template = ChatTemplate(self.templates, self.names, self.special_ids, template_file)
-        self.chat_format = TemplateFormat(self, self.chat_template, self.encode_rendered)
+        self.chat_format = TemplateFormat(self, self.chat_template)
         self.can_chat = self.chat_template is not None
 
     @classmethod
