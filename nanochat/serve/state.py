@@ -13,7 +13,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
 from nanochat.cli import UserError
 from nanochat.sampling import SamplingParams
@@ -93,7 +92,7 @@ class ServerState:
         self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
         ready = Gauge("nanochat_ready", "1 when the model is loaded and takes requests.", registry=self.registry)
         ready.set_function(lambda: self.is_ready)
-        self.registry.register(_ModelMetrics(self))
+        self.registry.register(self)
         self._load = load
         self._grace = grace
         self._on_failure = on_failure
@@ -163,6 +162,20 @@ class ServerState:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
+    def collect(self) -> Iterable[Metric]:
+        """Each metric of the models' schedulers once, for the registry; its samples have the label `model`. An adapter
+        counts with its base."""
+        found: dict[str, Metric] = {}
+        models = () if self.model is None else self.model.all
+        for model in models:
+            if model.adapter:
+                continue
+            for metric in model.scheduler.metrics.registry.collect():
+                merged = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    merged.samples.append(sample._replace(labels={"model": model.name, **sample.labels}))
+        return found.values()
+
     def _fail(self, why: str, error: BaseException) -> None:
         self.failed = why
         self._on_failure(error)
@@ -199,26 +212,6 @@ class ServerState:
         elif self.is_stuck and not (self.closing or self.failed):
             why = "is stuck: its log names the place"
         raise ApiError(503, f"the server {why}", code="not_ready", headers={"retry-after": wait})
-
-
-class _ModelMetrics(Collector):
-    """The metrics of the models' schedulers, each sample with the label `model`. An adapter counts with its base."""
-
-    def __init__(self, state: ServerState):
-        self.state = state
-
-    def collect(self) -> Iterable[Metric]:
-        """Each metric once, with the samples of all models."""
-        found: dict[str, Metric] = {}
-        models = () if self.state.model is None else self.state.model.all
-        for model in models:
-            if model.adapter:
-                continue
-            for metric in model.scheduler.metrics.registry.collect():
-                merged = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-                for sample in metric.samples:
-                    merged.samples.append(sample._replace(labels={"model": model.name, **sample.labels}))
-        return found.values()
 
 
 @contextlib.contextmanager
