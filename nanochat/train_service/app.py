@@ -149,9 +149,7 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
     async def create_model(request: Request) -> dict[str, Any]:
         body = await body_of(request, bodies.CreateModelBody)
         _require_base(service, body.base_model)
-        trained = Trained(0)
-        if body.lora_config is not None:
-            trained = bodies.trained_of(body.lora_config)
+        trained = Trained(0) if body.lora_config is None else bodies.trained_of(body.lora_config)
         about = (body.session_id, body.model_seq_id, trained, body.user_metadata)
         return {"request_id": await asyncio.to_thread(service.create_model, _owner(request), *about)}
 
