@@ -4,6 +4,7 @@ import os
 
 # torch's threads on a CPU wait for each other in a loop (libgomp, which reads this when torch is loaded). A step of the
 # demo took 453 ms on two cores, and 4,273 ms beside another busy program. With fewer turns of the loop before a thread
-# sleeps it takes 414 and 1,010 ms (2026-11-28).
+# sleeps it takes 414 and 1,010 ms (2026-11-28). On an AMD EPYC the step beside a program falls only from 2,382 to 2,051
+# ms, and decoding with two threads gets slower (docs/measurements.md).
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"}:
     os.environ["GOMP_SPINCOUNT"] = "10000"

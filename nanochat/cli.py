@@ -155,8 +155,8 @@ def _without_frame(text: str) -> str:
     # tyro prints such a message and exits: it has no call that returns the text, and no option that leaves the box out.
     text = re.sub(r"\x1b\[[0-9;]*m|[╭╮╰╯│]", "", text)  # colours and the box
     sections = [" ".join(section.split()) for section in re.split(r"─+|-{3,}", text)]  # with rules between them
-    _, *sections, _ = filter(None, sections)
-    # Of a value that fits none of several types, tyro explains each one, by its Python name.
+    sections = [section for section in sections if section][1:-1]
+    # Where a flag takes several types, tyro adds an error for each of them, with Python's names for the types.
     message = "; ".join(section.partition(" Got errors:")[0] for section in sections)
     return message.removeprefix("Error parsing Config: ")  # before a UserError of a config
 

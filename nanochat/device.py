@@ -285,7 +285,8 @@ _NOT_RECORDING: set[str] = set()  # kinds of devices that record nothing any mor
 
 
 def stop_recording(kind: str, why: str) -> None:
-    """Make no more recordings in this process. The first call says why."""
+    """Make no more recordings in this process; the first call warns, with the reason."""
+    # After a failure in the middle of a recording torch_npu 2.9 refuses all later ones.
     if kind not in _NOT_RECORDING:
         _NOT_RECORDING.add(kind)
         warn(why)

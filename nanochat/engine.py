@@ -760,8 +760,7 @@ class Slots:
                 self._results = tuple(result.new_empty(self.size, result.size(1)) for result in like)
             self._recorded[rounded, cache.attended_len] = device.capture(step, self._memory)
         except RuntimeError as error:
-            # The device's memory may be short, or its streams used up. After a failure in the middle of a recording
-            # torch_npu 2.9 refuses all later ones.
+            # The device's memory may be short, or its streams used up.
             head = next(iter(str(error).splitlines()), type(error).__name__)[:200]
             devices.stop_recording(
                 device.kind, f"the launches of a token could not be recorded, decoding goes on without, slower: {head}"

@@ -73,7 +73,7 @@ class StageFlags(TrainFlags):
     # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
     bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
-    columns: str = ""  # of files with other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
+    columns: str = ""  # columns that have other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
     # optimizer

@@ -113,7 +113,7 @@ class Run:
         new_steps = 0 if self.first_step else steps
         saver.require_room_for_run(self.folder, config, self.device, self.checkpoint_bytes, new_steps)
         self.saved_step = self.first_step if self.loader_states else None  # step of the newest checkpoint
-        self.saved_seconds = self.progress.seconds  # of training before it
+        self.saved_seconds = self.progress.seconds  # training time up to that checkpoint
         self.step_seconds = 0.0  # time of a step since then, as of the last log line
         self.next_save: int | None = None  # without --save_every: the step at which it is time
         self.warned_of_room = False

@@ -55,7 +55,7 @@ def run_dir(stage: str, tag: str) -> Path:
     return base_dir() / "runs" / stage / safe_tag(tag)
 
 
-PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")  # of a folder or file: it never leaves its folder
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=+-]{0,99}")  # a folder or file that stays in its parent folder
 
 
 def safe_tag(tag: str) -> str:

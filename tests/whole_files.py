@@ -1,7 +1,7 @@
 """Whole files to workers, as pytest-xdist's `--dist loadfile`. When a worker dies, others run what it has left.
 
-With xdist 3.8's own scheduler the finished files of a dead worker go to a new one, which waits for ever for their ends,
-as it does with a single test.
+xdist 3.8's own scheduler gives the finished files of a dead worker to a new one, which then waits for their end for
+ever. It also hangs when a new worker gets a single test.
 """
 
 from typing import Any

@@ -437,7 +437,7 @@ class Attached:
         base = "4-bit NF4" if self.lora.base_format == "nf4" else dtype
         line = f"adapters of rank {self.lora.rank}: {trained:,} parameters; "
         line += f"frozen base: {frozen + packed:,} bytes, {base}"
-        share = local(table).numel() / table.numel()  # of a sharded model that this process holds
+        share = local(table).numel() / table.numel()  # the part of a sharded table that this process holds
         plain = round(sum(layer.in_features * layer.out_features for layer in quantized) * table.element_size() * share)
         if plain < packed:
             line += "\nhint: fsdp does not shard 4-bit matrices: without --lora_base nf4 they take "

@@ -335,7 +335,9 @@ def good_chat(engine: Engine, sampling: SamplingParams, max_tokens: int = 256) -
         for question, _ in CHAT:
             chat.say(question)
         replies = [text_of(reply["content"]) for reply in chat.messages[1::2]]
-        found = sum(word in reply for (_, words), reply in zip(CHAT, replies, strict=True) for word in words)
+        found = 0
+        for (_, words), reply in zip(CHAT, replies, strict=True):
+            found += sum(word in reply for word in words)
         if found > most:
             best, best_try, most = chat.messages, number + 1, found
         if found == wanted:

@@ -56,12 +56,12 @@ def loop_product(
 
 
 class GroupedOperators:
-    """torch's `grouped_mm`; an NPU has operators of its own. `counts` and `ends` of the groups stay on the device."""
+    """torch's `grouped_mm`; npu.py replaces it. `counts` and `ends` of the groups stay on the device."""
 
     @staticmethod
     def fits(x: Tensor, outputs: int) -> bool:
         """Whether it is fast here. It reads bf16 whose rows begin at multiples of 16 bytes, also in the backward pass;
-        for other inputs torch has a loop of its own."""
+        torch computes other inputs group by group."""
         aligned = x.size(1) % 8 == 0 and outputs % 8 == 0
         return hasattr(F, "grouped_mm") and x.dtype == torch.bfloat16 and aligned
 

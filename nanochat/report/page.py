@@ -315,7 +315,9 @@ def to_html(summary: RunSummary) -> str:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text
         # Rewards that are a sum of parts, whose names are the user's.
-        logged = {name for stage in stages for line in stage.metrics for name in line}
+        logged: set[str] = set()
+        for stage in stages:
+            logged.update(*stage.metrics)
         plots_of_parts = [
             Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight")
             for name in sorted(logged)

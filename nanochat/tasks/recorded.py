@@ -20,7 +20,7 @@ class RecordTask(Task):
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         self.records = open_split(self.name, self.splits[split], path, hub, self.fields, also=(split,))
-        self.numbers: range | np.ndarray = range(len(self.records))  # of the records that are examples
+        self.numbers: range | np.ndarray = range(len(self.records))  # which records are examples
 
     def read(self, record: Any) -> Example:
         """The example of a record. Raises ValueError: with the problem."""

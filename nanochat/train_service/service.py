@@ -361,8 +361,12 @@ class Service:
                 return request_id
             # The request that others wait for is accepted as long as the queue itself has room. For any other one,
             # the owner's requests that came before their turn count too.
-            own = [] if number == model.next else [one for one in self.models.values() if one.owner == owner]
-            self._require_room(owner, [job for one in own for job in one.parked.values()])
+            early: list[Job] = []
+            if number != model.next:
+                for one in self.models.values():
+                    if one.owner == owner:
+                        early += one.parked.values()
+            self._require_room(owner, early)
             entry = Entry(number, kind, content, is_early=number != model.next)
             with _full_disk():
                 model.log.append(entry)

@@ -146,7 +146,7 @@ def test_load_model_by_stage_tag_step_and_folder(base_folder):
 
 NEITHER = "neither a stage .*base, mid, sft, rm, dpo, rl.* nor a checkpoint"
 LEAVE_OUT = "is one checkpoint's folder: leave out the flag for a tag"
-# Of base/tiny there are steps 2 and 4, and of step 2 the weights are gone. FOLDER is the tag's folder.
+# base/tiny has steps 2 and 4; the weights of step 2 are missing. FOLDER is the tag's folder.
 NOT_FOUND: list[tuple[str, dict[str, Any], str]] = [
     *((source, {}, NEITHER) for source in ("pretrain", "FOLDER/../../..", "", "../base")),
     ("FOLDER", {}, NEITHER),

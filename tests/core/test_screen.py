@@ -61,7 +61,7 @@ class Terminal(threading.Thread):
 
 @pytest.fixture(autouse=True)
 def no_bars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the bars that other tests of this process have left, such as those of a run that failed."""
+    """Each test starts without bars; an earlier test of a failed run may have left some."""
     monkeypatch.setattr(screen, "_bars", [])
 
 
