@@ -43,18 +43,20 @@ class Running:
 
     def __init__(self, status: socket.socket) -> None:
         self.status = status
+        self.code: int | None = None
         self.group = int(status.recv(64))
 
     def wait(self, timeout: float) -> int:
-        """The exit code. Raises TimeoutError: when there is none in time; the command is killed."""
-        self.status.settimeout(timeout)
-        try:
-            return int(self.status.recv(64) or -signal.SIGKILL)
-        except TimeoutError:
-            os.killpg(self.group, signal.SIGKILL)
-            raise
-        finally:
-            self.status.close()
+        """The exit code, each time. Raises TimeoutError: when there is none in time; the command is killed."""
+        if self.code is None:
+            with self.status:
+                self.status.settimeout(timeout)
+                try:
+                    self.code = int(self.status.recv(64) or -signal.SIGKILL)
+                except TimeoutError:
+                    os.killpg(self.group, signal.SIGKILL)
+                    raise
+        return self.code
 
 
 @functools.cache

@@ -80,9 +80,10 @@ static void describe(FILE *text, uint64_t word) {
     }
 }
 
+/* The objects of cann.c may lie right above the stack of a thread, and a scalar tensor begins with a 0. */
 static int on_stack(uint64_t word) {
     uint64_t frame = (uint64_t)__builtin_frame_address(0);
-    return word > frame && word < frame + STACK && word % 8 == 0;
+    return word > frame && word < frame + STACK && word % 8 == 0 && simnpu_kind((const void *)word) == NOTHING;
 }
 
 static int prepare(const char *name, uint64_t first, va_list rest) {

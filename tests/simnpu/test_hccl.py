@@ -486,9 +486,9 @@ def one_dies(me: Rank) -> int:
 
 
 def test_a_rank_that_dies_and_nothing_left_behind(library: str) -> None:
-    before = set(Path("/dev/shm").iterdir())
     assert run(library, one_dies, 3, lost=0, HCCL_EXEC_TIMEOUT="0.3") == [None, TIMEOUT, TIMEOUT]
-    assert set(Path("/dev/shm").iterdir()) == before
+    # Other programs use the folder, too. Every communicator's name begins with "simulated".
+    assert not [file for file in Path("/dev/shm").iterdir() if "simulated" in file.name]
 
 
 def four_sums(me: Rank) -> list[int]:
