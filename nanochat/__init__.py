@@ -8,3 +8,7 @@ import os
 # ms, and decoding with two threads gets slower (docs/measurements.md).
 if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY", "KMP_BLOCKTIME"}:
     os.environ["GOMP_SPINCOUNT"] = "10000"
+
+# In fp32, MKL's products depend on where a matrix begins in memory, and so a row's bits on the thread that computes it:
+# with two threads a reply was not the same alone and in a batch. A product whose order of sums is fixed takes as long.
+os.environ.setdefault("MKL_CBWR", "AUTO")

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
+from nanochat import host
 from nanochat.attention import KVCache
 from nanochat.calculator import calculate, can_continue
 from nanochat.cli import Interrupted, UserError, check_ranges
@@ -55,6 +56,9 @@ CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that 
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
 PREFILL_TOKENS = 8192  # read at once over all prompts: bounds the memory of their activations
+# A token of so few rows in so narrow a model takes a CPU as long with one thread as with two, which wait for each other
+# at every operator: beside another busy program one thread is 3.9 times as fast (AMD EPYC, 2026-11-28).
+ONE_THREAD_ROWS, ONE_THREAD_WIDTH = 4, 256
 
 
 # A reply is complete with the assistant's end token, cut off by its length or the context, and broken by any other
@@ -726,7 +730,9 @@ class Slots:
             if self._running is None:
                 self._running = replace(self.cache.view(0, B), max_position=None)
             self._running.attended_len = attended_len
-            return self._forward(self._running)
+            is_small = B <= ONE_THREAD_ROWS and self.engine.model.config.width <= ONE_THREAD_WIDTH
+            with host.at_most_threads(1) if is_small else contextlib.nullcontext():
+                return self._forward(self._running)
         # Recorded, a token takes 9 launches instead of 241 (depth 12, simulated NPU, 2026-11-27).
         # A recording has fixed shapes, so the numbers of rows and of attended tokens are rounded up to powers of two:
         # few recordings are made, and each is replayed often. A recording also computes slots without a row. Their

@@ -1,11 +1,13 @@
 """The machine around a device: its processor and its main memory, and how their libraries are set up."""
 
+import contextlib
 import ctypes
 import os
 import platform
 import re
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -38,6 +40,17 @@ def share_cores(world_size: int) -> None:
     if world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+
+
+@contextlib.contextmanager
+def at_most_threads(limit: int) -> Iterator[None]:
+    """Inside, torch computes on the CPU with at most this many threads."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(min(limit, usual))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def peak_memory() -> int:

@@ -53,8 +53,11 @@ VENDOR_WORD = re.compile(
 OUR_FILES = re.compile(r"check_npu\.py|speedrun_npu\.sh|setup_ascend\.sh")
 
 WORK = re.compile(r"(torch|logging|subprocess|random|warnings|socket|urllib|np|numpy)\.|(open|print|input|exec|eval)$")
-SPIN_COUNT = """if not os.environ.keys() & {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY', 'KMP_BLOCKTIME'}:
-    os.environ['GOMP_SPINCOUNT'] = '10000'"""
+BEFORE_TORCH = {
+    """if not os.environ.keys() & {'GOMP_SPINCOUNT', 'OMP_WAIT_POLICY', 'KMP_BLOCKTIME'}:
+    os.environ['GOMP_SPINCOUNT'] = '10000'""",
+    "os.environ.setdefault('MKL_CBWR', 'AUTO')",
+}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLING_COLLECTIVE = re.compile(r"(gather|scatter|broadcast|send|recv)_object")
 EMPTY_NAMES = re.compile(r"(^|_)(utils?|common|helpers?|managers?|misc)(_|$)")
@@ -187,10 +190,10 @@ def work_at_import(source: Source) -> Iterator[str]:
                 "__name__" in ast.unparse(node.test)
                 or "TYPE_CHECKING" in ast.unparse(node.test)
                 or source.path == "scripts/__init__.py"  # it looks for the packages before a script imports them
-                # The one thing that has to come before torch is imported, wherever that happens.
-                or (source.path == "nanochat/__init__.py" and ast.unparse(node) == SPIN_COUNT)
             ):
                 continue
+            elif source.path == "nanochat/__init__.py" and ast.unparse(node) in BEFORE_TORCH:
+                continue  # has to come before torch is imported, wherever that happens
             elif not isinstance(node, ast.Import | ast.ImportFrom | ast.Pass) and not (
                 isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             ):

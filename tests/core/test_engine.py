@@ -16,6 +16,7 @@ from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat import device as devices
 from nanochat import engine as engines
+from nanochat import host
 from nanochat.cli import Interrupted, UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
@@ -162,6 +163,28 @@ def test_a_seed_decides_the_reply_whatever_runs_next_to_it(engine: Engine) -> No
     assert engine.generate(prompts, max_tokens=12, sampling=params, max_rows=2)[0] == together
     for prompt, one, expected in zip(prompts, params, together, strict=True):
         assert engine.generate([prompt], max_tokens=12, sampling=one)[0] == [expected]
+
+
+def test_threads_change_no_bit_of_a_reply(engine: Engine) -> None:
+    """Each thread computes some of the rows. Few rows of a narrow model take one thread, and the next step has both."""
+    prompts = [prompt_of(length, length) for length in (6, 6, 20, 3, 11, 40)]
+    params = SamplingParams(seed=1)
+
+    def replies(prompts: list[list[int]]) -> list[list[tuple[Any, ...]]]:
+        found: list[list[tuple[Any, ...]]] = [[] for _ in prompts]
+        for new in engine.stream(prompts, max_tokens=8, sampling=params, logprobs=0):
+            found[new.row.number].append((new.id, *new.logprobs))
+        return found
+
+    with host.at_most_threads(1):
+        expected = replies(prompts)
+    torch.set_num_threads(2)
+    try:
+        assert replies(prompts) == expected
+        assert [replies([prompt])[0] for prompt in prompts] == expected
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_samples_of_a_prompt_have_consecutive_seeds(engine: Engine) -> None:
