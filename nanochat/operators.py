@@ -1,8 +1,8 @@
-"""The operators that the model calls, as torch provides them.
+"""The operators that the model calls: their meaning, and torch's where a device has none of its own.
 
-This class is the interface, and the reference that the other classes are compared with. They compute the same faster:
-kernels/gradients.py writes gradients out, and cpu.py, cuda.py and npu.py there add what their device does better.
-`device.kernels` chooses once, when the model is built. A mask is True where a query may attend to a key.
+kernels/gradients.py has the operators that all devices share, with written-out gradients. cpu.py, cuda.py and npu.py
+beside it replace what their device does better. `device.kernels` chooses once, when the model is built. A mask is True
+where a query may attend to a key.
 
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim, C width, V vocab.
 """
@@ -75,7 +75,7 @@ class TorchKernels:
     def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
         """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs) in the dtype of x. `cast` is the
         weight in that dtype, if it exists already."""
-        return F.linear(x, weight.to(x.dtype))
+        raise NotImplementedError
 
     def cast_weights(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """A context in which a GPT's products read weights that were cast together, if that is faster."""
@@ -83,7 +83,7 @@ class TorchKernels:
 
     def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """a x + b first, where a and b have one element each, and `first` again, for the next layer."""
-        return torch.addcmul(a * x, b, first), first
+        raise NotImplementedError
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """x / sqrt(mean(x^2) + eps) over the last axis, times the gain if there is one."""
@@ -96,7 +96,7 @@ class TorchKernels:
 
     def relu_squared(self, x: Tensor) -> Tensor:
         """relu(x)^2."""
-        return F.relu(x).square()
+        raise NotImplementedError
 
     def swiglu(self, x: Tensor) -> Tensor:
         """silu(gate) * up, where x (..., 2 M) is gate and up next to each other -> (..., M)."""
@@ -104,14 +104,14 @@ class TorchKernels:
         return F.silu(gate) * up
 
     def experts(self, config: Any) -> Any:
-        """The module that takes the place of the MLP in a model with experts; kernels/ has it for all devices."""
+        """The module that takes the place of the MLP in a model with experts."""
         raise NotImplementedError
 
     # ------------------------------------------------------------------ attention
 
     def qkv_linear(self, has_equal_heads: bool) -> Any:
         """The class of the linear layer that computes queries, keys and values; None: the model's `Linear`."""
-        return None
+        raise NotImplementedError
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its position's angle; cos, sin (T, 1, D)."""
@@ -121,8 +121,7 @@ class TorchKernels:
 
     def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
         """Keys (B, T, K, D) with their slow channels taken from the previous token, by the masks of `offset_masks`."""
-        own, before = masks
-        return torch.addcmul(k * own, k.roll(1, dims=1), before)
+        raise NotImplementedError
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None

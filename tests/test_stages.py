@@ -34,11 +34,11 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.demo.arithmetic import Addition
 from nanochat.engine import Engine
 from nanochat.gpt import Block
+from nanochat.kernels.gradients import WrittenKernels
 from nanochat.log import REQUIRED
 from nanochat.loop import Run
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
 from nanochat.mixture import FAR_DRAW, EpochMixture, Mixture
-from nanochat.operators import TorchKernels
 from nanochat.packing import pack_pairs
 from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
 from nanochat.stop import Stop
@@ -479,7 +479,7 @@ def test_what_is_loaded_is_not_searched_for_garbage():
 
 
 def test_one_program_for_any_number_of_documents():
-    class TakesBounds(TorchKernels):
+    class TakesBounds(WrittenKernels):
         def attention(self, *args: Any, segments: Segments, **options: Any) -> torch.Tensor:
             return super().attention(*args, segments=segments, **options) + 0 * segments.bounds.sum()
 

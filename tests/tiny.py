@@ -23,6 +23,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import checkpoint_manager, cli, rollout
@@ -88,6 +89,26 @@ def tiny_config(**changes: Any) -> GPTConfig:
 def sample_episodes(sampler: Any, tokenizer: Tokenizer, device: Device, questions: Any, **settings: Any) -> Any:
     """Episodes of each question by all ranks, which call it together, as chat_rl samples them."""
     return rollout.exchange(rollout.sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
+
+
+class ReferenceKernels(TorchKernels):
+    """The operators as their formulas read, with autograd's gradients: every device's are compared with these."""
+
+    def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight.to(x.dtype))
+
+    def qkv_linear(self, has_equal_heads: bool) -> Any:
+        return None
+
+    def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return a * x + b * first, first
+
+    def relu_squared(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+    def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
+        own, before = masks
+        return k * own + k.roll(1, dims=1) * before
 
 
 def lively_model(config: GPTConfig, seed: int = 0, kernels: TorchKernels | None = None) -> GPT:

@@ -1,5 +1,5 @@
-"""Operators of the model with written-out backward passes. They take fewer passes over memory and fewer launches than
-autograd's. Second derivatives raise an error.
+"""The model's operators that all devices share, with written-out backward passes. These take fewer passes over memory
+and fewer launches than autograd's. Second derivatives raise an error.
 
 Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
 """

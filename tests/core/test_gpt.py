@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHAPES, cpu_device, lively_model, tiny_config
+from tiny import SHAPES, ReferenceKernels, cpu_device, lively_model, tiny_config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -165,7 +165,7 @@ def test_cached_greedy_decoding_is_exact(changes: dict[str, Any], chunks: list[i
 # ---------------------------------------------------------------------- what a token may see
 
 
-@pytest.mark.parametrize("kernels", [TorchKernels(), CpuKernels()], ids=["torch", "cpu"])
+@pytest.mark.parametrize("kernels", [ReferenceKernels(), CpuKernels()], ids=["reference", "cpu"])
 def test_documents_of_a_row_are_as_each_alone(kernels: TorchKernels) -> None:
     """Including documents of one token at the beginning, in the middle and at the end of a row."""
     model = lively_model(tiny_config(lookback_heads=1, key_offset=True), kernels=kernels)
@@ -234,7 +234,7 @@ def test_the_compiler_sees_one_graph(reduction: str, shape: str) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-class Noting(TorchKernels):
+class Noting(WrittenKernels):
     """Notes the dtypes of queries, keys and values."""
 
     def __init__(self) -> None:
@@ -334,7 +334,7 @@ def test_norms_and_rotations_on_a_cpu_have_the_gradients_of_their_formulas() -> 
     eps = 0.1  # large enough to be seen
     assert torch.autograd.gradcheck(lambda x: gradients.rms_norm(x, eps), x)
     assert torch.autograd.gradcheck(lambda x: gradients.rotate(x, cos, sin), x)
-    plain, ours = TorchKernels(), CpuKernels()
+    plain, ours = ReferenceKernels(), CpuKernels()
     torch.testing.assert_close(ours.rms_norm(x, None, eps), plain.rms_norm(x, None, eps))
     torch.testing.assert_close(ours.rotate(x, cos, sin), plain.rotate(x, cos, sin))
 
@@ -361,7 +361,7 @@ def test_norms_and_rotations_on_a_cpu_are_about_as_exact_as_torchs() -> None:
     angles = torch.randn(64, 1, 32, dtype=torch.float64)
     cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
     x = torch.randn(2, 64, 2, 64).bfloat16().double()
-    plain, ours = TorchKernels(), CpuKernels()
+    plain, ours = ReferenceKernels(), CpuKernels()
     for part, most in ((0.0, 1.5), (1.0, 2.5)):
         grad = (torch.randn_like(x) + part * plain.rotate(x, cos, sin)).bfloat16()
         errors = []
@@ -647,7 +647,7 @@ def test_plain_operators_compute_what_the_written_out_ones_do(norm: Any, options
     config = tiny_config(qk_norm=norm, lookback_heads=1, key_offset=True, **options)
     tokens = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(0))
     found = []
-    for kernels in (TorchKernels(), WRITTEN):
+    for kernels in (ReferenceKernels(), WRITTEN):
         model = lively_model(config, kernels=kernels)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()

@@ -30,8 +30,8 @@ from torch import Tensor
 from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.kernels.gradients import WrittenKernels
 from nanochat.layout import Layout, lay_out
-from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
 from nanochat.rollout import Sample
@@ -82,7 +82,7 @@ def agreement(device: Device, samples: list[Sample]) -> tuple[float, float, int]
 # ---------------------------------------------------------------------- what a rank keeps and sends
 
 
-def kept_and_sent(device: Device, kernels: TorchKernels, mask: Tensor | None = None) -> dict[str, Any]:
+def kept_and_sent(device: Device, kernels: WrittenKernels, mask: Tensor | None = None) -> dict[str, Any]:
     """A forward and a backward pass over 2 rows of 256 tokens: the shapes in a block, the bytes kept, and the bytes
     that this rank passes to each kind of collective, also with recomputed activations. With documents where the
     kernels have one `mask` for all layers and lengths."""
@@ -128,7 +128,7 @@ def kept_and_sent(device: Device, kernels: TorchKernels, mask: Tensor | None = N
 def on_two_ranks(device: Device) -> dict[str, Any]:
     device = sharing(device, 2)
     own = sample(device.rank, 9 + device.rank)
-    plain = TorchKernels()  # its attention keeps no products of queries and keys, as operators of accelerators
+    plain = WrittenKernels()  # its attention keeps no products of queries and keys, as operators of accelerators
     return {
         "trained": trained(device, "ddp", 1, {"muon": STEPS, "adamw": 3, "tuned": 3, **dict.fromkeys(SHAPES, 3)}),
         "fsdp": trained(device, "fsdp", 1, {"muon": 3, "adapters": STEPS}),
@@ -209,7 +209,7 @@ def check_costs(costs: dict[str, Any], whole: dict[str, Any], ranks: int, key_he
 
 @slow
 def test_a_rank_keeps_and_sends_its_share(two_ranks: list[dict[str, Any]]) -> None:
-    whole = kept_and_sent(cpu_device(), TorchKernels())
+    whole = kept_and_sent(cpu_device(), WrittenKernels())
     for rank in two_ranks:
         check_costs(rank["costs"], whole, 2, key_heads=2)
 
@@ -221,7 +221,7 @@ def on_four_ranks(device: Device) -> dict[str, Any]:
         "two of two": trained(two, "ddp", 1, {"muon": 3}),
         "hybrid": trained(two, "fsdp", 2, {"muon": 3, "tuned": 3}),
         "packed": packed_steps(four, "fsdp", 3),
-        "costs": kept_and_sent(four, TorchKernels()),
+        "costs": kept_and_sent(four, WrittenKernels()),
     }
 
 
@@ -232,7 +232,7 @@ def test_four_ranks_share_two_key_heads() -> None:
     ranks = run_ranks(on_four_ranks, world_size=4)
     for how, context_ranks in (("ddp", 4), ("two of two", 2), ("hybrid", 2)):
         check_equal([rank[how] for rank in ranks], context_ranks)
-    whole = kept_and_sent(cpu_device(), TorchKernels())
+    whole = kept_and_sent(cpu_device(), WrittenKernels())
     for rank in ranks:
         same_steps(rank["packed"], packed_steps(cpu_device(), "ddp", 3), 4)
         check_costs(rank["costs"], whole, 4, key_heads=4)
