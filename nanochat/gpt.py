@@ -558,6 +558,9 @@ class GPT(nn.Module):
         """Draw the initial weights."""
         # The host draws whole tensors and each process keeps its rows, so every device and layout has the same weights.
         generator = torch.Generator().manual_seed(seed)
+        # Their memory holds anything. A parameter that is forgotten below makes the first loss NaN, on every device.
+        for parameter in self.parameters():
+            parameter.fill_(math.nan)
 
         def normal(parameter: Tensor, std: float) -> None:
             fill(parameter, torch.randn(parameter.shape, generator=generator) * std)
@@ -751,7 +754,7 @@ class GPT(nn.Module):
                 role = part.removesuffix("s")  # these parts give their roles the name
             elif part == "scalar_head":
                 role = "head"
-            elif parameter.ndim < 2 or "value_gate" in name:
+            elif parameter.ndim < 2 or "_gate." in name:
                 # A gate is a matrix too, but too small for Muon.
                 role = "vector"
             elif ".qkv." in name:

@@ -16,7 +16,7 @@ Legend: N matrices of one shape (rows, columns).
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from nanochat.sharding import local
 class ParameterGroup:
     """Parameters that share a rule and a learning rate."""
 
-    kind: Literal["muon", "adamw"]
+    kind: str  # the rule that moves them: muon or adamw
     parameters: list[tuple[str, nn.Parameter]]
     learning_rate: float
     weight_decay: float = 0.0
@@ -51,6 +51,16 @@ class Settings:
     lr_scale: float
     momentum: float
     weight_decay_scale: float
+
+
+class Rule(Protocol):
+    """How some of the parameters move: Muon and AdamW below, and any other class with these three."""
+
+    shares: dict[str, Share]  # by the name of the parameter
+    state: dict[str, Tensor]  # by a name of its own, for the checkpoint (Optimizer.state_dict)
+
+    def update(self, settings: Settings) -> None:
+        """Move the weights of the shares by their gradients."""
 
 
 # ---------------------------------------------------------------------- running means
@@ -414,7 +424,7 @@ class Optimizer:
         self.exchange = exchange or Exchange()
         self.groups = [group for group in groups if group.parameters]
         # Muon comes first: its new weights travel while AdamW updates the tables.
-        self._rules: list[Muon | AdamW] = []
+        self._rules: list[Rule] = []
         for group in self.groups:
             if group.kind == "muon":
                 self._rules.append(Muon(group, self.exchange, dtype, kept_as))
@@ -427,7 +437,8 @@ class Optimizer:
         shares: dict[str, Share] = {}
         for rule in self._rules:
             shares.update(rule.shares)
-        assert len(shares) == sum(len(rule.shares) for rule in self._rules), "a parameter is in two groups"
+        held = sum(len(group.parameters) for group in self.groups)
+        assert len(shares) == held, "a parameter is in two groups, or a group has no rule"
         position = {name: i for i, name in enumerate(order)}
         names = sorted(shares, key=lambda name: position.get(name, len(order)))
         self.exchange.shares = [shares[name] for name in names]

@@ -167,7 +167,7 @@ class Rates:
         return Rates(**{**scaled, "weight_decay": 0.0})
 
 
-def rates(config: GPTConfig, batch: int, tokens: int, matrices: Literal["muon", "adamw"] = "muon") -> Rates:
+def rates(config: GPTConfig, batch: int, tokens: int, matrices: str = "muon") -> Rates:
     """The reference's rates, carried to this model, its batch and its horizon (both in tokens).
 
     `matrices` is the optimizer of the blocks' matrices.

@@ -204,7 +204,7 @@ def make_optimizer(
     model: GPT,
     rates: Rates,
     device: Device,
-    matrices: Literal["muon", "adamw"] = "muon",
+    matrices: str = "muon",
     layout: Layout | None = None,
     kept_as: StateFormat | None = None,
 ) -> Optimizer:

@@ -1,4 +1,4 @@
-"""docs/extending.md: its blocks are applied to a copy of the code, and the six examples run there."""
+"""docs/extending.md: its blocks are applied to a copy of the code, and the eight examples run there."""
 
 import os
 import re
@@ -10,47 +10,79 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"^```python\n# (\S+) \((new|before|after)(?:: ([^\n]*))?\)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r"^```python\n# (\S+) \((new|before|after|instead of)(?:: ([^\n]*))?\)\n(.*?)^```$", re.M | re.DOTALL
+)
 
 # What the examples on the page are tried with, in one process: all commands share its imports.
 TRIAL = """
-import importlib, sys
+import importlib, json, shutil, sys
 import torch
+from nanochat import cli, device as devices
 from nanochat.task import task_class
 from nanochat.operators import TorchKernels
 from nanochat.sampling import RowSettings, SamplingParams, sample
 from nanochat.tokenizer import Tokenizer
-from nanochat.paths import tokenizer_dir
+from nanochat.checkpoint_manager import load_model
+from nanochat.paths import base_dir, tokenizer_dir
+sys.path[:0] = [TESTS, TESTS + "/core"]
+from test_gpt import greedy, greedy_cached
 
 def call(script, *flags):
     print("TRIAL", script)
     module = importlib.import_module(f"scripts.{script}")
-    flags = [*flags, "--device=cpu", "--dtype=float32", "--num_iterations=2", "--log_every=1"]
+    flags = ["--num_iterations=2", *flags, "--device=cpu", "--dtype=float32", "--log_every=1"]
     module.main(cli.parse(module.Config, flags))
 
-from nanochat import cli
 torch.set_num_threads(1)
 task = task_class("reverse")("test")
 assert task.grade(task.example(0), [{"type": "text", "text": task.example(0).answer}])
 Tokenizer.train([f"Write word {n} backwards." for n in range(300)], 300).save(tokenizer_dir())
-call("base_train", "--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256",
-     "--eval_tokens=128", "--compile=off", "--parallel_blocks", "--mlp=swiglu")
+SIZES = ("--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256",
+         "--eval_tokens=128", "--compile=off")
+
+def trained(tag, *flags):
+    # Bits per byte and the model after four steps; the same again from the checkpoint of the second step.
+    flags = (*SIZES, "--num_iterations=4", "--save_every=2", f"--model_tag={tag}", *flags)
+    ends = []
+    for resume in ((), ("--resume",)):
+        call("base_train", *flags, *resume)
+        lines = (base_dir() / "runs/base" / tag / "metrics.jsonl").read_text().splitlines()
+        model, _, _ = load_model(f"base/{tag}", devices.init("cpu", "float32"))
+        ends.append((json.loads(lines[-1])["val_bpb"], model))
+        shutil.rmtree(base_dir() / "checkpoints/base" / tag / "step_000004")
+    (bits, model), (bits_resumed, resumed) = ends
+    assert bits == bits_resumed, tag
+    for name, weight in resumed.named_parameters():
+        assert torch.equal(weight, model.get_parameter(name)), (tag, name)
+    return bits, model
+
+bits = [trained("plain")[0], trained("lion", "--optimizer=lion")[0], trained("steps", "--lr_schedule=steps")[0]]
+gated, model = trained("gated", "--attention_gate")
+assert len({*bits, gated}) == 4, "a change without an effect"
+
+# The gate is AdamW's and has learned; open, it does the same in decoding as in training.
+(gate,) = [gate for name, gate in model.parameter_groups()["vector"] if "output_gate" in name]
+assert gate.abs().max() > 0
+with torch.no_grad():
+    gate.normal_()
+ids = torch.randint(300, (2, 9))
+assert torch.allclose(greedy(model, ids, 20)[1], greedy_cached(model, ids, 20, [9])[1], atol=1e-4)
+
+call("base_train", *SIZES, "--attention_gate", "--mlp=swiglu")
 call("chat_rl", "--source=base", "--tasks=reverse", "--examples_per_step=2", "--num_samples=2", "--max_tokens=8",
      "--eval_examples=2", "--loss=sapo", "--updates_per_step=2")
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4")
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4", "--resume")
 
-from nanochat.checkpoint_manager import load_model
 model, _, meta = load_model("anchor", "cpu")
-assert model.config.parallel_blocks and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
+assert model.config.attention_gate and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
 
-sys.path[:0] = [TESTS, TESTS + "/core"]
 import pathlib
 import transformers
 from test_losses import test_gradients_are_finite_differences
 test_gradients_are_finite_differences("sapo")
 from tiny_families import save_family
-from nanochat import device as devices
 folder = save_family(pathlib.Path("hunyuan"), "llama3")
 sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 theirs = transformers.HunYuanDenseV1ForCausalLM(transformers.HunYuanDenseV1Config(
@@ -89,7 +121,9 @@ def apply(page: str, folder: Path) -> int:
             continue
         lines = path.read_text().splitlines(keepends=True)
         (place,) = [number for number, line in enumerate(lines) if line.startswith(anchor)]  # exactly one
-        lines.insert(place if where == "before" else place + 1, text)
+        start = place + 1 if where == "after" else place
+        stop = place if where == "before" else place + 1
+        lines[start:stop] = [text]
         path.write_text("".join(lines))
     return len(blocks)
 

@@ -94,7 +94,7 @@ class CpuKernels(WrittenKernels):
             places += [(module, name) for name, child in module.named_children() if isinstance(child, nn.Linear)]
         for parent, name in places:
             linear = getattr(parent, name)  # the only reference: the weight is freed before the next one is packed
-            layout = SmallLinear if name == "value_gate" else packed
+            layout = SmallLinear if name.endswith("_gate") else packed
             setattr(parent, name, layout(linear.weight.detach(), linear.bias))
         model.is_packed = True
         return model

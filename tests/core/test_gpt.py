@@ -497,6 +497,14 @@ def test_heads_begin_by_looking_back(head_dim: int) -> None:
 # ---------------------------------------------------------------------- parameters and their initial values
 
 
+def test_a_parameter_without_initial_values_makes_the_loss_nan() -> None:
+    model = GPT(tiny_config())
+    model.get_submodule("blocks.0.attention.output").bias = torch.nn.Parameter(torch.zeros(model.config.width))
+    model.init_weights()
+    tokens = random_tokens(model, 1, 8)
+    assert model(tokens, tokens).isnan()
+
+
 @shapes
 def test_every_parameter_stands_in_one_group(shape: str) -> None:
     model = GPT(tiny_config(**SHAPES[shape]))
