@@ -29,7 +29,7 @@ title() {
 
 # A shell obeys a signal only after the command that it waits for. So a command runs in the background, in a group of its
 # own, and `pass` sends the signal on to that group: a stage saves and leaves, and the script ends after it. If the script
-# is killed (kill -9), Linux sends the command SIGTERM: cli.py asks for that by this variable.
+# is killed (kill -9), Linux sends the command SIGTERM: ground/cli.py asks for that by this variable.
 export NANOCHAT_SPEEDRUN=1
 child=''
 attend() { # command
@@ -212,7 +212,7 @@ rehearse() ( # a subshell: what it sets and defines ends with it
   ln -s ../data "$folder/data" # the run needs the same downloads
   export NANOCHAT_BASE_DIR=$folder
 
-  # A script appends the flags in its variable to its command line (nanochat/cli.py). The last of equal flags counts.
+  # A script appends the flags in its variable to its command line (nanochat/ground/cli.py). The last of equal flags counts.
   add_flags() { local variable=NANOCHAT_$1; export "$variable=${!variable-} ${*:2}"; }
   one_file='' few="--num_iterations 2 --track=''" little="--eval_tokens $((count * 4096))"
   [[ " ${base[*]} " != *' --shards '* ]] || one_file='--shards 1'

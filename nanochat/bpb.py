@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.cli import Interrupted
-from nanochat.collectives import sum_over_ranks
-from nanochat.corpus import Corpus
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
+from nanochat.ground.cli import Interrupted
+from nanochat.ground.corpus import Corpus
+from nanochat.ground.screen import track
 from nanochat.loader import BUFFER_DOCUMENTS, BUFFER_ROWS, segments_of, take_best_fit, tokenize
-from nanochat.screen import track
+from nanochat.ranks import sum_over_ranks
 from nanochat.tokenizer import Tokenizer
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
 from nanochat.conversation import Message, fit_prompt, parse_reply, text_of
 from nanochat.engine import Engine
+from nanochat.ground.cli import UserError
 from nanochat.sampling import SamplingParams
 
 

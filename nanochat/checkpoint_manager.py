@@ -4,7 +4,7 @@ A step is a folder `checkpoints/<stage>/<tag>/step_<n>/` of safetensors and JSON
 
     model.safetensors  meta.json  tokenizer.json     for later stages and the engine
     training.json  training.rank<r>.safetensors      for a resume, at any number of ranks: the state of the optimizer,
-                                                     the loader and the random generators (storage.py)
+                                                     the loader and the random generators (ground/storage.py)
     manifest.json                                    size and sha256 of every other file
 
 A run that trains only adapters saves adapter.safetensors instead of model.safetensors: a few MB. Its meta.json names
@@ -29,17 +29,17 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import model_folder, rooms, storage
-from nanochat.cli import UserError
-from nanochat.collectives import decide_on_rank_zero, gather_values
+from nanochat import model_folder
 from nanochat.device import Device
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
-from nanochat.layout import Layout
-from nanochat.log import warn
+from nanochat.ground import rooms, storage
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
+from nanochat.ground.sharding import fill, held_rows, local, trained_parameters, whole_weights
+from nanochat.ground.storage import load_whole
 from nanochat.long_context import ContextMethod, with_context
 from nanochat.model_folder import Weights
-from nanochat.sharding import fill, held_rows, local, trained_parameters, whole_weights
-from nanochat.storage import load_whole
+from nanochat.ranks import Layout, decide_on_rank_zero, gather_values
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
 
@@ -383,7 +383,7 @@ def load_model(
     fp32. `meta` always has "sampling", the settings with which the model's replies are drawn (all of SamplingParams but
     the seed), and "tasks", the names of those that it has learned. `verified`: `source` is a folder that `find_source`
     has just read; it is not read again. With a `layout` that shards, each rank reads and holds only its rows
-    (layout.py). `max_seq_len` changes the model's context; 0 leaves it. A longer one than the model has been
+    (ranks.py). `max_seq_len` changes the model's context; 0 leaves it. A longer one than the model has been
     trained with needs `rope_scaling`. `prepare` changes the model on its way, in order. `without_weights` leaves it on
     the meta device, without a tokenizer: `meta` and the model's shape are all that a folder has to have.
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 Message = dict[str, Any]  # {"role": str, "content": str | list[Part], "train"?: bool}

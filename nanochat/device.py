@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from nanochat import host, rooms, screen, store
-from nanochat.cli import UserError, end_with_launcher, explainers, ignore_exported_ranks
-from nanochat.log import warn
+from nanochat.ground import host, rooms, screen, store
+from nanochat.ground.cli import UserError, end_with_launcher, explainers, ignore_exported_ranks
+from nanochat.ground.log import warn
 from nanochat.operators import TorchKernels
 
 # `auto` looks for them in this order: an accelerator before the CPU.

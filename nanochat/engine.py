@@ -31,16 +31,16 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import host
 from nanochat.attention import KVCache
 from nanochat.calculator import calculate, can_continue
-from nanochat.cli import Interrupted, UserError, check_ranges
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ground import host
+from nanochat.ground.cli import Interrupted, UserError, check_ranges
+from nanochat.ground.screen import Bar
+from nanochat.ground.sharding import is_sharded, whole
 from nanochat.operators import WeightFormat
 from nanochat.sampling import RowSettings, SamplingParams, sample, seed_of, uniforms
-from nanochat.screen import Bar
-from nanochat.sharding import is_sharded, whole
 from nanochat.tokenizer import Tokenizer
 
 __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "round_up", "sample", "seed_of", "uniforms"]

@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments, offset_masks
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
+from nanochat.ground.sharding import fill, is_dtensor
 from nanochat.operators import TorchKernels
 from nanochat.rotary import RopeScaling, rotary_tables
-from nanochat.sharding import fill, is_dtensor
 
 SCALAR_HEAD = "scalar_head.weight"  # the name of the scalar head's one parameter
 GATE_INPUTS = 32  # channels of the residual stream that a value gate reads; a few are enough for a scalar per head

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor
 
 from nanochat.attention import Segments
-from nanochat.cli import UserError
-from nanochat.corpus import Corpus, Part, WeightedCorpora
 from nanochat.device import Device
-from nanochat.log import warn
+from nanochat.ground.cli import UserError
+from nanochat.ground.corpus import Corpus, Part, WeightedCorpora
+from nanochat.ground.log import warn
 from nanochat.tokenizer import Tokenizer
 
 CANONICAL_SHARDS = 8  # world sizes of 1, 2, 4 and 8 divide it; any other world size gets a common multiple

@@ -7,8 +7,8 @@ import math
 from dataclasses import replace
 from typing import Literal
 
-from nanochat.cli import UserError
 from nanochat.gpt import GPTConfig
+from nanochat.ground.cli import UserError
 from nanochat.rotary import RopeScaling
 
 ContextMethod = Literal["auto", "yarn", "linear", "theta"]

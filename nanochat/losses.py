@@ -4,7 +4,7 @@ SFT: the cross-entropy of the assistant's tokens. RL (POLICY_LOSSES): the log pr
 how much better their sample was than the others. Preferences (PAIR_LOSSES): how much more likely the better of two
 replies has become than the worse one.
 
-These are the basic losses. alignment/ has more; --loss finds them by name through rooms.py.
+These are the basic losses. alignment/ has more; --loss finds them by name through ground/rooms.py.
 
 Legend: N rows, T tokens a row, S samples, P pairs, R replies of a batch, Q questions, G samples of a question.
 """
@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import rooms
-from nanochat.cli import UserError
-from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
+from nanochat.ground import rooms
+from nanochat.ground.cli import UserError
 from nanochat.packing import PackedBatch
+from nanochat.ranks import sum_over_ranks
 
 Row = TypeVar("Row")
 

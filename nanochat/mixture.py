@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, UnrenderableChat, render
-from nanochat.flags import EpochFlags
-from nanochat.log import warn
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
 from nanochat.task import (
     DEFAULT_READING,
     BadRecords,
@@ -211,15 +210,14 @@ class Horizon:
     epoch: int = 0  # examples in an epoch, whose last step has the rest; 0: without epochs
 
     @classmethod
-    def of(cls, config: EpochFlags, mixture: Mixture, first: int = 0) -> "Horizon":
-        """The horizon that --num_iterations or --num_epochs sets. An epoch is all of the mixture."""
-        examples = config.target_examples_per_step
-        if config.num_epochs is None:
-            return cls(config.num_iterations, examples, first)
+    def of(cls, mixture: Mixture, examples: int, steps: int, epochs: float | None, first: int = 0) -> "Horizon":
+        """The horizon of this many steps, or of `epochs` in their place. An epoch is all of the mixture."""
+        if epochs is None:
+            return cls(steps, examples, first)
         assert isinstance(mixture, EpochMixture)
         epoch = len(mixture)
         # Rounded: 1.1 epochs of 10 steps are 11.000000000000002 in floats.
-        steps = math.ceil(round(config.num_epochs * math.ceil(epoch / examples), 6))
+        steps = math.ceil(round(epochs * math.ceil(epoch / examples), 6))
         return cls(max(1, steps), examples, epoch=epoch)
 
     def draws(self, step: int) -> range:

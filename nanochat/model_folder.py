@@ -1,8 +1,8 @@
 """The folder of a model: find it from `--source`, verify it, and read its small files.
 
 It is a step of one of our runs (checkpoint_manager.py lists its files). A folder without our manifest goes to the
-readers of other formats (rooms.py), such as Hugging Face's. A folder that holds only adapters has a base: another
-folder, to whose weights they belong.
+readers of other formats (ground/rooms.py), such as Hugging Face's. A folder that holds only adapters has a base:
+another folder, to whose weights they belong.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat import paths, rooms, storage
-from nanochat.cli import UserError
-from nanochat.collectives import decide_on_rank_zero
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.log import warn
+from nanochat.ground import paths, rooms, storage
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
+from nanochat.ground.untrusted import read_json, require_file
+from nanochat.ranks import decide_on_rank_zero
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings
-from nanochat.untrusted import read_json, require_file
 
 FORMAT_VERSION = 2
 MAX_TASKS = 1000

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import Segments, blockwise_attention, fused_attention, fused_cached_attention
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 
 # The format of the weights with which the engine decodes; auto: the dtype of the products.
 WeightFormat = Literal["auto", "fp16"]

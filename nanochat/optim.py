@@ -6,7 +6,7 @@ They differ in the direction: AdamW scales each element separately, Muon orthogo
 
 Several ranks share the work and the state: each updates some of the rows, and keeps the state of only these (source:
 Rajbhandari et al. 2020, ZeRO, stage 1). An `Exchange` moves gradients, matrices and new weights between the ranks
-(exchange.py).
+(ground/sharding.py).
 
 The optimizer knows groups of parameters, not a model. Nothing in a step waits for the device: a step that must be
 skipped runs the same kernels, and multiplies by 0.
@@ -21,9 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from nanochat.exchange import Exchange, Rows, Share
+from nanochat.ground.sharding import Exchange, Rows, Share, local
 from nanochat.operators import AdamWUpdate, TorchKernels, split_like
-from nanochat.sharding import local
 
 
 @dataclass

@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat import rooms, user_code
-from nanochat.cli import Failed, Interrupted, UserError
-from nanochat.collectives import gather_values, sum_over_ranks
 from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.gpt import GPT
+from nanochat.ground import rooms, user_code
+from nanochat.ground.cli import Failed, Interrupted, UserError
+from nanochat.ground.screen import Bar
 from nanochat.losses import PolicyBatch, has_signal, token_logp
 from nanochat.mixture import Mixture
 from nanochat.packing import PackedBatch, pack_sequences
+from nanochat.ranks import gather_values, sum_over_ranks
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.screen import Bar
 from nanochat.task import Environment, Example, Task, opening_of, take_step
 from nanochat.tokenizer import Tokenizer
 

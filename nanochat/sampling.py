@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
-from nanochat.cli import Range, UserError, check_ranges
+from nanochat.ground.cli import Range, UserError, check_ranges
 
 if TYPE_CHECKING:
     from torch import Tensor

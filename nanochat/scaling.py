@@ -8,8 +8,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from nanochat.cli import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ground.cli import UserError
 
 WIDTH_PER_LAYER = 64  # every model has the same shape: its width is 64 times its depth
 HEAD_DIM = 128

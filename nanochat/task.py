@@ -30,10 +30,10 @@ with such a class is enough, `--tasks file.py:Guess`. Here the model guesses a n
 
 The flag --tasks is `NAME[=PATH][:WEIGHT]` with commas between, such as `gsm8k=my/folder:2,stories`.
 
-NAME is a row "tasks" of a room (rooms.py). PATH is a local file or folder that replaces the dataset of the hub. A PATH
-without a NAME holds conversations, or preference pairs for DPO; so does `ORG/NAME[/CONFIG]` of a hub. `@SPLIT` after
-either one chooses a split. A NAME that is not a row labels what its PATH holds. `FILE.py:CLASS[:WEIGHT]` is a task or
-an environment of the user.
+NAME is a row "tasks" of a room (ground/rooms.py). PATH is a local file or folder that replaces the dataset of the hub.
+A PATH without a NAME holds conversations, or preference pairs for DPO; so does `ORG/NAME[/CONFIG]` of a hub. `@SPLIT`
+after either one chooses a split. A NAME that is not a row labels what its PATH holds. `FILE.py:CLASS[:WEIGHT]` is a
+task or an environment of the user.
 """
 
 import difflib
@@ -45,9 +45,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nanochat import rooms, user_code
-from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, check_message, parts_of, text_of
+from nanochat.ground import rooms, user_code
+from nanochat.ground.cli import UserError
 
 LARGEST_REWARD = 1e9  # sums and squares of rewards are finite in fp32
 MAX_TURNS = 100  # the most turns of an episode by reference replies

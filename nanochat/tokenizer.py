@@ -26,9 +26,9 @@ from typing import Any
 
 import tiktoken
 
-from nanochat import rooms
-from nanochat.cli import UserError
-from nanochat.untrusted import read_json
+from nanochat.ground import rooms
+from nanochat.ground.cli import UserError
+from nanochat.ground.untrusted import read_json
 
 # Marks that are not text. They show the model where a document begins, and who is speaking in a chat.
 #

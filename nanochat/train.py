@@ -13,15 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nanochat.cli import Interrupted
-from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.layout import Layout, lay_out
+from nanochat.ground.cli import Interrupted
+from nanochat.ground.screen import track
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
+from nanochat.ranks import Layout, lay_out, sum_over_ranks
 from nanochat.scaling import Rates
-from nanochat.screen import track
 
 # A loss function returns the sum of its losses and the number of targets in it, both 0-D on the device. A sum and a
 # count, not a mean: micro-batches and ranks hold different numbers of targets, and only the whole step knows their sum.

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanochat.cli import Count, Positive, UserError, run
-from nanochat.decoding_flags import SamplingFlags
-from nanochat.log import print0, print_table, record
-from nanochat.paths import STAGES, run_dir
+from nanochat.ground.cli import Count, Positive, UserError, run
+from nanochat.ground.log import print0, print_table, record
+from nanochat.ground.paths import STAGES, run_dir
+from nanochat.ground.screen import phase
+from nanochat.run.decoding_flags import SamplingFlags
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.screen import phase
 
 if TYPE_CHECKING:
     from nanochat.engine import Engine
@@ -58,11 +58,11 @@ def main(config: Config) -> None:
     from nanochat import device as devices
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.checkpoint_manager import load_model
-    from nanochat.corpus import by_part, mean_by_weight, open_corpus, weighted_parts
     from nanochat.demo import writer
     from nanochat.demo.checker import check_story
     from nanochat.engine import Engine
     from nanochat.evals import core
+    from nanochat.ground.corpus import by_part, mean_by_weight, open_corpus, weighted_parts
     from nanochat.model_folder import tag_of
 
     # ------------------------------------------------------------------ load

@@ -10,12 +10,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from nanochat import cli
-from nanochat.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size
-from nanochat.flags import Rate, TrainFlags
-from nanochat.log import counted, print0
-from nanochat.paths import tokenizer_dir
-from nanochat.screen import phase, track
+from nanochat.ground import cli
+from nanochat.ground.cli import Count, Depth, Fraction, Frozen, Positive, Range, Size
+from nanochat.ground.log import counted, print0
+from nanochat.ground.paths import tokenizer_dir
+from nanochat.ground.screen import phase, track
+from nanochat.run.flags import Rate, TrainFlags
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,15 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     import torch
 
-    from nanochat import rooms, scaling
+    from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
-    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.gpt import GPT
+    from nanochat.ground import rooms
+    from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.loader import Loader, LoaderState
-    from nanochat.loop import Run
     from nanochat.run.compiling import compile_model
-    from nanochat.stage import Start, count_micro_batches, open_device
+    from nanochat.run.loop import Run
+    from nanochat.run.stage import Start, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
 

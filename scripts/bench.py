@@ -29,11 +29,11 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat import provenance
-from nanochat.cli import Positive, Range, UserError, run
-from nanochat.decoding_flags import DecodingFlags
-from nanochat.log import counted, print0, print_table
-from nanochat.untrusted import read_json
+from nanochat.ground import provenance
+from nanochat.ground.cli import Positive, Range, UserError, run
+from nanochat.ground.log import counted, print0, print_table
+from nanochat.ground.untrusted import read_json
+from nanochat.run.decoding_flags import DecodingFlags
 
 Made = TypeVar("Made")
 DefaultSize = Annotated[int, Range(0, 10**7)]  # 0: the default for the device

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.cli import Positive, UserError, run
-from nanochat.decoding_flags import DecodingFlags, SamplingFlags
-from nanochat.screen import phase
+from nanochat.ground.cli import Positive, UserError, run
+from nanochat.ground.screen import phase
+from nanochat.ground.untrusted import printable
+from nanochat.run.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.tokenizer import replace_surrogates
-from nanochat.untrusted import printable
 
 
 @dataclass(frozen=True)

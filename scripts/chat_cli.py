@@ -22,13 +22,13 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.cli import Positive, UserError, run
 from nanochat.conversation import Message, fit_prompt, parse_reply
-from nanochat.decoding_flags import DecodingFlags, SamplingFlags
+from nanochat.ground.cli import Positive, UserError, run
+from nanochat.ground.terminal import WordWrap, line_editor, notice
+from nanochat.ground.untrusted import CONTROL, printable
+from nanochat.run.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.sampling import SamplingParams
-from nanochat.terminal import WordWrap, line_editor, notice
 from nanochat.tokenizer import replace_surrogates
-from nanochat.untrusted import CONTROL, printable
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from nanochat import cli
-from nanochat.cli import Count, Frozen, Positive, Range, UserError
-from nanochat.flags import EpochFlags
-from nanochat.log import counted, print0
-from nanochat.screen import phase, track
+from nanochat.ground import cli
+from nanochat.ground.cli import Count, Frozen, Positive, Range, UserError
+from nanochat.ground.log import counted, print0
+from nanochat.ground.screen import phase, track
+from nanochat.run.flags import EpochFlags
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ def main(config: Config) -> None:
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
     from nanochat.checkpoint_manager import NewScalarHead
-    from nanochat.loop import Run
     from nanochat.mixture import Horizon, Mixture, RenderedPair, open_mixture
     from nanochat.run.compiling import compile_model
-    from nanochat.stage import begin, open_optimizer
+    from nanochat.run.loop import Run
+    from nanochat.run.stage import begin, open_optimizer
     from nanochat.task import Reading, parse_tasks, require_pairs
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, mean_loss, train_step
@@ -114,7 +114,7 @@ def main(config: Config) -> None:
             yield preferences.with_reference(batch, frozen)
 
     # ------------------------------------------------------------------ horizon, optimizer
-    horizon = Horizon.of(config, train)
+    horizon = Horizon.of(train, config.target_examples_per_step, config.num_iterations, config.num_epochs)
     steps = horizon.steps
     batch_tokens = horizon.examples * row_tokens  # approximate: a reply is shorter than a row
     lr_scale = loss.lr_scale if config.lr_scale is None else config.lr_scale

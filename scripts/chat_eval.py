@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from nanochat.cli import Count, Positive, UserError, run
-from nanochat.decoding_flags import DecodingFlags, SamplingFlags
-from nanochat.log import counted, print0, print_table, record, warn
-from nanochat.paths import STAGES, run_dir
+from nanochat.ground.cli import Count, Positive, UserError, run
+from nanochat.ground.log import counted, print0, print_table, record, warn
+from nanochat.ground.paths import STAGES, run_dir
+from nanochat.ground.screen import Bar, has_bars, phase
+from nanochat.run.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.sampling import SamplingParams
-from nanochat.screen import Bar, has_bars, phase
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from nanochat import cli
-from nanochat.cli import Count, Fraction, Frozen, Positive, Range, UserError
-from nanochat.flags import ChatFlags, Epochs, forbid_both
-from nanochat.log import counted, print0
-from nanochat.screen import phase, track
+from nanochat.ground import cli
+from nanochat.ground.cli import Count, Fraction, Frozen, Positive, Range, UserError
+from nanochat.ground.log import counted, print0
+from nanochat.ground.screen import phase, track
+from nanochat.run.flags import ChatFlags, Epochs, forbid_both
 
 # The rates of embeddings and head are scaled once more: less of the rewards' noise is learned there.
 TABLE_LR_SCALE = 0.1
@@ -107,11 +107,11 @@ def main(config: Config) -> None:
     from nanochat.alignment.rewards import parse_rewards
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.engine import Engine
-    from nanochat.loop import Run
     from nanochat.mixture import FIRST_EXAMPLES, Mixture, open_mixture
     from nanochat.run.compiling import compile_model
+    from nanochat.run.loop import Run
+    from nanochat.run.stage import begin, open_optimizer
     from nanochat.sampling import SamplingParams, seed_of
-    from nanochat.stage import begin, open_optimizer
     from nanochat.task import Example, Reading, Task
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import StepStats, train_step

@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 from typing import Annotated
 
-from nanochat import cli
-from nanochat.cli import Positive, Range
-from nanochat.flags import EpochFlags
-from nanochat.log import counted, print0
-from nanochat.screen import phase, track
+from nanochat.ground import cli
+from nanochat.ground.cli import Positive, Range
+from nanochat.ground.log import counted, print0
+from nanochat.ground.screen import phase, track
+from nanochat.run.flags import EpochFlags
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,6 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.conversation import Rendered
-    from nanochat.learned_share import report_learned
-    from nanochat.loop import Run
     from nanochat.losses import masked_loss
     from nanochat.mixture import (
         FIRST_EXAMPLES,
@@ -45,7 +43,9 @@ def main(config: Config) -> None:
     )
     from nanochat.packing import PackedBatch, pack_sequences
     from nanochat.run.compiling import compile_model
-    from nanochat.stage import begin, open_optimizer
+    from nanochat.run.learned_share import report_learned
+    from nanochat.run.loop import Run
+    from nanochat.run.stage import begin, open_optimizer
     from nanochat.task import Reading
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, mean_loss, train_step
@@ -85,7 +85,7 @@ def main(config: Config) -> None:
     require_learnable(
         train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in range(first, first + FIRST_EXAMPLES)
     )
-    horizon = Horizon.of(config, train, first=first)
+    horizon = Horizon.of(train, config.target_examples_per_step, config.num_iterations, config.num_epochs, first)
     steps = horizon.steps
     batch_tokens = horizon.examples * row_tokens  # approximate: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)

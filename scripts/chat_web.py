@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanochat.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
-from nanochat.decoding_flags import DecodingFlags
+from nanochat.ground.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
+from nanochat.ground.untrusted import printable
+from nanochat.run.decoding_flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
-from nanochat.untrusted import printable
 
 if TYPE_CHECKING:
     from nanochat.adapters.lora import Adapters

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nanochat.cli import UserError, run
-from nanochat.log import print0, warn
+from nanochat.ground.cli import UserError, run
+from nanochat.ground.log import print0, warn
 from nanochat.sampling import NEUTRAL
 
 if TYPE_CHECKING:
@@ -113,8 +113,9 @@ def write_as_ours(
     for_transformers: bool,
 ) -> None:  # fmt: skip
     """A checkpoint of this project without training state; `for_transformers` adds its modeling file."""
-    from nanochat import checkpoint_manager, model_folder, storage
+    from nanochat import checkpoint_manager, model_folder
     from nanochat.exported.tokenizer_files import tokenizer_files
+    from nanochat.ground import storage
     from nanochat.tokenizer import EXPORTED_NAME
 
     kept = {key: meta[key] for key in KEPT if key in meta}
@@ -147,7 +148,7 @@ def write_as_family(
     """A model of another family, under its names. A manifest is left out: it would mark a checkpoint of ours."""
     from nanochat.exported.tokenizer_files import tokenizer_files
     from nanochat.families import hf
-    from nanochat.sharding import whole_weights
+    from nanochat.ground.sharding import whole_weights
 
     hf.write_weights(folder, model.config, whole_weights(model), dtype, family=family)
     settings = {**hf.from_config(model.config, family), "dtype": dtype_name(dtype), **text_ends(tokenizer)}
@@ -162,7 +163,7 @@ def write_as_family(
 
 def write_contents(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:
     """Write files by name, as JSON or as text; returns their manifest entries."""
-    from nanochat import storage
+    from nanochat.ground import storage
 
     files = {}
     for name, content in contents.items():

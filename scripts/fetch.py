@@ -6,7 +6,7 @@ python -m scripts.fetch --data fineweb-edu-chinese --hub modelscope
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.cli import run
+from nanochat.ground.cli import run
 
 
 @dataclass(frozen=True)

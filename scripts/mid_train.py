@@ -13,15 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from nanochat import cli
-from nanochat.cli import Count, Fraction, Frozen, Positive, Range, UserError
-from nanochat.flags import ChatFlags, Epochs, forbid_both
-from nanochat.log import counted, print0, warn
-from nanochat.paths import checkpoint_dir
-from nanochat.screen import phase, track
+from nanochat.ground import cli
+from nanochat.ground.cli import Count, Fraction, Frozen, Positive, Range, UserError
+from nanochat.ground.log import counted, print0, warn
+from nanochat.ground.paths import checkpoint_dir
+from nanochat.ground.screen import phase, track
+from nanochat.run.flags import ChatFlags, Epochs, forbid_both
 
 if TYPE_CHECKING:
-    from nanochat.stage import Start
+    from nanochat.run.stage import Start
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
-    from nanochat.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.data.passes import count_tokens
+    from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.loader import Loader, LoaderState
-    from nanochat.loop import Run
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, open_mixture
     from nanochat.run.compiling import compile_model
-    from nanochat.stage import begin, count_micro_batches, open_optimizer
+    from nanochat.run.loop import Run
+    from nanochat.run.stage import begin, count_micro_batches, open_optimizer
     from nanochat.task import Reading
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import Schedule, next_token_loss, train_step

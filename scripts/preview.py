@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from nanochat import cli
-from nanochat.cli import Count, Positive, Seed
-from nanochat.flags import Share
+from nanochat.ground import cli
+from nanochat.ground.cli import Count, Positive, Seed
+from nanochat.run.flags import Share
 
 if TYPE_CHECKING:
     from nanochat.conversation import Rendered
@@ -45,13 +45,13 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     from nanochat.checkpoint_manager import load_config
     from nanochat.cross_entropy import IGNORE
-    from nanochat.learned_share import report_learned
-    from nanochat.log import counted, print0, print_table
+    from nanochat.ground.log import counted, print0, print_table
+    from nanochat.ground.screen import track
     from nanochat.mixture import is_learned, open_mixture
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
-    from nanochat.screen import track
-    from nanochat.stage import chosen_template
+    from nanochat.run.learned_share import report_learned
+    from nanochat.run.stage import chosen_template
     from nanochat.task import Reading, Task, parse_tasks, require_pairs
     from nanochat.tasks.defaults import default_tasks
 
@@ -121,8 +121,8 @@ def main(config: Config) -> None:
 
 def marked(text: "Rendered", tokenizer: "Tokenizer") -> str:
     """The tokens as text, with the tokens to learn marked."""
-    from nanochat.screen import is_terminal
-    from nanochat.untrusted import printable
+    from nanochat.ground.screen import is_terminal
+    from nanochat.ground.untrusted import printable
 
     before, after = ("\x1b[32m", "\x1b[0m") if is_terminal() else ("[[", "]]")
     parts = []

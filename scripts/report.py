@@ -5,9 +5,9 @@ python -m scripts.report --model_tag cpu
 
 from dataclasses import dataclass
 
-from nanochat.cli import run
-from nanochat.log import print0
-from nanochat.paths import base_dir, safe_tag
+from nanochat.ground.cli import run
+from nanochat.ground.log import print0
+from nanochat.ground.paths import base_dir, safe_tag
 
 
 @dataclass(frozen=True)

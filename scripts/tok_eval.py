@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat.cli import run
-from nanochat.paths import tokenizer_dir
+from nanochat.ground.cli import run
+from nanochat.ground.paths import tokenizer_dir
 
 HELD_OUT_CHARS = 1_000_000
 
@@ -39,7 +39,7 @@ class Config:
 def main(config: Config) -> None:
     import argparse  # a module of the running Python serves as an example of code
 
-    from nanochat.corpus import open_corpus, read_texts
+    from nanochat.ground.corpus import open_corpus, read_texts
     from nanochat.tokenizer import Tokenizer, bytes_per_token
 
     tokenizer = Tokenizer.load(tokenizer_dir())

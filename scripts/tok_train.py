@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from nanochat.cli import Positive, Size, UserError, run
-from nanochat.log import print0, record
-from nanochat.paths import base_dir, tokenizer_dir
-from nanochat.screen import Bar, phase
+from nanochat.ground.cli import Positive, Size, UserError, run
+from nanochat.ground.log import print0, record
+from nanochat.ground.paths import base_dir, tokenizer_dir
+from nanochat.ground.screen import Bar, phase
 
 VOCAB_SIZE = 32_768
 SMALL_VOCAB_SIZE = 1024
@@ -36,7 +36,7 @@ class Config:
 
 def main(config: Config) -> None:
     began = time.time()
-    from nanochat.corpus import fingerprint, open_corpus, read_texts  # here: --help stays quick
+    from nanochat.ground.corpus import fingerprint, open_corpus, read_texts  # here: --help stays quick
     from nanochat.tokenizer import Tokenizer, bytes_per_token
 
     # ---------------------------------------------------------------------- may it be saved?

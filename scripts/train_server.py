@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from nanochat.cli import Positive, Range, UserError, run
+from nanochat.ground.cli import Positive, Range, UserError, run
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
 
 if TYPE_CHECKING:
@@ -89,8 +89,8 @@ def choose_keys(config: Config) -> tuple[str, ...]:
 
 def open_service(config: Config) -> "Service":
     from nanochat import device as devices
+    from nanochat.ground.paths import base_dir
     from nanochat.model_folder import find_source, tag_of
-    from nanochat.paths import base_dir
     from nanochat.train_service.service import Limits, Service
     from nanochat.train_service.tenants import Base
 

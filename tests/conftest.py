@@ -16,9 +16,9 @@ import tiny
 import torch
 from whole_files import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
 
-from nanochat import host
 from nanochat.gpt import GPTConfig
-from nanochat.paths import checkpoint_dir
+from nanochat.ground import host
+from nanochat.ground.paths import checkpoint_dir
 from nanochat.tokenizer import Tokenizer
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from tiny import is_running
 
-from nanochat import cli
+from nanochat.ground import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMED = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta", "sampling_seconds", "training_seconds"}

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.cli import UserError, parse
-from nanochat.log import counted
+from nanochat.ground.cli import UserError, parse
+from nanochat.ground.log import counted
 from nanochat.serve import load
 from nanochat.serve.load import LoadStats
 from scripts import bench

@@ -28,10 +28,10 @@ from prompt_toolkit.output import DummyOutput
 from runs import call
 from tiny import save_checkpoint, tiny_tokenizer
 
-from nanochat import paths, terminal
 from nanochat.conversation import render
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ground import paths, terminal
 from nanochat.tasks.conversations import Conversations, messages_of
 from scripts import chat_cli
 

@@ -310,7 +310,7 @@ def test_known_errors_end_in_one_line_and_their_fix(capsys: pytest.CaptureFixtur
 def all_reduce_error(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the all-reduce fails when its workers do this."""
     worker = tmp_path / "worker.py"
-    start = "import os, pathlib, time\nfrom nanochat.cli import end_with_launcher\nend_with_launcher()\n"
+    start = "import os, pathlib, time\nfrom nanochat.ground.cli import end_with_launcher\nend_with_launcher()\n"
     worker.write_text(f"{start}rank = int(os.environ['RANK'])\n{script}")
     monkeypatch.setattr(quick, "RANKS", worker)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

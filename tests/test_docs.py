@@ -15,7 +15,7 @@ from on_device import report
 
 import check_npu
 from nanochat import device as devices
-from nanochat.paths import SCRIPTS
+from nanochat.ground.paths import SCRIPTS
 from nanochat.report.summary import further_shares
 
 ROOT = Path(__file__).resolve().parent.parent

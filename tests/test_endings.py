@@ -294,7 +294,7 @@ def test_a_torchrun_that_is_killed_before_the_first_step_leaves_no_orphans(launc
 SLOW = """
 import os, sys, time
 sys.argv = ["base_train", *sys.argv[1:]]
-from nanochat import cli, storage
+from nanochat.ground import cli, storage
 from scripts import base_train
 
 write_file = storage.write_file
@@ -345,7 +345,7 @@ LEAK = """
 import os, sys
 sys.argv = ["base_train", *sys.argv[1:]]
 from nanochat import checkpoint_manager
-from nanochat import cli
+from nanochat.ground import cli
 from scripts import base_train
 
 def resident():

@@ -18,13 +18,14 @@ BLOCK = re.compile(
 TRIAL = """
 import importlib, json, shutil, sys
 import torch
-from nanochat import cli, device as devices
+from nanochat import device as devices
+from nanochat.ground import cli
 from nanochat.task import task_class
 from nanochat.operators import TorchKernels
 from nanochat.sampling import RowSettings, SamplingParams, sample
 from nanochat.tokenizer import Tokenizer
 from nanochat.checkpoint_manager import load_model
-from nanochat.paths import base_dir, tokenizer_dir
+from nanochat.ground.paths import base_dir, tokenizer_dir
 sys.path[:0] = [TESTS, TESTS + "/core"]
 from test_gpt import greedy, greedy_cached
 

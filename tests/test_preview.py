@@ -8,8 +8,8 @@ from runs import call, mistake, refused
 from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
-from nanochat import paths
 from nanochat.conversation import render
+from nanochat.ground import paths
 from nanochat.mixture import open_mixture
 from nanochat.task import Reading
 

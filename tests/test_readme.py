@@ -11,7 +11,7 @@ import pytest
 from test_chat_cli import SUM, SUM_ANSWERED, add_checkpoint, table_model
 from test_house import STORY
 
-from nanochat.cli import parse
+from nanochat.ground.cli import parse
 
 ROOT = Path(__file__).resolve().parent.parent
 ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))

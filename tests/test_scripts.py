@@ -30,14 +30,16 @@ from prompt_toolkit.output import DummyOutput
 from runs import ROOT, call, exactly_resumed, forget_after, losses, metrics, mistake, process, refused, sha256
 from tiny import command_on_a_rank, cpu_device, run_command, run_ranks
 
-from nanochat import bpb, checkpoint_manager, cli, loader, loop, train
+from nanochat import bpb, checkpoint_manager, loader, train
 from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
 from nanochat.device import Device
-from nanochat.flags import TrainFlags
+from nanochat.ground import cli
+from nanochat.ground.log import REQUIRED
 from nanochat.kernels import compiler
-from nanochat.log import REQUIRED
 from nanochat.model_folder import steps as steps_of
+from nanochat.run import loop
+from nanochat.run.flags import TrainFlags
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Progress, next_token_loss
 
@@ -98,7 +100,7 @@ def tokenizer(trained_tokenizer, base) -> None:
 
 HELP = """
 import contextlib, importlib, io, json, sys
-from nanochat import cli
+from nanochat.ground import cli
 pages = {}
 for script in sys.argv[1:]:
     out = io.StringIO()

@@ -20,7 +20,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import check_npu
-from nanochat import extras
+from nanochat.ground import extras
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -24,24 +24,25 @@ from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import cpu_device, lively_model, run_command, save_checkpoint, tiny_config, tiny_tokenizer
 from torch._dynamo.utils import counters
 
-from nanochat import paths, scaling
-from nanochat import stage as stages
+from nanochat import scaling
 from nanochat.attention import Segments
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
 from nanochat.conversation import Part, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.demo.arithmetic import Addition
 from nanochat.engine import Engine
 from nanochat.gpt import Block
+from nanochat.ground import paths
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import REQUIRED
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.log import REQUIRED
-from nanochat.loop import Run
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
 from nanochat.mixture import FAR_DRAW, EpochMixture, Mixture
 from nanochat.packing import pack_pairs
+from nanochat.run import stage as stages
 from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
-from nanochat.stop import Stop
+from nanochat.run.loop import Run
+from nanochat.run.stop import Stop
 from nanochat.task import Example, Task
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, make_optimizer, train_step

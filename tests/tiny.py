@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import checkpoint_manager, cli, rollout
+from nanochat import checkpoint_manager, rollout
 from nanochat import device as devices
 from nanochat.adapters import lora
 from nanochat.adapters.nf4 import NF4Linear
@@ -34,6 +34,7 @@ from nanochat.conversation import Rendered
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ground import cli
 from nanochat.operators import TorchKernels
 from nanochat.tokenizer import Tokenizer
 

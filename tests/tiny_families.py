@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 import nanochat.tokenizer
 from nanochat.families import hf
-from nanochat.sharding import whole_weights
+from nanochat.ground.sharding import whole_weights
 
 CORPUS = [
     "Once upon a time there was a small boat. The boat had a red sail, and the sail had 3 patches.",

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat import paths
 from nanochat.adapters import lora, peft
 from nanochat.adapters.lora import SCALAR_HEAD, Adapters
 from nanochat.checkpoint_manager import Preparation
-from nanochat.cli import UserError
-from nanochat.collectives import decide_on_rank_zero
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.log import warn
+from nanochat.ground import paths
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
+from nanochat.ground.untrusted import read_json
 from nanochat.model_folder import (
     MAX_NAME,
     UNREADABLE,
@@ -28,7 +28,7 @@ from nanochat.model_folder import (
     short_name,
     weights_sha256,
 )
-from nanochat.untrusted import read_json
+from nanochat.ranks import decide_on_rank_zero
 
 MAX_BASES = 16  # adapters of adapters of adapters ...
 

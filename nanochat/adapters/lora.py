@@ -35,13 +35,13 @@ from torch.autograd.function import once_differentiable
 
 from nanochat.adapters.nf4 import NF4Experts, NF4Linear, dequantize, quantize
 from nanochat.checkpoint_manager import Preparation
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.experts.layer import ExpertLinear, grouped_product
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
+from nanochat.ground.cli import UserError
+from nanochat.ground.sharding import fill, local, whole
 from nanochat.kernels.gradients import product
 from nanochat.kernels.grouped import Groups
-from nanochat.sharding import fill, local, whole
 
 
 @dataclass(frozen=True)

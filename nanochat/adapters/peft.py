@@ -13,13 +13,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from nanochat import paths, rooms, storage
 from nanochat.adapters.lora import Adapters, Lora
-from nanochat.cli import UserError
 from nanochat.families import hf
 from nanochat.gpt import GPTConfig
+from nanochat.ground import paths, rooms, storage
+from nanochat.ground.cli import UserError
+from nanochat.ground.untrusted import read_json, require_file
 from nanochat.model_folder import MAX_NAME, Weights, find_folder, format_of
-from nanochat.untrusted import read_json, require_file
 
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nanochat.device import Device
-from nanochat.log import warn
+from nanochat.ground.log import warn
 from nanochat.losses import PairBatch, reply_logp
 from nanochat.mixture import Mixture, RenderedPair, is_learned
 from nanochat.packing import pack_pairs

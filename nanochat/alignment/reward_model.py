@@ -16,10 +16,10 @@ from torch import Tensor
 from nanochat import device as devices
 from nanochat.alignment.preferences import pair_batches
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
+from nanochat.ground.cli import UserError
 from nanochat.losses import PairBatch, PairLoss, by_reply, sum_over_pairs
 from nanochat.mixture import RenderedPair
 from nanochat.packing import pack_sequences

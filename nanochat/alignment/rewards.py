@@ -23,13 +23,14 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanochat import rollout, user_code
+from nanochat import rollout
 from nanochat.alignment.reward_model import load_reward_model
-from nanochat.cli import Failed, Interrupted, UserError
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
-from nanochat.log import print0
+from nanochat.ground import user_code
+from nanochat.ground.cli import Failed, Interrupted, UserError
+from nanochat.ground.log import print0
 from nanochat.model_folder import find_source, short_name, tag_of, weights_sha256
 from nanochat.rollout import Reward, never, require_names
 from nanochat.task import LARGEST_REWARD, Example, Task, checked_reward

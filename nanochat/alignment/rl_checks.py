@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from nanochat.cli import UserError
 from nanochat.engine import Slots
-from nanochat.log import print0
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import print0
 from nanochat.losses import PolicyBatch, PolicyLoss
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
 from nanochat.rollout import ROWS_AT_ONCE, Reward, logp_of
-from nanochat.stage import Start
+from nanochat.run.stage import Start
 from nanochat.task import Example, Task, parse_tasks, require_grades
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.losses import PolicyBatch
+from nanochat.ranks import sum_over_ranks
 
 VALUE_WEIGHT = 0.5  # weight of the error of the values in the loss
 VALUE_CLIP = 0.2  # how far a value may move

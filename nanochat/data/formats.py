@@ -1,4 +1,4 @@
-"""The formats of text and records that text_files.py does not read.
+"""The formats of text and records that ground/text_files.py does not read.
 
 .jsonl.gz   one JSON value a line; the file is unpacked into a temporary file when it is opened
 .json       a list, of which each item is a row; or one JSON value a line
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from nanochat.cli import UserError
-from nanochat.paths import base_dir
-from nanochat.text_files import (
+from nanochat.ground.cli import UserError
+from nanochat.ground.paths import base_dir
+from nanochat.ground.text_files import (
     BYTE_ORDER_MARK,
     COPY_BYTES,
     MAX_LINE_BYTES,

@@ -16,8 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from nanochat import screen, storage
-from nanochat.paths import base_dir
+from nanochat.ground import screen, storage
+from nanochat.ground.paths import base_dir
 
 
 def sha256(path: Path) -> str:

@@ -29,13 +29,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanochat import storage
-from nanochat.cli import UserError
 from nanochat.data import hashes
 from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.data.splits import choose_config, choose_files
+from nanochat.ground import storage
+from nanochat.ground.cli import UserError
+from nanochat.ground.paths import data_dir, model_dir, open_lock
 from nanochat.model_folder import format_of
-from nanochat.paths import data_dir, model_dir, open_lock
 
 TIMEOUT_SECONDS = 20.0
 MAX_LISTED_FILES = 200_000  # in one repo: a hub that lists more is broken or hostile
@@ -222,7 +222,7 @@ def fetch_model(source: str, without_weights: bool = False) -> Path:
 
 
 class Hub:
-    """What the core requests of a hub (rooms.py)."""
+    """What the core requests of a hub (ground/rooms.py)."""
 
     texts = staticmethod(fetch)
     model = staticmethod(fetch_model)

@@ -1,11 +1,11 @@
 """The tokens of one pass over a corpus, for --num_epochs."""
 
-from nanochat.cli import UserError
-from nanochat.collectives import gather_values
-from nanochat.corpus import Corpus, WeightedCorpora
 from nanochat.device import Device
+from nanochat.ground.cli import UserError
+from nanochat.ground.corpus import Corpus, WeightedCorpora
+from nanochat.ground.screen import track
 from nanochat.loader import tokenize
-from nanochat.screen import track
+from nanochat.ranks import gather_values
 from nanochat.tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 
 
 class PydocCorpus:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 
 TRAIN_WORDS = ("train", "training")
 HELD_OUT_WORDS = ("test", "testing", "validation", "valid", "val", "dev", "eval")  # the first that is there is taken

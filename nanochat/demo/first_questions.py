@@ -20,14 +20,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanochat.cli import UserError
 from nanochat.conversation import Part, check_messages, text_of
 from nanochat.data.records import open_records
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import SLOT, plots
+from nanochat.ground.cli import UserError
+from nanochat.ground.untrusted import json_of
 from nanochat.task import Example, Split, turn
 from nanochat.tasks.recorded import RecordTask
-from nanochat.untrusted import json_of
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 HONEST = re.compile(

@@ -11,8 +11,8 @@ from nanochat.demo.arithmetic import a_thing
 from nanochat.demo.plots import lexicon
 from nanochat.demo.sections import sections, words_of
 from nanochat.demo.stories import corpus_split, slots_of
+from nanochat.ground.untrusted import json_of
 from nanochat.task import Example, GeneratedTask, turn
-from nanochat.untrusted import json_of
 
 
 class JsonObjects(GeneratedTask):

@@ -8,13 +8,13 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, text_of
 from nanochat.demo import small_talk, writer
 from nanochat.demo.checker import StoryCheck, check_story
 from nanochat.demo.plots import SLOT, lexicon, plots, pronouns_of
 from nanochat.demo.sections import sections, word_lists
 from nanochat.demo.typed import as_typed
+from nanochat.ground.cli import UserError
 from nanochat.task import Example, GeneratedTask, Split, turn
 
 AGREED_SHARE = 0.06  # share of those without words that the order has to name: somebody accepts an offer of a story

@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nanochat.chat import Chat
-from nanochat.cli import Failed, UserError
-from nanochat.collectives import gather_values, sum_over_ranks
 from nanochat.conversation import Message, Part, parse_reply, parts_of, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
+from nanochat.ground.cli import Failed, UserError
+from nanochat.ground.screen import track
+from nanochat.ranks import gather_values, sum_over_ranks
 from nanochat.rollout import EngineSampler, play
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.screen import track
 from nanochat.task import Example, Kind, Task, TaskSpec, generated_tasks, parse_tasks, require_grades
 from nanochat.tokenizer import Tokenizer
 

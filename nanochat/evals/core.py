@@ -39,15 +39,15 @@ import torch
 import torch.nn.functional as F
 import yaml
 
-from nanochat.cli import UserError
-from nanochat.collectives import sum_over_ranks
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.hub import fetch_url, leaves_folder
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.log import duration, print0
-from nanochat.paths import data_dir, open_lock
-from nanochat.screen import track
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import duration, print0
+from nanochat.ground.paths import data_dir, open_lock
+from nanochat.ground.screen import track
+from nanochat.ranks import sum_over_ranks
 from nanochat.tokenizer import Tokenizer
 
 # The address is the one in nanochat's scripts/base_eval.py; four other public projects give this sha256 of the file.

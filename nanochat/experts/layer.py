@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 
 from nanochat.experts.router import Router
 from nanochat.gpt import MLP, GPTConfig
+from nanochat.ground.sharding import is_dtensor
 from nanochat.kernels.grouped import Groups, loop_product
 from nanochat.operators import TorchKernels
-from nanochat.sharding import is_dtensor
 
 
 class ExpertLinear(nn.Module):

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
 from nanochat.experts.router import Router
 from nanochat.gpt import GPT
+from nanochat.ranks import sum_over_ranks
 
 
 class Loads:

@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from nanochat import scaling
-from nanochat.cli import UserError
 from nanochat.experts.layer import require_possible
 from nanochat.gpt import GPTConfig
-from nanochat.log import print0
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import print0
 
 WIDTH_MULTIPLE = 16  # suits matrix units, and grouped products, whose rows begin at multiples of 16 bytes
 

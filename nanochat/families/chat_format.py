@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
-from nanochat.cli import UserError
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
 from nanochat.families.reply_spans import Conversation
 from nanochat.families.tool_calls import CallForm, find_form
+from nanochat.ground.cli import UserError
 
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
 CALL_ID = "000000000"  # the id of a tool call, in the form that Mistral's templates check

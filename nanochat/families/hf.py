@@ -25,14 +25,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nanochat import storage
 from nanochat.data import hashes
 from nanochat.families.imported_tokenizer import ImportedTokenizer, read_tokenizer
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
-from nanochat.log import warn
+from nanochat.ground import storage
+from nanochat.ground.log import warn
+from nanochat.ground.untrusted import read_json, require_file
 from nanochat.rotary import RopeScaling
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
-from nanochat.untrusted import read_json, require_file
 
 PIECE_BYTES = 32 << 20  # read at once: the memory of a load in addition to the weights
 SHARD_BYTES = 5 << 30  # size of a written file: hubs and file systems handle larger ones badly

@@ -21,12 +21,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat import rooms
-from nanochat.cli import UserError
 from nanochat.families.chat_format import TemplateFormat
 from nanochat.families.chat_template import ChatTemplate, RenderedText
+from nanochat.ground import rooms
+from nanochat.ground.cli import UserError
+from nanochat.ground.untrusted import read_json, read_text
 from nanochat.tokenizer import MAX_FILE, Tokenizer, replace_surrogates
-from nanochat.untrusted import read_json, read_text
 
 MAX_IDS = 1 << 20  # the largest vocabularies have 262,144; a single id of 10**9 would fill the memory with empty tokens
 MAX_GROWTH = 16  # a text of 1 MB in a request takes 0.5 GB while it is normalized to 16 MB

@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.families.chat_template import ChatTemplate, TemplateError
+from nanochat.ground.untrusted import json_of
 from nanochat.tokenizer import replace_surrogates
-from nanochat.untrusted import json_of
 
 # The names of special tokens that belong to a call. Elsewhere a reply's text is without special tokens.
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from nanochat.gpt import GPT
+from nanochat.ground.sharding import is_sharded
 from nanochat.operators import split_like
-from nanochat.sharding import is_sharded
 
 BUCKET_ELEMENTS = 1 << 25  # weights that are cast at a time
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 
-from nanochat.cli import UserError, explainers
 from nanochat.device import Device
+from nanochat.ground.cli import UserError, explainers
 
 # Compiling for a CPU takes 21 to 40 s. Where products are in bf16 it saves a fifth of a step, in fp32 a few percent.
 # Two cores with AMX win that back after 375 to 450 steps, 4e13 to 5e13 model FLOPs (depth 4, 4,096 tokens a step,

@@ -11,8 +11,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.attention import Segments, blockwise_attention, cached_products
-from nanochat.cli import UserError
 from nanochat.cross_entropy import soft_cap
+from nanochat.ground.cli import UserError
 from nanochat.kernels import gradients
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import NO_FP16, WeightFormat

@@ -37,14 +37,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanochat.attention import Segments, row_follows
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.exchange import Exchange
 from nanochat.gpt import GPTConfig
-from nanochat.layout import Layout
+from nanochat.ground.cli import UserError
+from nanochat.ground.sharding import Exchange
 from nanochat.parallel.ddp import all_gather
 from nanochat.parallel.exchange import Travel
 from nanochat.parallel.mesh import Place
+from nanochat.ranks import Layout
 
 
 @dataclass(frozen=True)

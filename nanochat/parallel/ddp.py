@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nanochat.device import Device
-from nanochat.exchange import Exchange, Share
-from nanochat.layout import Layout
+from nanochat.ground.sharding import Exchange, Share
 from nanochat.parallel.exchange import RankExchange
 from nanochat.parallel.mesh import Place, find_place
+from nanochat.ranks import Layout
 
 # Every rank updates smaller AdamW tensors completely: that is cheaper than sending the new weights.
 SHARD_ELEMENTS = 4096

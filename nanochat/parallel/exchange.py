@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.exchange import Exchange, Rows
+from nanochat.ground.sharding import Exchange, Rows
 from nanochat.optim import Stack, copy_each
 from nanochat.parallel.mesh import Place
 

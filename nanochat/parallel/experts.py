@@ -33,15 +33,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.exchange import Exchange
 from nanochat.experts.layer import ExpertLinear
+from nanochat.ground.cli import UserError
+from nanochat.ground.sharding import Exchange
 from nanochat.kernels.grouped import Groups, even_sizes
-from nanochat.layout import Layout
 from nanochat.parallel import fsdp
 from nanochat.parallel.exchange import Travel
 from nanochat.parallel.mesh import Place
+from nanochat.ranks import Layout
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """fsdp: each rank holds its rows of every parameter, and gathers a block's weights when the block runs.
 
 Source: Zhao et al. 2023, PyTorch FSDP. This is its second version, `fully_shard`, whose parameters are DTensors;
-sharding.py reads and writes them.
+ground/sharding.py reads and writes them.
 """
 
 import warnings
@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.exchange import Exchange, Share
-from nanochat.layout import Layout
+from nanochat.ground.cli import UserError
+from nanochat.ground.sharding import Exchange, Share, is_dtensor
 from nanochat.parallel.ddp import reduce_scatter
 from nanochat.parallel.exchange import RankExchange
 from nanochat.parallel.mesh import Place, find_place
-from nanochat.sharding import is_dtensor
+from nanochat.ranks import Layout
 
 
 @dataclass(frozen=True)

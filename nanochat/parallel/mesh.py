@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nanochat.cli import UserError
 from nanochat.device import Device
+from nanochat.ground.cli import UserError
 
 
 @dataclass(frozen=True)

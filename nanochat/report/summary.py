@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from nanochat.cli import UserError
 from nanochat.conversation import parts_of, text_of
-from nanochat.paths import SCRIPTS, TRAINING_SCRIPTS, base_dir, run_dir
+from nanochat.ground.cli import UserError
+from nanochat.ground.paths import SCRIPTS, TRAINING_SCRIPTS, base_dir, run_dir
 
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]

@@ -1,4 +1,4 @@
-"""The surroundings of a training loop; only scripts import them."""
+"""What is around a training loop, from its flags to its end; only scripts and rooms import it."""
 
 PLUGS = {
     "attendants": {

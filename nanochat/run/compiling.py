@@ -14,14 +14,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from nanochat import screen
 from nanochat.attention import Segments
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT, Block
+from nanochat.ground import screen
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import duration, print0, warn
 from nanochat.kernels import compiler
-from nanochat.log import duration, print0, warn
-from nanochat.loop import Attendant, Run
+from nanochat.run.loop import Attendant, Run
 from nanochat.train import Meter
 
 LONG_RUN_SECONDS = 86400.0  # if the estimate is longer, the run begins with a warning

@@ -17,8 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from nanochat import store
-from nanochat.cli import end_with_launcher, fail
+from nanochat.ground import store
+from nanochat.ground.cli import end_with_launcher, fail
 
 BACKEND = "loopback"
 TIMEOUT_SECONDS = 600

@@ -30,12 +30,12 @@ from torch.utils._pytree import tree_leaves
 
 from nanochat import device as devices
 from nanochat.attention import Segments
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.log import print0
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import print0
+from nanochat.ground.sharding import is_dtensor, local
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
-from nanochat.sharding import is_dtensor, local
 from nanochat.train import LossFunction, train_step
 
 BLOCK = 512  # bytes

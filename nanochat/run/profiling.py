@@ -11,7 +11,7 @@ from typing import Any
 
 from nanochat.device import Device
 from nanochat.kernels.profiler import kernel_table, make_profiler
-from nanochat.loop import Attendant
+from nanochat.run.loop import Attendant
 
 SKIPPED = 3  # steps before the recording: they compile and fill caches; the last one warms up the profiler
 SHOWN = 10  # operators in the table

@@ -1,6 +1,6 @@
 """A tokenizer for models with random weights: for measurements that need no training."""
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.tokenizer import Tokenizer
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from nanochat.cli import UserError
-from nanochat.log import warn
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
 
 TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard.writer"}  # their modules
 

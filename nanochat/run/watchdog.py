@@ -21,12 +21,12 @@ from typing import Any, NoReturn
 
 from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from nanochat import store as job_store
 from nanochat.device import Device
-from nanochat.log import print0
-from nanochat.loop import Attendant
-from nanochat.stop import STORE_SECONDS, Stop, end_process
-from nanochat.untrusted import printable
+from nanochat.ground import store as job_store
+from nanochat.ground.log import print0
+from nanochat.ground.untrusted import printable
+from nanochat.run.loop import Attendant
+from nanochat.run.stop import STORE_SECONDS, Stop, end_process
 
 POLL_SECONDS = 0.5  # between two reads of the store
 BEAT_SECONDS = 1.0

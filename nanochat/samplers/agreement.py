@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
-from nanochat.cli import Failed
-from nanochat.collectives import gather_values
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.log import print0, warn
+from nanochat.ground.cli import Failed
+from nanochat.ground.log import print0, warn
 from nanochat.packing import pack_sequences
+from nanochat.ranks import gather_values
 from nanochat.rollout import RankSamples, Reply, Sample, Sampler, logp_of
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer

@@ -30,20 +30,21 @@ from typing import Any, TypeVar
 import httpx2
 import torch
 
-from nanochat import checkpoint_manager, storage
+from nanochat import checkpoint_manager
 from nanochat.adapters.lora import SCALAR_HEAD, merged_weights
-from nanochat.cli import Failed, Interrupted, UserError
-from nanochat.collectives import decide_on_rank_zero, gather_values
 from nanochat.device import Device
 from nanochat.engine import ending
 from nanochat.families import hf
 from nanochat.gpt import GPT
-from nanochat.log import print0, warn
-from nanochat.paths import run_dir
+from nanochat.ground import storage
+from nanochat.ground.cli import Failed, Interrupted, UserError
+from nanochat.ground.log import print0, warn
+from nanochat.ground.paths import run_dir
+from nanochat.ground.screen import Bar
+from nanochat.ranks import decide_on_rank_zero, gather_values
 from nanochat.rollout import Reply
 from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
-from nanochat.screen import Bar
 from nanochat.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.2  # between two checks whether the run has to stop

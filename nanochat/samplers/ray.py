@@ -21,14 +21,14 @@ import torch
 
 from nanochat import device as devices
 from nanochat.adapters.lora import merged_weights
-from nanochat.cli import Failed, Interrupted, UserError
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.log import print0, warn
+from nanochat.ground.cli import Failed, Interrupted, UserError
+from nanochat.ground.log import print0, warn
+from nanochat.ground.screen import Bar
 from nanochat.rollout import EngineSampler, Reply
 from nanochat.sampling import SamplingParams
-from nanochat.screen import Bar
 from nanochat.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

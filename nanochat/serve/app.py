@@ -34,8 +34,8 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
-from nanochat.cli import UserError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
+from nanochat.ground.cli import UserError
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts
 from nanochat.serve.listener import STALL_SECONDS

@@ -18,16 +18,16 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from nanochat.cli import UserError
-from nanochat.log import warn
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
+from nanochat.ground.screen import Bar
+from nanochat.ground.untrusted import json_of
 from nanochat.sampling import seed_of
-from nanochat.screen import Bar
 from nanochat.serve import prompts
 from nanochat.serve.replies import ChoicesSerializer, make_serializer, usage_of
 from nanochat.serve.scheduler import Chunk, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, read_body
 from nanochat.serve.state import LoadedModel
-from nanochat.untrusted import json_of
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.serve.bounds import bounded, parts_of
 from nanochat.serve.closing import MOST_STEPS, Closer, Steps, hints_of
 from nanochat.tokenizer import Tokenizer

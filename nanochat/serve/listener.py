@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 
 IDLE_SECONDS = 5  # a connection may wait this long for its next request
 STALL_SECONDS = 20.0  # a client that reads nothing for this long is dropped

@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, Part, fit_prompt, parts_of, render_prompt
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.families.tool_calls import MARKS, CallForm, opens_thought
+from nanochat.ground.cli import UserError
 from nanochat.serve.grammar import Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody

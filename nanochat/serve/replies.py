@@ -26,7 +26,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from nanochat.conversation import text_of
-from nanochat.log import print0
+from nanochat.ground.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, encode
 from nanochat.serve.state import LoadedModel

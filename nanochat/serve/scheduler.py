@@ -29,7 +29,7 @@ from queue import SimpleQueue
 from typing import Literal, NamedTuple, cast
 
 from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots, round_up
-from nanochat.log import print0
+from nanochat.ground.log import print0
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Grammar
 from nanochat.serve.metrics import SchedulerMetrics

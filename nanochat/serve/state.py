@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.metrics_core import Metric
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Vocabulary
 from nanochat.serve.scheduler import Overloaded, Scheduler, log_place

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanochat.families.tool_calls import CallForm, CallReader, FunctionCall, new_id
-from nanochat.untrusted import json_of
+from nanochat.ground.untrusted import json_of
 
 CALCULATOR = "calculator"
 # With one of these, a schema that lists no properties may still have some.

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from nanochat import paths
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
 from nanochat.engine import Engine
+from nanochat.ground import paths
+from nanochat.ground.cli import UserError
 from nanochat.model_folder import weights_sha256
 from nanochat.serve.state import ReadUpdate
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from nanochat.checkpoint_manager import Preparation
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.gpt import GPT
+from nanochat.ground.cli import UserError
 
 
 class ServedWeights(Preparation):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 
 # role -> the names of its column; the first that a record has is read. ms-swift, too, prefers query and response.
 NAMES = {

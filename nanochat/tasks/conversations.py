@@ -33,11 +33,12 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.cli import UserError
 from nanochat.conversation import Message, check_messages, text_of
 from nanochat.data.records import open_part
-from nanochat.log import print0, warn
-from nanochat.screen import track
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import print0, warn
+from nanochat.ground.screen import track
+from nanochat.ground.text_files import DataFile
 from nanochat.task import DEFAULT_READING, BadRecords, Example, Reading, Split
 from nanochat.tasks.columns import (
     MEDIA,
@@ -65,7 +66,6 @@ from nanochat.tasks.messages import (
     without_thoughts,
 )
 from nanochat.tasks.recorded import RecordTask
-from nanochat.text_files import DataFile
 
 KNOWN = (
     '{"messages": [...]}, a list of messages, {"conversations": [...]}, {"instruction", "input", "output"}, '

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from nanochat.data.catalog import DATASETS, TASKS
-from nanochat.log import warn
+from nanochat.ground.log import warn
 
 # For a model pretrained on the demo corpus, on the web, on Chinese.
 BUILT_IN_TASKS = "stories:12,questions:4,addition:1,arithmetic:10,identity:7,unknown:5,memory:7,json:4,repeat:4"

@@ -20,8 +20,8 @@ from functools import lru_cache
 from typing import Any
 
 from nanochat.conversation import Message, parts_of, text_of
+from nanochat.ground.untrusted import json_of
 from nanochat.tasks.columns import MEDIA
-from nanochat.untrusted import json_of
 
 # What other projects call the roles.
 SENDERS = {

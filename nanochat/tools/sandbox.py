@@ -25,7 +25,7 @@ from io import FileIO
 from pathlib import Path
 from typing import NoReturn
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.tools.jail import MACHINES, OK, STANDING
 
 MEMORY_BYTES = 512 * 1024**2  # memory of a program, in addition to the bare interpreter

@@ -26,7 +26,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Scope
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
+from nanochat.ground.untrusted import json_of
 from nanochat.serve.app import INLINE_BYTES, LOOPBACK
 from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
 from nanochat.serve.schema import ApiError, Strict, read_body
@@ -35,7 +36,6 @@ from nanochat.train_service import bodies, wire
 from nanochat.train_service.jobs import FAILED
 from nanochat.train_service.service import SCHEME, Model, Service, iso
 from nanochat.train_service.tenants import Trained
-from nanochat.untrusted import json_of
 
 MAX_BODY = 16 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
 MAX_JSON = 2 << 20  # bytes of any other body: a prompt of a quarter of a million tokens

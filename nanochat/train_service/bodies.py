@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from nanochat.paths import PLAIN_NAME
+from nanochat.ground.paths import PLAIN_NAME
 from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError, Strict, Unsupported
 from nanochat.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import UserError, out_of_memory
+from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import ApiError
 from nanochat.train_service.log import Entry, RequestLog

@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import model_folder, storage
-from nanochat.cli import UserError
-from nanochat.log import warn
+from nanochat import model_folder
+from nanochat.ground import storage
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
 
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
 SUM_CHARACTERS = 16  # characters of a sha256 in an entry's name: 64 bits

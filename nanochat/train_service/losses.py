@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from nanochat.alignment.policy_losses import weighted_log_objective
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.losses import clipped_objective
 
 

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, NewToken, Row
 from nanochat.gpt import GPT
+from nanochat.ground.cli import UserError
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
 from nanochat.train_service.wire import MASKED_LOGPROB, Likeliest, Sampled, write_samples

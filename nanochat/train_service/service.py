@@ -23,11 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nanochat import model_folder, paths, storage
-from nanochat.cli import UserError
+from nanochat import model_folder
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import tokenizer_files
-from nanochat.log import warn
+from nanochat.ground import paths, storage
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import EPHEMERAL, Job, Limits, Model, Queue, Sampling, as_json, created, failure

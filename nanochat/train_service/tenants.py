@@ -23,19 +23,20 @@ from pydantic import Field
 from torch import Tensor
 
 from nanochat import checkpoint_manager as checkpoints
-from nanochat import model_folder, storage
+from nanochat import model_folder
 from nanochat.adapters import lora
 from nanochat.adapters.folders import base_of
 from nanochat.adapters.lora import Lora
-from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE, soft_cap
 from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
-from nanochat.layout import lay_out
+from nanochat.ground import storage
+from nanochat.ground.cli import UserError
+from nanochat.ground.sharding import whole_weights
+from nanochat.ground.storage import load_whole
 from nanochat.optim import Optimizer, ParameterGroup
+from nanochat.ranks import lay_out
 from nanochat.serve.schema import Strict
-from nanochat.sharding import whole_weights
-from nanochat.storage import load_whole
 from nanochat.train_service.losses import TokenLoss, find_loss
 from nanochat.train_service.wire import Datum
 

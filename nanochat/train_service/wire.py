@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 
 CONTENT_TYPE = "application/x-protobuf"
 MASKED_LOGPROB = -99999.0  # for a place without a token in a table of the most likely tokens

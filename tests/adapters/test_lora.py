@@ -26,18 +26,18 @@ from tiny import SHAPES, Kept, adapt, complaint, cpu_device, lively_model, tiny_
 from tiny_families import save_qwen3
 from torch import Tensor
 
-from nanochat import storage
 from nanochat.adapters import lora
 from nanochat.adapters.folders import MergeAdapters
 from nanochat.adapters.lora import Adapters, Lora, adapters_in
 from nanochat.adapters.nf4 import NF4Linear, dequantize
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
 from nanochat.engine import Engine, Row, SamplingParams, Slots
-from nanochat.flags import ChatFlags
 from nanochat.gpt import GPT, Linear
+from nanochat.ground import storage
+from nanochat.ground.cli import UserError
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import StackedLinear
+from nanochat.run.flags import ChatFlags
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import make_adamw
 from scripts import chat_web

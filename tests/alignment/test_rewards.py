@@ -16,11 +16,12 @@ import torch
 from test_rollout import Echoing, Length, make_engine, questions
 from tiny import complaint, cpu_device, run_ranks
 
-from nanochat import rollout, user_code
+from nanochat import rollout
 from nanochat.alignment import rewards
 from nanochat.alignment.rewards import Episode, FunctionReward, parse_rewards, score
-from nanochat.cli import Failed, Interrupted
 from nanochat.device import Device
+from nanochat.ground import user_code
+from nanochat.ground.cli import Failed, Interrupted
 from nanochat.mixture import open_mixture
 from nanochat.rollout import Reward, Samples, load_rewards
 from nanochat.task import Environment, Reading

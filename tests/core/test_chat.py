@@ -7,9 +7,9 @@ from test_chat_cli import BASE, SUM, SUM_ANSWERED, add_checkpoint, table_model
 from tiny import complaint, make_engine
 
 from nanochat.chat import Chat
-from nanochat.cli import UserError
 from nanochat.conversation import parse_reply, render_prompt
 from nanochat.engine import Engine
+from nanochat.ground.cli import UserError
 
 
 def test_a_reply_in_two_lines(base_folder: Path) -> None:

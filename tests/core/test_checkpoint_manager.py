@@ -19,14 +19,16 @@ import pytest
 import torch
 from tiny import complaint, cpu_device, momentum, save_checkpoint, smallest_model
 
-from nanochat import checkpoint_manager, model_folder, paths, saver
+from nanochat import checkpoint_manager, model_folder
 from nanochat.checkpoint_manager import load_model, load_training
-from nanochat.cli import UserError
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ground import paths
+from nanochat.ground.cli import UserError
 from nanochat.loader import LoaderState, Position, ShardState
 from nanochat.model_folder import DamagedCheckpoint, newest, steps
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.saver import set_aside
+from nanochat.run import saver
+from nanochat.run.saver import set_aside
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss, train_step
 
@@ -354,7 +356,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
 LOADER = """
 import os, resource, signal, sys, time
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 import torch._dynamo  # what torch imports at a first model is no cost of the folder
 for folder in sys.argv[1:]:
     child = os.fork()

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 import pytest
 import torch
 
-from nanochat import cli
-from nanochat.cli import UserError
+from nanochat.ground import cli
+from nanochat.ground.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -196,7 +196,7 @@ PROGRAM = '''
 """A program."""
 import sys, time
 from dataclasses import dataclass
-from nanochat.cli import UserError, run
+from nanochat.ground.cli import UserError, run
 
 @dataclass(frozen=True)
 class Config:
@@ -278,7 +278,7 @@ def test_a_reader_of_the_help_may_leave():
 TORN_DOWN = """
 import atexit, os
 from dataclasses import dataclass
-from nanochat import cli
+from nanochat.ground import cli
 
 class Torn:
     def __del__(self):
@@ -318,7 +318,7 @@ def test_a_done_process_is_not_taken_apart(call, job, status):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the death of a parent")
 def test_a_command_of_a_killed_speedrun_ends():
-    code = "import time; from nanochat.cli import end_with_launcher as end; end(); print(1, flush=True); time.sleep(60)"
+    code = "import time; from nanochat.ground import cli; cli.end_with_launcher(); print(1, flush=True); time.sleep(60)"
     shell = subprocess.Popen(
         ["bash", "-c", f'{sys.executable} -c "$CODE" & wait'],
         env={**os.environ, "NANOCHAT_SPEEDRUN": "1", "CODE": code}, stdout=subprocess.PIPE, text=True,

@@ -20,10 +20,10 @@ import pytest
 import tiny
 from tiny import complaint
 
-from nanochat import text_files as files
-from nanochat.cli import UserError
-from nanochat.corpus import fingerprint, open_corpus, read_texts
 from nanochat.data import hub
+from nanochat.ground import text_files as files
+from nanochat.ground.cli import UserError
+from nanochat.ground.corpus import fingerprint, open_corpus, read_texts
 
 ROOT = Path(__file__).parents[2]
 SEPARATOR = "<|endoftext|>"
@@ -433,8 +433,8 @@ def test_mistakes_in_gz_and_parquet(tmp_path):
 BOMB = """
 import resource, sys, time
 resource.setrlimit(resource.RLIMIT_DATA, (500 << 20, 500 << 20))
-from nanochat.corpus import open_corpus
-from nanochat.cli import UserError
+from nanochat.ground.corpus import open_corpus
+from nanochat.ground.cli import UserError
 begin = time.process_time()
 try:
     open_corpus(sys.argv[1])
@@ -510,7 +510,7 @@ def test_empty_files(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("module", "later"), [("corpus", ("pyarrow", "torch")), ("data.hub", ("huggingface_hub", "modelscope"))]
+    ("module", "later"), [("ground.corpus", ("pyarrow", "torch")), ("data.hub", ("huggingface_hub", "modelscope"))]
 )
 def test_importing_does_no_work(module, later):
     code = f"import sys, nanochat.{module}; print([m for m in {later} if m in sys.modules])"

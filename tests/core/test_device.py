@@ -14,10 +14,11 @@ import torch.distributed as dist
 from tiny import cpu_device, run_ranks
 
 from nanochat import device as devices
-from nanochat import host, stage, store
-from nanochat.cli import UserError
 from nanochat.device import NPU_ENVIRONMENT, Device, init, peak_flops
-from nanochat.flags import TrainFlags
+from nanochat.ground import host, store
+from nanochat.ground.cli import UserError
+from nanochat.run import stage
+from nanochat.run.flags import TrainFlags
 
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -410,7 +411,8 @@ def test_ranks_that_a_shell_exports_are_ignored_with_one_line(monkeypatch, capsy
 def test_a_command_prints_although_a_shell_exports_a_rank(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from dataclasses import dataclass\nfrom nanochat import cli, device\nfrom nanochat.log import print0\n\n"
+        "from dataclasses import dataclass\nfrom nanochat import device\nfrom nanochat.ground import cli\n"
+        "from nanochat.ground.log import print0\n\n"
         "@dataclass\nclass Config:\n    device: str = 'cpu'\n\n"
         "def main(config):\n    device.init(config.device)\n    print0('printed')\n\ncli.run(main, Config)\n"
     )

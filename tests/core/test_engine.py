@@ -16,11 +16,11 @@ from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
 from nanochat import device as devices
 from nanochat import engine as engines
-from nanochat import host
-from nanochat.cli import Interrupted, UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT
+from nanochat.ground import host
+from nanochat.ground.cli import Interrupted, UserError
 from nanochat.kernels.cpu import HAS_FP16, CpuKernels, HalfLinear
 
 CONTEXT = 48

@@ -17,8 +17,8 @@ import torch
 from tiny import cpu_device, tiny_tokenizer
 
 from nanochat import loader as loading
-from nanochat.cli import UserError
-from nanochat.corpus import Part, WeightedCorpora, open_corpus
+from nanochat.ground.cli import UserError
+from nanochat.ground.corpus import Part, WeightedCorpora, open_corpus
 from nanochat.loader import Loader, LoaderState
 from nanochat.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.cli import UserError
-from nanochat.log import REQUIRED, RunLog, duration, print0, print_table, record, warn
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import REQUIRED, RunLog, duration, print0, print_table, record, warn
 
 
 def metrics(step: int, **further) -> dict:

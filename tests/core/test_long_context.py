@@ -6,7 +6,7 @@ import math
 import pytest
 from tiny import tiny_config
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.long_context import with_context
 from nanochat.rotary import RopeScaling
 

@@ -26,9 +26,9 @@ from nanochat.alignment.advantages import leave_one_out
 from nanochat.alignment.pair_losses import orpo_loss
 from nanochat.alignment.reward_model import reward_loss
 from nanochat.attention import Segments
-from nanochat.cli import UserError
 from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
+from nanochat.ground.cli import UserError
 from nanochat.losses import (
     PAIR_STATS,
     POLICY_LOSSES,

@@ -11,10 +11,10 @@ import pytest
 import torch
 from tiny import complaint, tiny_tokenizer
 
-from nanochat.cli import UserError
 from nanochat.conversation import check_messages, parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
+from nanochat.ground.cli import UserError
 from nanochat.loader import segments_of
 from nanochat.mixture import (
     EpochMixture,

@@ -16,11 +16,13 @@ from test_checkpoint_manager import DEVICE, FILES, rewrite_manifest, same_tensor
 from tiny import complaint, momentum, smallest_model
 
 from nanochat import device as devices
-from nanochat import model_folder, paths, saver, storage
+from nanochat import model_folder
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
+from nanochat.ground import paths, storage
+from nanochat.ground.cli import UserError
 from nanochat.model_folder import DamagedCheckpoint, newest, steps
-from nanochat.saver import set_aside
+from nanochat.run import saver
+from nanochat.run.saver import set_aside
 
 pytestmark = pytest.mark.usefixtures("base_folder")
 

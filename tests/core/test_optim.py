@@ -12,15 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import optim
 from nanochat.device import Device
-from nanochat.exchange import Exchange
+from nanochat.ground.sharding import Exchange, whole
 from nanochat.kernels.adamw import unfused_adamw
-from nanochat.layout import lay_out
 from nanochat.operators import TorchKernels
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
 from nanochat.parallel.ddp import DdpExchange
 from nanochat.parallel.mesh import Place
+from nanochat.ranks import lay_out
 from nanochat.scaling import IMPORTED_RATE, rates
-from nanochat.sharding import whole
 
 ONE = torch.ones(())
 ZERO = torch.zeros(())

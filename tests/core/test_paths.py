@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import paths
-from nanochat.cli import UserError
+from nanochat.ground import paths
+from nanochat.ground.cli import UserError
 
 OUTSIDE = (
     *("", ".", "..", "...", "../x", "../../etc/passwd", "..\\x", "x/..", "x/../../y", "./x", "/", "/etc", "//x", "x/"),
@@ -66,7 +66,7 @@ def test_every_stage_has_its_script():
 def test_a_run_keeps_others_out_of_its_folder(tmp_path):
     folder = tmp_path / "run"
     program = (
-        "import sys; from pathlib import Path; from nanochat import paths\n"
+        "import sys; from pathlib import Path; from nanochat.ground import paths\n"
         "try: paths.lock(Path(sys.argv[1]))\n"
         "except Exception as error: print(error)"
     )

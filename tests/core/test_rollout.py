@@ -12,11 +12,11 @@ import torch
 from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
-from nanochat.cli import Failed, UserError
 from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
+from nanochat.ground.cli import Failed, UserError
 from nanochat.losses import POLICY_LOSSES, all_rows
 from nanochat.packing import pack_sequences
 from nanochat.rollout import Sample, Samples, kl_of_samples, logp_of, policy_batches, with_advantages

@@ -2,7 +2,7 @@
 
 from tiny import complaint
 
-from nanochat import rooms
+from nanochat.ground import rooms
 
 
 def test_a_name_that_no_room_offers_is_one_line():

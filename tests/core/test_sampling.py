@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanochat.cli import UserError, check_ranges
-from nanochat.decoding_flags import SamplingFlags
+from nanochat.ground.cli import UserError, check_ranges
 from nanochat.operators import TorchKernels
+from nanochat.run.decoding_flags import SamplingFlags
 from nanochat.sampling import (
     CHAT_SAMPLING,
     RowSettings,

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from nanochat import screen
-from nanochat.log import RunLog, print0, warn
-from nanochat.screen import Bar, phase, track
+from nanochat.ground import screen
+from nanochat.ground.log import RunLog, print0, warn
+from nanochat.ground.screen import Bar, phase, track
 
 COLUMNS = 80
 

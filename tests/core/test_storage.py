@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanochat import storage
 from nanochat.device import Device
+from nanochat.ground import storage
+from nanochat.ground.sharding import held_box
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.sharding import held_box
 
 TENSORS = {
     "a": torch.arange(15, dtype=torch.float32).view(5, 3),

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from nanochat.cli import UserError
-from nanochat.corpus import read_texts
+from nanochat.ground.cli import UserError
+from nanochat.ground.corpus import read_texts
 from nanochat.tokenizer import RUN_BLOCK, SPECIAL_TOKENS, Tokenizer, _cut_long_runs, bytes_per_token
 from scripts import tok_eval, tok_train
 
@@ -272,7 +272,7 @@ def test_texts_are_read_up_to_a_number_of_characters():
 
 
 def use_corpus(monkeypatch, corpus: ListCorpus) -> None:
-    monkeypatch.setattr("nanochat.corpus.open_corpus", lambda *_, **__: (corpus, corpus))
+    monkeypatch.setattr("nanochat.ground.corpus.open_corpus", lambda *_, **__: (corpus, corpus))
 
 
 def test_tok_train_saves_and_protects_checkpoints(monkeypatch, tmp_path, capsys):

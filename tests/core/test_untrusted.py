@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-from nanochat import cli, log
-from nanochat.untrusted import printable, read_json, require_file
+from nanochat.ground import cli, log
+from nanochat.ground.untrusted import printable, read_json, require_file
 
 
 def refused(path, **options) -> str:

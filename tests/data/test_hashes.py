@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import storage
 from nanochat.data import hashes
+from nanochat.ground import storage
 
 
 @pytest.fixture

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from tiny import complaint
 
-from nanochat import corpus, storage
 from nanochat.data import catalog, hashes, hub
 from nanochat.data.catalog import Dataset, Source
 from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url, leaves_folder
 from nanochat.data.splits import choose_config, choose_files
+from nanochat.ground import corpus, storage
 from nanochat.task import Reading, open_task, parse_tasks
 
 BODY = bytes(range(256)) * 400  # 102,400 bytes

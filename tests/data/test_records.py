@@ -12,9 +12,9 @@ import pyarrow.parquet
 import pytest
 from tiny import complaint
 
-from nanochat import text_files as files
 from nanochat.data import formats, hub
 from nanochat.data.records import find_split, open_records, open_split
+from nanochat.ground import text_files as files
 
 WANTED = [{"question": f"What is {n}? é€😀", "answer": n, "list": [{"a": str(n)}] * (n % 3)} for n in range(1000)]
 

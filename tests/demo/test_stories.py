@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-from nanochat.cli import UserError
 from nanochat.conversation import parts_of
 from nanochat.demo import writer
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon, words_in_use
 from nanochat.demo.small_talk import Identity, Unknown, agreements, offers_story
 from nanochat.demo.stories import NewStories, Stories, distinct_grams, wished_kinds, with_articles
+from nanochat.ground.cli import UserError
 from nanochat.task import Example, TaskSpec, generated_tasks, open_task, turn
 
 STORY = (

@@ -14,9 +14,7 @@ from runs import refused
 from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
-from nanochat import paths
 from nanochat.chat import Chat
-from nanochat.cli import UserError
 from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
@@ -31,6 +29,8 @@ from nanochat.evals.chat import (
     readable,
 )
 from nanochat.evals.core import wilson_interval
+from nanochat.ground import paths
+from nanochat.ground.cli import UserError
 from nanochat.rollout import Reply
 from nanochat.sampling import seed_of
 from nanochat.task import Example, Task, chosen_letter, generated_tasks, task_class

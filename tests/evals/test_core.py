@@ -19,8 +19,6 @@ from test_hub import FakeHub
 from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
-from nanochat import paths
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.evals import core
 from nanochat.evals.core import (
@@ -34,6 +32,8 @@ from nanochat.evals.core import (
     scored_texts,
     wilson_interval,
 )  # fmt: skip
+from nanochat.ground import paths
+from nanochat.ground.cli import UserError
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 

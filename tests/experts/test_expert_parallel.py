@@ -30,12 +30,12 @@ from torch import Tensor
 from nanochat.adapters import lora
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.ground.sharding import local
 from nanochat.kernels.grouped import Groups
-from nanochat.layout import lay_out
 from nanochat.parallel.experts import Journey, WholeExperts
 from nanochat.parallel.fsdp import Fsdp
 from nanochat.parallel.mesh import Place
-from nanochat.sharding import local
+from nanochat.ranks import lay_out
 from nanochat.train import next_token_loss
 
 NORMS = 5e-5  # a norm sums squares in another order on each processor: 2.3e-5 after five steps on an AMD EPYC

@@ -15,12 +15,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
-from nanochat import cli, paths
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import hugging_face_form
 from nanochat.gpt import GPTConfig
+from nanochat.ground import cli, paths
 from nanochat.long_context import with_context
 from nanochat.rotary import RopeScaling
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer

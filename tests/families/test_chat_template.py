@@ -14,11 +14,11 @@ from test_serve import until
 from tiny import complaint, cpu_device, learned, lively_model, tiny_config, tiny_tokenizer, write_rows
 from tiny_families import FAMILIES, random_string, save_family
 
-from nanochat.cli import UserError
 from nanochat.conversation import fit_prompt, parse_reply, render, render_prompt, text_of
 from nanochat.engine import Engine
 from nanochat.families.chat_template import ChatTemplate, TemplateError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
+from nanochat.ground.cli import UserError
 from nanochat.mixture import MixtureCorpus, open_mixture
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app

@@ -20,8 +20,8 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.layout import lay_out
-from nanochat.sharding import whole_weights
+from nanochat.ground.sharding import whole_weights
+from nanochat.ranks import lay_out
 from nanochat.tokenizer import EXPORTED_NAME
 from nanochat.train import make_adamw, next_token_loss, train_step
 from scripts import export

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import cpu_device
 
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 from nanochat.kernels import compiler
 from nanochat.kernels.compiler import compile_by_policy, missing_compiler, product_flops
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn as nn
 from tiny import SHAPES, lively_model, tiny_config
 
-from nanochat.cli import UserError
 from nanochat.cross_entropy import soft_cap
+from nanochat.ground.cli import UserError
 from nanochat.kernels.cpu import CpuKernels, PackedLinear, SmallLinear
 from nanochat.operators import TorchKernels
 

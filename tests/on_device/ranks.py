@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from nanochat import collectives, scaling
 from nanochat import device as devices
-from nanochat.cli import end_with_launcher
+from nanochat import ranks as collectives
+from nanochat import scaling
 from nanochat.device import Device
 from nanochat.gpt import GPT
+from nanochat.ground.cli import end_with_launcher
 from nanochat.train import make_optimizer, next_token_loss, train_step
 
 

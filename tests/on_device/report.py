@@ -170,7 +170,7 @@ def run(check_npu: Any, machine: Any, options: Any) -> int:
     if problem[0]:
         print_line(f"FAIL full: {problem[0]}\n     fix: {problem[1]}")
         return 1
-    provenance = importlib.import_module("nanochat.provenance")
+    provenance = importlib.import_module("nanochat.ground.provenance")
     name, *arguments = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",), "cpu": ("lscpu",)}[kind]
     tool = check_npu.find_program(options.root, name)
     about = {

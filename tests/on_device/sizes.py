@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat.cli import UserError
 from nanochat.device import Device
+from nanochat.ground.cli import UserError
 
 REPEATS = 7
 

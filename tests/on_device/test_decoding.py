@@ -12,10 +12,10 @@ import torch
 
 from nanochat import device as devices
 from nanochat import scaling
-from nanochat.cli import UserError
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
+from nanochat.ground.cli import UserError
 from nanochat.run.random_model import random_tokenizer
 from on_device.recording import add_noise
 from on_device.sizes import Sizes, init

@@ -31,9 +31,9 @@ from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.layout import Layout, lay_out
 from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
+from nanochat.ranks import Layout, lay_out
 from nanochat.rollout import Sample
 from nanochat.run.compiling import compile_model
 from nanochat.samplers.agreement import measure

@@ -38,18 +38,18 @@ from torch.utils._pytree import tree_leaves
 from nanochat.adapters.lora import Lora
 from nanochat.bpb import bits_per_byte
 from nanochat.checkpoint_manager import load_model
-from nanochat.cli import UserError
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, Block, GPTConfig
-from nanochat.layout import Layout, lay_out
+from nanochat.ground.cli import UserError
+from nanochat.ground.sharding import local, whole, whole_weights
+from nanochat.ground.storage import load_whole
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.ddp import DdpExchange
 from nanochat.parallel.mesh import Place
+from nanochat.ranks import Layout, lay_out
 from nanochat.run.compiling import CompiledBlocks, compile_blocks
-from nanochat.sharding import local, whole, whole_weights
-from nanochat.storage import load_whole
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 CONFIG = tiny_config(sequence_len=16)

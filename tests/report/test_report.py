@@ -15,8 +15,8 @@ import pytest
 from runs import refused
 from tiny import complaint
 
-from nanochat import provenance
-from nanochat.paths import SCRIPTS, STAGES
+from nanochat.ground import provenance
+from nanochat.ground.paths import SCRIPTS, STAGES
 from nanochat.report import page as report_page
 from nanochat.report import summary as report
 from scripts import report as script

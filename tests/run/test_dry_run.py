@@ -7,8 +7,8 @@ import pytest
 from runs import call, mistake, process
 from test_scripts import base  # noqa: F401 (base is a fixture)
 
-from nanochat import screen, storage
 from nanochat.data import hashes
+from nanochat.ground import screen, storage
 from nanochat.run.memory import MIB
 
 CPU = ("--device=cpu", "--dtype=float32")

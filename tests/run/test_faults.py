@@ -22,11 +22,11 @@ from tiny import cpu_device, lively_model, run_ranks, tiny_config
 
 from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
-from nanochat.cli import Interrupted
 from nanochat.device import Device
+from nanochat.ground.cli import Interrupted
 from nanochat.run import watchdog as module
+from nanochat.run.stop import Stop
 from nanochat.run.watchdog import Watchdog
-from nanochat.stop import Stop
 
 
 class Watched:

@@ -21,10 +21,10 @@ from tiny import command_on_a_rank, is_running, run_ranks
 from torch.distributed import TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from nanochat import store
-from nanochat.cli import UserError
-from nanochat.collectives import gather_values
 from nanochat.device import Device
+from nanochat.ground import store
+from nanochat.ground.cli import UserError
+from nanochat.ranks import gather_values
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -153,7 +153,7 @@ def test_a_command_ends_with_its_launcher_from_its_first_moment_on():
     """The launcher dies before torch is loaded, which takes seconds: `cli.run` has asked for the signal by then."""
     script = (
         "import dataclasses, os, time\n"
-        "from nanochat import cli\n"
+        "from nanochat.ground import cli\n"
         "@dataclasses.dataclass\n"
         "class Config:\n"
         "    x: int = 0  # help\n"
@@ -176,7 +176,8 @@ def test_a_command_ends_with_its_launcher_from_its_first_moment_on():
 
 
 WAITING = """
-from nanochat import device, screen
+from nanochat import device
+from nanochat.ground import screen
 screen.HEARTBEAT_SECONDS = screen.SHOWN_AFTER_SECONDS = 0.2
 with screen.opened():
     screen.phase("loading torch")

@@ -15,9 +15,10 @@ from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
 from tiny import adapt, cpu_device, tiny_tokenizer
 
-from nanochat import cli, rollout
+from nanochat import rollout
 from nanochat.adapters.lora import Lora
 from nanochat.engine import Engine
+from nanochat.ground import cli
 from nanochat.sampling import SamplingParams
 
 

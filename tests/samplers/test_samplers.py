@@ -26,12 +26,13 @@ from test_serve import error_of, serving, until
 from test_stages import RL, graded, pretrained, start, taught, tutored  # noqa: F401 (fixtures)
 from tiny import adapt, complaint, cpu_device, lively_model, run_command, tiny_config, tiny_tokenizer
 
-from nanochat import cli, rollout
+from nanochat import rollout
 from nanochat.adapters.lora import Lora
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.families import hf
 from nanochat.gpt import GPT
+from nanochat.ground import cli
 from nanochat.samplers import http as http_sampler
 from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler

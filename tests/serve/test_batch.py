@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
-from nanochat import cli, paths
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine, SamplingParams
+from nanochat.ground import cli, paths
 from nanochat.serve.scheduler import Scheduler
 from scripts import chat_batch
 

@@ -35,11 +35,11 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
-from nanochat import cli
 from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
 from nanochat.engine import Engine, Slots
 from nanochat.gpt import GPTConfig
+from nanochat.ground import cli
 from nanochat.model_folder import weights_sha256
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app

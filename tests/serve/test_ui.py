@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from test_serve import KEY, FakeScheduler, make_app, serving
 
-from nanochat import rooms
 from nanochat.demo.plots import lexicon
 from nanochat.demo.stories import orders
+from nanochat.ground import rooms
 from nanochat.serve.page import PAGE, VENDOR, content_policy, load_page
 from nanochat.tasks.conversations import Conversations
 from nanochat.tasks.preferences import Preferences

@@ -20,10 +20,10 @@ from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.kernels import npu
-from nanochat.layout import lay_out
 from nanochat.losses import masked_loss
 from nanochat.optim import StateFormat
 from nanochat.packing import PackedBatch
+from nanochat.ranks import lay_out
 from nanochat.run.memory import begin as begin_ledger
 from nanochat.run.memory import full_rows
 from nanochat.train import Meter, Progress, make_adamw, make_optimizer, next_token_loss, train_step

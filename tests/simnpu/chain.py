@@ -12,10 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch.distributed as dist  # noqa: E402
 
-from nanochat import (
-    cli,
-    device,  # noqa: E402
-)
+from nanochat import device  # noqa: E402
+from nanochat.ground import cli  # noqa: E402
 
 leave = device.shutdown
 for place, command in enumerate(sys.argv[1:], start=2):

@@ -15,9 +15,9 @@ from tiny import tiny_config
 
 from nanochat import device as devices
 from nanochat.gpt import GPT
-from nanochat.layout import lay_out
+from nanochat.ground.sharding import local
 from nanochat.optim import StateFormat
-from nanochat.sharding import local
+from nanochat.ranks import lay_out
 from nanochat.train import make_optimizer, next_token_loss, train_step
 from simnpu import counts
 

@@ -14,10 +14,10 @@ from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import complaint, learned, lively_model, save_checkpoint, tiny_config, tiny_tokenizer, write_rows
 from tiny_families import THINKING, save_family
 
-from nanochat import paths
 from nanochat.conversation import render
-from nanochat.learned_share import report_learned
+from nanochat.ground import paths
 from nanochat.mixture import open_mixture
+from nanochat.run.learned_share import report_learned
 from nanochat.task import Pair, Reading, TaskSpec, open_task
 from nanochat.tasks.columns import parse_columns
 from nanochat.tasks.conversations import Conversations, Prompts, messages_of

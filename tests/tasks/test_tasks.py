@@ -12,10 +12,10 @@ import pytest
 from tiny import complaint, write_rows
 
 from nanochat.calculator import calculate
-from nanochat.cli import UserError
 from nanochat.conversation import Part, check_messages, parts_of, text_of
 from nanochat.data import catalog, hub
 from nanochat.demo.writer import held_out
+from nanochat.ground.cli import UserError
 from nanochat.task import Example, Pair, Task
 from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy

@@ -839,7 +839,7 @@ libc = ctypes.CDLL(None)
 assert libc.prctl(38, 1, 0, 0, 0) == 0
 assert libc.prctl(22, 2, struct.pack("HP", len(lines), ctypes.addressof(program))) == 0
 {START}
-from nanochat.cli import UserError
+from nanochat.ground.cli import UserError
 try:
     run_checks("1", "1")
 except UserError as error:

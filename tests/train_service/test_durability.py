@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nanochat import storage
+from nanochat.ground import storage
 from nanochat.optim import Optimizer
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import service as service_module

@@ -15,9 +15,9 @@ import pytest
 from test_durability import ADAM, OWNER, Client, assert_same, batch
 from test_train_service import NAME, Server, serving, tinker, train
 
-from nanochat import storage
-from nanochat.cli import UserError
 from nanochat.engine import Slots
+from nanochat.ground import storage
+from nanochat.ground.cli import UserError
 from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError, read_body
 from nanochat.train_service import bodies, sampling, wire

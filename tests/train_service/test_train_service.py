@@ -71,8 +71,8 @@ class Server:
         self.address = f"http://127.0.0.1:{port}"
         self.folder = folder
         self.log = log
-        program = "from scripts import train_server as server; from nanochat.cli import run; server.SNAPSHOT_STEPS = 3"
-        program += f"\n{before}\nrun(server.main, server.Config)"
+        program = "from scripts import train_server as server; from nanochat.ground.cli import run"
+        program += f"\nserver.SNAPSHOT_STEPS = 3\n{before}\nrun(server.main, server.Config)"
         self.command = [sys.executable, "-c", program, f"--source={base.source}", f"--port={port}", f"--name={NAME}"]
         self.command += [f"--folder={folder}", "--device=cpu", "--dtype=float32", "--batch_tokens=16", *flags]
         self.start()

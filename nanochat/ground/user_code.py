@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import Failed, UserError
+from nanochat.ground.cli import Failed, UserError
 
 PLACE = re.compile(r"(?P<path>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
 _files: set[str] = set()  # that have been loaded

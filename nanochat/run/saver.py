@@ -17,15 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from nanochat import checkpoint_manager, model_folder, provenance, scaling
-from nanochat.cli import UserError, frozen_flags
-from nanochat.collectives import decide_on_rank_zero
+from nanochat import checkpoint_manager, model_folder, scaling
 from nanochat.device import Device
-from nanochat.flags import TrainFlags
-from nanochat.log import print0, warn
+from nanochat.ground import provenance
+from nanochat.ground.cli import UserError, frozen_flags
+from nanochat.ground.log import print0, warn
+from nanochat.ground.paths import lock, naming
 from nanochat.optim import Optimizer
-from nanochat.paths import lock, naming
-from nanochat.stage import Start
+from nanochat.ranks import decide_on_rank_zero
+from nanochat.run.flags import TrainFlags
+from nanochat.run.stage import Start
 from nanochat.train import Progress
 
 

@@ -1,10 +1,10 @@
 """Where the rooms plug in: tables of names, through which the core reaches code that it does not import.
 
-A file directly in nanochat/ imports only its neighbours, so that the core can be read without anything else. A room, a
-folder of nanochat/, does the work that the core cannot do, such as reading a model of another family. SEAMS lists the
-places where a room may plug in. A room's `__init__.py` has a table PLUGS, from seam to name to the "module:attribute"
-that it offers; `find` imports it when the name is requested. A new capability is a file in a room and one row of the
-room's table: the core does not change.
+The core is the story, which is the files directly in nanochat/, and ground/. It imports no room, so that it can be read
+without anything else. A room, a folder of nanochat/, does the work that the core cannot do, such as reading a model of
+another family; run/ plugs in like a room. SEAMS lists the places where a room may plug in. A room's `__init__.py` has a
+table PLUGS, from seam to name to the "module:attribute" that it offers; `find` imports it when the name is requested. A
+new capability is a file in a room and one row of the room's table: the core does not change.
 """
 
 import functools
@@ -13,13 +13,13 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
-from nanochat.cli import UserError
-from nanochat.extras import advice
+from nanochat.ground.cli import UserError
+from nanochat.ground.extras import advice
 
 # The purpose of each seam. A name is usually the value of a flag.
 SEAMS = {
-    # Attendants of a run, by the flag that requests them: a class of objects for a run (loop.Attendant), or a function
-    # that makes one. The watchdog is --hang_seconds.
+    # Attendants of a run, by the flag that requests them: a class of objects for a run (`Attendant` of run/loop.py), or
+    # a function that makes one. The watchdog is --hang_seconds.
     "attendants",
     # Formats of model folders other than ours, asked in this order: `FolderFormat` of model_folder.py. Hugging Face's
     # also reads a tokenizer.json that is not ours.
@@ -29,7 +29,7 @@ SEAMS = {
     # Adapters: new ones to train, as a `Preparation` of checkpoint_manager.py; of a folder that holds nothing else,
     # where their base is, and the weights of both together.
     "adapters",
-    # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of layout.py.
+    # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of ranks.py.
     # context: (device, such a Layout) -> the same, but with neighbours that share rows (--context_parallel).
     # experts: (device, --parallel, --replicate) -> such a Layout, with whole experts on a rank (--expert_parallel).
     "layouts",
@@ -57,7 +57,7 @@ SEAMS = {
 def table(seam: str) -> dict[str, str]:
     """The rows of a seam, name -> "module:attribute", of all rooms."""
     rows: dict[str, str] = {}
-    for room in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    for room in pkgutil.iter_modules([str(Path(__file__).parents[1])]):
         if room.ispkg:  # its __init__ holds names only: nothing of the room is imported yet
             rows |= getattr(importlib.import_module(f"nanochat.{room.name}"), "PLUGS", {}).get(seam, {})
     return rows

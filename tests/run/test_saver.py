@@ -27,16 +27,18 @@ import pytest
 import torch
 from tiny import cpu_device, momentum, run_ranks, smallest_model
 
-from nanochat import checkpoint_manager, collectives, model_folder, paths, storage
+from nanochat import checkpoint_manager, model_folder
+from nanochat import ranks as collectives
 from nanochat.checkpoint_manager import clean_up, load_training
-from nanochat.cli import UserError
 from nanochat.device import Device
-from nanochat.flags import TrainFlags
-from nanochat.layout import lay_out
+from nanochat.ground import paths, storage
+from nanochat.ground.cli import UserError
 from nanochat.model_folder import newest, steps
-from nanochat.saver import resume
+from nanochat.ranks import lay_out
+from nanochat.run.flags import TrainFlags
+from nanochat.run.saver import resume
+from nanochat.run.stage import Start
 from nanochat.scaling import Rates
-from nanochat.stage import Start
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_optimizer
 

@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
-from nanochat import screen
-from nanochat import store as job_store
-from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
-from nanochat.log import print0
+from nanochat.ground import screen
+from nanochat.ground import store as job_store
+from nanochat.ground.log import print0
+from nanochat.ranks import sum_over_ranks
 
 ASK_SECONDS = 0.5  # `should_stop` asks the store for other ranks' signals this often
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed; nohup ignores it

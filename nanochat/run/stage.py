@@ -15,23 +15,23 @@ from typing import Any
 
 import torch
 
-from nanochat import checkpoint_manager, model_folder, rooms, screen
+from nanochat import checkpoint_manager, model_folder
 from nanochat import device as devices
-from nanochat.cli import UserError
-from nanochat.collectives import sum_over_ranks
 from nanochat.device import Device
-from nanochat.flags import ChatFlags, StageFlags, TrainFlags
 from nanochat.gpt import GPT
-from nanochat.layout import Layout, lay_out
-from nanochat.log import print0, warn
+from nanochat.ground import rooms, screen
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import print0, warn
+from nanochat.ground.paths import SCRIPTS, safe_tag
+from nanochat.ground.sharding import local
+from nanochat.ground.untrusted import read_text
 from nanochat.optim import Optimizer
-from nanochat.paths import SCRIPTS, safe_tag
+from nanochat.ranks import Layout, lay_out, sum_over_ranks
+from nanochat.run.flags import ChatFlags, StageFlags, TrainFlags
 from nanochat.sampling import CHAT_SAMPLING, SamplingParams, saved_settings
 from nanochat.scaling import Rates
-from nanochat.sharding import local
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_adamw, make_optimizer
-from nanochat.untrusted import read_text
 
 MAX_TEMPLATE = 1 << 20  # bytes of a file with a chat template
 

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanochat.paths import naming
-from nanochat.sharding import held_box, held_rows, is_dtensor, local, trained_parameters
+from nanochat.ground.paths import naming
+from nanochat.ground.sharding import held_box, held_rows, is_dtensor, local, trained_parameters
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from nanochat.cli import UserError
-from nanochat.untrusted import require_file
+from nanochat.ground.cli import UserError
+from nanochat.ground.untrusted import require_file
 
 # Each stage and the script that makes its checkpoints, in the order in which they are trained.
 SCRIPTS = {

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from nanochat.log import warn
-from nanochat.paths import base_dir
+from nanochat.ground.log import warn
+from nanochat.ground.paths import base_dir
 
 
 @contextlib.contextmanager

@@ -33,18 +33,20 @@ from typing import Any
 
 from torch import Tensor
 
-from nanochat import checkpoint_manager, model_folder, rooms, saver, screen, user_code
+from nanochat import checkpoint_manager, model_folder
 from nanochat import device as devices
-from nanochat.cli import Interrupted, UserError
-from nanochat.collectives import decide_on_rank_zero
-from nanochat.flags import TrainFlags
-from nanochat.log import RunLog, counted, print0, record, warn
+from nanochat.ground import rooms, screen, user_code
+from nanochat.ground.cli import Interrupted, UserError
+from nanochat.ground.log import RunLog, counted, print0, record, warn
+from nanochat.ground.paths import checkpoint_dir, lock, run_dir, unlock
+from nanochat.ground.untrusted import printable
 from nanochat.optim import Optimizer
-from nanochat.paths import checkpoint_dir, lock, run_dir, unlock
-from nanochat.stage import Start
-from nanochat.stop import Stop
+from nanochat.ranks import decide_on_rank_zero
+from nanochat.run import saver
+from nanochat.run.flags import TrainFlags
+from nanochat.run.stage import Start
+from nanochat.run.stop import Stop
 from nanochat.train import Meter, Progress, StepStats
-from nanochat.untrusted import printable
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 SAVE_EVERY_SECONDS = 600.0  # training time between saves, unless --save_every is set
@@ -55,7 +57,7 @@ FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 class Attendant(AbstractContextManager[Any]):
     """Accompanies a run: a context manager around its loop. A method that a subclass does not define does nothing.
 
-    An attendant lives in a room (nanochat/run/), and a flag asks for it by name (rooms.py).
+    An attendant is another file of this folder, and a flag asks for it by name (ground/rooms.py).
     """
 
     def __exit__(self, *_: object) -> None:

@@ -16,10 +16,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from nanochat import rooms, screen
-from nanochat.paths import base_dir, naming
-from nanochat.screen import Bar, duration
-from nanochat.untrusted import printable
+from nanochat.ground import rooms, screen
+from nanochat.ground.paths import base_dir, naming
+from nanochat.ground.screen import Bar, duration
+from nanochat.ground.untrusted import printable
 
 Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 

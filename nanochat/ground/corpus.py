@@ -20,9 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from nanochat import rooms
-from nanochat.cli import UserError
-from nanochat.text_files import TEXT_SUFFIXES, DataFile, ParquetFile, Records, TextFile, list_files, open_file, text_cut
+from nanochat.ground import rooms
+from nanochat.ground.cli import UserError
+from nanochat.ground.text_files import (
+    TEXT_SUFFIXES,
+    DataFile,
+    ParquetFile,
+    Records,
+    TextFile,
+    list_files,
+    open_file,
+    text_cut,
+)
 
 COLUMN = "text"  # the field of a .jsonl, the column of a .parquet
 HUB_NAMES = ("climbmix", "fineweb-edu", "fineweb-edu-chinese", "ORG/NAME")  # data/catalog.py has their places

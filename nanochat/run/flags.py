@@ -1,12 +1,12 @@
 """The flags that scripts share: a training script's Config inherits them and adds its own.
 
-An annotation states a flag's range, and `Frozen` that a resumed run must not change it (see cli.py).
+An annotation states a flag's range, and `Frozen` that a resumed run must not change it (see ground/cli.py).
 """
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
-from nanochat.cli import Count, Fraction, Frozen, Positive, Range, Seed, UserError
+from nanochat.ground.cli import Count, Fraction, Frozen, Positive, Range, Seed, UserError
 
 Examples = TypeVar("Examples", bound="EpochFlags")
 Epochs = Annotated[float, Range(1e-9, 10**6)]

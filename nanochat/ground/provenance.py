@@ -22,7 +22,7 @@ def versions() -> dict[str, str]:
 
 def commit() -> str:
     """The commit of this checkout, with `-dirty` if files differ from it; "unknown" outside a git repository."""
-    root = Path(__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[2]
     git = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--exclude=*"]
     if (root / ".git").exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git

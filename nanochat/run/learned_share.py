@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from nanochat.conversation import Rendered
-from nanochat.log import counted, print0, warn
+from nanochat.ground.log import counted, print0, warn
 from nanochat.tokenizer import Tokenizer
 
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")

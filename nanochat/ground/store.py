@@ -10,8 +10,8 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from nanochat.cli import UserError
-from nanochat.log import warn
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
 
 LOOPBACK = "127.0.0.1"
 

@@ -27,9 +27,9 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
-from nanochat import rooms
-from nanochat.cli import UserError
-from nanochat.log import warn
+from nanochat.ground import rooms
+from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
 
 DOCUMENT_BYTES = 4096  # a document of a .txt without separators
 MAX_DOCUMENT_BYTES = 1 << 20  # a document of a .txt with separators

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from nanochat.cli import check_ranges
+from nanochat.ground.cli import check_ranges
 from nanochat.sampling import SamplingParams
 
 T = TypeVar("T")

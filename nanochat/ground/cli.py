@@ -26,9 +26,9 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from nanochat import screen
-from nanochat.extras import advice
-from nanochat.untrusted import printable
+from nanochat.ground import screen
+from nanochat.ground.extras import advice
+from nanochat.ground.untrusted import printable
 
 Config = TypeVar("Config")
 T = TypeVar("T")

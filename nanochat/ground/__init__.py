@@ -1,0 +1,1 @@
+"""What any program needs and no model is in; it imports nothing above it."""
