@@ -95,10 +95,6 @@ class Mixture:
         epoch, place = divmod(draws_before, len(task))
         return task, int(self._order(number, epoch)[place])
 
-    def example(self, index: int) -> Example:
-        task, number = self.draw(index)
-        return task.example(number)
-
     def before(self, index: int, task: Task, example: Example) -> list[Message]:
         """The messages before example `index` of this task: one in three generated examples follows another, as in a
         chat."""

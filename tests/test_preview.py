@@ -47,7 +47,8 @@ def test_what_sft_learns_is_marked(model, tmp_path, capsys, monkeypatch):
 
     # The numbers are those of what the training renders: a context of 32 tokens and one more target.
     mixture = open_mixture(f"mine={path}", "train")
-    texts = [render(tiny_tokenizer(), mixture.example(number).messages, 33) for number in range(8)]
+    examples = [task.example(number) for task, number in map(mixture.draw, range(8))]
+    texts = [render(tiny_tokenizer(), example.messages, 33) for example in examples]
     targets = sum(text.target_count for text in texts)
     tokens = sum(len(text.ids) for text in texts)
     assert [sum(text.cut for text in texts), sum(not text.target_count for text in texts)] == [2, 2]

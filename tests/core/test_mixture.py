@@ -96,7 +96,7 @@ def test_one_in_three_generated_examples_comes_after_another():
         check_messages([*before, *example.messages])  # a system message is at the beginning or nowhere
         assert bool(before) == (index % 3 == 0 and example.messages[0]["role"] != "system")
     records = Mixture([Numbers("a", 9)], [1])  # somebody's conversations are theirs: nothing is added
-    assert not any(records.before(index, records.tasks[0], records.example(index)) for index in range(9))
+    assert not any(records.before(index, records.tasks[0], records.tasks[0].example(index)) for index in range(9))
 
 
 def test_a_small_weight_is_still_drawn():
@@ -115,7 +115,8 @@ def test_the_corpus_is_the_mixture_as_tokens():
     mixture, tokenizer = Mixture([Numbers("a", 50)], [1]), tiny_tokenizer()
     documents = MixtureCorpus(mixture, tokenizer).read_block(1)
     assert [d.tolist() for d in documents] == [
-        render(tokenizer, mixture.example(i).messages).ids for i in range(len(documents), 2 * len(documents))
+        render(tokenizer, task.example(number).messages).ids
+        for task, number in map(mixture.draw, range(len(documents), 2 * len(documents)))
     ]
 
 

@@ -1,0 +1,86 @@
+"""Every public function of the story runs, and without it a run is another one: story_worker.py breaks each."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_house import STORY
+
+WORKER = Path(__file__).with_name("story_worker.py")
+MODEL = ("gpt", "attention", "operators", "optim")
+
+# What the commands of story_worker.py do not call, and what has no say in any of them: where it has one.
+EXEMPT = {
+    "on an accelerator": """
+        device.Device.capture device.Device.free_memory device.Device.recording_memory device.Device.synchronize
+        device.Device.total_memory device.peak_flops device.stop_recording attention.KVCache.lay_out
+        attention.fused_attention operators.TorchKernels.attention operators.TorchKernels.pack
+        operators.TorchKernels.packs operators.TorchKernels.prepare_mask operators.TorchKernels.recorded_attention
+        operators.TorchKernels.rotate
+    """,
+    "between processes": "device.shutdown optim.Optimizer.before_backward rollout.OnPolicy.forget rollout.sampler_kind",
+    "in a number that no two runs share": "device.Device.peak_memory",
+    "in models of other families": """
+        gpt.GPTConfig.parts gpt.Norm.gain operators.TorchKernels.swiglu tokenizer.Tokenizer.encode_continuation
+        tokenizer.Tokenizer.with_chat_template
+    """,
+    "with adapters": """
+        train.make_adamw engine.Slots.choose checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape
+    """,
+    "with a flag": """
+        gpt.GPT.recompute_activations optim.Mean.store losses.PairLoss.takes mixture.EpochMixture.draw
+        device.Device.set_rng_state
+    """,
+    "in the server": "engine.Slots.copy engine.Slots.reset engine.Slots.score engine.Slots.shrink",
+    "in the training service": "optim.Optimizer.set_adamw checkpoint_manager.new_folder",
+    "in a model that calls the tool": "engine.Engine.answer_call calculator.can_continue",
+    "in other tasks": """
+        task.Environment.reference_reply task.Task.measures task.chosen_letter task.generated_tasks
+        tokenizer.Tokenizer.shrink
+    """,
+    "at the end": "checkpoint_manager.clean_up loader.Loader.close",
+    "in a message": """
+        checkpoint_manager.explained_full_disk device.Device.versions device.explain losses.all_rows task.Task.where
+    """,
+    "refuses or is never true": "rollout.Reward.check rollout.never mixture.MixtureCorpus.block_count",
+}
+REFUSALS = ("require_", "check_")  # functions that do nothing but raise
+
+
+def broken(device: str, *files: str) -> dict[str, str]:
+    """What became of each function of these files on a device."""
+    command = [sys.executable, str(WORKER), device, *files]
+    if device == "npu":
+        command = [str(WORKER.parents[1] / "simnpu/run"), *command]
+    path = os.pathsep.join([str(WORKER.parents[2]), str(WORKER.parent)])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {name: what for name, what, _ in map(json.loads, done.stdout.splitlines())}
+
+
+def useless(found: dict[str, str]) -> list[str]:
+    exempt = {name for names in EXEMPT.values() for name in names.split()}
+    return [
+        f"{name} {what}"
+        for name, what in found.items()
+        if what in ("is not called", "changes nothing")
+        and name not in exempt
+        and not name.rpartition(".")[2].startswith(REFUSALS)
+    ]
+
+
+@pytest.mark.slow
+def test_a_model_and_its_updates_are_what_the_story_shows():
+    found = broken("cpu", *MODEL)
+    assert not useless(found)
+    assert len(found) > 100 and sum(what.startswith("changes ") for what in found.values()) > 80
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("device, files", [("cpu", STORY.split()), ("npu", ["gpt", "attention", "optim"])])
+def test_every_function_of_the_story_has_its_part_in_a_run(device, files):
+    assert not useless(broken(device, *files))
