@@ -754,7 +754,7 @@ class GPT(nn.Module):
                 role = part.removesuffix("s")  # these parts give their roles the name
             elif part == "scalar_head":
                 role = "head"
-            elif parameter.ndim < 2 or "_gate." in name:
+            elif parameter.ndim < 2 or any(part.endswith("_gate") for part in name.split(".")):
                 # A gate is a matrix too, but too small for Muon.
                 role = "vector"
             elif ".qkv." in name:

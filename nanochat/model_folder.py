@@ -155,6 +155,12 @@ class OurFormat:
 
     def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
         meta = read_json(folder / "meta.json")
+        unknown = meta["model"].keys() - GPTConfig.__dataclass_fields__.keys()
+        if unknown:  # another version, or an extension that is not here
+            names = ", ".join(sorted(unknown))[:200]
+            raise UserError(
+                f"{folder} was saved by other code: GPTConfig has no {names!r} here: use that code, or train it again"
+            )
         return GPTConfig(**meta["model"]), meta
 
     def weights(self, folder: Path, config: GPTConfig) -> Weights:

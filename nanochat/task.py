@@ -425,6 +425,7 @@ def task_class(name: str) -> type[Task]:
     Raises UserError: when a `FILE.py:CLASS` is neither a task nor an environment.
     """
     code = ""
+    entry = name
     if user_code.PLACE.fullmatch(name):
         found = user_code.load("--tasks", name)
         code = user_code.fingerprint(name)
@@ -434,7 +435,7 @@ def task_class(name: str) -> type[Task]:
     if isinstance(found, type) and issubclass(found, Environment):
         return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
     if not isinstance(found, type) or not issubclass(found, Task):
-        raise UserError(f"--tasks: {name} is neither a subclass of Environment nor of Task")
+        raise UserError(f"--tasks {entry}: this is neither a subclass of Environment nor of Task")
     if code:
         return type(found.__name__, (found,), {"name": getattr(found, "name", name), "code": code})
     return found

@@ -17,6 +17,7 @@ BLOCK = re.compile(
 # What the examples on the page are tried with, in one process: all commands share its imports.
 TRIAL = """
 import importlib, json, shutil, sys
+from pathlib import Path
 import torch
 from nanochat import device as devices
 from nanochat.ground import cli
@@ -71,20 +72,25 @@ ids = torch.randint(300, (2, 9))
 assert torch.allclose(greedy(model, ids, 20)[1], greedy_cached(model, ids, 20, [9])[1], atol=1e-4)
 
 call("base_train", *SIZES, "--attention_gate", "--mlp=swiglu")
-call("chat_rl", "--source=base", "--tasks=reverse", "--examples_per_step=2", "--num_samples=2", "--max_tokens=8",
-     "--eval_examples=2", "--loss=sapo", "--updates_per_step=2")
+Path("long.py").write_text("def reward(episodes): return [len(one.reply) % 7 for one in episodes]")
+for loss in ("sapo", "grpo"):
+    call("chat_rl", "--source=base", "--source_tag=d1", "--tasks=reverse", "--examples_per_step=2", "--num_samples=2",
+         "--max_tokens=8", "--eval_examples=2", "--updates_per_step=2", "--reward=long.py:reward",
+         f"--loss={loss}", f"--model_tag={loss}")
+sapo, grpo = (load_model("rl", "cpu", model_tag=loss)[0].state_dict() for loss in ("sapo", "grpo"))
+assert any(not torch.equal(sapo[name], grpo[name]) for name in sapo), "a loss without an effect"
+
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4")
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4", "--resume")
 
 model, _, meta = load_model("anchor", "cpu")
 assert model.config.attention_gate and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
 
-import pathlib
 import transformers
 from test_losses import test_gradients_are_finite_differences
 test_gradients_are_finite_differences("sapo")
 from tiny_families import save_family
-folder = save_family(pathlib.Path("hunyuan"), "llama3")
+folder = save_family(Path("hunyuan"), "llama3")
 sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 theirs = transformers.HunYuanDenseV1ForCausalLM(transformers.HunYuanDenseV1Config(
     vocab_size=600, max_position_embeddings=64, pad_token_id=None, bos_token_id=None, eos_token_id=None, head_dim=16,

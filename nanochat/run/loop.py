@@ -298,7 +298,9 @@ class Run:
         """
         for name in ("val_bpb", "val_loss"):
             if not math.isfinite(metrics.get(name, 0.0)):
-                hint = "lower the rates" if self.progress.step else "nothing is trained yet, look at the source"
+                hint = "lower the rates"
+                if not self.progress.step:
+                    hint = "nothing is trained yet, look at --source, or for a parameter that init_weights leaves out"
                 raise UserError(
                     f"validation is {metrics[name]} at step {self.progress.step}, nothing more was saved: {hint}"
                 )

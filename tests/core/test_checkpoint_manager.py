@@ -340,6 +340,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "a wide model": (lambda path: change_model(path, width=10**6), r"embedding.weight is \[320, 4\]"),
     "a large vocabulary": (lambda path: change_model(path, vocab_size=10**9), "embedding.weight is"),
     "a long context": (lambda path: change_model(path, sequence_len=10**9), "a context of 1000000000 tokens"),
+    "another model's option": (lambda path: change_model(path, gated=1), "saved by other code: .* 'gated'"),
     "no step": (lambda path: (path / "meta.json").write_text('{"version": 2}'), "is damaged"),
     "deep meta data": (lambda path: (path / "meta.json").write_text("[" * 10**6), "nested too deeply"),
     "long meta data": (lambda path: (path / "meta.json").write_text(f"[{'[],' * 6_000_000}1]"), "more than 16,777,216"),

@@ -407,6 +407,17 @@ def test_a_question_is_shown_once_with_the_answers_of_all_stages(whole):
     assert places == sorted(places)
 
 
+def test_a_question_may_be_one_stages_only(base):
+    for stage, accuracy in (("mid", 0.2), ("sft", 0.5)):
+        evaluation = chat_evaluation(accuracy, "forty-one", 0.1)
+        if stage == "sft":
+            question = [{"role": "user", "content": "Which word?"}]
+            evaluation["samples"].append({**evaluation["samples"][0], "messages": question})
+        write(base, stage, "metrics.jsonl", metrics(3, 1.0))
+        write(base, stage, "chat_eval.json", evaluation)
+    assert "Which word?" in Page(report_page.to_html(report.collect(TAG))).text
+
+
 def test_a_long_run_is_thinned_out(base):
     write(base, "base", "metrics.jsonl", metrics(5000, 9000.0, loss=lambda step: step * 7919 % 1000))
     summary = report.collect(TAG)
