@@ -25,7 +25,7 @@ import contextlib
 import functools
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -37,26 +37,15 @@ from starlette.responses import PlainTextResponse, Response
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.ground.cli import UserError
 from nanochat.sampling import NEUTRAL
-from nanochat.serve import prompts
+from nanochat.serve import prompts, schema
 from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
-from nanochat.serve.page import content_policy, load_page
+from nanochat.serve.page import StaticFile, content_policy, load_page
 from nanochat.serve.replies import ChunkQueue, Reply, Waker, make_serializer
-from nanochat.serve.schema import (
-    ApiError,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    EncodedResponse,
-    Strict,
-    TokenizeBody,
-    UpdateWeightsBody,
-    read_body,
-)  # fmt: skip
 from nanochat.serve.state import STUCK_SECONDS, LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
-BODIES = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, UpdateWeightsBody)
+BODIES = (schema.ChatBody, schema.CompletionBody, schema.TokenizeBody, schema.DetokenizeBody, schema.UpdateWeightsBody)
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 GRACE_SECONDS = 7.0  # running replies have so long to finish when the server closes; see state.EXIT_SECONDS
@@ -78,8 +67,8 @@ def create_app(
     `hosts` are the names by which a request may call this server, () for any; `origins` the other sites whose pages may
     use it. `on_failure` is called with the error when the model could not be loaded or its device stopped working.
     """
-    state = ServerState(load, grace, on_failure, stuck_seconds)
     disable_created_metrics()  # drops the creation time of each metric
+    state = ServerState(load, grace, on_failure, stuck_seconds)
     files = load_page()
 
     @contextlib.asynccontextmanager
@@ -92,9 +81,10 @@ def create_app(
 
     app = FastAPI(
         title="nanochat", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None,
-        default_response_class=EncodedResponse,
+        default_response_class=schema.EncodedResponse,
     )  # fmt: skip
     app.state.nanochat = state
+    app.state.stall_seconds = stall_seconds
     app.add_middleware(
         AccessMiddleware,
         responses=state.responses,
@@ -104,20 +94,28 @@ def create_app(
         open_paths=("/health", "/ready", *files),
         content_policy=content_policy(files["/"].content.decode()),
     )
-
     app.add_exception_handler(HTTPException, http_error)
+    _add_page(app, files)
+    _add_server_routes(app, state)
+    _add_openai_routes(app, state)
+    _add_engine_routes(app, state)
+    return app
 
-    # ------------------------------------------------------------------ the page, and routes for monitoring
+
+def _add_page(app: FastAPI, files: Mapping[str, StaticFile]) -> None:
+    """The chat page and its libraries; `files` has them by their path."""
 
     @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    async def index(request: Request) -> Response:
-        return files["/"].response(request)
-
     @app.api_route("/vendor/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
-    async def library(request: Request, name: str) -> Response:
-        if f"/vendor/{name}" not in files:
-            raise ApiError(404, "the page has no such file")
-        return files[f"/vendor/{name}"].response(request)
+    async def page_file(request: Request) -> Response:
+        file = files.get(request.scope["path"])
+        if file is None:
+            raise schema.ApiError(404, "the page has no such file")
+        return file.response(request)
+
+
+def _add_server_routes(app: FastAPI, state: ServerState) -> None:
+    """Routes about the server itself."""
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -137,109 +135,6 @@ def create_app(
         """The metrics, for Prometheus."""
         return Response(state.metrics(), media_type=CONTENT_TYPE_LATEST)
 
-    # ------------------------------------------------------------------ OpenAI's routes
-
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        loaded = state.ready_model()
-        return {"object": "list", "data": [_model_object(one) for one in loaded.all]}
-
-    @app.get("/v1/models/{model:path}")
-    async def get_model(model: str) -> dict[str, Any]:
-        return _model_object(prompts.choose_model(state.ready_model(), model))
-
-    @app.post("/v1/chat/completions", openapi_extra=_describe(ChatBody))
-    async def chat_completions(request: Request) -> Response:
-        return await generate(request, ChatBody)
-
-    @app.post("/v1/completions", openapi_extra=_describe(CompletionBody))
-    async def completions(request: Request) -> Response:
-        return await generate(request, CompletionBody)
-
-    # ------------------------------------------------------------------ routes of vLLM and SGLang
-
-    @app.post("/tokenize", openapi_extra=_describe(TokenizeBody))
-    async def tokenize(request: Request) -> Response:
-        """A route of vLLM: the token ids of a text or a conversation."""
-        return await answer(request, TokenizeBody, prompts.tokenize)
-
-    @app.post("/detokenize", openapi_extra=_describe(DetokenizeBody))
-    async def detokenize(request: Request) -> Response:
-        """A route of vLLM: the text of token ids."""
-        return await answer(request, DetokenizeBody, prompts.detokenize)
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, str]:
-        """A route of vLLM, with the fields that lm-eval needs to tokenize with this server."""
-        model = state.ready_model()
-        tokenizer = model.tokenizer
-        bos, eos = (tokenizer.decode([token]) for token in (tokenizer.get_bos_token_id(), model.end))
-        return {"bos_token": bos, "eos_token": eos}
-
-    @app.post("/update_weights_from_disk", openapi_extra=_describe(UpdateWeightsBody))
-    async def update_weights(request: Request) -> dict[str, Any]:
-        """A route of SGLang: a trainer (chat_rl) hands over weights for sampling, as a folder on this machine."""
-        body = read_body(UpdateWeightsBody, await read_limited(request))
-        updated = await asyncio.to_thread(state.update, body.model_path)
-        return {"success": True, "message": f"{updated.name} has the weights {updated.fingerprint}"}
-
-    parsing = asyncio.Lock()
-    compiling = asyncio.Lock()
-
-    async def parsed(content: bytes, parse: Callable[[], Result]) -> Result:
-        # A long body is parsed on another thread. Only one at a time, because parsing holds Python's lock, and between
-        # two bodies the event loop must get its turn. The tokenizer and the template of another family are programs by
-        # strangers: they run there for every body.
-        models = () if state.model is None else state.model.all
-        is_foreign = any(isinstance(one.tokenizer, ImportedTokenizer) for one in models)
-        try:
-            if len(content) <= INLINE_BYTES and not is_foreign:
-                return parse()
-            async with parsing:
-                return await asyncio.to_thread(parse)
-        except UserError as error:
-            raise ApiError(400, str(error), code="invalid_value") from error
-
-    async def answer(request: Request, body_type: type[Strict], work: Callable[..., dict[str, Any]]) -> Response:
-        content = await read_limited(request)
-        return await parsed(content, lambda: EncodedResponse(work(state.ready_model(), read_body(body_type, content))))
-
-    async def generate(request: Request, body_type: type[ChatBody] | type[CompletionBody]) -> Response:
-        # 1. Read the body. FastAPI could read and check it, but it would describe every mistake in it: a body with
-        #    100,000 unknown fields would hold the event loop for seconds.
-        content = await read_limited(request)
-
-        # 2. Check its fields and tokenize its prompts.
-        def parse() -> tuple[LoadedModel, ChatBody | CompletionBody, list[prompts.EncodedPrompt]]:
-            body = read_body(body_type, content)
-            loaded = prompts.choose_model(state.ready_model(), body.model)
-            return loaded, body, prompts.encode_prompts(loaded, body)
-
-        loaded, body, encoded = await parsed(content, parse)
-
-        # A schema becomes a grammar, also one at a time: compiling takes a whole core.
-        grammar = None
-        schema = body.reply_schema
-        if schema is not None:
-            async with compiling:
-                grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body, encoded, schema)
-
-        # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
-        queue = ChunkQueue(app.state.waker)
-        streams = prompts.submit(loaded, body, encoded, grammar, queue.put)
-
-        # 4. Write the chunks in the route's format, as they arrive or in one piece.
-        return Reply(
-            make_serializer(loaded, body, encoded[0].first_message_read),
-            queue,
-            streams,
-            prompt_tokens=[len(prompt.ids) for prompt in encoded],
-            as_events=bool(body.stream),
-            stall_seconds=stall_seconds,
-        )
-
-    # ------------------------------------------------------------------ the description of the API
-
     @functools.cache  # making it takes 0.1 s, on the event loop
     def description() -> bytes:
         description = app.openapi()
@@ -253,14 +148,26 @@ def create_app(
     async def openapi() -> Response:
         return Response(description(), media_type="application/json")
 
-    return app
 
+def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
+    """The routes of OpenAI's clients."""
 
-def _describe(body: type[Strict]) -> dict[str, Any]:
-    """The description in /openapi.json of a route that reads its body itself."""
-    schema = {"$ref": f"#/components/schemas/{body.__name__}"}
-    errors = {str(status): {"description": "an error, in OpenAI's form"} for status in (400, 401, 404, 413, 429, 503)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}, "responses": errors}
+    @app.get("/v1/models")
+    async def list_models() -> dict[str, Any]:
+        loaded = state.ready_model()
+        return {"object": "list", "data": [_model_object(one) for one in loaded.all]}
+
+    @app.get("/v1/models/{model:path}")
+    async def get_model(model: str) -> dict[str, Any]:
+        return _model_object(prompts.choose_model(state.ready_model(), model))
+
+    @app.post("/v1/chat/completions", openapi_extra=_describe(schema.ChatBody))
+    async def chat_completions(request: Request) -> Response:
+        return await _generate(request, state, schema.ChatBody)
+
+    @app.post("/v1/completions", openapi_extra=_describe(schema.CompletionBody))
+    async def completions(request: Request) -> Response:
+        return await _generate(request, state, schema.CompletionBody)
 
 
 def _model_object(model: LoadedModel) -> dict[str, Any]:
@@ -268,3 +175,100 @@ def _model_object(model: LoadedModel) -> dict[str, Any]:
     details = {"context": model.context, "chats": model.chats, "sampling": sampling, "slots": model.scheduler.size}
     details |= model.about
     return {"id": model.name, "object": "model", "created": model.created, "owned_by": "nanochat", "nanochat": details}
+
+
+async def _generate(
+    request: Request, state: ServerState, body_type: type[schema.ChatBody | schema.CompletionBody]
+) -> Response:
+    # 1. Read the body. FastAPI could read and check it, but it would describe every mistake in it: a body with 100,000
+    #    unknown fields would hold the event loop for seconds.
+    content = await read_limited(request)
+
+    # 2. Check its fields and tokenize its prompts.
+    def parse() -> tuple[LoadedModel, schema.ChatBody | schema.CompletionBody, list[prompts.EncodedPrompt]]:
+        body = schema.read_body(body_type, content)
+        loaded = prompts.choose_model(state.ready_model(), body.model)
+        return loaded, body, prompts.encode_prompts(loaded, body)
+
+    loaded, body, encoded = await _parsed(state, content, parse)
+
+    # A schema becomes a grammar, also one at a time: compiling takes a whole core.
+    grammar = None
+    reply_schema = body.reply_schema
+    if reply_schema is not None:
+        async with state.compiling:
+            grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body, encoded, reply_schema)
+
+    # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
+    queue = ChunkQueue(request.app.state.waker)
+    streams = prompts.submit(loaded, body, encoded, grammar, queue.put)
+
+    # 4. Write the chunks in the route's format, as they arrive or in one piece.
+    return Reply(
+        make_serializer(loaded, body, encoded[0].first_message_read),
+        queue,
+        streams,
+        prompt_tokens=[len(prompt.ids) for prompt in encoded],
+        as_events=bool(body.stream),
+        stall_seconds=request.app.state.stall_seconds,
+    )
+
+
+def _add_engine_routes(app: FastAPI, state: ServerState) -> None:
+    """Routes of vLLM and SGLang."""
+
+    @app.post("/tokenize", openapi_extra=_describe(schema.TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        """A route of vLLM: the token ids of a text or a conversation."""
+        return await _answer(request, state, schema.TokenizeBody, prompts.tokenize)
+
+    @app.post("/detokenize", openapi_extra=_describe(schema.DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        """A route of vLLM: the text of token ids."""
+        return await _answer(request, state, schema.DetokenizeBody, prompts.detokenize)
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, str]:
+        """A route of vLLM, with the fields that lm-eval needs to tokenize with this server."""
+        model = state.ready_model()
+        tokenizer = model.tokenizer
+        bos, eos = (tokenizer.decode([token]) for token in (tokenizer.get_bos_token_id(), model.end))
+        return {"bos_token": bos, "eos_token": eos}
+
+    @app.post("/update_weights_from_disk", openapi_extra=_describe(schema.UpdateWeightsBody))
+    async def update_weights(request: Request) -> dict[str, Any]:
+        """A route of SGLang: a trainer (chat_rl) hands over weights for sampling, as a folder on this machine."""
+        body = schema.read_body(schema.UpdateWeightsBody, await read_limited(request))
+        updated = await asyncio.to_thread(state.update, body.model_path)
+        return {"success": True, "message": f"{updated.name} has the weights {updated.fingerprint}"}
+
+
+async def _answer(
+    request: Request, state: ServerState, body_type: type[schema.Strict], work: Callable[..., dict[str, Any]]
+) -> Response:
+    content = await read_limited(request)
+    return await _parsed(
+        state, content, lambda: schema.EncodedResponse(work(state.ready_model(), schema.read_body(body_type, content)))
+    )
+
+
+async def _parsed(state: ServerState, content: bytes, parse: Callable[[], Result]) -> Result:
+    # A long body is parsed on another thread. Only one at a time, because parsing holds Python's lock, and between two
+    # bodies the event loop must get its turn. The tokenizer and the template of another family are programs by
+    # strangers: they run there for every body.
+    models = () if state.model is None else state.model.all
+    is_foreign = any(isinstance(one.tokenizer, ImportedTokenizer) for one in models)
+    try:
+        if len(content) <= INLINE_BYTES and not is_foreign:
+            return parse()
+        async with state.parsing:
+            return await asyncio.to_thread(parse)
+    except UserError as error:
+        raise schema.ApiError(400, str(error), code="invalid_value") from error
+
+
+def _describe(body: type[schema.Strict]) -> dict[str, Any]:
+    """The description in /openapi.json of a route that reads its body itself."""
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
+    errors = {str(status): {"description": "an error, in OpenAI's form"} for status in (400, 401, 404, 413, 429, 503)}
+    return {"requestBody": {"required": True, "content": content}, "responses": errors}

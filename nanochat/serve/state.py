@@ -1,5 +1,6 @@
 """The server's state: the loaded models, whether the server is closing, and the counts of its responses."""
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -88,6 +89,8 @@ class ServerState:
         self.failed = ""  # why there will be no more replies
         self.updating = False  # other weights are being loaded
         self._updates = threading.Lock()  # one update at a time
+        self.parsing = asyncio.Lock()  # one long body at a time
+        self.compiling = asyncio.Lock()  # one grammar at a time
         self.registry = CollectorRegistry()
         self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
         ready = Gauge("nanochat_ready", "1 when the model is loaded and takes requests.", registry=self.registry)
