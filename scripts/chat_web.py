@@ -22,24 +22,24 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from nanochat.ground.cli import Count, Positive, Range, UserError, fail, out_of_memory, parse, run
+from nanochat.ground.cli import Count, Positive, Range, UserError, fail, parse, run
 from nanochat.ground.untrusted import printable
 from nanochat.run.decoding_flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
 
 if TYPE_CHECKING:
     from nanochat.adapters.lora import Adapters
+    from nanochat.serve.scheduler import Scheduler
+    from nanochat.serve.state import LoadedModel
 
 MAX_NAME = 100  # characters of --name
-
-QUEUE = 64  # requests to a model that may wait for a slot; the next one is refused with 429
 
 
 @dataclass(frozen=True)
@@ -219,97 +219,69 @@ def name_of(meta: dict[str, Any]) -> str:
 def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any:
     """The ASGI application; it loads the model when it starts."""
     from nanochat.serve.app import create_app
-    from nanochat.serve.state import LoadedModel
-
-    def load() -> LoadedModel:
-        from nanochat import device as devices
-        from nanochat.adapters.lora import ChosenAdapters
-        from nanochat.checkpoint_manager import load_model
-        from nanochat.engine import Engine, Slots
-        from nanochat.sampling import SamplingParams
-        from nanochat.serve.scheduler import DeviceThread, Scheduler, fitting_context
-        from nanochat.serve.updates import fingerprint_of, reader_of_updates
-        from nanochat.serve.weights import ServedWeights
-
-        # All weights first: the caches share the memory that they leave.
-        device = devices.init(config.device, config.dtype)
-        sources = find_sources(config)
-        adapters = find_adapters(config, sources[0].folder)
-        hooked = partial(ChosenAdapters, adapters=[one for _, one, _ in adapters]) if adapters else None
-        engines = []
-        metas = []
-        parameters = []
-        for source in sources:
-            weights = ServedWeights(source.folder, is_cast=config.decoding.weights == "auto")
-            model, tokenizer, meta = load_model(
-                source.folder, device, verified=True, max_seq_len=config.max_seq_len, prepare=[weights]
-            )
-            parameters.append(sum(weight.numel() for weight in model.parameters()))
-            engines.append(Engine(model, tokenizer, device, adapters=hooked, **asdict(config.decoding)))
-            metas.append(meta)
-            del model  # the engine may have its own snapshot
-
-        contexts = [0] * len(engines)  # the models' own
-        if not config.max_seq_len:
-            contexts = [fitting_context(engine, config.slots, len(engines)) for engine in engines]
-        thread = DeviceThread()  # decodes for all models, in turns
-        schedulers = []
-        try:
-            for engine, context in zip(engines, contexts, strict=True):
-                schedulers.append(
-                    Scheduler(engine, slots=config.slots, queue=QUEUE, context=context, device_thread=thread)
-                )
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            size = sum(Slots.bytes_per_slot(one.model.config, one.device.dtype) for one in engines)
-            gib = config.slots * size / 2**30
-            raise UserError(f"--slots {config.slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
-        thread.start()
-        # Python's garbage collector visits every object that it tracks while all threads wait, whenever a request
-        # creates many objects. The objects loaded so far stay, so exclude them: a body of 49,000 empty lists takes
-        # 16 ms instead of 137 (two cores of an AMD EPYC, 2026-11-22).
-        gc.collect()
-        gc.freeze()
-
-        def served(place: int, name: str, meta: dict[str, Any], adapter: int = 0) -> LoadedModel:
-            scheduler = schedulers[place]
-            engine = engines[place]
-            names = meta.get("pretraining", {}).get("data", "").split(",")
-            about = {
-                "tasks": meta["tasks"],
-                "parameters": parameters[place],
-                # Only the file name: a path would reveal details of this machine.
-                "data": ",".join(Path(name).name if Path(name).is_absolute() else name for name in names),
-                "trained_at": meta["trained_at"],
-                "step": meta["step"],
-                "stage": meta["stage"],
-            }
-            return LoadedModel(
-                scheduler,
-                engine.tokenizer,
-                name,
-                context=scheduler.context,
-                chats=meta["stage"] != "base" and engine.tokenizer.can_chat,
-                created=int(time.time()),
-                fingerprint=fingerprint_of(Path(meta["folder"])),
-                sampling=SamplingParams(**meta["sampling"]),
-                about=about,
-                adapter=adapter,
-                read_update=reader_of_updates(engine, config.max_seq_len) if config.for_rl else None,
-            )
-
-        models = []
-        for place, (source, meta) in enumerate(zip(sources, metas, strict=True)):
-            models.append(served(place, source.name or name_of(meta), meta))
-        # An adapter inherits the base's meta data where it has none.
-        for number, (name, _, own) in enumerate(adapters, start=1):
-            models.append(served(0, name, {**metas[0], **own}, number))
-        return replace(models[0], others=tuple(models[1:]))
 
     hosts = allowed_hosts(config, config.api_key)
     origins = allowed_origins(config)
+    load = partial(load_models, config)
     return create_app(load, api_key=config.api_key, hosts=hosts, origins=origins, on_failure=on_failure)
+
+
+def load_models(config: Config) -> "LoadedModel":
+    """Load the models of --source and --adapter; returns the default one, which has the others."""
+    from nanochat import device as devices
+    from nanochat.serve.scheduler import start_schedulers
+    from nanochat.serve.weights import load_engine
+
+    # All weights first: the caches share the memory that they leave.
+    device = devices.init(config.device, config.dtype)
+    sources = find_sources(config)
+    adapters = find_adapters(config, sources[0].folder)
+    chosen = [one for _, one, _ in adapters]
+    loaded = [load_engine(one.folder, device, config.max_seq_len, chosen, config.decoding) for one in sources]
+    schedulers = start_schedulers([engine for engine, _ in loaded], config.slots, config.max_seq_len)
+    # Python's garbage collector visits every object that it tracks while all threads wait, whenever a request creates
+    # many objects. The objects loaded so far stay, so exclude them: a body of 49,000 empty lists takes 16 ms instead
+    # of 137 (two cores of an AMD EPYC, 2026-11-22).
+    gc.collect()
+    gc.freeze()
+
+    models = []
+    metas = [meta for _, meta in loaded]
+    for source, scheduler, meta in zip(sources, schedulers, metas, strict=True):
+        models.append(served_model(config, scheduler, source.name or name_of(meta), meta))
+    # An adapter inherits the base's meta data where it has none.
+    for number, (name, _, own) in enumerate(adapters, start=1):
+        models.append(served_model(config, schedulers[0], name, {**metas[0], **own}, number))
+    return replace(models[0], others=tuple(models[1:]))
+
+
+def served_model(
+    config: Config, scheduler: "Scheduler", name: str, meta: dict[str, Any], adapter: int = 0
+) -> "LoadedModel":
+    """A scheduler's model, or the adapter with this number, as the server's routes know it."""
+    from nanochat.sampling import SamplingParams
+    from nanochat.serve.state import LoadedModel
+    from nanochat.serve.updates import fingerprint_of, reader_of_updates
+
+    engine = scheduler.engine
+    # Only the names of data files: a path would reveal details of this machine.
+    names = meta.get("pretraining", {}).get("data", "").split(",")
+    data = ",".join(Path(name).name if Path(name).is_absolute() else name for name in names)
+    facts = {**meta, "data": data}
+    about = {key: facts[key] for key in ("tasks", "parameters", "data", "trained_at", "step", "stage")}
+    return LoadedModel(
+        scheduler,
+        engine.tokenizer,
+        name,
+        context=scheduler.context,
+        chats=meta["stage"] != "base" and engine.tokenizer.can_chat,
+        created=int(time.time()),
+        fingerprint=fingerprint_of(Path(meta["folder"])),
+        sampling=SamplingParams(**meta["sampling"]),
+        about=about,
+        adapter=adapter,
+        read_update=reader_of_updates(engine, config.max_seq_len) if config.for_rl else None,
+    )
 
 
 def __getattr__(name: str) -> Any:

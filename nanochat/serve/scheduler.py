@@ -29,6 +29,7 @@ from queue import SimpleQueue
 from typing import Literal, NamedTuple, cast
 
 from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots, round_up
+from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.ground.log import print0
 from nanochat.sampling import SamplingParams
 from nanochat.serve.grammar import Grammar
@@ -249,6 +250,27 @@ def fitting_context(engine: Engine, slots: int, num_models: int = 1) -> int:
     return fits
 
 
+def start_schedulers(engines: Sequence[Engine], slots: int, context: int = 0) -> "list[Scheduler]":
+    """A scheduler for each engine, on one thread that decodes for all of them, in turns; `context` 0: what fits.
+
+    Raises UserError: when their caches do not fit.
+    """
+    contexts = [context or fitting_context(engine, slots, len(engines)) for engine in engines]
+    thread = DeviceThread()
+    schedulers = []
+    try:
+        for engine, tokens in zip(engines, contexts, strict=True):
+            schedulers.append(Scheduler(engine, slots=slots, context=tokens, device_thread=thread))
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        size = sum(Slots.bytes_per_slot(one.model.config, one.device.dtype) for one in engines)
+        gib = slots * size / 2**30
+        raise UserError(f"--slots {slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
+    thread.start()
+    return schedulers
+
+
 class DeviceThread:
     """The thread that owns a device. The schedulers of all models on the device take turns on it.
 
@@ -305,9 +327,9 @@ class DeviceThread:
 class Scheduler:
     """Serves requests with one engine. It allocates the engine's cache of `slots` rows once.
 
-    `queue` more requests may wait. Between two decoded tokens of the running rows at most `prefill_chunk` tokens of new
-    prompts are read. `device_thread` is the thread of the schedulers of other models on the device; by default this one
-    is the only model there.
+    `queue` more requests may wait; the next one is refused with 429. Between two decoded tokens of the running rows at
+    most `prefill_chunk` tokens of new prompts are read. `device_thread` is the thread of the schedulers of other models
+    on the device; by default this one is the only model there.
     """
 
     def __init__(

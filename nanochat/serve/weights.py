@@ -1,13 +1,32 @@
 """A model's weights as a server needs them: once, in the dtype of its products, on one device."""
 
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from nanochat.checkpoint_manager import Preparation
+from nanochat.adapters.lora import Adapters, ChosenAdapters
+from nanochat.checkpoint_manager import Preparation, load_model
 from nanochat.device import Device
+from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
+from nanochat.run.decoding_flags import DecodingFlags
+
+
+def load_engine(
+    folder: Path, device: Device, max_seq_len: int, adapters: Sequence[Adapters], decoding: DecodingFlags
+) -> tuple[Engine, dict[str, Any]]:
+    """An engine with the model of a checkpoint, and the model's meta data with its number of "parameters"."""
+    weights = ServedWeights(folder, is_cast=decoding.weights == "auto")
+    model, tokenizer, meta = load_model(folder, device, verified=True, max_seq_len=max_seq_len, prepare=[weights])
+    meta = {**meta, "parameters": sum(weight.numel() for weight in model.parameters())}
+    hooked = partial(ChosenAdapters, adapters=adapters) if adapters else None
+    # Nothing else keeps the model: the engine may have its own snapshot.
+    return Engine(model, tokenizer, device, adapters=hooked, **asdict(decoding)), meta
 
 
 class ServedWeights(Preparation):
