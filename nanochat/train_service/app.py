@@ -18,7 +18,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
@@ -44,6 +44,7 @@ CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False,
     "sample_use_retrieve_futures": False, "custom_loss_server_side": False, "pjwt_auth_enabled": False,
 }  # fmt: skip
+Result = TypeVar("Result")
 
 
 class _Access(AccessMiddleware):
@@ -83,18 +84,37 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
     app.add_exception_handler(HTTPException, http_error)
 
     # The parsers hold Python's lock, and what they make is larger than the body: one large body at a time.
-    parsing = asyncio.Lock()
+    app.state.parsing = asyncio.Lock()
+    _add_client_routes(app, service)
+    _add_training_routes(app, service)
+    _add_sampling_routes(app, service)
+    _add_promise_routes(app, service)
+    _add_model_routes(app, service)
+    return app
 
-    async def parsed(body_type: type[Strict], content: bytes) -> Any:
-        if len(content) <= INLINE_BYTES:
-            return read_body(body_type, content)
-        async with parsing:
-            return await asyncio.to_thread(read_body, body_type, content)
 
-    async def body_of(request: Request, body_type: type[Strict]) -> Any:
-        return await parsed(body_type, await read_limited(request, MAX_JSON))
+async def _body_of(request: Request, body_type: type[Strict]) -> Any:
+    return await _parsed(request, body_type, await read_limited(request, MAX_JSON))
 
-    # ------------------------------------------------------------------ the client's own settings
+
+async def _parsed(request: Request, body_type: type[Strict], content: bytes) -> Any:
+    if len(content) <= INLINE_BYTES:
+        return read_body(body_type, content)
+    async with request.app.state.parsing:
+        return await asyncio.to_thread(read_body, body_type, content)
+
+
+def _owner(request: Request) -> str:
+    return request.scope["state"]["owner"]
+
+
+async def _call(request: Request, method: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a method of the service for the owner of a request, on another thread: it may wait for the disk."""
+    return await asyncio.to_thread(method, _owner(request), *arguments)
+
+
+def _add_client_routes(app: FastAPI, service: Service) -> None:
+    """The client's own settings, and its sessions."""
 
     @app.get("/api/v1/healthz")
     async def healthz() -> dict[str, str]:
@@ -102,12 +122,12 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     @app.post("/api/v1/client/config")
     async def client_config(request: Request) -> dict[str, Any]:
-        await body_of(request, bodies.ClientConfigBody)
+        await _body_of(request, bodies.ClientConfigBody)
         return CLIENT_CONFIG
 
     @app.post("/api/v1/client/dynamic_config")
     async def client_dynamic_config(request: Request) -> dict[str, Any]:
-        await body_of(request, bodies.ClientConfigBody)
+        await _body_of(request, bodies.ClientConfigBody)
         return {"refresh_interval_sec": 3600, "sample_cancel_enabled": True}
 
     @app.post("/api/v1/telemetry")
@@ -122,18 +142,16 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
         model = {"model_name": service.name, "max_context_length": context, "trainable": True, "sampleable": True}
         return {"supported_models": [model]}
 
-    # ------------------------------------------------------------------ sessions
-
     @app.post("/api/v1/create_session")
     async def create_session(request: Request) -> dict[str, Any]:
-        body = await body_of(request, bodies.CreateSessionBody)
-        session = await asyncio.to_thread(service.create_session, _owner(request), body.user_metadata)
+        body = await _body_of(request, bodies.CreateSessionBody)
+        session = await _call(request, service.create_session, body.user_metadata)
         return {"type": "create_session", "session_id": session}
 
     @app.post("/api/v1/session_heartbeat")
     async def heartbeat(request: Request) -> dict[str, str]:
-        body = await body_of(request, bodies.SessionBody)
-        await asyncio.to_thread(service.touch_session, _owner(request), body.session_id)
+        body = await _body_of(request, bodies.SessionBody)
+        await _call(request, service.touch_session, body.session_id)
         return {"type": "session_heartbeat"}
 
     @app.post("/api/v1/sessions/{session}/finish")
@@ -143,19 +161,21 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
         service.require_session(_owner(request), session)
         return {}
 
-    # ------------------------------------------------------------------ training
+
+def _add_training_routes(app: FastAPI, service: Service) -> None:
+    """The calls of a training loop."""
 
     @app.post("/api/v1/create_model")
     async def create_model(request: Request) -> dict[str, Any]:
-        body = await body_of(request, bodies.CreateModelBody)
+        body = await _body_of(request, bodies.CreateModelBody)
         _require_base(service, body.base_model)
         trained = Trained(0) if body.lora_config is None else bodies.trained_of(body.lora_config)
         about = (body.session_id, body.model_seq_id, trained, body.user_metadata)
-        return {"request_id": await asyncio.to_thread(service.create_model, _owner(request), *about)}
+        return {"request_id": await _call(request, service.create_model, *about)}
 
     @app.post("/api/v1/get_info")
     async def get_info(request: Request) -> dict[str, Any]:
-        body = await body_of(request, bodies.ModelBody)
+        body = await _body_of(request, bodies.ModelBody)
         model = service.find_model(_owner(request), body.model_id)
         data = {"arch": "nanochat", "model_name": service.name, "tokenizer_id": str(service.tokenizer_folder)}
         facts = {"model_id": model.id, "model_name": service.name, **_facts(model)}
@@ -166,89 +186,94 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
         content = await read_limited(request, MAX_BODY)
         if request.headers.get("content-type", "").partition(";")[0] != wire.CONTENT_TYPE:
             raise ApiError(415, f"forward_backward: the body is {wire.CONTENT_TYPE}")
-        owner = _owner(request)
-        async with parsing:
-            found = await asyncio.to_thread(_checked_batch, service, owner, content)
-        batch = (owner, found.model_id, found.number, "forward_backward", content)
-        return {"request_id": await asyncio.to_thread(service.submit, *batch), "model_id": found.model_id}
+        async with request.app.state.parsing:
+            found = await asyncio.to_thread(_checked_batch, service, _owner(request), content)
+        batch = (found.model_id, found.number, "forward_backward", content)
+        return {"request_id": await _call(request, service.submit, *batch), "model_id": found.model_id}
 
     @app.post("/api/v1/optim_step")
     async def optim_step(request: Request) -> dict[str, Any]:
-        return await _queued(request, bodies.OptimStepBody, "optim_step", lambda body: body.adam_params.model_dump())
+        return await _read_and_submit(
+            request, service, bodies.OptimStepBody, "optim_step", lambda body: body.adam_params.model_dump()
+        )
 
     @app.post("/api/v1/save_weights")
     async def save_weights(request: Request) -> dict[str, Any]:
-        return await _queued(request, bodies.SaveWeightsBody, "save_weights", _saved)
+        return await _read_and_submit(request, service, bodies.SaveWeightsBody, "save_weights", _saved)
 
     @app.post("/api/v1/save_weights_for_sampler")
     async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
-        return await _queued(request, bodies.SaveWeightsBody, "save_weights_for_sampler", _saved)
+        return await _read_and_submit(request, service, bodies.SaveWeightsBody, "save_weights_for_sampler", _saved)
 
     @app.post("/api/v1/load_weights")
     async def load_weights(request: Request) -> dict[str, Any]:
-        content = await read_limited(request, MAX_JSON)
-        body = await parsed(bodies.LoadWeightsBody, content)
+        body = await _body_of(request, bodies.LoadWeightsBody)
         load = {"path": body.path, "optimizer": body.optimizer}
         if body.model_id is not None:
-            return await _queued(request, bodies.LoadWeightsBody, "load_weights", lambda body: load, content)
+            return await _submit(request, service, body, "load_weights", load)
         # A new model that trains the same parts as the checkpoint's model.
         if body.session_id is None or body.model_seq_id is None:
             raise ApiError(400, "load_weights: model_id and seq_id, or session_id and model_seq_id", param="model_id")
         if body.base_model is not None:
             _require_base(service, body.base_model)
-        owner = _owner(request)
-        _, source = await asyncio.to_thread(service.path_of, owner, body.path)
+        _, source = await _call(request, service.path_of, body.path)
         about = (body.session_id, body.model_seq_id, source.settings, body.user_metadata, load)
-        return {"request_id": await asyncio.to_thread(service.create_model, owner, *about)}
+        return {"request_id": await _call(request, service.create_model, *about)}
 
-    async def _queued(
-        request: Request, body_type: type[Strict], kind: str, entry: Callable[[Any], Any], content: bytes | None = None
-    ) -> dict[str, Any]:
-        """Queue a JSON request; `entry` is the content of its log entry."""
-        owner = _owner(request)
-        content = await read_limited(request, MAX_JSON) if content is None else content
-        try:
-            body = await parsed(body_type, content)
-        except ApiError:
-            await asyncio.to_thread(_use_up, service, owner, content)
-            raise
-        logged = json.dumps(entry(body)).encode()
-        request_id = await asyncio.to_thread(service.submit, owner, body.model_id, body.seq_id, kind, logged)
-        return {"request_id": request_id, "model_id": body.model_id}
 
-    # ------------------------------------------------------------------ sampling
+async def _read_and_submit(
+    request: Request, service: Service, body_type: type[Strict], kind: str, entry: Callable[[Any], dict[str, Any]]
+) -> dict[str, Any]:
+    """Queue a JSON request; `entry` makes the content of its log entry."""
+    content = await read_limited(request, MAX_JSON)
+    try:
+        body = await _parsed(request, body_type, content)
+    except ApiError:
+        await asyncio.to_thread(_use_up, service, _owner(request), content)
+        raise
+    return await _submit(request, service, body, kind, entry(body))
+
+
+async def _submit(request: Request, service: Service, body: Any, kind: str, entry: dict[str, Any]) -> dict[str, Any]:
+    logged = json.dumps(entry).encode()
+    request_id = await _call(request, service.submit, body.model_id, body.seq_id, kind, logged)
+    return {"request_id": request_id, "model_id": body.model_id}
+
+
+def _add_sampling_routes(app: FastAPI, service: Service) -> None:
+    """Sessions that sample, and their samples."""
 
     @app.post("/api/v1/create_sampling_session")
     async def create_sampling_session(request: Request) -> dict[str, Any]:
-        body = await body_of(request, bodies.CreateSamplerBody)
+        body = await _body_of(request, bodies.CreateSamplerBody)
         if body.model_path is None:
             _require_base(service, body.base_model or "")
         about = (body.session_id, body.sampling_session_seq_id, body.model_path)
-        sampler = await asyncio.to_thread(service.create_sampler, _owner(request), *about)
+        sampler = await _call(request, service.create_sampler, *about)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     @app.get("/api/v1/samplers/{sampler}")
     async def get_sampler(request: Request, sampler: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(service.find_sampler, _owner(request), sampler)
+        found = await _call(request, service.find_sampler, sampler)
         return {"sampler_id": sampler, "base_model": service.name, "model_path": found["path"]}
 
     @app.post("/api/v1/asample")
     async def asample(request: Request) -> dict[str, Any]:
-        body = await body_of(request, bodies.SampleBody)
+        body = await _body_of(request, bodies.SampleBody)
         config = service.base.model.config
         job = await asyncio.to_thread(body.job, service.base.tokenizer, config.vocab_size, config.sequence_len)
-        request_id = await asyncio.to_thread(
-            service.sample, _owner(request), body.sampling_session_id, body.seq_id, job
-        )
+        request_id = await _call(request, service.sample, body.sampling_session_id, body.seq_id, job)
         sequences = [f"{request_id}:{number}" for number in range(job.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": sequences}
 
-    # ------------------------------------------------------------------ promises
+
+def _add_promise_routes(app: FastAPI, service: Service) -> None:
+    """The results of what is queued."""
 
     @app.post("/api/v1/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        body = await body_of(request, bodies.FutureBody)
-        job = await asyncio.to_thread(service.promise, _owner(request), body.request_id)
+        body = await _body_of(request, bodies.FutureBody)
+        job = await _call(request, service.promise, body.request_id)
         waited = asyncio.wrap_future(job.result)
         done: set[Any] = set()
         end = time.monotonic() + POLL_SECONDS
@@ -264,15 +289,17 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     @app.post("/api/v1/cancel_future")
     async def cancel_future(request: Request) -> dict[str, Any]:
-        body = await body_of(request, bodies.CancelBody)
-        await asyncio.to_thread(service.cancel, _owner(request), body.request_id)
+        body = await _body_of(request, bodies.CancelBody)
+        await _call(request, service.cancel, body.request_id)
         return {}
 
-    # ------------------------------------------------------------------ models and checkpoints
+
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    """Models, and their checkpoints."""
 
     @app.get("/api/v1/training_runs")
     async def list_models(request: Request) -> dict[str, Any]:
-        models, cursor = _page(request, await asyncio.to_thread(service.owned, _owner(request)))
+        models, cursor = _page(request, await _call(request, service.owned))
         return {"training_runs": [_run_of(service, model) for model in models], "cursor": cursor}
 
     @app.get("/api/v1/training_runs/{model_id}")
@@ -282,7 +309,7 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
     @app.delete("/api/v1/training_runs/{model_id}")
     async def delete_model(request: Request, model_id: str) -> Response:
         """Of this server only: the client has no such method."""
-        job = await asyncio.to_thread(service.delete_model, _owner(request), model_id)
+        job = await _call(request, service.delete_model, model_id)
         result = await asyncio.wrap_future(job.result)
         if result.startswith(FAILED):
             raise ApiError(503, json.loads(result)["error"], code="not_deleted")
@@ -298,8 +325,8 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
-        body = await body_of(request, bodies.PathBody)
-        _, model = await asyncio.to_thread(service.path_of, _owner(request), body.tinker_path)
+        body = await _body_of(request, bodies.PathBody)
+        _, model = await _call(request, service.path_of, body.tinker_path)
         return {"base_model": service.name, **_facts(model)}
 
     @app.get("/api/v1/training_runs/{model_id}/checkpoints")
@@ -309,14 +336,8 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     @app.delete("/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}")
     async def delete_checkpoint(request: Request, model_id: str, checkpoint: str) -> Response:
-        await asyncio.to_thread(service.delete_checkpoint, _owner(request), f"{SCHEME}{model_id}/{checkpoint}")
+        await _call(request, service.delete_checkpoint, f"{SCHEME}{model_id}/{checkpoint}")
         return Response(status_code=204)
-
-    return app
-
-
-def _owner(request: Request) -> str:
-    return request.scope["state"]["owner"]
 
 
 def _require_base(service: Service, name: str) -> None:
