@@ -6,7 +6,6 @@ run = Run("sft", config, start, optimizer, steps, fingerprints={...})     # loop
 """
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from nanochat import checkpoint_manager, model_folder
 from nanochat import device as devices
+from nanochat.checkpoint_manager import Preparation
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground import rooms, screen
@@ -90,10 +90,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
 
 
 def begin(
-    config: StageFlags,
-    with_reference: bool = False,
-    teacher: str | None = None,
-    prepare: Sequence[checkpoint_manager.Preparation] = (),
+    config: StageFlags, with_reference: bool = False, teacher: str | None = None, prepare: Sequence[Preparation] = ()
 ) -> Start:
     """Open the device, and load the checkpoint that a stage begins from.
 
@@ -103,71 +100,94 @@ def begin(
     """
     began = time.time()
     device, layout = open_device(config)
+    start = load_source(config, began, device, layout, prepare)
+    if with_reference or teacher is not None:
+        load_reference(config, start, teacher)
+    if config.dry_run:
+        screen.phase("counting the memory of a step")
+        models = [start.model, start.reference] if isinstance(start.reference, GPT) else [start.model]
+        start.ledger = rooms.find("attendants", "dry_run")(device, *models)
+    else:
+        check_weights(config, start)
+    start.model.train()
+    print_source(config, start)
+    return start
+
+
+def load_source(
+    config: StageFlags, began: float, device: Device, layout: Layout, prepare: Sequence[Preparation]
+) -> Start:
+    """Load the model of --source, with new adapters if the flags describe some."""
     screen.phase("looking for the source")
     source_tag = config.source_tag
     if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag
     # A dry run reads the shapes of its models, and nothing else of their folders.
-    without_weights = config.dry_run
-    find_source = functools.partial(model_folder.find_source, device=device, without_weights=without_weights)
-    source = find_source(config.source, source_tag)
+    source = model_folder.find_source(config.source, source_tag, device, without_weights=config.dry_run)
     if isinstance(config, ChatFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("adapters", "new")(config, config.seed)]
-    screen.phase("making the model without its weights" if without_weights else "loading the model")
-    load = functools.partial(
-        checkpoint_manager.load_model, device=device, verified=True, layout=layout, max_seq_len=config.max_seq_len,
-        rope_scaling=config.rope_scaling, without_weights=without_weights,
+    screen.phase("making the model without its weights" if config.dry_run else "loading the model")
+    model, tokenizer, meta = checkpoint_manager.load_model(
+        source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling,
+        without_weights=config.dry_run, activation_checkpointing=config.activation_checkpointing, prepare=prepare,
     )  # fmt: skip
-    model, tokenizer, meta = load(source, activation_checkpointing=config.activation_checkpointing, prepare=prepare)
-    adapters = model.extension
-    reference: Any = None
-    reference_source = source if teacher is None else find_source(teacher, flag="--teacher ")
-    if with_reference and teacher is None and adapters is not None:
-        reference = adapters.without(model)
-    elif with_reference or teacher is not None:
-        reference, its_tokenizer, _ = load(reference_source)
-        if not without_weights and its_tokenizer.fingerprint() != tokenizer.fingerprint():
-            raise UserError(
-                f"--teacher {teacher} has another tokenizer than {source}: have it write replies (chat_batch) "
-                "and train on them (chat_sft --tasks), as docs/rl.md shows"
-            )
-        if reference.config.sequence_len < model.config.sequence_len:
-            raise UserError(
-                f"--teacher {teacher}: its context is {reference.config.sequence_len} tokens, the student's "
-                f"{model.config.sequence_len}: set --max_seq_len {reference.config.sequence_len}"
-            )
-    ledger = None
-    adapter = None if adapters is None else adapters.facts()
-    if without_weights:
-        screen.phase("counting the memory of a step")
-        models = [model, reference] if isinstance(reference, GPT) else [model]
-        ledger = rooms.find("attendants", "dry_run")(device, *models)
-    else:
-        if isinstance(config, ChatFlags):
-            tokenizer = chosen_template(tokenizer, config.chat_template)
-        screen.phase("checking the weights")
-        require_finite(model, source, "--source", device)
-        if reference_source != source:
-            require_finite(reference, reference_source, "--teacher", device)
-        if adapter is not None:
-            adapter |= rooms.find("adapters", "base")(source, device)
-        screen.phase("opening the data")
-    model.train()
-    print0(f"source: {source}")
-    if config.max_seq_len:
-        scaled = model.config.rope_scaling
-        by = "" if scaled is None else f", positions scaled by {scaled.factor:g} ({scaled.kind})"
-        print0(f"context: {model.config.sequence_len:,} tokens, rope_theta {model.config.rope_theta:,.0f}{by}")
-    if adapters is not None:
-        print0(adapters.describe(model))
     return Start(
         began, device, layout, model, tokenizer,
         tag=config.model_tag or model_folder.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
         source=source, tasks=meta["tasks"], sampling=saved_settings(SamplingParams(**meta["sampling"])),
-        reference=reference, reference_source=reference_source, ledger=ledger,
-        adapter=adapter,
+        adapter=None if model.extension is None else model.extension.facts(),
     )  # fmt: skip
+
+
+def load_reference(config: StageFlags, start: Start, teacher: str | None) -> None:
+    """Keep the model to compare with: the teacher, or the source's own, which a model with adapters contains."""
+    start.reference_source = start.source
+    if teacher is not None:
+        start.reference_source = model_folder.find_source(teacher, None, start.device, "--teacher ", config.dry_run)
+    elif start.model.extension is not None:
+        start.reference = start.model.extension.without(start.model)
+        return
+    assert start.reference_source is not None
+    start.reference, its_tokenizer, _ = checkpoint_manager.load_model(
+        start.reference_source, start.device, verified=True, layout=start.layout, max_seq_len=config.max_seq_len,
+        rope_scaling=config.rope_scaling, without_weights=config.dry_run,
+    )  # fmt: skip
+    if not config.dry_run and its_tokenizer.fingerprint() != start.tokenizer.fingerprint():
+        raise UserError(
+            f"--teacher {teacher} has another tokenizer than {start.source}: have it write replies (chat_batch) "
+            "and train on them (chat_sft --tasks), as docs/rl.md shows"
+        )
+    context = start.reference.config.sequence_len
+    if context < start.model.config.sequence_len:
+        raise UserError(
+            f"--teacher {teacher}: its context is {context} tokens, the student's "
+            f"{start.model.config.sequence_len}: set --max_seq_len {context}"
+        )
+
+
+def check_weights(config: StageFlags, start: Start) -> None:
+    """Choose the chat template, and check the models; all ranks call it together."""
+    if isinstance(config, ChatFlags):
+        start.tokenizer = chosen_template(start.tokenizer, config.chat_template)
+    screen.phase("checking the weights")
+    require_finite(start.model, start.source, "--source", start.device)
+    if start.reference_source not in (None, start.source):
+        require_finite(start.reference, start.reference_source, "--teacher", start.device)
+    if start.adapter is not None:
+        start.adapter |= rooms.find("adapters", "base")(start.source, start.device)
+    screen.phase("opening the data")
+
+
+def print_source(config: StageFlags, start: Start) -> None:
+    model = start.model
+    print0(f"source: {start.source}")
+    if config.max_seq_len:
+        scaled = model.config.rope_scaling
+        by = "" if scaled is None else f", positions scaled by {scaled.factor:g} ({scaled.kind})"
+        print0(f"context: {model.config.sequence_len:,} tokens, rope_theta {model.config.rope_theta:,.0f}{by}")
+    if model.extension is not None:
+        print0(model.extension.describe(model))
 
 
 def chosen_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:
@@ -184,7 +204,7 @@ def chosen_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:
     return tokenizer.with_chat_template(source, file)
 
 
-def require_finite(model: GPT, folder: Path, flag: str, device: Device) -> None:
+def require_finite(model: GPT, folder: Path | None, flag: str, device: Device) -> None:
     """All ranks call this together, before the first step: later the run would be blamed for what its source brought.
 
     Raises UserError: when a weight is NaN or infinite, or when the model computes such numbers from finite weights.
