@@ -9,13 +9,18 @@ import functools
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from nanochat.ground import cli
 from nanochat.ground.cli import Count, Fraction, Frozen, Positive, Range, UserError
 from nanochat.ground.log import counted, print0
 from nanochat.ground.screen import phase, track
 from nanochat.run.flags import ChatFlags, Epochs, forbid_both
+
+if TYPE_CHECKING:
+    from nanochat.device import Device
+    from nanochat.losses import PolicyBatch, PolicyLoss
+    from nanochat.rollout import RankSamples, Samples
 
 # The rates of embeddings and head are scaled once more: less of the rewards' noise is learned there.
 TABLE_LR_SCALE = 0.1
@@ -107,12 +112,12 @@ def main(config: Config) -> None:
     from nanochat.alignment.rewards import parse_rewards
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.engine import Engine
-    from nanochat.mixture import FIRST_EXAMPLES, Mixture, open_mixture
+    from nanochat.mixture import FIRST_EXAMPLES, open_mixture
     from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
     from nanochat.run.stage import begin, open_optimizer
-    from nanochat.sampling import SamplingParams, seed_of
-    from nanochat.task import Example, Reading, Task
+    from nanochat.sampling import SamplingParams
+    from nanochat.task import Reading
     from nanochat.tasks.defaults import default_tasks
     from nanochat.train import StepStats, train_step
 
@@ -150,9 +155,8 @@ def main(config: Config) -> None:
         rl_checks.report_memory(config, start, optimizer, loss_fn, method)
         return
     tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
-    by_epoch = config.num_epochs is not None
     reading = Reading.of(config, "prompts")
-    train = open_mixture(tasks, "train", reading, config.seed, by_epoch)
+    train = open_mixture(tasks, "train", reading, config.seed, config.num_epochs is not None)
     held_out = open_mixture(tasks, "test", reading, config.seed)
     examples = config.examples_per_step
     steps = config.num_iterations
@@ -162,10 +166,8 @@ def main(config: Config) -> None:
     print0(f"tasks: {tasks}")
     print0(f"horizon: {counted(steps, 'step')} of {examples} questions, {config.num_samples} replies to each")
 
-    def draw(mixture: Mixture, first: int, count: int) -> list[tuple[Task, Example]]:
-        return rollout.draw_questions(mixture, start.tokenizer, range(first, first + count), row_tokens)
-
-    rl_checks.check_questions(config, tasks, draw(train, 0, FIRST_EXAMPLES), rewards, row_tokens)
+    questions_of = functools.partial(rollout.draw_questions, train, start.tokenizer, context=row_tokens)  # by number
+    rl_checks.check_questions(config, tasks, questions_of(range(FIRST_EXAMPLES)), rewards, row_tokens)
 
     # ------------------------------------------------------------------ train
     fingerprints = {"what --tasks names": train.fingerprint(), **rollout.reward_fingerprints(rewards)}
@@ -197,35 +199,17 @@ def main(config: Config) -> None:
             patience=config.sampler_patience, should_stop=run.stop.should_stop,
             sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
         )  # fmt: skip
-
-    def first_of(step: int) -> int:
-        """The number of a step's first question. The step decides which questions come next, refills included."""
-        return step * examples * (1 + method.refills)
-
-    def share_of(questions: list[tuple[Task, Example]], count: int, seed: int) -> rollout.RankSamples:
-        """This rank's share of `count` samples of each question, drawn with the sampler's present weights."""
-        return rollout.sample_on_rank(
-            sampler, start.tokenizer, device, questions, samples=count, seed=seed, max_tokens=config.max_tokens,
-            context=row_tokens, rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
-            temperature=config.temperature, top_k=config.top_k,
-        )  # fmt: skip
-
-    def share_of_step(step: int) -> rollout.RankSamples:
-        return share_of(draw(train, first_of(step), examples), config.num_samples, seed_of(config.seed, step))
-
-    schedule: Any = rollout.OnPolicy(sampler, model, share_of_step)
+    sample_on_rank = functools.partial(
+        rollout.sample_on_rank, sampler, start.tokenizer, device, max_tokens=config.max_tokens, context=row_tokens,
+        rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
+        temperature=config.temperature, top_k=config.top_k,
+    )  # fmt: skip
+    draw = functools.partial(draw_share, config, method.refills, questions_of, sample_on_rank)
+    schedule: Any = rollout.OnPolicy(sampler, model, draw)
     if config.staleness:
         from nanochat.samplers.ahead import Ahead
 
-        schedule = Ahead(sampler, model, share_of_step, config.staleness, steps)
-    take = schedule.take
-    if sampler_kind is not None:  # a sampler outside this process may have other weights
-        from nanochat.samplers.agreement import take_checked
-
-        take = functools.partial(
-            take_checked, schedule, model, device, count=config.device_batch_size, temperature=config.temperature,
-            staleness=config.staleness,
-        )  # fmt: skip
+        schedule = Ahead(sampler, model, draw, config.staleness, steps)
 
     with run:
         for step in run.steps():
@@ -233,8 +217,10 @@ def main(config: Config) -> None:
             if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     schedule.hand_over(step)
-                    questions = draw(held_out, 0, config.eval_examples)
-                    earned = rollout.exchange(share_of(questions, 1, config.seed), device).rewards
+                    numbers = range(config.eval_examples)
+                    questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
+                    share = sample_on_rank(questions, samples=1, seed=config.seed)
+                    earned = rollout.exchange(share, device).rewards
                     reward_after = float(earned.sum()) / max(1, earned.size)
                     if step == 0:
                         reward_before = reward_after
@@ -251,40 +237,17 @@ def main(config: Config) -> None:
             drawn = None
             metrics = {}
             with run.interruptible("sampling"), run.reading():
-                drawn = rollout.exchange(take(step), device)
-                metrics = drawn.metrics()
-                # A question whose replies are all equally good teaches nothing: another question replaces it
-                # (source: Yu et al. 2025, DAPO, dynamic sampling).
-                for refill in range(1, 1 + method.refills):
-                    if drawn.without_signal:
-                        others = draw(train, first_of(step) + refill * examples, drawn.without_signal)
-                        seed = seed_of(config.seed, step, refill)
-                        drawn = drawn.refill(rollout.exchange(share_of(others, config.num_samples, seed), device))
+                drawn, metrics = sample(step, schedule, config, method.refills, device)
                 if config.staleness:
                     schedule.begin(step)  # servers draw the next samples with the present weights during this step
             if drawn is None or run.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
             sampled = time.perf_counter()
 
-            # ---- pack each minibatch's replies into rows; each rank computes its share. All log probabilities are from
-            # before the first update.
+            # ---- compare: how much better was each reply than expected?
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
-            # With one update the present policy drew the samples: only a KL in the reward asks for its probabilities.
-            old = policy if config.updates > 1 or config.kl_in == "reward" else None
-            parts = drawn.split(config.minibatches)
-            minibatches = [
-                rollout.policy_batches(part, shape, device, old, frozen, config.temperature) for part in parts
-            ]
-
-            # ---- compare: how much better was each reply than expected?
-            longest = drawn.grid(lambda sample: sample.longest)
-            shaped = drawn.rewards - rollout.overlong_penalty(longest, config.max_tokens, method.overlong)
-            penalties = 0.0
-            if config.kl_in == "reward":
-                penalties = config.kl * rollout.kl_of_samples(parts, minibatches, device)
-            advantages = method.advantages(shaped, penalties)
-            minibatches = rollout.with_advantages(parts, minibatches, advantages, device)
+            minibatches = compare(drawn, policy, frozen, row_tokens, config, method, device)
             if critic is not None:
                 minibatches = critic.estimate(policy, minibatches, device)
 
@@ -317,6 +280,70 @@ def main(config: Config) -> None:
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"
     run.finish(outcome)
+
+
+def draw_share(
+    config: Config, refills: int, questions_of: Any, sample_on_rank: Any, step: int, refill: int = 0, count: int = 0
+) -> "RankSamples":
+    """This rank's share of the samples of a step, drawn with the sampler's present weights.
+
+    With `refill` (1, 2, ...) of `count` questions instead, which replace some of the step's.
+    """
+    from nanochat.sampling import seed_of
+
+    # The step decides which questions come next, refills included.
+    first = (step * (1 + refills) + refill) * config.examples_per_step
+    questions = questions_of(range(first, first + (count or config.examples_per_step)))
+    seed = seed_of(config.seed, step, refill) if refill else seed_of(config.seed, step)
+    return sample_on_rank(questions, samples=config.num_samples, seed=seed)
+
+
+def sample(
+    step: int, schedule: Any, config: Config, refills: int, device: "Device"
+) -> tuple["Samples", dict[str, float]]:
+    """The samples of a step from all ranks, and their metrics before any question is replaced."""
+    from nanochat import rollout
+
+    if config.sampler == "engine":
+        share = schedule.take(step)
+    else:  # a sampler outside this process may have other weights
+        from nanochat.samplers.agreement import take_checked
+
+        share = take_checked(
+            schedule, schedule.model, device, step, count=config.device_batch_size, temperature=config.temperature,
+            staleness=config.staleness,
+        )  # fmt: skip
+    drawn = rollout.exchange(share, device)
+    metrics = drawn.metrics()
+    # A question whose replies are all equally good teaches nothing: another question replaces it
+    # (source: Yu et al. 2025, DAPO, dynamic sampling).
+    for refill in range(1, 1 + refills):
+        if drawn.without_signal:
+            drawn = drawn.refill(rollout.exchange(schedule.draw(step, refill, drawn.without_signal), device))
+    return drawn, metrics
+
+
+def compare(
+    drawn: "Samples", policy: Any, frozen: Any, row_tokens: int, config: Config, method: "PolicyLoss", device: "Device"
+) -> list[list["PolicyBatch"]]:
+    """A step's samples as minibatches of packed rows, of which each rank computes its share, with their advantages.
+
+    All log probabilities are from before the first update. `frozen` is the reference or the teacher.
+    """
+    from nanochat import rollout
+
+    # With one update the present policy drew the samples: only a KL in the reward asks for its probabilities.
+    old = policy if config.updates > 1 or config.kl_in == "reward" else None
+    shape = (config.device_batch_size, row_tokens)
+    parts = drawn.split(config.minibatches)
+    minibatches = [rollout.policy_batches(part, shape, device, old, frozen, config.temperature) for part in parts]
+    longest = drawn.grid(lambda sample: sample.longest)
+    shaped = drawn.rewards - rollout.overlong_penalty(longest, config.max_tokens, method.overlong)
+    penalties = 0.0
+    if config.kl_in == "reward":
+        penalties = config.kl * rollout.kl_of_samples(parts, minibatches, device)
+    advantages = method.advantages(shaped, penalties)
+    return rollout.with_advantages(parts, minibatches, advantages, device)
 
 
 if __name__ == "__main__":
