@@ -1,6 +1,6 @@
 """Breaks one public function of the story's files after another, and says which changes no training run and no reply.
 
-python tests/core/story_worker.py DEVICE [FILE ...]
+python tests/core/story_worker.py DEVICE [FILE | -FUNCTION ...]     # of these files, without these functions
 
 Commands of every stage run in this process, small. First each runs once, watched: which functions does it call? Then
 for every function a copy of this process runs the shortest command that calls it, with the function broken: its result
@@ -327,11 +327,13 @@ def in_a_copy(base: Path, work: Callable[[], str]) -> str:
 
 
 def main() -> None:
-    device, *files = sys.argv[1:]
+    device, *given = sys.argv[1:]
+    left_out = {name[1:] for name in given if name.startswith("-")}
+    files = [name for name in given if not name.startswith("-")]
     torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(module)
-    found = functions(files)
+    found = {name: function for name, function in functions(files).items() if name not in left_out}
     codes = {function.__code__: name for name, function in found.items()}
     with tempfile.TemporaryDirectory() as temporary:
         os.chdir(temporary)
@@ -359,7 +361,7 @@ def main() -> None:
                 return outcome(device, command)
 
             what = "changes nothing" if users else "is not called"
-            for runs, user in itertools.product((True, False), users):
+            for user, runs in itertools.product(users, (True, False)):
                 answer = in_a_copy(before[user], lambda runs=runs, user=user: work(user, runs))
                 if answer != expected[user]:
                     what = f"changes {user}: {answer[:100]}"
