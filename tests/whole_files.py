@@ -4,6 +4,7 @@ xdist 3.8's own scheduler gives the finished files of a dead worker to a new one
 ever. It also hangs when a new worker gets a single test.
 """
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -24,6 +25,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             for other in self.nodes:
                 self._reschedule(other)
             return left[0][1]  # the test that the worker died of
+
+        def _assign_work_unit(self, node: Any) -> None:
+            with contextlib.suppress(OSError):  # the worker has just died: `remove_node` passes its file on
+                super()._assign_work_unit(node)
 
         def _reschedule(self, node: Any) -> None:
             super()._reschedule(node)

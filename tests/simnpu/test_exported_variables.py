@@ -89,10 +89,11 @@ HCCL = {
 
 def test_two_ranks_with_exported_hccl_variables(simulated: Callable[..., Any]):
     """Both ranks train on the same rows, so their losses are a single CPU's."""
-    program = "import json; from simnpu import cases; print('found', json.dumps(cases.under_the_environment('npu')))"
+    # On a line of its own, whatever was printed before.
+    program = r"import json; from simnpu import cases; print('\nfound', json.dumps(cases.under_the_environment('npu')))"
     done = simulated(["-c", program], ranks=2, env=HCCL)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
-    assert len(lines) == 2
+    assert len(lines) == 2, done.stdout[-2000:]
     for line in lines:
         check(json.loads(line.removeprefix("found ")))
