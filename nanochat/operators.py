@@ -1,4 +1,4 @@
-"""The operators that the model calls: their meaning, and torch's where a device has none of its own.
+"""The operators that the model calls: what each computes, by torch where a device does not replace it.
 
 kernels/gradients.py has the operators that all devices share, with written-out gradients. cpu.py, cuda.py and npu.py
 beside it replace what their device does better. `device.kernels` chooses once, when the model is built. A mask is True

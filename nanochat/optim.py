@@ -56,7 +56,7 @@ class Rule(Protocol):
     """How some of the parameters move: Muon and AdamW below, and any other class with these three."""
 
     shares: dict[str, Share]  # by the name of the parameter
-    state: dict[str, Tensor]  # by a name of its own, for the checkpoint (Optimizer.state_dict)
+    state: dict[str, Tensor]  # what checkpoints save, by unique names (Optimizer.state_dict)
 
     def update(self, settings: Settings) -> None:
         """Move the weights of the shares by their gradients."""

@@ -1,11 +1,11 @@
 """Breaks one public function of the story's files after another, and says which changes no training run and no reply.
 
-python tests/core/story_worker.py DEVICE [FILE | -FUNCTION ...]     # of these files, without these functions
+python tests/core/story_worker.py DEVICE [FILE | -FUNCTION ...]     # breaks the FILEs' functions, not -FUNCTION
 
 Commands of every stage run in this process, small. First each runs once, watched: which functions does it call? Then
-for every function a copy of this process runs the shortest command that calls it, with the function broken: its result
-is another one. The weights, metrics and replies must then be others, or the command must fail. A line of JSON for each
-function: its name, and what became of it.
+for every function a copy of this process runs the shortest command that calls it, with the function broken: it returns
+another result, or does nothing. The weights, metrics and replies must then be others, or the command must fail. A line
+of JSON for each function: its name, and what became of it.
 """
 
 import contextlib

@@ -46,7 +46,7 @@ EXEMPT = {
     """,
     "refuses or is never true": "rollout.Reward.check rollout.never mixture.MixtureCorpus.block_count",
 }
-# A simulated NPU has operators of its own for these, and packs no weights.
+# A simulated NPU replaces the operators that call these, and packs no weights.
 ONLY_ON_A_CPU = """
     attention.Segments.first_key attention.blockwise_attention attention.causal_mask attention.fused_cached_attention
     gpt.GPT.head_weight
@@ -65,7 +65,7 @@ def useless(device: str, *files: str, exempt: str = "") -> list[str]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert sum(what.startswith("changes ") and what != "changes nothing" for _, what, _ in found) > 50
+    assert sum(what not in ("is not called", "changes nothing") for _, what, _ in found) > 50
     return [
         f"{name} {what}"
         for name, what, _ in found

@@ -89,7 +89,7 @@ HCCL = {
 
 def test_two_ranks_with_exported_hccl_variables(simulated: Callable[..., Any]):
     """Both ranks train on the same rows, so their losses are a single CPU's."""
-    # On a line of its own, whatever was printed before.
+    # The newline ends a line that other output may have begun.
     program = r"import json; from simnpu import cases; print('\nfound', json.dumps(cases.under_the_environment('npu')))"
     done = simulated(["-c", program], ranks=2, env=HCCL)
     assert done.returncode == 0, done.stderr[-3000:]
