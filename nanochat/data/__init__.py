@@ -6,6 +6,7 @@ PLUGS = {
         "modelscope": "nanochat.data.hub:Hub",
     },
     "file formats": {
+        ".parquet": "nanochat.data.parquet:ParquetFile",
         ".jsonl.gz": "nanochat.data.formats:GzipFile",
         ".csv": "nanochat.data.formats:CsvFile",
         ".json": "nanochat.data.formats:JsonFile",

@@ -1,11 +1,13 @@
 """The formats of text and records that ground/text_files.py does not read.
 
+.parquet    rows of the wanted columns (parquet.py)
 .jsonl.gz   one JSON value a line; the file is unpacked into a temporary file when it is opened
 .json       a list, of which each item is a row; or one JSON value a line
 .csv        UTF-8, or UTF-16 as Excel writes it, with a header; each row is an object of texts
 """
 
 import codecs
+import contextlib
 import csv
 import gzip
 import io
@@ -24,23 +26,41 @@ from nanochat.ground.text_files import (
     BYTE_ORDER_MARK,
     COPY_BYTES,
     MAX_LINE_BYTES,
+    Columns,
     JsonLinesFile,
     SpanFile,
-    damage_in_one_line,
     mapped,
-    refuse_bomb,
 )
 
+MAX_UNPACKED_RATIO = 100  # for .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
+MIN_BOMB_BYTES = 64 << 20  # ... and is refused from this size on
 MAX_CSV_ROW_BYTES = 16 << 20  # after a quote without an end, all the rest is one row, of four bytes a character
 INDEX_COLUMN = "Unnamed: 0"  # the column of row numbers that pandas writes without a name: the name it reads it by
 STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # JSON: a text up to its end or its first \, or a mark
 IN_TEXT = re.compile(rb'["\\]')
 
 
+@contextlib.contextmanager
+def damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
+    """Turn a library's error about a damaged file into one line with the file's name."""
+    try:
+        yield
+    except UserError:  # it is one line already
+        raise
+    except errors as error:
+        first_line = (str(error).splitlines() or [""])[0]
+        raise UserError(f"{path} is a damaged {kind} ({first_line}): fetch or write it again") from error
+
+
+def refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
+    if unpacked_bytes > max(MIN_BOMB_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
+        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED_RATIO} times its size: is it a bomb?")
+
+
 class GzipFile(JsonLinesFile):
     """The lines of a .jsonl.gz."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, columns: Columns = None):
         self.path = path
         self.unpacked = _unpack(path)
         self._index(self._lines())
@@ -49,7 +69,7 @@ class GzipFile(JsonLinesFile):
 class JsonFile(JsonLinesFile):
     """The items of one JSON list. A file that begins with no bracket holds one JSON value a line."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, columns: Columns = None):
         self.path = path
         with path.open("rb") as file:
             start = file.read(COPY_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
@@ -110,7 +130,7 @@ class CsvFile(SpanFile):
     A header without a comma may divide its columns by tabs or semicolons, as Excel does in some countries.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, columns: Columns = None):
         self.path = path
         csv.field_size_limit(MAX_CSV_ROW_BYTES)  # the module's own limit, 128 KiB, is less than a long chat has
         self.unpacked = _from_utf16(path)

@@ -4,8 +4,8 @@ A corpus is a list of blocks. A block is a handful of documents, sometimes none,
 order of calls. The next block is read fast, any other correctly. The loader addresses text by block, so that the order
 of training is a function of (seed, index) at any world size.
 
-    paths    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (text_files.py)
     names    demo and pydoc, the rows "corpora" of the rooms (rooms.py); some datasets, any `org/name` of a hub
+    paths    .txt, .jsonl[.gz] with a `text` field, .parquet with a `text` column (text_files.py)
 
 Several with commas are a mixture, `a:0.7,b:0.3`: a loader draws from each its share of the tokens.
 """
@@ -22,18 +22,7 @@ from typing import Any, Protocol
 
 from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
-from nanochat.ground.text_files import (
-    TEXT_SUFFIXES,
-    DataFile,
-    ParquetFile,
-    Records,
-    TextFile,
-    list_files,
-    open_file,
-    text_cut,
-)
 
-COLUMN = "text"  # the field of a .jsonl, the column of a .parquet
 HUB_NAMES = ("climbmix", "fineweb-edu", "fineweb-edu-chinese", "ORG/NAME")  # data/catalog.py has their places
 NAMES = (*rooms.names("corpora"), *HUB_NAMES)
 ORG_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -160,7 +149,7 @@ def open_corpus(
     validation split. `shards`: the number of training shards of a hub dataset. `columns`: `text=COLUMN`, where the text
     of files has another name. Raises UserError: in one line.
     """
-    role, _, column = (part.strip() for part in (columns or f"text={COLUMN}").partition("="))
+    role, _, column = (part.strip() for part in (columns or "text=text").partition("="))
     if role != "text" or not column:
         raise UserError(f"--columns {columns}: of --data only the text is read: text=COLUMN")
     weights = parse_mixture(data)
@@ -201,68 +190,24 @@ def _open(data: str, flag: str, whole: bool, hub: str, shards: int | None, colum
     if data in rooms.names("corpora"):
         open_split = rooms.find("corpora", data)
         return open_split("train"), open_split("val")
+    from nanochat.ground import text_files  # here: the demo has no files
+
     if _is_here(data):
-        return _open_files(data, list_files(Path(data).expanduser(), TEXT_SUFFIXES, flag), whole, column)
-    is_hub_name = ORG_AND_NAME.fullmatch(data) and not data.lower().endswith(TEXT_SUFFIXES)
+        paths = text_files.list_files(Path(data).expanduser(), text_files.SUFFIXES, flag)
+        return text_files.open_texts(data, paths, whole, column)
+    is_hub_name = ORG_AND_NAME.fullmatch(data) and not data.lower().endswith(text_files.SUFFIXES)
     if data not in NAMES and not is_hub_name:
         near = difflib.get_close_matches(data, NAMES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(f"{flag} {data}: no such file or folder; {hint}the names are {', '.join(NAMES)}")
     try:
-        files = rooms.find("hubs", hub).texts(data, hub, shards)
+        paths = rooms.find("hubs", hub).texts(data, hub, shards)
     except UserError as error:
         lead = f"{flag} {data} is not a file or folder here; as a hub dataset, " if is_hub_name else ""
         raise UserError(f"{lead}{error}") from error
-    return _open_files(data, files, False, column)
+    return text_files.open_texts(data, paths, False, column)
 
 
 def _is_here(data: str) -> bool:
     """Whether it is a file or a folder, and not a name."""
     return data not in NAMES and bool(data) and Path(data).expanduser().exists()
-
-
-def _open_files(name: str, paths: list[Path], whole: bool, column: str) -> tuple[Corpus, Corpus]:
-    if len(paths) > 1 or whole:
-        files = [open_file(path, [column]) for path in paths]
-        if whole:
-            corpus = FileCorpus(name, files, column=column)
-            return corpus, corpus
-        last_name = f"{name} ({paths[-1].name})"
-        return FileCorpus(name, files[:-1], column=column), FileCorpus(last_name, files[-1:], column=column)
-    path = paths[0]
-    val_name = f"{name} (last 10%)"
-    if path.name.lower().endswith(".txt"):
-        cut = text_cut(path)
-        return FileCorpus(name, [TextFile(path, stop=cut)]), FileCorpus(val_name, [TextFile(path, start=cut)])
-    file = open_file(path, [column])
-    cut = max(min(len(file) * 9 // 10, len(file) - 1), 0)
-    return FileCorpus(name, [file], end=cut, column=column), FileCorpus(val_name, [file], first=cut, column=column)
-
-
-class FileCorpus:
-    """The documents `first` to `end` of some files; `column` is the field of their rows that has the text."""
-
-    def __init__(self, name: str, files: list[DataFile], first: int = 0, end: int | None = None, column: str = COLUMN):
-        self.name = name
-        self.column = column
-        self.records = Records(files, {column: str}, first, end)
-
-    def block_count(self) -> int:
-        return len(self.records.starts) - 1
-
-    def read_block(self, index: int) -> list[str]:
-        if not 0 <= index < self.block_count():
-            raise IndexError(f"block {index} of {self.block_count()}")
-        first, end = self.records.starts[index : index + 2].tolist()
-        file, row = self.records.place(first)
-        rows = file.read(row, row + end - first)
-        if not isinstance(file, TextFile):
-            rows = [self._text(file, first + place, row) for place, row in enumerate(rows)]
-        return [text for text in rows if text]
-
-    def _text(self, file: DataFile, index: int, row: Any) -> str:
-        """The text of one row. Raises UserError: when it has none."""
-        if isinstance(file, ParquetFile) and row[self.column] is None:
-            return ""
-        text = self.records.checked(index, row)[self.column]
-        return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")

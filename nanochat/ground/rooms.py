@@ -33,7 +33,7 @@ SEAMS = {
     # context: (device, such a Layout) -> the same, but with neighbours that share rows (--context_parallel).
     # experts: (device, --parallel, --replicate) -> such a Layout, with whole experts on a rank (--expert_parallel).
     "layouts",
-    # Opens a file of text or records that is not .txt, .jsonl or .parquet, by its suffix: path -> a DataFile.
+    # Opens a file of text or records that is not .txt or .jsonl, by its suffix: (path, columns) -> a DataFile.
     "file formats",
     # Text that --data names and that this machine has: "train" or "val" -> a Corpus.
     "corpora",

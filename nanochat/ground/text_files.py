@@ -1,4 +1,4 @@
-"""Rows of files: one reader for each format of text and records, and `Records` over several files.
+"""Files of text as corpora: `open_texts(name, paths, ...) -> (train, validation)`; and rows of files, by number.
 
 A file is a list of rows, cut into blocks of neighbouring rows: the unit in which training shuffles and reads a corpus.
 Blocks are the same at every opening, and any order of reading them gives the same rows. Only the places of the rows are
@@ -6,21 +6,18 @@ in memory. A damaged or hostile file is a UserError with its name and line.
 
     .txt        documents between lines `<|endoftext|>`, or else pieces of about 4 KiB: nothing lost, nothing twice
     .jsonl      one JSON value a line
-    .parquet    rows of the wanted columns; a block is a row group, or an equal share of a large one
 
-Other formats are rows "file formats" of the rooms (rooms.py).
+Other formats are rows "file formats" of the rooms (rooms.py). Tasks read `Records` of all formats (data/records.py).
 """
 
 import array
 import bisect
 import contextlib
-import functools
 import itertools
 import json
 import mmap
 import os
 import re
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -34,25 +31,76 @@ from nanochat.ground.log import warn
 DOCUMENT_BYTES = 4096  # a document of a .txt without separators
 MAX_DOCUMENT_BYTES = 1 << 20  # a document of a .txt with separators
 MAX_LINE_BYTES = 64 << 20  # a line of a .jsonl: a longer line is not a row
-MAX_GROUP_BYTES = 16 << 20  # a parquet row group before it is split
 MAX_INVALID = 1 / 1000  # the share of a text's characters that may be invalid UTF-8: more is another encoding
-MAX_UNPACKED_RATIO = 100  # for .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
-MIN_BOMB_BYTES = 64 << 20  # ... and is refused from this size on
-BATCH_ROWS = 4  # rows of a .parquet that are decoded together
-CACHE_BYTES = 128 << 20  # blocks of one parquet file, for rows in any order
 COPY_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A line that is exactly <|endoftext|>. It begins the file, perhaps after a byte order mark, or follows a line end.
 SEPARATOR_LINE = re.compile(
     rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
 )
-TEXT_SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")  # of text
 
 T = TypeVar("T")
 Fields = Mapping[str, type]  # the fields that each record must have, with their types
-# The columns of a .parquet to read, or a function that chooses them among all columns; None: all.
+# The columns of a table to read, or a function that chooses them among all columns; None: all.
 Columns = Sequence[str] | Callable[[list[str]], list[str] | None] | None
 KINDS = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
+
+
+# ---------------------------------------------------------------------- documents
+
+
+def open_texts(name: str, paths: Sequence[Path], whole: bool, column: str) -> tuple["FileCorpus", "FileCorpus"]:
+    """(train, validation): the last file of several is validation, of one file the last 10%. With `whole`, both are
+    everything. `column`: the field of rows that has the text."""
+    if whole:
+        corpus = FileCorpus(name, [open_file(path, [column]) for path in paths], column)
+        return corpus, corpus
+    if len(paths) > 1:
+        files = [open_file(path, [column]) for path in paths]
+        return FileCorpus(name, files[:-1], column), FileCorpus(f"{name} ({paths[-1].name})", files[-1:], column)
+    [path] = paths
+    val_name = f"{name} (last 10%)"
+    if path.name.lower().endswith(".txt"):
+        cut = text_cut(path)
+        return FileCorpus(name, [TextFile(path, stop=cut)]), FileCorpus(val_name, [TextFile(path, start=cut)])
+    file = open_file(path, [column])
+    cut = max(min(len(file) * 9 // 10, len(file) - 1), 0)
+    return FileCorpus(name, [file], column, end=cut), FileCorpus(val_name, [file], column, first=cut)
+
+
+class FileCorpus:
+    """The documents `first` to `end` of some files; `column` is the field of their rows that has the text."""
+
+    def __init__(
+        self, name: str, files: Sequence["DataFile"], column: str = "text", first: int = 0, end: int | None = None
+    ):
+        self.name = name
+        self.column = column
+        self.records = Records(files, {column: str}, first, end)
+
+    def block_count(self) -> int:
+        return len(self.records.starts) - 1
+
+    def read_block(self, index: int) -> list[str]:
+        if not 0 <= index < self.block_count():
+            raise IndexError(f"block {index} of {self.block_count()}")
+        first, end = self.records.starts[index : index + 2].tolist()
+        file, row = self.records.place(first)
+        rows = file.read(row, row + end - first)
+        if not isinstance(file, TextFile):
+            rows = [self._text(file, first + place, row) for place, row in enumerate(rows)]
+        return [text for text in rows if text]
+
+    def _text(self, file: "DataFile", index: int, row: Any) -> str:
+        """The text of one row. Raises UserError: when it has none."""
+        if file.has_nulls and row[self.column] is None:
+            return ""
+        text = self.records.checked(index, row)[self.column]
+        return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+# ---------------------------------------------------------------------- rows
 
 
 class DataFile:
@@ -60,6 +108,7 @@ class DataFile:
 
     path: Path
     starts: np.ndarray  # (blocks + 1,) int64: the first row of each block, then the number of rows
+    has_nulls: bool = False  # a row may have null in place of a value, as in a table
     _opened_as: tuple[int, int, int]  # its size, time of change and inode when it was opened
 
     def _identity(self) -> tuple[int, int, int]:
@@ -189,7 +238,7 @@ def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
 
 
 def open_file(path: Path, columns: Columns = None) -> DataFile:
-    """A file of any known format. Of a .parquet only the `columns` are read; None: all.
+    """A file of any known format. Of a table only the `columns` are read; None: all.
 
     Raises UserError: when the file cannot be read.
     """
@@ -198,24 +247,10 @@ def open_file(path: Path, columns: Columns = None) -> DataFile:
     name = path.name.lower()
     if name.endswith(".txt"):
         return TextFile(path)
-    if name.endswith(".parquet"):
-        return ParquetFile(path, columns)
     for suffix in rooms.names("file formats"):
         if name.endswith(suffix):
-            return rooms.find("file formats", suffix)(path)
+            return rooms.find("file formats", suffix)(path, columns)
     return JsonLinesFile(path)
-
-
-@contextlib.contextmanager
-def damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn a library's error about a damaged file into one line with the file's name."""
-    try:
-        yield
-    except UserError:  # it is one line already
-        raise
-    except errors as error:
-        first_line = (str(error).splitlines() or [""])[0]
-        raise UserError(f"{path} is a damaged {kind} ({first_line}): fetch or write it again") from error
 
 
 class SpanFile(DataFile):
@@ -391,104 +426,3 @@ class JsonLinesFile(SpanFile):
                 if line.strip():
                     yield begin, end
                 begin = end
-
-
-# ---------------------------------------------------------------------- .parquet
-
-
-def _without_filling(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without the nulls that fill its objects: in a .parquet each has the names of all objects of its column."""
-
-    def own(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: own(one) for name, one in value.items() if one is not None}
-        return [own(one) for one in value] if isinstance(value, list) else value
-
-    return {name: own(value) for name, value in row.items()}
-
-
-def refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
-    if unpacked_bytes > max(MIN_BOMB_BYTES, MAX_UNPACKED_RATIO * packed_bytes):
-        raise UserError(f"{path} unpacks to more than {MAX_UNPACKED_RATIO} times its size: is it a bomb?")
-
-
-def _packed_bytes(group: Any) -> int:
-    """The compressed size of a row group's columns."""
-    return sum(group.column(place).total_compressed_size for place in range(group.num_columns))
-
-
-class ParquetFile(DataFile):
-    """The rows of a parquet file as dictionaries of the wanted columns."""
-
-    def __init__(self, path: Path, columns: Columns = None):
-        import pyarrow
-        import pyarrow.parquet
-
-        self.path = path
-        self._opened_as = self._identity()
-        self.lock = threading.Lock()
-        # Text that is not UTF-8, and dates and numbers that Python lacks, appear only when they become rows.
-        self.damage_errors = (pyarrow.ArrowException, OSError, ValueError, OverflowError)
-        self.rows: Iterator[Any] = iter(())  # rows of the present row group
-        self.place = (-1, 0)  # that row group, and the row that comes next
-        with damage_in_one_line(path, "parquet file", *self.damage_errors):
-            # Buffered, not pre-buffered: this takes 12 MB instead of a whole column chunk (183 MB for one of 171 MB).
-            self.file = pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)
-            names = self.file.schema_arrow.names
-            self.columns = columns(names) if callable(columns) else columns and list(columns)
-            self.is_flat = len(self.file.schema.names) == len(names)
-            for column in self.columns or ():
-                if column not in names:
-                    raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")
-            groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
-        self.packed_bytes = [_packed_bytes(group) for group in groups]
-        for group, packed_bytes in zip(groups, self.packed_bytes, strict=True):
-            values = max((group.column(place).num_values for place in range(group.num_columns)), default=0)
-            refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
-        # The size of a row group is the size of the one wanted column if all columns are flat, else of all columns.
-        group_bytes = [group.total_byte_size for group in groups]
-        if self.columns is not None and len(self.columns) == 1 and self.is_flat:
-            place = names.index(self.columns[0])
-            group_bytes = [group.column(place).total_uncompressed_size for group in groups]
-        # Blocks have at most 16 MiB. A file has 64 or more of them if its rows are enough for a good shuffle.
-        self.group_ends = list(itertools.accumulate(group.num_rows for group in groups))
-        starts = []
-        for group, end, size in zip(groups, self.group_ends, group_bytes, strict=True):
-            for_shuffling = min(-(-64 // len(groups)), group.num_rows // 8)
-            shares = max(-(-size // MAX_GROUP_BYTES), for_shuffling, 1)
-            step = max(-(-group.num_rows // shares), 1)
-            starts += range(end - group.num_rows, end, step)
-        self.starts = np.array([*starts, sum(group.num_rows for group in groups)], dtype=np.int64)
-        cached_blocks = max(CACHE_BYTES * len(starts) // max(sum(group_bytes), 1), 1)  # that fill CACHE_BYTES
-        self.cached_block = functools.lru_cache(cached_blocks)(self._block)
-
-    def read(self, first: int, end: int) -> list[Any]:
-        self._require_unchanged()
-        group = bisect.bisect_right(self.group_ends, first)
-        with self.lock, damage_in_one_line(self.path, "parquet file", *self.damage_errors):
-            if self.place[0] != group or self.place[1] > first:  # a jump: start this row group again
-                self.rows = self._rows_of(group)
-                self.place = (group, self.group_ends[group] - self.file.metadata.row_group(group).num_rows)
-            rows = list(itertools.islice(self.rows, first - self.place[1], end - self.place[1]))
-            self.place = (group, end)
-        self._require_unchanged()
-        assert len(rows) == end - first
-        return rows
-
-    def _rows_of(self, group: int) -> Iterator[Any]:
-        """The rows of a row group, a few at a time."""
-        # A dictionary stores a value once, however many rows have it: 600 bytes hold 1,000 rows of 3 MB. So count the
-        # decoded bytes, in steps so small that one step does not fill the memory.
-        decoded_bytes = 0
-        for batch in self.file.iter_batches(batch_size=BATCH_ROWS, row_groups=[group], columns=self.columns):
-            decoded_bytes += batch.nbytes
-            refuse_bomb(self.path, decoded_bytes, self.packed_bytes[group])
-            rows = batch.to_pylist()
-            yield from rows if self.is_flat else map(_without_filling, rows)
-
-    def row(self, row: int) -> Any:
-        block = int(np.searchsorted(self.starts, row, side="right")) - 1
-        return self.cached_block(block)[row - int(self.starts[block])]
-
-    def _block(self, block: int) -> list[Any]:
-        return self.read(int(self.starts[block]), int(self.starts[block + 1]))

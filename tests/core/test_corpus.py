@@ -20,8 +20,7 @@ import pytest
 import tiny
 from tiny import complaint
 
-from nanochat.data import hub
-from nanochat.ground import text_files as files
+from nanochat.data import hub, parquet
 from nanochat.ground.cli import UserError
 from nanochat.ground.corpus import fingerprint, open_corpus, read_texts
 
@@ -240,7 +239,7 @@ def test_parquet_row_groups_of_any_size(tmp_path, group):
 
 
 def test_a_large_row_group_is_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "MAX_GROUP_BYTES", 2000)
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 2000)
     texts = [f"{index:06d}" + "y" * 94 for index in range(3000)]
     path = write_rows(tmp_path / "a.parquet", texts)
     corpus = open_corpus(path, path)[0]

@@ -12,9 +12,8 @@ import pyarrow.parquet
 import pytest
 from tiny import complaint
 
-from nanochat.data import formats, hub
+from nanochat.data import formats, hub, parquet
 from nanochat.data.records import find_split, open_records, open_split
-from nanochat.ground import text_files as files
 
 WANTED = [{"question": f"What is {n}? é€😀", "answer": n, "list": [{"a": str(n)}] * (n % 3)} for n in range(1000)]
 
@@ -32,7 +31,7 @@ def write(path: Path, wanted: list, between: str = "\n") -> Path:
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
 @pytest.mark.parametrize("cache_bytes", [1, 20_000, 10**9])
 def test_every_record_in_any_order(tmp_path, name, cache_bytes, monkeypatch):
-    monkeypatch.setattr(files, "CACHE_BYTES", cache_bytes)
+    monkeypatch.setattr(parquet, "CACHE_BYTES", cache_bytes)
     opened = open_records([write(tmp_path / name, WANTED)])
     assert len(opened) == 1000 and [opened[n] for n in range(1000)] == WANTED
     order = random.Random(0).sample(range(1000), 200)
@@ -45,8 +44,8 @@ def test_every_record_in_any_order(tmp_path, name, cache_bytes, monkeypatch):
 def test_no_more_than_the_cache_is_kept(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", WANTED)
     for cache_bytes, kept in ((1, 1), (10**9, 64)):
-        monkeypatch.setattr(files, "CACHE_BYTES", cache_bytes)
-        file = files.ParquetFile(path)
+        monkeypatch.setattr(parquet, "CACHE_BYTES", cache_bytes)
+        file = parquet.ParquetFile(path)
         assert [file.row(n)["answer"] for n in range(1000)] == list(
             range(1000)
         ) and file.cached_block.cache_info().currsize == kept
