@@ -9,59 +9,20 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from nanochat.conversation import Message, Rendered, UnrenderableChat, render
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
-from nanochat.task import (
-    DEFAULT_READING,
-    BadRecords,
-    Example,
-    GeneratedTask,
-    Reading,
-    Split,
-    Task,
-    open_task,
-    parse_tasks,
-)
+from nanochat.task import Example, GeneratedTask, Task
 from nanochat.tokenizer import Tokenizer
 
 WHEEL_SLOTS = 1000
 BLOCK_EXAMPLES = 32
 FAR_DRAW = 1 << 40  # beyond the draws that a run reaches
 FIRST_EXAMPLES = 100  # a run ends if the model can learn nothing from any of them
-
-
-def open_mixture(
-    text: str, split: Split, reading: Reading = DEFAULT_READING, seed: int = 0, by_epoch: bool = False
-) -> "Mixture":
-    """The mixture that a --tasks flag describes.
-
-    With a `val_share` of 0 the test mixture leaves out tasks without a test split. `by_epoch`: all examples of all
-    tasks come once before any comes again.
-
-    Raises UserError: when a name is unknown, data are missing or damaged, or weights would have no effect.
-    """
-    specs = parse_tasks(text)
-    if by_epoch and len({spec.weight for spec in specs}) > 1:
-        raise UserError(f"--num_epochs: every example comes as often: leave the weights out of --tasks {text}")
-    if reading.columns and not any(spec.name == "conversations" for spec in specs):
-        raise UserError(f"--columns {reading.columns}: it names columns of files, and --tasks {text} has no file")
-    tasks = [open_task(spec, split, reading) for spec in specs]
-    parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
-    if split == "test" and reading.val_share == 0:
-        parts = [(task, weight) for task, weight in parts if len(task)]
-    for spec, task in zip(specs, tasks, strict=True):
-        if not len(task) and not (split == "test" and reading.val_share == 0):
-            hint = "give it two rows or more, or a file for each split"
-            raise UserError(f"--tasks {spec.path or spec.name}: there are no {split} examples in it: {hint}")
-    kind = EpochMixture if by_epoch else Mixture
-    return kind([task for task, _ in parts], [weight for _, weight in parts], seed, reading.bad_records)
-
-
 RenderedPair = tuple[Rendered, Rendered]  # a question with the chosen reply, and with the rejected one
 
 
@@ -69,8 +30,9 @@ class Mixture:
     """Examples of several tasks, in an order that is a function of (seed, index)."""
 
     def __init__(
-        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0, bad_records: BadRecords = "skip"
-    ):
+        self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0,
+        bad_records: Literal["skip", "fail"] = "skip",
+    ):  # fmt: skip
         self.tasks = list(tasks)
         self.seed = seed
         self.bad_records = bad_records
@@ -153,14 +115,12 @@ class Mixture:
         return rendered
 
     def fingerprint(self) -> str:
-        """A sha256 that identifies the mixture. It covers the name, length, code, rejected replies and sixteen examples
-        of each task."""
+        """A sha256 of the mixture: of the name, length, identity and sixteen examples of each task."""
         digest = hashlib.sha256()
         for task in self.tasks:
             numbers = sorted({i * len(task) // 16 for i in range(16)})
             digest.update(repr((task.name, len(task), [task.example(i).messages for i in numbers])).encode())
-            digest.update(task.code.encode())
-            digest.update(task.rejected)
+            digest.update(task.identity)
         return digest.hexdigest()
 
     def _shuffled_wheel(self, turn: int) -> tuple[np.ndarray, np.ndarray]:

@@ -13,7 +13,7 @@ A new task is one file in tasks/, with a subclass of `GeneratedTask` (a program 
             return Example(turn(f"Is {number} odd or even?", answer), answer)
 
 An environment is an episode of reinforcement learning: a program that converses with the model and rewards it. One file
-with such a class is enough, `--tasks file.py:Guess`. Here the model guesses a number:
+with such a class is enough, `--tasks file.py:Guess` (tasks/flag.py). Here the model guesses a number:
 
     class Guess(Environment):
         def __init__(self, rng):
@@ -27,26 +27,14 @@ with such a class is enough, `--tasks file.py:Guess`. Here the model guesses a n
             if guess == str(self.number):
                 return Step(reward=1.0)
             return Step([{"role": "user", "content": "higher" if guess < str(self.number) else "lower"}])
-
-The flag --tasks is `NAME[=PATH][:WEIGHT]` with commas between, such as `gsm8k=my/folder:2,stories`.
-
-NAME is a row "tasks" of a room (ground/rooms.py). PATH is a local file or folder that replaces the dataset of the hub.
-A PATH without a NAME holds conversations, or preference pairs for DPO; so does `ORG/NAME[/CONFIG]` of a hub. `@SPLIT`
-after either one chooses a split. A NAME that is not a row labels what its PATH holds. `FILE.py:CLASS[:WEIGHT]` is a
-task or an environment of the user.
 """
 
-import difflib
-import math
 import random
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from nanochat.conversation import Message, Part, check_message, parts_of, text_of
-from nanochat.ground import rooms, user_code
 from nanochat.ground.cli import UserError
 
 LARGEST_REWARD = 1e9  # sums and squares of rewards are finite in fp32
@@ -58,38 +46,6 @@ Kind = Literal["generative", "choice", "dialogue"]
 
 # Where the examples of a task come from: a program, a dataset of a hub or of the user's own copy, the user's file.
 Source = Literal["program", "dataset", "file"]
-FileForm = Literal["conversations", "prompts", "pairs"]  # what a file without a task's name holds
-BadRecords = Literal["skip", "fail"]  # leave out and count a record that is not a conversation, or fail
-Thoughts = Literal["keep", "drop"]  # what becomes of the thoughts in a file's replies
-
-
-@dataclass(frozen=True)
-class Reading:
-    """How the files that --tasks names are read, by the flags with these names."""
-
-    files: FileForm = "conversations"  # what a file without a task's name holds
-    hub: str = "hf"
-    bad_records: BadRecords = "skip"
-    val_share: float | None = None  # of a file without a test split, this share is its test split; default: a tenth
-    columns: str = ""
-    thoughts: Thoughts = "keep"
-
-    @classmethod
-    def of(cls, flags: Any, files: FileForm = "conversations") -> "Reading":
-        """As a command's flags have it."""
-        shared = {name: getattr(flags, name) for name in ("hub", "bad_records", "columns", "thoughts")}
-        return cls(files, val_share=getattr(flags, "val_share", None), **shared)
-
-
-DEFAULT_READING = Reading()
-
-
-# ORG/NAME[/CONFIG] of any dataset of a hub; not what looks like the name of a file.
-HUB_NAME = re.compile(
-    r"(?!.*\.(?:txt|csv|json|jsonl|jsonl\.gz|parquet)$)"
-    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<config>[A-Za-z0-9][\w.-]*))?"
-)
-LABEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a name that --tasks gives to a PATH
 
 
 # ---------------------------------------------------------------------- examples
@@ -229,13 +185,10 @@ class Task:
     """A list of examples, the same for the same arguments on every machine."""
 
     name: str
-    code: str = ""  # the sha256 of the user's file that defines it
-    rejected: bytes | bytearray = b""  # a hash of each pair's rejected reply, where a file has them
+    identity: bytes = b""  # what a resumed run must find unchanged besides the examples, as a hash
     kind: Kind = "generative"
     source: Source = "program"
     baseline: float = 0.0  # accuracy of guessing at random
-    masked: int = 0  # replies that its data mark as not to be learned
-    has_pairs: bool = True  # whether each reference answer has a worse reply to compare with
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         """`path`: a local file or folder instead of the dataset of a hub."""
@@ -323,7 +276,6 @@ class EnvironmentTask(GeneratedTask):
     """Episodes of an environment, each with its own random numbers."""
 
     environment_class: type[Environment]
-    has_pairs = False
 
     def example(self, index: int) -> Example:
         """The episode of the environment's reference replies; only its question where it has none."""
@@ -340,129 +292,3 @@ class EnvironmentTask(GeneratedTask):
 
     def environment(self, example: Example) -> Environment:
         return self.environment_class(self.rng(example.answer))
-
-
-# ---------------------------------------------------------------------- --tasks
-
-
-@dataclass(frozen=True)
-class TaskSpec:
-    """One entry of a --tasks flag."""
-
-    name: str  # a task's name, or "conversations"
-    path: str | None  # a file or a folder, or the name on a hub
-    weight: float
-    label: str | None = None  # the name of conversations in the log
-
-
-def parse_tasks(text: str) -> list[TaskSpec]:
-    """The entries of `NAME[=PATH][:WEIGHT],...`.
-
-    Raises UserError: for an unknown name or a weight that is not a positive number.
-    """
-    entries = [entry.strip() for entry in text.split(",") if entry.strip()]
-    if not entries:
-        raise UserError(f"--tasks is empty: name some of {', '.join(task_names())}, or a .jsonl of conversations")
-    return [_parse_entry(entry) for entry in entries]
-
-
-def _parse_entry(entry: str) -> TaskSpec:
-    if entry.startswith(("hf:", "modelscope:", "ms:")):
-        raise UserError(f"--tasks {entry}: write ORG/NAME alone; --hub modelscope fetches it from ModelScope")
-    rest, colon, number = entry.rpartition(":")
-    if not colon or user_code.PLACE.fullmatch(entry):
-        rest = entry
-        number = "1"
-    try:
-        weight = float(number)
-    except ValueError as error:
-        raise UserError(f"--tasks {entry}: the weight {number!r} is not a number") from error
-    if not 0 < weight < math.inf:
-        raise UserError(f"--tasks {entry}: the weight is a finite number above 0")
-    if user_code.PLACE.fullmatch(rest):
-        return TaskSpec(rest, None, weight)
-    name, equals, path = rest.partition("=")
-    if name in task_names():
-        source = task_class(name).source
-        if source == "program" and equals:
-            raise UserError(f"--tasks {entry}: {name} is generated, it takes no path")
-        if (source == "file" or equals) and not path:
-            raise UserError(f"--tasks {entry}: there is no path: {name}=PATH")
-        return TaskSpec(name, path or None, weight)
-    if _is_here(rest):
-        return TaskSpec("conversations", rest, weight)
-    if HUB_NAME.fullmatch(rest.partition("@")[0]):
-        return TaskSpec("conversations", rest, weight, label=rest)
-    near = difflib.get_close_matches(name, task_names(), n=1)
-    if equals and LABEL.fullmatch(name) and _is_here(path) and not near:
-        return TaskSpec("conversations", path, weight, label=name)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise UserError(
-        f"--tasks {entry}: no such task or file; {hint}the tasks are {', '.join(task_names())}, and ORG/NAME of a hub"
-    )
-
-
-def _is_here(path: str) -> bool:
-    """Whether a path with or without `@SPLIT` is a file or a folder."""
-    return any(name and Path(name).expanduser().exists() for name in (path, path.rpartition("@")[0]))
-
-
-def task_names() -> list[str]:
-    return [name for name in rooms.names("tasks") if name not in get_args(FileForm)]
-
-
-def generated_tasks() -> list[str]:
-    """The tasks whose questions a program writes, each with one reply to grade."""
-    classes = {name: task_class(name) for name in task_names()}
-    return [
-        name for name, kind in classes.items() if kind.source == "program" and not issubclass(kind, EnvironmentTask)
-    ]
-
-
-def task_class(name: str) -> type[Task]:
-    """The class of a task, from its room or from the user's file. This imports its module.
-
-    Raises UserError: when a `FILE.py:CLASS` is neither a task nor an environment.
-    """
-    code = ""
-    entry = name
-    if user_code.PLACE.fullmatch(name):
-        found = user_code.load("--tasks", name)
-        code = user_code.fingerprint(name)
-        name = name.rpartition(":")[2].lower()
-    else:
-        found = rooms.find("tasks", name)
-    if isinstance(found, type) and issubclass(found, Environment):
-        return type(found.__name__, (EnvironmentTask,), {"name": name, "code": code, "environment_class": found})
-    if not isinstance(found, type) or not issubclass(found, Task):
-        raise UserError(f"--tasks {entry}: this is neither a subclass of Environment nor of Task")
-    if code:
-        return type(found.__name__, (found,), {"name": getattr(found, "name", name), "code": code})
-    return found
-
-
-def open_task(spec: TaskSpec, split: Split, reading: Reading = DEFAULT_READING) -> Task:
-    """The task of an entry. Raises UserError: in one line, when its data are missing or damaged."""
-    if spec.name != "conversations":
-        return task_class(spec.name)(split, spec.path, reading.hub)
-    kind: Any = task_class(reading.files)
-    return kind(split, spec.path, reading.hub, label=spec.label, reading=reading)
-
-
-def require_grades(specs: Sequence[TaskSpec]) -> None:
-    """Raises UserError: for an entry whose replies are neither right nor wrong."""
-    for spec in specs:
-        if task_class(spec.name).kind == "dialogue":
-            graded = ", ".join(name for name in task_names() if task_class(name).kind != "dialogue")
-            problem = f"a dialogue has no right answer to grade; those with one are {graded}"
-            hint = "chat_rl needs none with --reward FILE.py:FUNCTION, without task in it"
-            raise UserError(f"--tasks {spec.path or spec.name}: {problem}; {hint}")
-
-
-def require_pairs(specs: Sequence[TaskSpec]) -> None:
-    """Raises UserError: for an entry that has no second reply to compare."""
-    for spec in specs:
-        if spec.name != "conversations" and not task_class(spec.name).has_pairs:
-            paired = ", ".join(name for name in task_names() if task_class(name).has_pairs)
-            problem = f"a dialogue has one reply to a question; those with two to compare are {paired}"
-            raise UserError(f"--tasks {spec.name}: {problem}, and a .jsonl of pairs")

@@ -61,12 +61,11 @@ def main(config: Config) -> None:
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
     from nanochat.checkpoint_manager import NewScalarHead
-    from nanochat.mixture import Horizon, Mixture, RenderedPair, open_mixture
+    from nanochat.mixture import Horizon, Mixture, RenderedPair
     from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
     from nanochat.run.stage import begin, open_optimizer
-    from nanochat.task import Reading, parse_tasks, require_pairs
-    from nanochat.tasks.defaults import default_tasks
+    from nanochat.tasks.flag import open_tasks
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss
@@ -93,12 +92,7 @@ def main(config: Config) -> None:
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return
-    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="dpo")
-    require_pairs(parse_tasks(tasks))
-    by_epoch = config.num_epochs is not None
-    reading = Reading.of(config, "pairs")
-    train = open_mixture(tasks, "train", reading, config.seed, by_epoch)
-    held_out = open_mixture(tasks, "test", reading, config.seed)
+    tasks, train, held_out = open_tasks(config, start.pretraining["data"], "dpo")
     print0(f"tasks: {tasks}")
 
     # A row reads all tokens of a reply but the last, which is only a target. A reward model reads the last one, too.

@@ -51,7 +51,7 @@ def main(config: Config) -> None:
     from nanochat.engine import Engine
     from nanochat.evals.chat import Graded, chat_core, evaluate, good_chat, graded_choices, readable
     from nanochat.model_folder import tag_of
-    from nanochat.task import Reading, open_task
+    from nanochat.tasks.flag import Reading, open_task
 
     # ------------------------------------------------------------------ load
     tasks = {choice.name: open_task(choice, "test", Reading(hub=config.hub)) for choice in graded_choices(config.tasks)}

@@ -112,13 +112,12 @@ def main(config: Config) -> None:
     from nanochat.alignment.rewards import parse_rewards
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.engine import Engine
-    from nanochat.mixture import FIRST_EXAMPLES, open_mixture
+    from nanochat.mixture import FIRST_EXAMPLES
     from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.sampling import SamplingParams
-    from nanochat.task import Reading
-    from nanochat.tasks.defaults import default_tasks
+    from nanochat.tasks.flag import open_tasks
     from nanochat.train import StepStats, train_step
 
     # ------------------------------------------------------------------ loss, rewards, sampler
@@ -154,10 +153,7 @@ def main(config: Config) -> None:
     if start.ledger is not None:  # --dry_run, which needs no data
         rl_checks.report_memory(config, start, optimizer, loss_fn, method)
         return
-    tasks = config.tasks or default_tasks(start.pretraining["data"], stage="rl")
-    reading = Reading.of(config, "prompts")
-    train = open_mixture(tasks, "train", reading, config.seed, config.num_epochs is not None)
-    held_out = open_mixture(tasks, "test", reading, config.seed)
+    tasks, train, held_out = open_tasks(config, start.pretraining["data"], "rl")
     examples = config.examples_per_step
     steps = config.num_iterations
     if config.num_epochs is not None:

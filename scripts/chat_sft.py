@@ -33,21 +33,13 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.conversation import Rendered
     from nanochat.losses import masked_loss
-    from nanochat.mixture import (
-        FIRST_EXAMPLES,
-        Horizon,
-        Mixture,
-        is_learned,
-        open_mixture,
-        require_learnable,
-    )
+    from nanochat.mixture import FIRST_EXAMPLES, Horizon, Mixture, is_learned, require_learnable
     from nanochat.packing import PackedBatch, pack_sequences
     from nanochat.run.compiling import compile_model
     from nanochat.run.learned_share import report_learned
     from nanochat.run.loop import Run
     from nanochat.run.stage import begin, open_optimizer
-    from nanochat.task import Reading
-    from nanochat.tasks.defaults import default_tasks
+    from nanochat.tasks.flag import open_tasks
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data
@@ -65,11 +57,7 @@ def main(config: Config) -> None:
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return
-    tasks = config.tasks or default_tasks(start.pretraining["data"], config.hub)
-    by_epoch = config.num_epochs is not None
-    reading = Reading.of(config)
-    train = open_mixture(tasks, "train", reading, config.seed, by_epoch)
-    held_out = open_mixture(tasks, "test", reading, config.seed)
+    tasks, train, held_out = open_tasks(config, start.pretraining["data"])
     print0(f"tasks: {tasks}")
 
     def draw(mixture: Mixture, numbers: range) -> tuple[PackedBatch, list[Rendered]]:
@@ -124,7 +112,7 @@ def main(config: Config) -> None:
                     # The loss is NaN when the held-out conversations have no target.
                     run.log_evaluation(**({} if math.isnan(val_loss) else {"val_loss": val_loss}))
             if run.must_save:
-                if not by_epoch:
+                if config.num_epochs is None:
                     start.pretraining["conversations"] = horizon.draws(step).start
                 run.save({"no_target": torch.tensor(no_target), "cut": torch.tensor(cut)})
             if run.must_leave:

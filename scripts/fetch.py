@@ -19,8 +19,8 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat.task import Reading, open_task, parse_tasks
     from nanochat.tasks.defaults import default_tasks
+    from nanochat.tasks.flag import Reading, open_task, parse_tasks
 
     learned = config.tasks or default_tasks(config.data, config.hub)
     rewarded = default_tasks(config.data, stage="rl")

@@ -69,12 +69,11 @@ def main(config: Config) -> None:
     from nanochat.data.passes import count_tokens
     from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.loader import Loader, LoaderState
-    from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus, open_mixture
+    from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus
     from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
     from nanochat.run.stage import begin, count_micro_batches, open_optimizer
-    from nanochat.task import Reading
-    from nanochat.tasks.defaults import default_tasks
+    from nanochat.tasks.flag import open_tasks
     from nanochat.train import Schedule, next_token_loss, train_step
 
     # ------------------------------------------------------------------ model, batch
@@ -113,16 +112,15 @@ def main(config: Config) -> None:
         )
         fingerprints["what --data names"] = fingerprint(train_corpus)
     else:
-        tasks = config.tasks or default_tasks(pretraining["data"], config.hub)
-        reading = Reading.of(config)
-        train_corpus, val_corpus = (
-            MixtureCorpus(open_mixture(tasks, split, reading, config.seed), tokenizer) for split in ("train", "test")
-        )
+        from nanochat.tasks.conversations import Conversations
+
+        tasks, train, held_out = open_tasks(config, pretraining["data"])
+        train_corpus, val_corpus = MixtureCorpus(train, tokenizer), MixtureCorpus(held_out, tokenizer)
         print0(f"tasks: {tasks}")
-        if masked := sum(task.masked for task in train_corpus.mixture.tasks):
+        if masked := sum(task.seen.masked for task in train.tasks if isinstance(task, Conversations)):
             warn(f"--tasks {tasks}: {masked:,} replies are marked as not learned, but mid-training learns every token")
-        task_names = train_corpus.mixture.task_names
-        fingerprints["what --tasks names"] = train_corpus.mixture.fingerprint()
+        task_names = train.task_names
+        fingerprints["what --tasks names"] = train.fingerprint()
 
     # ------------------------------------------------------------------ horizon, optimizer
     if config.num_epochs is not None:

@@ -47,13 +47,13 @@ def main(config: Config) -> None:
     from nanochat.cross_entropy import IGNORE
     from nanochat.ground.log import counted, print0, print_table
     from nanochat.ground.screen import track
-    from nanochat.mixture import is_learned, open_mixture
+    from nanochat.mixture import is_learned
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
     from nanochat.run.learned_share import report_learned
     from nanochat.run.stage import chosen_template
-    from nanochat.task import Reading, Task, parse_tasks, require_pairs
-    from nanochat.tasks.defaults import default_tasks
+    from nanochat.task import Task
+    from nanochat.tasks.flag import open_tasks
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
     folder = find_source(config.source, config.source_tag)
@@ -62,12 +62,7 @@ def main(config: Config) -> None:
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"
-    tasks = config.tasks or default_tasks(pretraining["data"], config.hub, config.stage)
-    if not is_sft:
-        require_pairs(parse_tasks(tasks))
-    reading = Reading.of(config, "conversations" if is_sft else "pairs")
-    mixture = open_mixture(tasks, "train", reading, config.seed)
-    held_out = open_mixture(tasks, "test", reading, config.seed)  # the stage counts what is left out there, too
+    tasks, mixture, held_out = open_tasks(config, pretraining["data"], config.stage)
     # SFT continues in the mixture where mid-training stopped.
     first = pretraining.get("conversations", 0) if is_sft else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")

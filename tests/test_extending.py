@@ -20,8 +20,8 @@ import importlib, json, shutil, sys
 from pathlib import Path
 import torch
 from nanochat import device as devices
+from nanochat.tasks.flag import task_class
 from nanochat.ground import cli
-from nanochat.task import task_class
 from nanochat.operators import TorchKernels
 from nanochat.sampling import RowSettings, SamplingParams, sample
 from nanochat.tokenizer import Tokenizer

@@ -10,8 +10,7 @@ from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat.conversation import render
 from nanochat.ground import paths
-from nanochat.mixture import open_mixture
-from nanochat.task import Reading
+from nanochat.tasks.flag import Reading, open_mixture
 
 QUESTION = {"role": "user", "content": "Hi?"}
 

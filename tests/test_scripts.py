@@ -596,7 +596,7 @@ def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch, c
     def open_task(spec, split, reading):
         requested.add((spec.name, split, reading.hub))
 
-    monkeypatch.setattr("nanochat.task.open_task", open_task)
+    monkeypatch.setattr("nanochat.tasks.flag.open_task", open_task)
     call("fetch", "--data=fineweb-edu-chinese", "--hub=modelscope", "--eval_tasks=mmlu,gsm8k")
     learned = {
         (name, split) for name in ("smoltalk_zh", "gsm8k", "addition", "identity") for split in ("train", "test")

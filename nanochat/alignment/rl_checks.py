@@ -13,7 +13,8 @@ from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
 from nanochat.rollout import ROWS_AT_ONCE, Reward, logp_of
 from nanochat.run.stage import Start
-from nanochat.task import Example, Task, parse_tasks, require_grades
+from nanochat.task import Example, Task
+from nanochat.tasks.flag import parse_tasks, require_grades
 
 
 def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> None:

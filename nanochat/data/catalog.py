@@ -4,8 +4,14 @@ Nothing in these tables was tried from a connected machine yet; the evidence for
 Any other `org/name` of a hub works too (hub.py): its parquet files in order, a `text` column.
 """
 
+import re
 from dataclasses import dataclass, field
 
+# ORG/NAME[/CONFIG] of any dataset of a hub; not what looks like the name of a file.
+HUB_NAME = re.compile(
+    r"(?!.*\.(?:txt|csv|json|jsonl|jsonl\.gz|parquet)$)"
+    r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<config>[A-Za-z0-9][\w.-]*))?"
+)
 Files = dict[str, str | None]  # path in a repo -> sha256, None where it is not known
 
 

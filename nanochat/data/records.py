@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.data import hub as hubs
-from nanochat.data.catalog import TASKS
+from nanochat.data.catalog import HUB_NAME, TASKS
 from nanochat.data.splits import choose_files
 from nanochat.ground.cli import UserError
 from nanochat.ground.text_files import Columns, Fields, Records, list_files, open_file, refuse_links_out
-from nanochat.task import HUB_NAME
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
 

@@ -48,7 +48,6 @@ class FirstQuestions(RecordTask):
 
     name = "first_questions"
     source = "file"
-    has_pairs = False
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):
         assert path is not None  # parse_tasks has refused it

@@ -33,7 +33,8 @@ from nanochat.ground.screen import track
 from nanochat.ranks import gather_values, sum_over_ranks
 from nanochat.rollout import EngineSampler, play
 from nanochat.sampling import SamplingParams, seed_of
-from nanochat.task import Example, Kind, Task, TaskSpec, generated_tasks, parse_tasks, require_grades
+from nanochat.task import Example, Kind, Task
+from nanochat.tasks.flag import TaskSpec, generated_tasks, parse_tasks, require_grades
 from nanochat.tokenizer import Tokenizer
 
 ORDER_SEED = 1337  # shuffles the examples: the first N are the same N for every model, and from every subject

@@ -39,7 +39,7 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0, warn
 from nanochat.ground.screen import track
 from nanochat.ground.text_files import DataFile
-from nanochat.task import DEFAULT_READING, BadRecords, Example, Reading, Split
+from nanochat.task import Example, Split
 from nanochat.tasks.columns import (
     MEDIA,
     NAMES,
@@ -54,6 +54,7 @@ from nanochat.tasks.columns import (
     parse_columns,
     tidied,
 )
+from nanochat.tasks.flag import DEFAULT_READING, Reading
 from nanochat.tasks.messages import (
     given,
     listed,
@@ -89,7 +90,6 @@ class Conversations(RecordTask):
 
     name = "conversations"
     kind = "dialogue"
-    has_pairs = False
     rest = "not"  # what the other columns are, in the line that says what is read
     roles: tuple[str, ...] = TURNS  # of the columns that are read
 
@@ -110,9 +110,9 @@ class Conversations(RecordTask):
         self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
         self.records = open_part(path, split, hub, self.columns_to_read, reading.val_share, self.read_with_fields)
         self.seen = Seen()
-        self.rejected = bytearray()
+        self.rejected = bytearray()  # a hash of each pair's rejected reply
         self.numbers = self._checked(f"{path} ({split})", reading.bad_records)
-        self.masked = self.seen.masked
+        self.identity += bytes(self.rejected)
         if split == "train":
             self.seen.report(path, self)
 
@@ -163,7 +163,7 @@ class Conversations(RecordTask):
             unread += ("thought",)
         return [role for role in self.roles if role not in unread]
 
-    def _checked(self, source: str, bad_records: BadRecords) -> np.ndarray:
+    def _checked(self, source: str, bad_records: str) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
 
         Raises UserError: for a file without a record in a known form; with `bad_records="fail"` for any record that is
@@ -382,8 +382,8 @@ class Seen:
         if self.empty:
             problem = f"{self.empty:,} of {self.reply_count:,} replies are empty or only white space"
             warn(f"--tasks {path}: {problem}: nothing is learned from an empty one")
-        if task.masked:
-            counts = f"{task.masked:,} of {self.reply_count:,} replies"
+        if self.masked:
+            counts = f"{self.masked:,} of {self.reply_count:,} replies"
             print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
 
 

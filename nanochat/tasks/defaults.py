@@ -6,6 +6,8 @@ from typing import Literal
 from nanochat.data.catalog import DATASETS, TASKS
 from nanochat.ground.log import warn
 
+Stage = Literal["sft", "rl", "dpo"]
+
 # For a model pretrained on the demo corpus, on the web, on Chinese.
 BUILT_IN_TASKS = "stories:12,questions:4,addition:1,arithmetic:10,identity:7,unknown:5,memory:7,json:4,repeat:4"
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
@@ -16,7 +18,7 @@ CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 BUILT_IN_RL_TASKS = "stories:6,arithmetic:2,unknown:1,memory:1,questions:2,identity:2"
 
 
-def default_tasks(pretraining_data: str, hub: str = "hf", stage: Literal["sft", "rl", "dpo"] = "sft") -> str:
+def default_tasks(pretraining_data: str, hub: str = "hf", stage: Stage = "sft") -> str:
     """The default of --tasks for a model pretrained on `--data pretraining_data`: the mixture of mid-training and SFT,
     the tasks that reward it, or the pairs that it compares. The mixture has only tasks that the hub has."""
     read = _names(pretraining_data)

@@ -43,7 +43,6 @@ class Preferences(Conversations):
     """A question, and two replies to it. As a dialogue a pair is its chosen reply."""
 
     name = "preferences"
-    has_pairs = True
     roles = (*TURNS, "chosen", "rejected")
 
     def check(self, record: Any) -> bool:

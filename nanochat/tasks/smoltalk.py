@@ -19,7 +19,6 @@ class SmolTalk(RecordTask):
 
     name = "smoltalk"
     kind = "dialogue"
-    has_pairs = False
     fields = {"messages": list}
 
     def read(self, record: Any) -> Example:

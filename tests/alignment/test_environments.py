@@ -14,19 +14,9 @@ from tiny import complaint, cpu_device, learned, tiny_tokenizer
 from nanochat import rollout
 from nanochat.conversation import Message, Part, parts_of, render, render_prompt, text_of
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.mixture import open_mixture
 from nanochat.rollout import Samples
-from nanochat.task import (
-    Environment,
-    EnvironmentTask,
-    Example,
-    Step,
-    Task,
-    TaskSpec,
-    open_task,
-    parse_tasks,
-    require_pairs,
-)
+from nanochat.task import Environment, EnvironmentTask, Example, Step, Task
+from nanochat.tasks.flag import TaskSpec, open_mixture, open_task, parse_tasks, require_pairs
 from nanochat.tasks.nim import MOVES, STONES, Nim
 from nanochat.tasks.tool_use import call_in, run_tool
 from nanochat.tokenizer import Tokenizer

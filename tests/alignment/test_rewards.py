@@ -22,9 +22,9 @@ from nanochat.alignment.rewards import Episode, FunctionReward, parse_rewards, s
 from nanochat.device import Device
 from nanochat.ground import user_code
 from nanochat.ground.cli import Failed, Interrupted
-from nanochat.mixture import open_mixture
 from nanochat.rollout import Reward, Samples, load_rewards
-from nanochat.task import Environment, Reading
+from nanochat.task import Environment
+from nanochat.tasks.flag import Reading, open_mixture
 
 MINE = """
 import asyncio, neighbour, numpy, sys, time

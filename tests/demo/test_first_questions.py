@@ -14,7 +14,7 @@ from nanochat.demo.plots import OPEN_ROLES, plots
 from nanochat.demo.small_talk import SLOT, groups
 from nanochat.demo.stories import orders
 from nanochat.demo.writer import story
-from nanochat.task import TaskSpec, generated_tasks, open_task, parse_tasks
+from nanochat.tasks.flag import TaskSpec, generated_tasks, open_task, parse_tasks
 
 LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"
 SECOND = LIST.with_name("second_questions.jsonl")

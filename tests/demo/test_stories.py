@@ -12,7 +12,8 @@ from nanochat.demo.plots import lexicon, words_in_use
 from nanochat.demo.small_talk import Identity, Unknown, agreements, offers_story
 from nanochat.demo.stories import NewStories, Stories, distinct_grams, wished_kinds, with_articles
 from nanochat.ground.cli import UserError
-from nanochat.task import Example, TaskSpec, generated_tasks, open_task, turn
+from nanochat.task import Example, turn
+from nanochat.tasks.flag import TaskSpec, generated_tasks, open_task
 
 STORY = (
     "Once upon a time there was a brave {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "

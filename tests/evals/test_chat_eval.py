@@ -33,7 +33,8 @@ from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.rollout import Reply
 from nanochat.sampling import seed_of
-from nanochat.task import Example, Task, chosen_letter, generated_tasks, task_class
+from nanochat.task import Example, Task, chosen_letter
+from nanochat.tasks.flag import generated_tasks, task_class
 from nanochat.tasks.recorded import choice_example
 
 CONTEXT = 64

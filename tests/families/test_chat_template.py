@@ -19,12 +19,12 @@ from nanochat.engine import Engine
 from nanochat.families.chat_template import ChatTemplate, TemplateError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.ground.cli import UserError
-from nanochat.mixture import MixtureCorpus, open_mixture
+from nanochat.mixture import MixtureCorpus
 from nanochat.sampling import SamplingParams
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler
 from nanochat.serve.state import LoadedModel
-from nanochat.task import Reading
+from nanochat.tasks.flag import Reading, open_mixture
 from nanochat.tokenizer import Tokenizer
 
 HELLO = [
