@@ -209,6 +209,9 @@ class Task:
         """Whether an assistant's reply is right: its text, or the letter that it chose, is the answer."""
         if self.kind == "dialogue":
             raise NotImplementedError(f"{self.name} has nothing to grade")
+        if example.answer is None:
+            problem = "an example has no answer, by which a reply is graded"
+            raise UserError(f'--tasks {self.name}: {problem}: set Example(answer=...), or kind = "dialogue"')
         text = chosen_letter(reply) if self.kind == "choice" else text_of(reply).strip()
         return text == example.answer
 

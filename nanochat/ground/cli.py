@@ -34,7 +34,7 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 
 
-# Each explains a device runtime's own errors in one line with a fix, or returns None; `device.init` adds to them.
+# Each explains errors of its own kind in one line, or returns None: a device runtime's, those of a user's file.
 explainers: set[Callable[[BaseException], str | None]] = set()
 
 
@@ -143,7 +143,9 @@ def parse(config_type: type[Config], argv: list[str] | None = None) -> Config:
     except SystemExit as leaving:
         if leaving.code:
             mistake = _without_frame(message.getvalue())
-            if mistake.startswith("Unrecognized"):  # it lists all unknown flags of the line
+            if mistake.startswith("Unrecognized") and any(word.endswith(",") for word in argv):
+                mistake += "; a space ends a flag's value: leave it out after a comma"
+            elif mistake.startswith("Unrecognized"):  # it lists all unknown flags of the line
                 mistake += "; docs/finetune.md has the flags of ms-swift, LLaMA-Factory and TRL with ours"
             fail(f"{mistake}; see `{command} --help`", code=2)
         raise  # --help
@@ -198,7 +200,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
         if error.filename is None:
             raise
         fail(f"{error.filename}: {error.strerror}; fix the path, or point NANOCHAT_BASE_DIR elsewhere")
-    except (RuntimeError, MemoryError, ImportError) as error:  # every backend's out-of-memory error is a RuntimeError
+    except Exception as error:
         line = _explain(error)
         if line is None:
             raise
@@ -248,7 +250,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def _explain(error: BaseException) -> str | None:
-    """One line for a failure of the machine rather than of the code; None for others."""
+    """One line for a failure of the machine or of a user's file, rather than of our code; None for others."""
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     if out_of_memory(error):
         return f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})"

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nanochat.ground import cli
 from nanochat.ground.cli import Failed, UserError
 
 PLACE = re.compile(r"(?P<path>[^:]+\.py):(?P<name>[A-Za-z_]\w*)")
@@ -36,6 +37,7 @@ def load(flag: str, place: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # a dataclass looks its module up while it is made
         _files.add(str(path))
+        cli.explainers.add(explain)
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         try:

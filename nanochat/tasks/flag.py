@@ -184,6 +184,10 @@ def task_class(name: str) -> type[Task]:
         raise UserError(f"--tasks {entry}: this is neither a subclass of Environment nor of Task")
     if not identity:
         return found
+    methods = ("__init__", "__len__", "example")
+    missing = [method for method in methods if getattr(found, method) is getattr(Task, method)]
+    if missing:
+        raise UserError(f"--tasks {entry}: a Task needs {', '.join(missing)}; GeneratedTask has all but `example`")
     return type(found.__name__, (found,), {"name": getattr(found, "name", name), "identity": identity})
 
 

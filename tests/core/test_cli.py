@@ -118,9 +118,12 @@ def test_all_unknown_flags_of_a_line_are_named_and_the_page_on_other_trainers_on
         assert all(flag in line for flag in ("--model", "--lora_r=8", "--num-train-epochs"))
         assert line.count("Unrecognized") == 1
 
-    with pytest.raises(SystemExit):
-        cli.parse(Config, ["--ratio=x"])  # known
-    assert "docs/finetune.md" not in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # known
+        cli.parse(Config, ["--ratio=x"])
+    with pytest.raises(SystemExit):  # the shell passes the second name as a word of its own
+        cli.parse(chat_sft.Config, ["--tasks", "stories,", "addition"])
+    err = capsys.readouterr().err
+    assert "docs/finetune.md" not in err and "addition; a space ends a flag's value" in err
 
 
 def test_frozen_flags_are_marked_in_their_annotation():

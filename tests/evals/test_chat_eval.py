@@ -644,3 +644,39 @@ def test_mistakes_cost_a_line(
     checkpoint: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str, code: int
 ) -> None:
     refused(capsys, ("chat_eval", "--device=cpu", *argv), words, code=code)
+
+
+USERS = """
+from nanochat.task import Example, GeneratedTask, Task, turn
+
+class Sum(GeneratedTask):
+    def example(self, index):
+        return Example(turn("1+1?", "2"))
+
+class Lost(Sum):
+    def example(self, index):
+        return {}[index]
+
+class Odd(Sum):
+    def grade(self, example, reply):
+        return 1 / 0
+
+class Endless(Task):
+    def example(self, index): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Sum", "--tasks sum: an example has no answer"),
+        ("Lost", "mine.py:10 `return {}[index]`: KeyError"),
+        ("Odd", "mine.py:14 `return 1 / 0`: ZeroDivisionError"),
+        ("Endless", "mine.py:Endless: a Task needs __init__, __len__"),
+    ],
+)
+def test_mistakes_in_a_users_task_cost_a_line(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, words: str
+) -> None:
+    (tmp_path / "mine.py").write_text(USERS)
+    refused(capsys, ("chat_eval", "--device=cpu", f"--tasks={tmp_path}/mine.py:{name}"), words)
