@@ -76,11 +76,11 @@ def open_mixture(
     if reading.columns and not any(spec.name == "conversations" for spec in specs):
         raise UserError(f"--columns {reading.columns}: it names columns of files, and --tasks {text} has no file")
     tasks = [open_task(spec, split, reading) for spec in specs]
-    parts = [(task, spec.weight) for task, spec in zip(tasks, specs, strict=True)]
-    if split == "test" and reading.val_share == 0:
-        parts = [(task, weight) for task, weight in parts if len(task)]
+    parts = []
     for spec, task in zip(specs, tasks, strict=True):
-        if not len(task) and not (split == "test" and reading.val_share == 0):
+        if len(task):
+            parts.append((task, spec.weight))
+        elif split == "train" or reading.val_share != 0:
             hint = "give it two rows or more, or a file for each split"
             raise UserError(f"--tasks {spec.path or spec.name}: there are no {split} examples in it: {hint}")
     kind = EpochMixture if by_epoch else Mixture

@@ -629,9 +629,26 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     assert [one["rows"] for one in seen[2:]] == [1, 1, 1] * 4  # four chats for the report, turn by turn: none is good
 
 
+USERS = """
+from nanochat.task import Example, GeneratedTask, Task, turn
+class Sum(GeneratedTask):
+    def example(self, index): return Example(turn("1+1?", "2"))
+class Lost(Sum):
+    def example(self, index): return {}[index]
+class Odd(Sum):
+    def grade(self, example, reply): return 1 / 0
+class Endless(Task):
+    def example(self, index): ...
+"""
+
+
 @pytest.mark.parametrize(
     ("argv", "words", "code"),
     [
+        (["--tasks=mine.py:Sum"], "--tasks sum: an example has no answer", 1),
+        (["--tasks=mine.py:Lost"], "mine.py:6 `def example(self, index): return {}[index]`: KeyError", 1),
+        (["--tasks=mine.py:Odd"], "mine.py:8 `def grade(self, example, reply): return 1 / 0`: ZeroDivisionError", 1),
+        (["--tasks=mine.py:Endless"], "mine.py:Endless: a Task needs __init__, __len__", 1),
         (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer", 1),
         (["--tasks=nosuch"], "--tasks nosuch: no such task", 1),
         (["--samples=4", "--temperature=0"], "--samples 4: greedy replies are all the same; set --temperature", 1),
@@ -641,42 +658,8 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_mistakes_cost_a_line(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], argv: list[str], words: str, code: int
-) -> None:
-    refused(capsys, ("chat_eval", "--device=cpu", *argv), words, code=code)
-
-
-USERS = """
-from nanochat.task import Example, GeneratedTask, Task, turn
-
-class Sum(GeneratedTask):
-    def example(self, index):
-        return Example(turn("1+1?", "2"))
-
-class Lost(Sum):
-    def example(self, index):
-        return {}[index]
-
-class Odd(Sum):
-    def grade(self, example, reply):
-        return 1 / 0
-
-class Endless(Task):
-    def example(self, index): ...
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Sum", "--tasks sum: an example has no answer"),
-        ("Lost", "mine.py:10 `return {}[index]`: KeyError"),
-        ("Odd", "mine.py:14 `return 1 / 0`: ZeroDivisionError"),
-        ("Endless", "mine.py:Endless: a Task needs __init__, __len__"),
-    ],
-)
-def test_mistakes_in_a_users_task_cost_a_line(
-    checkpoint: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, words: str
+    checkpoint: Path, capsys: Any, tmp_path: Path, monkeypatch: Any, argv: list[str], words: str, code: int
 ) -> None:
     (tmp_path / "mine.py").write_text(USERS)
-    refused(capsys, ("chat_eval", "--device=cpu", f"--tasks={tmp_path}/mine.py:{name}"), words)
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, ("chat_eval", "--device=cpu", *argv), words, code=code)
