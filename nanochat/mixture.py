@@ -137,25 +137,6 @@ class Mixture:
         return np.random.default_rng((self.seed, number, epoch)).permutation(len(self.tasks[number]))
 
 
-class EpochMixture(Mixture):
-    """The examples of several tasks as one list, shuffled again for each epoch: draws 0 to len - 1 are the first."""
-
-    def __len__(self) -> int:
-        return sum(len(task) for task in self.tasks)
-
-    def draw(self, index: int) -> tuple[Task, int]:
-        epoch, place = divmod(index, len(self))
-        number = int(self._order(0, epoch)[place])  # number in the list
-        for task in self.tasks:
-            if number < len(task):
-                return task, number
-            number -= len(task)
-        raise AssertionError("the list is as long as its tasks")
-
-    def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
-        return np.random.default_rng((self.seed, number, epoch)).permutation(len(self))
-
-
 @dataclass(frozen=True)
 class Horizon:
     """Which examples each step of SFT or DPO learns from: a function of the step, so a resume needs no position."""
@@ -170,8 +151,7 @@ class Horizon:
         """The horizon of this many steps, or of `epochs` in their place. An epoch is all of the mixture."""
         if epochs is None:
             return cls(steps, examples, first)
-        assert isinstance(mixture, EpochMixture)
-        epoch = len(mixture)
+        epoch = sum(len(task) for task in mixture.tasks)
         # Rounded: 1.1 epochs of 10 steps are 11.000000000000002 in floats.
         steps = math.ceil(round(epochs * math.ceil(epoch / examples), 6))
         return cls(max(1, steps), examples, epoch=epoch)

@@ -14,7 +14,7 @@ from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import CPU, DPO, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
 
 from nanochat.checkpoint_manager import load_model
-from nanochat.mixture import EpochMixture
+from nanochat.tasks.flag import EpochMixture
 from nanochat.tokenizer import Tokenizer
 
 # ---------------------------------------------------------------------- --gradient_accumulation_steps

@@ -37,13 +37,14 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.log import REQUIRED
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
-from nanochat.mixture import FAR_DRAW, EpochMixture, Mixture
+from nanochat.mixture import FAR_DRAW, Mixture
 from nanochat.packing import pack_pairs
 from nanochat.run import stage as stages
 from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
 from nanochat.run.loop import Run
 from nanochat.run.stop import Stop
 from nanochat.task import Example, Task
+from nanochat.tasks.flag import EpochMixture
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Meter, Progress, make_optimizer, train_step
 

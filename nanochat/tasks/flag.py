@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from nanochat.data.catalog import HUB_NAME
 from nanochat.ground import rooms, user_code
 from nanochat.ground.cli import UserError
-from nanochat.mixture import EpochMixture, Mixture
+from nanochat.mixture import Mixture
 from nanochat.task import Environment, EnvironmentTask, Split, Task
 from nanochat.tasks.defaults import Stage, default_tasks
 
@@ -85,6 +87,25 @@ def open_mixture(
             raise UserError(f"--tasks {spec.path or spec.name}: there are no {split} examples in it: {hint}")
     kind = EpochMixture if by_epoch else Mixture
     return kind([task for task, _ in parts], [weight for _, weight in parts], seed, reading.bad_records)
+
+
+class EpochMixture(Mixture):
+    """The examples of several tasks as one list, shuffled again for each epoch: draws 0 to len - 1 are the first."""
+
+    def __len__(self) -> int:
+        return sum(len(task) for task in self.tasks)
+
+    def draw(self, index: int) -> tuple[Task, int]:
+        epoch, place = divmod(index, len(self))
+        number = int(self._order(0, epoch)[place])  # number in the list
+        for task in self.tasks:
+            if number < len(task):
+                return task, number
+            number -= len(task)
+        raise AssertionError("the list is as long as its tasks")
+
+    def _shuffled_task(self, number: int, epoch: int) -> np.ndarray:
+        return np.random.default_rng((self.seed, number, epoch)).permutation(len(self))
 
 
 # ---------------------------------------------------------------------- one entry

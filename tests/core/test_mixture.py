@@ -16,10 +16,11 @@ from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
 from nanochat.ground.cli import UserError
 from nanochat.loader import segments_of
-from nanochat.mixture import EpochMixture, Mixture, MixtureCorpus
+from nanochat.mixture import Mixture, MixtureCorpus
 from nanochat.task import Example, Task
 from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS, default_tasks
 from nanochat.tasks.flag import (
+    EpochMixture,
     TaskSpec,
     generated_tasks,
     open_mixture,

@@ -33,14 +33,14 @@ EXEMPT = {
         train.make_adamw engine.Slots.choose checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape
     """,
     "with a flag": """
-        gpt.GPT.recompute_activations optim.Mean.store losses.PairLoss.takes mixture.EpochMixture.draw
+        gpt.GPT.recompute_activations optim.Mean.store losses.PairLoss.takes
         device.Device.set_rng_state
     """,
     "in the server": "engine.Slots.copy engine.Slots.reset engine.Slots.score engine.Slots.shrink",
     "in the training service": "optim.Optimizer.set_adamw checkpoint_manager.new_folder",
     "in a model that calls the tool": "engine.Engine.answer_call calculator.can_continue",
     "in other tasks": """
-        task.Environment.reference_reply task.Task.measures task.chosen_letter task.generated_tasks
+        task.Environment.reference_reply task.Task.measures task.chosen_letter
         tokenizer.Tokenizer.shrink
     """,
     "at the end": "checkpoint_manager.clean_up loader.Loader.close",
