@@ -33,7 +33,7 @@ from torch import Tensor
 from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.ground.cli import UserError
-from nanochat.ground.corpus import Corpus, Part, WeightedCorpora
+from nanochat.ground.corpus import Corpus, WeightedCorpora, weighted_parts
 from nanochat.ground.log import warn
 from nanochat.tokenizer import Tokenizer
 
@@ -161,7 +161,7 @@ class Loader:
                 f"this run reads its data in {shard_count} shards: resume it with a number of processes that "
                 f"divides {shard_count}, not with {world_size}"
             )
-        self._parts = corpus.parts if isinstance(corpus, WeightedCorpora) else [Part(corpus.name, corpus)]
+        self._parts = weighted_parts(corpus)
         self._block_counts = [part.corpus.block_count() for part in self._parts]
         self._tokenizer = tokenizer
         self._seed = seed

@@ -59,13 +59,8 @@ class WeightedCorpora:
     parts: list[Part]
 
     def block_count(self) -> int | None:
-        total = 0
-        for part in self.parts:
-            count = part.corpus.block_count()
-            if count is None:
-                return None
-            total += count
-        return total
+        counts = [part.corpus.block_count() for part in self.parts]
+        return None if None in counts else sum(filter(None, counts))
 
 
 def weighted_parts(corpus: Corpus | WeightedCorpora) -> list[Part]:
