@@ -38,7 +38,7 @@ SEAMS = {
     # Text that --data names and that this machine has: "train" or "val" -> a Corpus.
     "corpora",
     # A task by its name in --tasks: a Task, or an Environment, whose episodes have several turns. A PATH without a
-    # name has a task, too, by the form of its content (`FileForm` of task.py).
+    # name has a task, too, by the form of its content (`FileForm` of tasks/flag.py).
     "tasks",
     # Methods of `chat_rl --loss` beyond the ones that teach: `PolicyLoss` of losses.py.
     "policy losses",
