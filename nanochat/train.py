@@ -5,7 +5,6 @@ number of targets over all of them and all ranks, and updates. Stages differ in 
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -92,93 +91,6 @@ class Schedule:
         """Multiple of the initial weight decay: a linear fall to zero."""
         # Decay erases what early steps wrote. Late steps write the final weights, which nothing should erase.
         return max(0.0, 1 - step / self.steps)
-
-
-@dataclass
-class Progress:
-    """How far a run has come; saved with every checkpoint."""
-
-    step: int = 0  # finished steps
-    tokens: int = 0  # consumed, over all ranks
-    seconds: float = 0.0  # time of training, without evaluation and saving
-    skipped_steps: int = 0  # steps whose loss or gradients were not finite
-    idle_steps: int = 0  # steps with nothing to learn: no target, or no gradient
-    best_val_bpb: float | None = None
-    pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
-    initial: dict[str, float] | None = None  # the evaluation before the first step; None: not yet, or no run had one
-
-
-class Meter:
-    """Speed, and steps that were skipped, between two log lines. Only `read` waits for the device.
-
-    A host that reads a loss waits until the device has computed it, and meanwhile launches nothing. The counts of
-    every step therefore stay on the device, and are read once per log line.
-    """
-
-    def __init__(self, progress: Progress, device: Device, token_flops: int | None = None):
-        self.progress = progress
-        self.device = device
-        self.token_flops = token_flops
-        self.more: Callable[[], dict[str, Any]] = dict  # further numbers of a line; all ranks call it
-        self.skipped = torch.zeros((), device=device.torch_device)  # since the last line
-        self.idle = torch.zeros((), device=device.torch_device)  # likewise
-        self.bad_in_a_row = torch.zeros((), device=device.torch_device)
-        self.since_good = 0  # steps since the last finite one, as of the last line; three or more end a run
-        self.since_update = 0  # steps that changed nothing, in the last lines that had no other steps
-        self.read_step = progress.step  # of the last line
-        self.restart()
-
-    def restart(self) -> None:
-        """Begin to measure here: evaluation and saving are over."""
-        self.clock = time.perf_counter()
-        self.clock_tokens = self.progress.tokens
-        self.compiling = 0.0  # seconds of torch.compile since then: later steps have none of them
-
-    def add(self, stats: "StepStats", tokens: int) -> None:
-        """Count a step of `tokens` tokens over all ranks; it has been launched, not computed."""
-        # Sums on the device: the host does not know `finite` yet, and does not wait to learn it.
-        self.skipped += 1 - stats.finite
-        self.idle += stats.finite - stats.updated
-        # A finite step resets the count of bad steps in a row. Once the count is three it stays: the run must end, and
-        # only the next log line reads the count.
-        good = (stats.finite > 0) & (self.bad_in_a_row < 3)
-        self.bad_in_a_row = (self.bad_in_a_row + 1).masked_fill_(good, 0)
-        self.progress.step += 1
-        self.progress.tokens += tokens
-
-    def read(self, stats: "StepStats") -> dict[str, Any]:
-        """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token."""
-        # The one wait for the device, for all numbers together.
-        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self.idle, self.bad_in_a_row))
-        loss, grad_norm, skipped, idle, bad_in_a_row = numbers.tolist()
-        now = time.perf_counter()
-
-        # Speed over all steps since the last line. MFU: the share of the devices' peak that the model's own products
-        # take (source: Chowdhery et al. 2022, PaLM).
-        progress = self.progress
-        rate = (progress.tokens - self.clock_tokens) / (now - self.clock - self.compiling)
-        mfu = None
-        if self.token_flops and self.device.peak_flops:
-            mfu = self.token_flops * rate / (self.device.peak_flops * self.device.world_size)
-
-        # Start the next line's counts. `bad_in_a_row` is kept: a row of bad steps may cross a log line.
-        progress.seconds += now - self.clock
-        progress.skipped_steps += int(skipped)
-        progress.idle_steps += int(idle)
-        self.skipped.zero_()
-        self.idle.zero_()
-        self.since_good = int(bad_in_a_row)
-        # Whole lines are exact enough: a count of steps in a row would cost three more launches in every step.
-        steps = progress.step - self.read_step
-        self.since_update = self.since_update + steps if idle + skipped == steps else 0
-        self.read_step = progress.step
-        self.restart()
-        return {
-            "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,
-            "seconds": progress.seconds, "peak_memory_bytes": self.device.peak_memory(),
-            "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps, "idle_steps": progress.idle_steps,
-            **self.more(),
-        }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,9 @@ class Config(TrainFlags):
     matrix_lr: Rate | None = None  # learning rate of the blocks' matrices; default: by rule
     weight_decay: Rate | None = None  # weight decay of the blocks' matrices; default: by rule
     warmdown_fraction: Fraction = 0.65  # the last part of the run, in which the rates fall
-    # evaluation, device
+    # evaluation
     eval_every: Count = 250  # steps between evaluations; 0: only at the beginning and the end
     eval_tokens: Positive = 1_048_576  # tokens of validation text per evaluation
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
     # model
     depth: Frozen[Depth] = 8  # the one dial: layers; the width is 64 x depth, in whole heads
     head_dim: Frozen[Annotated[int, Range(1, 4096)]] = 128  # channels of an attention head
@@ -72,11 +71,10 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.gpt import GPT
-    from nanochat.ground import rooms
     from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.loader import Loader, LoaderState
-    from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
+    from nanochat.run.speed import should_compile
     from nanochat.run.stage import Start, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
@@ -106,7 +104,9 @@ def main(config: Config) -> None:
     layout.shard(model, device)
     start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}")
     if config.dry_run:
-        start.ledger = rooms.find("attendants", "dry_run")(device, model)
+        from nanochat.run import memory
+
+        start.ledger = memory.begin(device, model)
     else:
         model.to_empty(device=device.torch_device)
         model.init_weights(config.seed)
@@ -157,7 +157,15 @@ def main(config: Config) -> None:
         document_mask=document_mask, step_batches=accumulation, on_error=run.fail,
     )  # fmt: skip
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled = compile_model(run, model, config.compile, token_flops * batch_tokens, shape)
+    compiled = model
+    if should_compile(run, token_flops * batch_tokens):
+        from nanochat.kernels.compiling import compile_model
+
+        compiled = compile_model(run, model, shape)
+    if config.profile:
+        from nanochat.kernels.profiling import Recorder
+
+        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture; its share sets the size
     for part in weighted_parts(val_corpus):

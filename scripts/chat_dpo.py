@@ -62,8 +62,8 @@ def main(config: Config) -> None:
     from nanochat.alignment import preferences
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.mixture import Horizon, Mixture, RenderedPair
-    from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
+    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.tasks.flag import open_tasks
     from nanochat.train import Schedule, mean_loss, train_step
@@ -139,12 +139,17 @@ def main(config: Config) -> None:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
     step_flops = token_flops * preferences.token_count(first_examples)
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled = compile_model(run, model, config.compile, step_flops, shape, forward_alone=True)
-    compiled_reference = None
-    if reference is not None:
-        compiled_reference = compile_model(
-            run, reference, config.compile, step_flops, shape, "reference", forward_alone=True
-        )
+    compiled = model
+    compiled_reference = reference
+    if should_compile(run, step_flops, forward_alone=True):
+        from nanochat.kernels.compiling import compile_model
+
+        compiled = compile_model(run, model, shape)
+        compiled_reference = compile_model(run, reference, shape, "reference")
+    if config.profile:
+        from nanochat.kernels.profiling import Recorder
+
+        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
     left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs with nothing to prefer
 
     with run:

@@ -113,8 +113,8 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.engine import Engine
     from nanochat.mixture import FIRST_EXAMPLES
-    from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
+    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.sampling import SamplingParams
     from nanochat.tasks.flag import open_tasks
@@ -172,12 +172,17 @@ def main(config: Config) -> None:
     # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.
     shape = (config.device_batch_size, row_tokens)
     step_flops = scaling.flops_per_token(model.config) * examples * config.num_samples * config.max_tokens // 4
-    compiled = compile_model(run, model, config.compile, step_flops, shape, forward_alone=True)
-    compiled_reference = None
-    if reference is not None:
-        compiled_reference = compile_model(
-            run, reference, config.compile, step_flops, shape, "reference", forward_alone=True
-        )
+    compiled = model
+    compiled_reference = reference
+    if should_compile(run, step_flops, forward_alone=True):
+        from nanochat.kernels.compiling import compile_model
+
+        compiled = compile_model(run, model, shape)
+        compiled_reference = compile_model(run, reference, shape, "reference")
+    if config.profile:
+        from nanochat.kernels.profiling import Recorder
+
+        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
     reward_before = math.nan  # mean reward on held-out questions before the first step
     reward_after = math.nan  # the same at the last evaluation
     last_kl = math.nan  # KL to the reference or the teacher in the last logged step

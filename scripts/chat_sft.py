@@ -35,9 +35,9 @@ def main(config: Config) -> None:
     from nanochat.losses import masked_loss
     from nanochat.mixture import FIRST_EXAMPLES, Horizon, Mixture, is_learned, require_learnable
     from nanochat.packing import PackedBatch, pack_sequences
-    from nanochat.run.compiling import compile_model
     from nanochat.run.learned_share import report_learned
     from nanochat.run.loop import Run
+    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.tasks.flag import open_tasks
     from nanochat.train import Schedule, mean_loss, train_step
@@ -93,7 +93,15 @@ def main(config: Config) -> None:
     report_learned(opened, start.tokenizer)
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.data_ranks)).inputs.shape
-    compiled = compile_model(run, model, config.compile, token_flops * opening.inputs.numel(), usual)
+    compiled = model
+    if should_compile(run, token_flops * opening.inputs.numel()):
+        from nanochat.kernels.compiling import compile_model
+
+        compiled = compile_model(run, model, usual)
+    if config.profile:
+        from nanochat.kernels.profiling import Recorder
+
+        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, _ = draw(held_out, range(held_out_count))
     no_target = 0  # conversations since the last log line with nothing to learn

@@ -70,8 +70,8 @@ def main(config: Config) -> None:
     from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.loader import Loader, LoaderState
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus
-    from nanochat.run.compiling import compile_model
     from nanochat.run.loop import Run
+    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, count_micro_batches, open_optimizer
     from nanochat.tasks.flag import open_tasks
     from nanochat.train import Schedule, next_token_loss, train_step
@@ -157,7 +157,15 @@ def main(config: Config) -> None:
         document_mask=document_mask, step_batches=accumulation, on_error=run.fail,
     )  # fmt: skip
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled = compile_model(run, model, config.compile, token_flops * batch_tokens, shape)
+    compiled = model
+    if should_compile(run, token_flops * batch_tokens):
+        from nanochat.kernels.compiling import compile_model
+
+        compiled = compile_model(run, model, shape)
+    if config.profile:
+        from nanochat.kernels.profiling import Recorder
+
+        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture of texts; its share sets the size
     for part in weighted_parts(val_corpus):

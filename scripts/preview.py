@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from nanochat.ground import cli
 from nanochat.ground.cli import Count, Positive, Seed
-from nanochat.run.flags import Share
+from nanochat.run.flags import HeldOut
 
 if TYPE_CHECKING:
     from nanochat.conversation import Rendered
@@ -35,7 +35,7 @@ class Config:
     bad_records: Literal["skip", "fail"] = "skip"  # records of a PATH or ORG/NAME that are not chats: skip or fail
     columns: str = ""  # columns of the files, as in the stage: question=COLUMN,answer=COLUMN
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies, as in the stage
-    val_share: Share | None = None  # rows of a file that are held out, as in the stage
+    val_share: HeldOut | None = None  # rows of a file that are held out, as in the stage
     seed: Seed = 0  # as in the stage
     examples: Count = 3  # examples to print
     count: Positive = 1000  # examples that the table covers

@@ -35,13 +35,13 @@ from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
 from nanochat.device import Device
 from nanochat.ground import cli
-from nanochat.ground.log import REQUIRED
-from nanochat.kernels import compiler
 from nanochat.model_folder import steps as steps_of
-from nanochat.run import loop
+from nanochat.run import loop, speed
 from nanochat.run.flags import TrainFlags
+from nanochat.run.progress import Progress
+from nanochat.run.run_log import REQUIRED
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Progress, next_token_loss
+from nanochat.train import next_token_loss
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
 STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
@@ -806,11 +806,11 @@ def test_a_run_of_days_begins_with_a_warning(base, tokenizer, capsys, monkeypatc
     call("base_train", *TINY, "--num_iterations=1")
     out, err = capsys.readouterr()
     assert "time: about" not in out and err == ""  # a run that is over after its first steps
-    monkeypatch.setattr(compiler, "product_flops", lambda device: 1e3)
+    monkeypatch.setattr(speed, "product_flops", lambda device: 1e3)
     call("base_train", *TINY, "--num_iterations=2")
     err = capsys.readouterr().err
     assert re.search(r"^warning: this run takes about \d+d\d\dh here, .* lower --num_iterations", err)
-    monkeypatch.setattr(compiler, "product_flops", lambda device: None)  # an accelerator whose peak is unknown
+    monkeypatch.setattr(speed, "product_flops", lambda device: None)  # an accelerator whose peak is unknown
     call("base_train", *TINY, "--num_iterations=1")
     assert capsys.readouterr().err == ""
 
@@ -832,7 +832,7 @@ def test_the_time_of_a_run_is_that_of_real_steps(base, tokenizer, capsys, monkey
         now += 500 if now else 0
         return evaluate(*arguments, **flags)
 
-    monkeypatch.setattr(compiler, "product_flops", lambda device: None)
+    monkeypatch.setattr(speed, "product_flops", lambda device: None)
     monkeypatch.setattr(train, "train_step", slow_step)
     monkeypatch.setattr(bpb, "bits_per_byte", slow_evaluation)
     monkeypatch.setattr(time, "perf_counter", lambda: now)

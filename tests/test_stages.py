@@ -34,19 +34,21 @@ from nanochat.engine import Engine
 from nanochat.gpt import Block
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import REQUIRED
+from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
 from nanochat.mixture import FAR_DRAW, Mixture
 from nanochat.packing import pack_pairs
 from nanochat.run import stage as stages
-from nanochat.run.compiling import CompiledBlocks, CompilerClock, compile_model
 from nanochat.run.loop import Run
+from nanochat.run.progress import Meter, Progress
+from nanochat.run.run_log import REQUIRED
+from nanochat.run.speed import eager_reason
 from nanochat.run.stop import Stop
 from nanochat.task import Example, Task
 from nanochat.tasks.flag import EpochMixture
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Meter, Progress, make_optimizer, train_step
+from nanochat.train import make_optimizer, train_step
 
 CPU = ("--device=cpu", "--dtype=float32", "--log_every=1")
 BASE = (
@@ -496,15 +498,11 @@ def test_one_program_for_any_number_of_documents():
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_a_sharded_model_without_backward_passes_stays_eager(capsys):
+def test_a_sharded_model_without_backward_passes_stays_eager():
     """Compiled, its reference would wait for a backward pass that never comes."""
-    start = SimpleNamespace(layout=SimpleNamespace(sharded=True))
-    run: Any = SimpleNamespace(start=start, stage="dpo", device=cpu_device(), last=9)
-    model = object()
-    assert compile_model(run, model, "auto", 10**15, (2, 8), "step", True) is model
-    assert "eager (sharded)" in capsys.readouterr().out
+    assert eager_reason(cpu_device(), tiny_config(), "auto", 1e16, is_sharded=True) == "sharded"
     with pytest.raises(UserError, match="chat_dpo"):
-        compile_model(run, model, "on", 10**15, (2, 8), "step", True)
+        eager_reason(cpu_device(), tiny_config(), "on", 1e16, is_sharded=True)
 
 
 @pytest.mark.slow

@@ -44,9 +44,9 @@ from nanochat.data.hub import fetch_url, leaves_folder
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import duration, print0
+from nanochat.ground.log import print0
 from nanochat.ground.paths import data_dir, open_lock
-from nanochat.ground.screen import track
+from nanochat.ground.screen import duration, track
 from nanochat.ranks import sum_over_ranks
 from nanochat.tokenizer import Tokenizer
 

@@ -1,5 +1,1 @@
 """Mixture of experts: several MLPs in each block, of which a router chooses a few for each token."""
-
-PLUGS = {
-    "attendants": {"experts": "nanochat.experts.loads:Loads"},
-}

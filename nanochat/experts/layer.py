@@ -26,6 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nanochat.experts.loads import read_loads
 from nanochat.experts.router import Router
 from nanochat.gpt import MLP, GPTConfig
 from nanochat.ground.sharding import is_dtensor
@@ -66,6 +67,8 @@ def grouped_product(
 
 class Experts(nn.Module):
     """Routed experts, and with `shared_experts` an MLP of their width for every token."""
+
+    read_loads = staticmethod(read_loads)  # numbers for the log lines of a run
 
     def __init__(self, config: GPTConfig, kernels: TorchKernels):
         super().__init__()

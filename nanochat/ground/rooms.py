@@ -2,9 +2,9 @@
 
 The core is the story, which is the files directly in nanochat/, and ground/. It imports no room, so that it can be read
 without anything else. A room, a folder of nanochat/, does the work that the core cannot do, such as reading a model of
-another family; run/ plugs in like a room. SEAMS lists the places where a room may plug in. A room's `__init__.py` has a
-table PLUGS, from seam to name to the "module:attribute" that it offers; `find` imports it when the name is requested. A
-new capability is a file in a room and one row of the room's table: the core does not change.
+another family. SEAMS lists the places where a room may plug in. A room's `__init__.py` has a table PLUGS, from seam to
+name to the "module:attribute" that it offers; `find` imports it when the name is requested. A new capability is a file
+in a room and one row of the room's table: the core does not change.
 """
 
 import functools
@@ -18,9 +18,6 @@ from nanochat.ground.extras import advice
 
 # The purpose of each seam. A name is usually the value of a flag.
 SEAMS = {
-    # Attendants of a run, by the flag that requests them: a class of objects for a run (`Attendant` of run/loop.py), or
-    # a function that makes one. The watchdog is --hang_seconds.
-    "attendants",
     # Formats of model folders other than ours, asked in this order: `FolderFormat` of model_folder.py. Hugging Face's
     # also reads a tokenizer.json that is not ours.
     "folders",

@@ -9,6 +9,7 @@ Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D hea
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable
 
 import torch
@@ -99,6 +100,7 @@ class _NpuGroupedOperators(GroupedOperators):
 class NpuKernels(WrittenKernels):
     name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
     device_type = "npu"
+    compiled_flops = math.inf  # not tried on a card yet
     has_grouped_products = True
     loss_in_fp32 = False
     loss_chunk_elements = 1 << 27  # 256 MiB in bf16

@@ -20,8 +20,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from nanochat.ground.log import duration
 from nanochat.ground.paths import SCRIPTS
+from nanochat.ground.screen import duration
 from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
 
 SMOOTH = 1 / 30  # share of a curve on either side of a point that its moving mean covers

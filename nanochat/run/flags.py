@@ -10,7 +10,7 @@ from nanochat.ground.cli import Count, Fraction, Frozen, Positive, Range, Seed, 
 
 Examples = TypeVar("Examples", bound="EpochFlags")
 Epochs = Annotated[float, Range(1e-9, 10**6)]
-Share = Annotated[float, Range(0, 0.9)]
+HeldOut = Annotated[float, Range(0, 0.9)]  # part of a file
 Rate = Annotated[float, Range(0, 1e4)]
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class TrainFlags:
     # device
     device: str = "auto"  # auto, npu, cuda or cpu
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products; parameters stay in float32
+    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
     deterministic: bool = False  # an accelerator adds up in one order, slower: the same run has the same bits
     seed: Frozen[Seed] = 0  # decides everything random: new weights, the data's order, samples
 
@@ -98,8 +99,6 @@ class ChatFlags(StageFlags):
     lora_dropout: Frozen[Annotated[float, Range(0, 0.99)]] = 0.0  # dropout on an adapter's input, in training
     lora_targets: Frozen[str] = "all"  # q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj, or some of them
     lora_base: Frozen[Literal["plain", "nf4"]] = "plain"  # nf4: the frozen weights take 4.5 bits each (QLoRA)
-    # device
-    compile: Literal["auto", "on", "off"] = "auto"  # torch.compile; auto: where it pays
 
     def __post_init__(self):
         if not self.lora_rank:
@@ -146,10 +145,11 @@ class EpochFlags(ChatFlags):
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # Elsewhere: batch size x gradient accumulation x devices.
     target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as needed
-    val_share: Frozen[Share | None] = None  # held out of a file without a test split; default: 0.1
+    val_share: Frozen[HeldOut | None] = None  # held out of a file without a test split; default: 0.1
     # optimizer
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the rates fall; constant: not at all
-    warmup_ratio: Share | None = None  # the first part of the run, in which the rates rise; default: at most 40 steps
+    # The first part of the run, in which the rates rise; default: at most 40 steps.
+    warmup_ratio: Annotated[float, Range(0, 0.9)] | None = None
     warmdown_fraction: Fraction = 1.0  # the last part of the run, in which the rates fall
 
     def __post_init__(self):

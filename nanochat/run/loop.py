@@ -22,12 +22,12 @@ run starts from; its numbers are in the line of step 0, as `val_bpb_before` and 
 """
 
 import contextlib
+import functools
 import gc
 import math
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -35,41 +35,26 @@ from torch import Tensor
 
 from nanochat import checkpoint_manager, model_folder
 from nanochat import device as devices
-from nanochat.ground import rooms, screen, user_code
+from nanochat.ground import screen, user_code
 from nanochat.ground.cli import Interrupted, UserError
-from nanochat.ground.log import RunLog, counted, print0, record, warn
+from nanochat.ground.log import counted, print0, record, warn
 from nanochat.ground.paths import checkpoint_dir, lock, run_dir, unlock
 from nanochat.ground.untrusted import printable
 from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero
 from nanochat.run import saver
 from nanochat.run.flags import TrainFlags
+from nanochat.run.progress import Attendant, Meter, Progress, StepClock
+from nanochat.run.run_log import RunLog
 from nanochat.run.stage import Start
 from nanochat.run.stop import Stop
-from nanochat.train import Meter, Progress, StepStats
+from nanochat.run.watchdog import Watchdog
+from nanochat.train import StepStats
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 SAVE_EVERY_SECONDS = 600.0  # training time between saves, unless --save_every is set
 STILL_STEPS = 10  # without a gradient, before a warning
 FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
-
-
-class Attendant(AbstractContextManager[Any]):
-    """Accompanies a run: a context manager around its loop. A method that a subclass does not define does nothing.
-
-    An attendant is another file of this folder, and a flag asks for it by name (ground/rooms.py).
-    """
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def boundary(self, step: int) -> float:
-        """`step` steps are launched. Returns the seconds that this call took from the run: they are not training."""
-        return 0.0
-
-    def phase(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
-        """Inside it the run does this instead of training, possibly without progress for `seconds`."""
-        return contextlib.nullcontext()
 
 
 class Run:
@@ -103,6 +88,7 @@ class Run:
             size = optimizer.state_bytes()["cpu"] / 2**20
             print0(f"optimizer state: {size:,.1f} MiB in main memory, copied to the device and back in every step")
         self.folder = checkpoint_dir(stage, start.tag)
+        self.log_folder = run_dir(stage, start.tag)
         self.meta = saver.describe(stage, config, start, optimizer, tasks, fingerprints)
         self.progress = Progress()
         self.loader_states: list[dict[str, Tensor]] = []
@@ -124,7 +110,8 @@ class Run:
         self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
         self.meter = Meter(self.progress, start.device, token_flops)
         if start.model.config.experts:
-            self.meter.more = rooms.find("attendants", "experts")(start.model, start.device)
+            experts: Any = start.model.blocks[0].mlp  # as in all blocks
+            self.meter.more = functools.partial(experts.read_loads, start.model, start.device)
         self.stop = Stop(start.device, self.progress.step)
         self.failure = ""  # why the run ends early, unless by a signal
         self.error: BaseException | None = None  # the cause of `failure`
@@ -134,23 +121,21 @@ class Run:
         config = self.config
         device = self.device
         progress = self.progress
-        runs = run_dir(self.stage, self.start.tag)
         if device.is_main:
             lock(self.folder)
         if not config.resume:
-            aside = saver.set_aside(self.folder, runs, device)
+            aside = saver.set_aside(self.folder, self.log_folder, device)
             if aside is not None:
                 print0(f"an earlier run of this tag is now {aside}; --resume would have continued it")
-        self.logger = RunLog(
-            self.stage, runs, self.last, run=config.run, trackers=config.track, config=self.meta["config"],
-            rank=device.rank, start_step=progress.step - (1 if progress.pending else 0),
-        )  # fmt: skip
-        watchdog = rooms.find("attendants", "watchdog")
-        self.attendants.append(watchdog(device, self.stop, progress.step, config.hang_seconds))
-        if config.profile:
-            profiler = rooms.find("attendants", "profile")
-            steps_left = self.last - progress.step
-            self.attendants.append(profiler(config.profile, steps_left, device, runs / "profile", print0))
+        first_line = progress.step - (1 if progress.pending else 0)
+        self.logger = RunLog(self.stage, self.log_folder, self.last, first_line, device.is_main)
+        if config.track and device.is_main:
+            from nanochat.run import trackers
+
+            name = config.run or f"{self.stage}-{self.start.tag}"
+            self.logger.trackers = trackers.start(config.track, name, self.log_folder, self.meta["config"])
+        self.attendants.append(Watchdog(device, self.stop, progress.step, config.hang_seconds))
+        self.attendants.append(StepClock(self.meter, self.last))
         self._stack = contextlib.ExitStack()
         self._stack.callback(unlock, self.folder)
         self._stack.callback(gc.unfreeze)
@@ -159,7 +144,7 @@ class Run:
         for attendant in self.attendants:
             self._stack.enter_context(attendant)
         if self.first_step == 0:
-            saver.write_facts(runs / "run.json", self.start, self.stage, self.last)
+            saver.write_facts(self.log_folder / "run.json", self.start, self.stage, self.last)
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -201,7 +186,7 @@ class Run:
         except Interrupted as reason:
             self.stopped = True
             self.failure = str(reason)
-            self.stop.exchange()  # the signal may have come to another rank
+            self.stop.publish()  # the signal may have come to another rank
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -221,7 +206,7 @@ class Run:
         if not self.device.is_main:
             print(f"error: rank {self.device.rank}: {printable(line)}", file=sys.stderr, flush=True)
         self.stop.request(signal.SIGTERM)
-        if self.stop.exchange() and self.stop.store is not None:
+        if self.stop.publish() and self.stop.store is not None:
             self.stop.choose_last()
 
     @contextlib.contextmanager

@@ -26,8 +26,8 @@ from nanochat.ground.paths import lock, naming
 from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero
 from nanochat.run.flags import TrainFlags
+from nanochat.run.progress import Progress
 from nanochat.run.stage import Start
-from nanochat.train import Progress
 
 
 def describe(

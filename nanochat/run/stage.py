@@ -65,7 +65,9 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
     Raises UserError: when the device is not there or cannot train, or the processes' flags contradict each other.
     """
     if config.track:
-        rooms.find("attendants", "check_track")(config.track)
+        from nanochat.run import trackers
+
+        trackers.check(config.track)
     if config.run and not config.track:
         warn(f"--run {config.run} names the run at a tracker, and no tracker is set: add --track, or leave --run out")
     if config.model_tag is not None:
@@ -82,7 +84,9 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
             f"python -m nanochat.run.launch --nproc_per_node={config.dry_run_devices} -m scripts.NAME -- ..."
         )
     if config.dry_run_devices > 1:
-        device = rooms.find("attendants", "pretend")(device, config.dry_run_devices)
+        from nanochat.run import memory
+
+        device = memory.pretend(device, config.dry_run_devices)
     device = dataclasses.replace(device, context_ranks=config.context_parallel)
     layout = lay_out(device, config.parallel, config.replicate, config.expert_parallel)
     print0(f"device: {device}; {layout}")
@@ -106,7 +110,9 @@ def begin(
     if config.dry_run:
         screen.phase("counting the memory of a step")
         models = [start.model, start.reference] if isinstance(start.reference, GPT) else [start.model]
-        start.ledger = rooms.find("attendants", "dry_run")(device, *models)
+        from nanochat.run import memory
+
+        start.ledger = memory.begin(device, *models)
     else:
         check_weights(config, start)
     start.model.train()

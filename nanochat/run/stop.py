@@ -83,7 +83,7 @@ class Stop:
         # that will publish the first one reads the step afterwards, and chooses a higher one as the last.
         if not self.signal:
             self.store.set(f"passed/{self.device.rank}", str(step))
-        if not self.exchange():
+        if not self.publish():
             return False
         return step >= self.choose_last()
 
@@ -102,10 +102,10 @@ class Stop:
         now = time.monotonic()
         if now - self._asked_at > ASK_SECONDS:
             self._asked_at = now
-            self.exchange()
+            self.publish()
         return bool(self.signal)
 
-    def exchange(self) -> int:
+    def publish(self) -> int:
         """Publish this rank's signal, or learn of another rank's; returns the one that is published, or 0."""
         # The listening thread may hear a signal meanwhile. Then 0 is right: the others do not know of it yet.
         if self.store is None:

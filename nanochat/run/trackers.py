@@ -17,7 +17,7 @@ from nanochat.ground.log import warn
 TRACKERS = {"wandb": "wandb", "swanlab": "swanlab", "tensorboard": "torch.utils.tensorboard.writer"}  # their modules
 
 
-def check_trackers(trackers: str) -> list[str]:
+def check(trackers: str) -> list[str]:
     """The names in `--track`.
 
     Raises UserError: when a name is unknown, or the package is not installed where rank 0 runs.
@@ -34,10 +34,10 @@ def check_trackers(trackers: str) -> list[str]:
     return names
 
 
-def start_trackers(trackers: str, run: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def start(trackers: str, run: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Start each tracker; a tracker that fails does not stop the run."""
     started = {}
-    for name in check_trackers(trackers):
+    for name in check(trackers):
         try:
             started[name] = _start_tracker(name, run, folder, config)
         except Exception as error:

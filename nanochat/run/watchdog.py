@@ -25,7 +25,7 @@ from nanochat.device import Device
 from nanochat.ground import store as job_store
 from nanochat.ground.log import print0
 from nanochat.ground.untrusted import printable
-from nanochat.run.loop import Attendant
+from nanochat.run.progress import Attendant
 from nanochat.run.stop import STORE_SECONDS, Stop, end_process
 
 POLL_SECONDS = 0.5  # between two reads of the store

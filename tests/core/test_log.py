@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import REQUIRED, RunLog, duration, print0, print_table, record, warn
+from nanochat.ground.log import print0, print_table, record, warn
+from nanochat.ground.screen import duration
+from nanochat.run import trackers
+from nanochat.run.run_log import REQUIRED, RunLog
 
 
 def metrics(step: int, **further) -> dict:
@@ -138,7 +141,7 @@ def test_a_command_that_cannot_be_recorded_has_still_ended_well(tmp_path, monkey
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys, monkeypatch):
-    with RunLog("base", tmp_path / "run", 10, rank=1, trackers="no such tracker") as run:
+    with RunLog("base", tmp_path / "run", 10, is_main=False) as run:
         run.step(metrics(0))
     monkeypatch.setenv("RANK", "1")
     print0("hello")
@@ -228,7 +231,8 @@ class FakeTracker:
 def test_a_tracker_gets_name_config_and_numbers(tmp_path, monkeypatch, name):
     fake = FakeTracker()
     monkeypatch.setitem(sys.modules, name, fake.module(name))
-    with RunLog("base", tmp_path, 10, run="my run", trackers=name, config={"depth": 4}) as run:
+    with RunLog("base", tmp_path, 10) as run:
+        run.trackers = trackers.start(name, "my run", tmp_path, {"depth": 4})
         run.step(metrics(0, mfu=None, loss=float("nan")))
         run.step(metrics(1))
     assert "my run" in fake.arguments.values() and fake.arguments["config"] == {"depth": 4}
@@ -242,7 +246,8 @@ def test_a_tracker_that_fails_warns_once_and_the_run_goes_on(tmp_path, monkeypat
     good, bad = FakeTracker(), FakeTracker(fail_at=3)
     monkeypatch.setitem(sys.modules, "wandb", bad.module("wandb"))
     monkeypatch.setitem(sys.modules, "swanlab", good.module("swanlab"))
-    with RunLog("base", tmp_path, 10, trackers="wandb, swanlab") as run:
+    with RunLog("base", tmp_path, 10) as run:
+        run.trackers = trackers.start("wandb, swanlab", "my run", tmp_path, {})
         for step in range(10):
             run.step(metrics(step))
     assert len(bad.logged) == 3 and len(good.logged) == 10 and len(read_lines(tmp_path)) == 10
@@ -254,7 +259,8 @@ def test_a_tracker_that_does_not_start_warns(tmp_path, monkeypatch, capsys):
     module = types.ModuleType("wandb")
     module.init = lambda **_: 1 / 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    with RunLog("base", tmp_path, 10, trackers="wandb") as run:
+    with RunLog("base", tmp_path, 10) as run:
+        run.trackers = trackers.start("wandb", "my run", tmp_path, {})
         run.step(metrics(0))
     assert "wandb did not start" in capsys.readouterr().err
     assert len(read_lines(tmp_path)) == 1
@@ -268,10 +274,10 @@ def test_a_tracker_that_does_not_start_warns(tmp_path, monkeypatch, capsys):
         ("weights", "--track 'weights'.*wandb, swanlab, tensorboard"),
     ],
 )
-def test_a_missing_or_unknown_tracker_is_named(tmp_path, monkeypatch, name, words):
+def test_a_missing_or_unknown_tracker_is_named(monkeypatch, name, words):
     monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
     with pytest.raises(UserError, match=words):
-        RunLog("base", tmp_path, 10, trackers=name)
+        trackers.check(name)
 
 
 def test_a_line_of_rl_has_what_a_person_reads(tmp_path, capsys):

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import pytest
 
 from nanochat.ground import screen
-from nanochat.ground.log import RunLog, print0, warn
+from nanochat.ground.log import print0, warn
 from nanochat.ground.screen import Bar, phase, track
+from nanochat.run.run_log import RunLog
 
 COLUMNS = 80
 

@@ -15,11 +15,10 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
+from nanochat.run.progress import Meter, Progress
 from nanochat.scaling import Rates
 from nanochat.train import (
     Fall,
-    Meter,
-    Progress,
     Schedule,
     StepStats,
     make_adamw,
@@ -211,7 +210,7 @@ def test_a_step_without_a_gradient_changes_nothing() -> None:
 def test_the_speed_is_without_the_seconds_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = train_step(*make_run(), [make_batch(0)], next_token_loss, device=cpu_device())
     now = [0.0]
-    monkeypatch.setattr("nanochat.train.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("nanochat.run.progress.time.perf_counter", lambda: now[0])
     meter = Meter(Progress(), cpu_device())
     for seconds, compiling, expected in ((50.0, 40.0, 50.0), (60.0, 0.0, 60.0)):
         meter.add(stats, 100)

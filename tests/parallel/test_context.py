@@ -35,7 +35,7 @@ from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
 from nanochat.ranks import Layout, lay_out
 from nanochat.rollout import Sample
-from nanochat.run.compiling import compile_model
+from nanochat.run.speed import eager_reason
 from nanochat.samplers.agreement import measure
 from nanochat.train import next_token_loss, train_step
 
@@ -270,13 +270,9 @@ def test_models_that_ranks_cannot_divide_are_refused() -> None:
 
 
 def test_rows_that_are_shared_are_not_compiled() -> None:
-    class Run:
-        device = sharing(cpu_device(), 2)
-
-    run: Any = Run()
-    assert "leave out --context_parallel" in complaint(lambda: compile_model(run, None, "on", 1, None, "step", False))
-    model = object()
-    assert compile_model(run, model, "auto", 10**30, None, "step", False) is model
+    device = sharing(cpu_device(), 2)
+    assert "leave out --context_parallel" in complaint(lambda: eager_reason(device, tiny_config(), "on", 1))
+    assert eager_reason(device, tiny_config(), "auto", 1e30) == "ranks share rows"
 
 
 @pytest.mark.usefixtures("tokenizer")

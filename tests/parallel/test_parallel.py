@@ -45,11 +45,11 @@ from nanochat.gpt import GPT, Block, GPTConfig
 from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import local, whole, whole_weights
 from nanochat.ground.storage import load_whole
+from nanochat.kernels.compiling import CompiledBlocks, compile_blocks
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.ddp import DdpExchange
 from nanochat.parallel.mesh import Place
 from nanochat.ranks import Layout, lay_out
-from nanochat.run.compiling import CompiledBlocks, compile_blocks
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 CONFIG = tiny_config(sequence_len=16)
@@ -114,7 +114,7 @@ def make_run(
     optimizer = make_optimizer(model, RATES, device, matrices, layout, kept_as)
     if is_tuned:
         optimizer = make_adamw(model, 0.003, device, 0.1, layout)
-    return (compile_blocks(device, model, "on", 1e18)[0] if compiled else model), optimizer  # type: ignore[return-value]
+    return (compile_blocks(device, model, "on")[0] if compiled else model), optimizer  # type: ignore[return-value]
 
 
 def rows_of_rank(device: Device, step: int) -> list[tuple[Tensor, ...]]:

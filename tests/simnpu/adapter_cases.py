@@ -26,7 +26,8 @@ from nanochat.packing import PackedBatch
 from nanochat.ranks import lay_out
 from nanochat.run.memory import begin as begin_ledger
 from nanochat.run.memory import full_rows
-from nanochat.train import Meter, Progress, make_adamw, make_optimizer, next_token_loss, train_step
+from nanochat.run.progress import Meter, Progress
+from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section
 
 

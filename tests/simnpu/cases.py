@@ -33,7 +33,8 @@ from nanochat.kernels.grouped import Groups
 from nanochat.losses import PolicyBatch, masked_loss
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch
-from nanochat.train import Meter, Progress, StepStats, make_adamw, make_optimizer, next_token_loss, train_step
+from nanochat.run.progress import Meter, Progress
+from nanochat.train import StepStats, make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu import operators
 
 # ---------------------------------------------------------------------- planted mistakes

@@ -1,27 +1,29 @@
 """What is compiled on which device, and what is said where a compiler is missing or fails."""
 
+import math
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import cpu_device
+from tiny import cpu_device, tiny_config
 
+from nanochat.gpt import Block
 from nanochat.ground.cli import UserError
-from nanochat.kernels import compiler
-from nanochat.kernels.compiler import compile_by_policy, missing_compiler, product_flops
+from nanochat.kernels import compiling
+from nanochat.kernels.compiling import compile_blocks, missing_compiler
+from nanochat.kernels.cpu import CpuKernels
+from nanochat.operators import TorchKernels
+from nanochat.run.speed import eager_reason, product_flops
 
 
 @pytest.fixture(autouse=True)
 def restored_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sets in the environment goes with it."""
     monkeypatch.setattr(os, "environ", {**os.environ})
-
-
-def function(x: int) -> int:
-    return x + 1
 
 
 @pytest.mark.parametrize(
@@ -45,16 +47,22 @@ def function(x: int) -> int:
 def test_what_is_compiled(
     kind: str, requested: Any, missing: str | None, run_flops: float, outcome: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "missing_compiler", lambda device: missing)
+    monkeypatch.setattr(compiling, "missing_compiler", lambda device: missing)
     monkeypatch.setattr(torch, "compile", lambda f, **options: ("compiled", f))
-    device = cpu_device(kind=kind)
+    flops = {"cuda": TorchKernels.compiled_flops, "cpu": CpuKernels.compiled_flops, "npu": math.inf}
+    device: Any = SimpleNamespace(context_ranks=1, kernels=SimpleNamespace(compiled_flops=flops[kind]))
+    model: Any = SimpleNamespace(config=tiny_config())
+    reason = eager_reason(device, model.config, requested, run_flops)
+    if reason is not None:
+        assert f"eager ({reason})" == outcome
+        return
     if outcome is UserError:
         with pytest.raises(UserError, match=f"--compile on needs {missing}".replace("+", r"\+")):
-            compile_by_policy(device, function, requested, run_flops)
+            compile_blocks(device, model, requested)
         return
-    made, how = compile_by_policy(device, function, requested, run_flops)
+    made, how = compile_blocks(device, model, requested)
     assert how == outcome
-    assert made == (("compiled", function) if how == "compiled" else function)
+    assert made is model if how != "compiled" else made._compute == ("compiled", Block.compute)
 
 
 def test_a_cpu_compiles_with_the_compiler_that_torch_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -77,7 +85,7 @@ class InductorError(RuntimeError):
 
 def test_code_that_cannot_be_compiled_is_one_line() -> None:
     error = InductorError("CppCompileError: C++ compile error\n\nCommand:\ng++ a.cpp\n\nOutput:\nno header")
-    line = compiler.explain(error)
+    line = compiling.explain(error)
     assert line is not None and "\n" not in line
     assert "C++ compile error" in line and "--compile off" in line
 

@@ -15,9 +15,8 @@ from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixt
 from tiny import cpu_device
 
 from nanochat.device import Device
-from nanochat.kernels.profiler import kernel_table
-from nanochat.run import profiling
-from nanochat.run.profiling import Recorder
+from nanochat.kernels import profiling
+from nanochat.kernels.profiling import Recorder, kernel_table
 
 
 def recorded(folder: Path) -> list[int]:
@@ -63,28 +62,28 @@ def accelerator(
     ("asked", "left", "expected"),
     [(2, 9, [3, 4]), (4, 6, [2, 3, 4, 5]), (5, 5, [1, 2, 3, 4]), (9, 3, [1, 2]), (9, 2, [1]), (9, 1, [0])],
 )
-def test_the_steps_asked_for_or_as_many_as_there_are(tmp_path, asked, left, expected):
-    said: list[str] = []
-    run(Recorder(asked, left, cpu_device(), tmp_path / "profile", said.append), left)
+def test_the_steps_asked_for_or_as_many_as_there_are(tmp_path, capsys, asked, left, expected):
+    run(Recorder(asked, left, cpu_device(), tmp_path / "profile"), left)
     assert recorded(tmp_path / "profile") == expected
-    assert said == [(tmp_path / "profile" / "summary.txt").read_text().rstrip("\n")]
+    said = (tmp_path / "profile" / "summary.txt").read_text()
+    assert said == capsys.readouterr().out
     steps = "1 step" if len(expected) == 1 else f"{len(expected)} steps"
-    assert said[0].startswith(f"profile of {steps} on 1 x test (cpu")
+    assert said.startswith(f"profile of {steps} on 1 x test (cpu")
 
 
 @pytest.mark.parametrize(
     ("asked", "left", "rank"), [(0, 9, 0), (3, 0, 0), (3, 9, 1)], ids=["not asked", "none left", "another rank"]
 )
-def test_nothing_is_recorded(tmp_path, monkeypatch, asked, left, rank):
+def test_nothing_is_recorded(tmp_path, monkeypatch, capsys, asked, left, rank):
     monkeypatch.delattr(profiling, "make_profiler")
     device = cpu_device(rank=rank, world_size=rank + 1)
-    assert run(Recorder(asked, left, device, tmp_path / "profile", pytest.fail), left) == [0.0] * left
-    assert not (tmp_path / "profile").exists()
+    assert run(Recorder(asked, left, device, tmp_path / "profile"), left) == [0.0] * left
+    assert not (tmp_path / "profile").exists() and capsys.readouterr().out == ""
 
 
 def test_a_run_that_fails_stops_the_profiler(tmp_path, monkeypatch):
     made = VendorProfiler()
-    recorder = Recorder(3, 9, accelerator(monkeypatch, made), tmp_path / "profile", pytest.fail)
+    recorder = Recorder(3, 9, accelerator(monkeypatch, made), tmp_path / "profile")
     with pytest.raises(ZeroDivisionError), recorder:
         recorder.boundary(1)
         raise ZeroDivisionError
@@ -93,7 +92,7 @@ def test_a_run_that_fails_stops_the_profiler(tmp_path, monkeypatch):
 
 def test_an_earlier_recording_is_replaced(tmp_path):
     (tmp_path / "profile" / "old_ascend_pt").mkdir(parents=True)
-    run(Recorder(1, 4, cpu_device(), tmp_path / "profile", lambda text: None), 4)
+    run(Recorder(1, 4, cpu_device(), tmp_path / "profile"), 4)
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["summary.txt", "trace.json"]
 
 
@@ -101,9 +100,8 @@ def test_an_earlier_recording_is_replaced(tmp_path):
 
 
 def test_the_summary_of_a_host(tmp_path):
-    said: list[str] = []
-    run(Recorder(2, 6, cpu_device(), tmp_path / "profile", said.append), 6)
-    first, *table, last = said[0].splitlines()
+    run(Recorder(2, 6, cpu_device(), tmp_path / "profile"), 6)
+    first, *table, last = (tmp_path / "profile" / "summary.txt").read_text().splitlines()
     assert re.search(r"profile of 2 steps on .*: [\d.]+ ms a step, peak \d+\.\d\d GiB", first)
     assert any(re.match(r" +aten::mm .* 2 *$", line) for line in table)  # calls
     assert last == f"trace: {tmp_path / 'profile'}"
@@ -117,10 +115,9 @@ def test_the_profilers_own_time_is_no_training(tmp_path, monkeypatch):
     def own_work() -> None:
         now[0] += 100
 
-    monkeypatch.setattr("nanochat.run.profiling.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("nanochat.kernels.profiling.time", SimpleNamespace(perf_counter=lambda: now[0]))
     device = accelerator(monkeypatch, VendorProfiler(own_work), lambda: waits.append(recorder.seen))
-    said: list[str] = []
-    recorder = Recorder(2, 3, device, tmp_path / "profile", said.append)
+    recorder = Recorder(2, 3, device, tmp_path / "profile")
     taken = []
     with recorder:
         for step in (1, 2, 3):
@@ -128,7 +125,8 @@ def test_the_profilers_own_time_is_no_training(tmp_path, monkeypatch):
             taken.append(recorder.boundary(step))
     assert taken == pytest.approx([100, 100, 100])
     assert waits == [1, 3]  # after the last step that is left out and the last that is recorded, nowhere else
-    assert "Ascend910B3 (npu, bfloat16): 20.00 ms a step, peak 3.00 GiB" in said[0]
+    summary = (tmp_path / "profile" / "summary.txt").read_text()
+    assert "Ascend910B3 (npu, bfloat16): 20.00 ms a step, peak 3.00 GiB" in summary
 
 
 # ---------------------------------------------------------------------- in training
@@ -190,6 +188,6 @@ def test_the_kernels_are_in_the_summary(tmp_path: Path, monkeypatch: pytest.Monk
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernel_details.csv").write_text(KERNELS)
 
-    said: list[str] = []
-    run(Recorder(1, 4, accelerator(monkeypatch, VendorProfiler(write)), tmp_path / "profile", said.append), 4)
-    assert "MatMulV3" in said[0] and said[0].endswith(f"trace: {tmp_path / 'profile'}")
+    run(Recorder(1, 4, accelerator(monkeypatch, VendorProfiler(write)), tmp_path / "profile"), 4)
+    summary = (tmp_path / "profile" / "summary.txt").read_text()
+    assert "MatMulV3" in summary and summary.endswith(f"trace: {tmp_path / 'profile'}\n")
