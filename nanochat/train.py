@@ -124,7 +124,7 @@ def make_optimizer(
     `layout` is the one that has sharded the model; without one every rank holds the whole model.
     """
     roles = model.parameter_groups()
-    balance = _take_router_biases(roles)
+    biases = _router_biases(model, roles)
     c = model.config
     decay = rates.weight_decay
     # Muon reads only the second, for its second moment. AdamW's 0.9 and 0.95 are the usual ones for language models
@@ -152,7 +152,7 @@ def make_optimizer(
         ParameterGroup("adamw", roles["head"], rates.head),
         ParameterGroup("adamw", roles["vector"], rates.vector, eps=noise_eps),
         ParameterGroup("adamw", roles["residual_scale"], rates.residual_scale, eps=noise_eps),
-        balance,
+        *biases,
     ]
     return _optimizer(groups, model, device, layout, kept_as)
 
@@ -173,7 +173,7 @@ def make_adamw(
     matrices = []
     others = []
     roles = model.parameter_groups()
-    balance = _take_router_biases(roles)
+    biases = _router_biases(model, roles)
     for role, parameters in roles.items():
         trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
         (matrices if role in ("matrix", "qkv") else others).extend(trained)
@@ -184,22 +184,15 @@ def make_adamw(
     groups = [
         ParameterGroup("adamw", matrices, learning_rate, weight_decay, betas, eps),
         ParameterGroup("adamw", others, learning_rate, 0.0, betas, eps),
-        balance,
+        *biases,
     ]
     return _optimizer(groups, model, device, layout, kept_as)
 
 
-# How far the bias of a router moves in a step (source: DeepSeek-AI 2024, DeepSeek-V3).
-BIAS_RATE = 0.001
-
-
-def _take_router_biases(roles: dict[str, list[Any]]) -> ParameterGroup:
-    """Take the biases that balance experts (experts/router.py) out of the roles, into a group of their own."""
-    biases = [(name, bias) for name, bias in roles["vector"] if name.endswith("router.bias")]
-    roles["vector"] = [(name, parameter) for name, parameter in roles["vector"] if not name.endswith("router.bias")]
-    trained = [(name, bias) for name, bias in biases if bias.requires_grad]
-    # With betas of 0, AdamW divides each gradient by its own size: every element moves by the rate.
-    return ParameterGroup("adamw", trained, BIAS_RATE, betas=(0.0, 0.0), eps=1e-20)
+def _router_biases(model: GPT, roles: dict[str, Any]) -> list[ParameterGroup]:
+    """The group of the parameters that experts optimise in another way, taken out of the roles."""
+    experts: Any = model.blocks[0].mlp
+    return [experts.take_biases(roles)] if model.config.experts else []
 
 
 def _optimizer(

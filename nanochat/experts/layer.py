@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanochat.experts.loads import read_loads
-from nanochat.experts.router import Router
+from nanochat.experts.router import Router, take_biases
 from nanochat.gpt import MLP, GPTConfig
 from nanochat.ground.sharding import is_dtensor
 from nanochat.kernels.grouped import Groups, loop_product
@@ -69,6 +69,7 @@ class Experts(nn.Module):
     """Routed experts, and with `shared_experts` an MLP of their width for every token."""
 
     read_loads = staticmethod(read_loads)  # numbers for the log lines of a run
+    take_biases = staticmethod(take_biases)  # for the optimizer
 
     def __init__(self, config: GPTConfig, kernels: TorchKernels):
         super().__init__()

@@ -18,11 +18,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanochat.gpt import GPTConfig
+from nanochat.optim import ParameterGroup
 
-# The bias of an expert that had more tokens in a step than the mean falls by a fixed amount (`BIAS_RATE` of train.py),
-# the bias of an expert that had fewer rises by it. The bias is a parameter whose gradient is the surplus of tokens, not
-# a derivative, and AdamW without memory (betas of 0) moves it by its rate against the sign of the surplus. So loads
-# are summed over micro-batches and ranks, saved, resumed and skipped as every other gradient and parameter is.
+# How far the bias of an expert moves in a step (source: DeepSeek-AI 2024, DeepSeek-V3): it falls if the expert had more
+# tokens in the step than the mean, and rises if it had fewer.
+BIAS_RATE = 0.001
+# The bias is a parameter whose gradient is the surplus of tokens, not a derivative, and AdamW without memory (betas of
+# 0) moves it by its rate against the sign of the surplus. So loads are summed over micro-batches and ranks, saved,
+# resumed and skipped as every other gradient and parameter is.
 # Only tokens that learn count: padding differs from one number of ranks to another. So nothing moves in RL when all
 # replies are equally good, nor in the first step of a new model, whose output projections are 0.
 # The gradient is made small, so that the norm of all gradients is what it would be without it: its sign is all that
@@ -60,6 +63,15 @@ class Router(nn.Module):
         if weights.requires_grad:
             weights = _CountLoads.apply(weights, self.bias, chosen, counts, self)
         return weights, chosen, counts
+
+
+def take_biases(roles: dict[str, list[tuple[str, nn.Parameter]]]) -> ParameterGroup:
+    """Take the biases of routers out of the roles of a model's parameters, into a group for the optimizer."""
+    biases = [(name, bias) for name, bias in roles["vector"] if name.endswith("router.bias")]
+    roles["vector"] = [(name, parameter) for name, parameter in roles["vector"] if not name.endswith("router.bias")]
+    trained = [(name, bias) for name, bias in biases if bias.requires_grad]
+    # With betas of 0, AdamW divides each gradient by its own size: every element moves by the rate.
+    return ParameterGroup("adamw", trained, BIAS_RATE, betas=(0.0, 0.0), eps=1e-20)
 
 
 def _counts(chosen: Tensor, experts: int) -> Tensor:

@@ -15,13 +15,14 @@ from nanochat import scaling
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.experts.layer import Experts
+from nanochat.experts.router import BIAS_RATE
 from nanochat.gpt import GPT, MLP, GPTConfig
 from nanochat.ground.sharding import fill, whole
 from nanochat.kernels.gradients import product
 from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.ranks import lay_out
-from nanochat.train import BIAS_RATE, make_adamw, make_optimizer, next_token_loss, train_step
+from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
 THREE = "gated, all of three, shared"
