@@ -33,7 +33,6 @@ from nanochat.demo.arithmetic import Addition
 from nanochat.engine import Engine
 from nanochat.gpt import Block
 from nanochat.ground import paths
-from nanochat.ground.cli import UserError
 from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
@@ -43,7 +42,6 @@ from nanochat.run import stage as stages
 from nanochat.run.loop import Run
 from nanochat.run.progress import Meter, Progress
 from nanochat.run.run_log import REQUIRED
-from nanochat.run.speed import eager_reason
 from nanochat.run.stop import Stop
 from nanochat.task import Example, Task
 from nanochat.tasks.flag import EpochMixture
@@ -496,13 +494,6 @@ def test_one_program_for_any_number_of_documents():
         one = CompiledBlocks(model, traced, tokens.shape)(tokens, tokens, segments=segments)
         torch.testing.assert_close(one, model(tokens, tokens, segments=segments))
     assert counters["stats"]["unique_graphs"] == 1
-
-
-def test_a_sharded_model_without_backward_passes_stays_eager():
-    """Compiled, its reference would wait for a backward pass that never comes."""
-    assert eager_reason(cpu_device(), tiny_config(), "auto", 1e16, is_sharded=True) == "sharded"
-    with pytest.raises(UserError, match="chat_dpo"):
-        eager_reason(cpu_device(), tiny_config(), "on", 1e16, is_sharded=True)
 
 
 @pytest.mark.slow

@@ -3,13 +3,14 @@
 import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import cpu_device, tiny_config
+from tiny import complaint, cpu_device, tiny_config
 
 from nanochat.gpt import Block
 from nanochat.ground.cli import UserError
@@ -63,6 +64,20 @@ def test_what_is_compiled(
     made, how = compile_blocks(device, model, requested)
     assert how == outcome
     assert made is model if how != "compiled" else made._compute == ("compiled", Block.compute)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "experts", "is_sharded", "reason", "flag"),
+    [
+        (2, 0, False, "ranks share rows", "--context_parallel"),
+        (1, 0, True, "sharded", "--parallel fsdp"),  # a reference would wait for a backward pass that never comes
+        (1, 4, False, "a model with experts", "it"),
+    ],
+)
+def test_what_cannot_be_compiled(ranks: int, experts: int, is_sharded: bool, reason: str, flag: str) -> None:
+    run: Any = (replace(cpu_device(), context_ranks=ranks), tiny_config(experts=experts))
+    assert eager_reason(*run, "auto", 1e30, is_sharded) == reason
+    assert f"leave {flag}" in complaint(lambda: eager_reason(*run, "on", 1, is_sharded)).replace("leave out", "leave")
 
 
 def test_a_cpu_compiles_with_the_compiler_that_torch_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

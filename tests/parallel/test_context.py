@@ -35,7 +35,6 @@ from nanochat.packing import PackedBatch, pack_sequences
 from nanochat.parallel.context import RowGroup, SharedRows
 from nanochat.ranks import Layout, lay_out
 from nanochat.rollout import Sample
-from nanochat.run.speed import eager_reason
 from nanochat.samplers.agreement import measure
 from nanochat.train import next_token_loss, train_step
 
@@ -267,12 +266,6 @@ def test_models_that_ranks_cannot_divide_are_refused() -> None:
     assert refused(4, sequence_len=30) == (
         "--context_parallel 4 does not divide rows of 30 tokens: set --max_seq_len 28"
     )
-
-
-def test_rows_that_are_shared_are_not_compiled() -> None:
-    device = sharing(cpu_device(), 2)
-    assert "leave out --context_parallel" in complaint(lambda: eager_reason(device, tiny_config(), "on", 1))
-    assert eager_reason(device, tiny_config(), "auto", 1e30) == "ranks share rows"
 
 
 @pytest.mark.usefixtures("tokenizer")

@@ -135,7 +135,7 @@ def test_a_stage_in_fp32_has_the_cpus_losses(on_cpu, on_npu, stage: str):
 def test_every_stage_runs_and_says_which_device_and_kernels(on_npu):
     base, out = on_npu
     assert out.count("== ") == 12 and "Ascend910B3 (npu, float32)" in out and "npu_fusion_attention" in out
-    assert "held-out reward" in out and "ChatCORE" in out
+    assert "held-out reward" in out and "ChatCORE" in out and "eager (compile is opt-in here" in out
     assert len(losses(base, "rl")) == 2
     line = json.loads((base / "runs/base/d2/metrics.jsonl").read_text().splitlines()[-1])
     assert 1e6 < line["peak_memory_bytes"] < 1e9
