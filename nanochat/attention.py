@@ -229,7 +229,7 @@ class KVCache:
     heads: Tensor
     # (places of a head,): 0, 1, 2, ..., for `masks`.
     places: Tensor
-    # S: the places of a head, at most as many as there are (`lay_out`).
+    # S: the places of a head, at most as many as there are (kernels/decoding.py).
     stride: int
     # Keys from here on are not read. The engine keeps it low while all rows are short.
     attended_len: int
@@ -293,23 +293,6 @@ class KVCache:
         B, K = self.heads.shape
         used = memory[..., : B * K * self.stride, :]
         return used.view(*memory.shape[:-2], B, K, self.stride, -1)
-
-    def lay_out(self, stride: int, kept: int) -> None:
-        """From now on a head has `stride` places; the first `kept` tokens of each row stay.
-
-        Some devices multiply without a copy only matrices that follow each other without gaps, so attention reads all
-        places of a head there (operators.py: `reads_whole_cache`). While all rows are short, these are few.
-        """
-        B, K = self.heads.shape
-        if kept:
-            kept = min(kept + self.spare, self.stride, stride)
-        for memory in (self.keys, self.values):
-            for layer in memory if kept else ():  # one at a time: it is copied, because old and new places overlap
-                tokens = self.by_head(layer)[:, :, :kept].clone()
-                layer[: B * K * stride].view(B, K, stride, -1)[:, :, :kept] = tokens
-        self.stride = self.attended_len = stride
-        if self.quarters is not None and not kept:
-            self.by_head(self.keys)[..., 0, :] = 0  # no token writes the slow channels here
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copy the first `tokens` keys and values of the rows `sources` (B,) to the rows `targets` (B,); both may

@@ -47,11 +47,8 @@ __all__ = ["Engine", "NewToken", "Row", "SamplingParams", "Slots", "round_up", "
 
 NO_ANSWER = "error"  # the answer to a call that the calculator cannot compute
 
-# A cache has room for a multiple of this many tokens; where launches are recorded, attended_len is a multiple too.
-CACHE_STEP = 64
-# Elsewhere attended_len is a multiple of this: whole vectors, and few keys that no row has yet.
-ATTENDED_STEP = 16
-KEPT_DECODERS = 2  # some callers take turns, such as one of many short replies and one of a few long ones
+CACHE_STEP = 64  # a cache has room for a multiple of this many tokens
+ATTENDED_STEP = 16  # attended_len is a multiple of this: whole vectors, and few keys that no row has yet
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
@@ -155,9 +152,8 @@ class Engine:
         self.weights: WeightFormat = weights
         self.tempered_logprobs = False
         self.device = device or devices.init(str(model.device))
-        # Tokens are dealt out to experts by operators that nobody has recorded on a card yet.
-        self.graphs = devices.records(self.device.kind, graphs) and not model.config.experts
-        self._kept: list[Slots] = []  # see `slots`
+        # An accelerator's decoders, which record launches (kernels/decoding.py); None: `Slots` as it is here.
+        self.decoders = self.device.runtime.decoders(graphs, model.config)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
         self.adapters = adapters(self.model, self.device.dtype) if adapters else None
@@ -261,35 +257,15 @@ class Engine:
                 slots.release({new.row for new in new_tokens if new.finish_reason})
                 yield from new_tokens
 
-    @contextlib.contextmanager
-    def slots(self, size: int, capacity: int) -> "Iterator[Slots]":
-        """A decoder with at least `size` slots of `capacity` tokens, for one caller at a time.
+    def decoder(self, size: int, capacity: int = 0, prefill_chunk: int = PREFILL_CHUNK) -> "Slots":
+        """A decoder with `size` slots of `capacity` tokens; 0: as many as the model's context has."""
+        return (self.decoders or Slots)(self, size, capacity, prefill_chunk)
 
-        Where launches are recorded it is kept for the next caller, who needs its cache and its recordings again.
-        """
-        slots = next((one for one in self._kept if one.size >= size and one.capacity >= capacity), None)
-        if slots is None:
-            # With a power of two most callers can use the decoder of the one before.
-            rounded = min(_power_of_two(capacity), self.model.config.sequence_len) if self.graphs else capacity
-            # The new one does the work of smaller ones. Their memory is free before it takes its own.
-            others = (one for one in self._kept if one.size > size or one.capacity > rounded)
-            self._kept = [*others][-KEPT_DECODERS + 1 :]
-            slots = Slots(self, size, rounded)
-        else:
-            self._kept.remove(slots)  # a second caller, while the first one still decodes, makes its own
-        slots.engine = self
-        failed = False
-        try:
-            yield slots
-        except RuntimeError:  # out of memory, perhaps
-            failed = True
-            raise
-        finally:
-            if self.graphs and not failed:
-                slots.reset()
-                # No circle of references: the memory of both must be free at once when the engine goes.
-                del slots.engine
-                self._kept = [*self._kept[-KEPT_DECODERS + 1 :], slots]
+    def slots(self, size: int, capacity: int) -> "contextlib.AbstractContextManager[Slots]":
+        """A decoder with at least `size` slots of `capacity` tokens, for one caller at a time."""
+        if self.decoders is not None:
+            return self.decoders.lend(self, size, capacity)
+        return contextlib.nullcontext(self.decoder(size, capacity))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 256, keep_stop: bool = False, **settings: Any
@@ -436,7 +412,6 @@ class Slots:
         )  # fmt: skip
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
-        self._lay_out(CACHE_STEP)
         # The state of each row, on the device. So a step needs nothing from the host except its launches.
         self.index = torch.arange(size, device=device)[:, None]  # (size, 1): 0, 1, 2, ...
         self.last = torch.zeros(size, dtype=torch.long, device=device)  # each row's newest token: it is fed next
@@ -451,10 +426,6 @@ class Slots:
         # Made by `decode` for the running rows: their settings and their part of the cache. None: to be made again.
         self._settings: RowSettings | None = None
         self._running: KVCache | None = None
-        # Recordings by their numbers of rows and attended tokens, and their memory: see `_step`.
-        self._recorded: dict[tuple[int, int], Callable[[], None]] = {}
-        self._results: tuple[Tensor, ...] = ()  # logits (size, V) and noise (size, 1) of the last replay
-        self._memory: Any = None
 
     @staticmethod
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
@@ -637,7 +608,6 @@ class Slots:
         self.rows = []
         self._settings = None
         self.cache.position.zero_()
-        self._lay_out(CACHE_STEP)
         self.engine.device.synchronize()
 
     # ---- tokens
@@ -728,55 +698,12 @@ class Slots:
         """Feed the last token of each running row; returns logits (B, V) and noise (B, 1) for the token after it."""
         B = len(self.rows)
         attended_len = self._attended_len(max(len(row.prompt) + row.made for row in self.rows))
-        if not self.engine.graphs:
-            if self._running is None:
-                self._running = replace(self.cache.view(0, B), max_position=None)
-            self._running.attended_len = attended_len
-            is_small = B <= ONE_THREAD_ROWS and self.engine.model.config.width <= ONE_THREAD_WIDTH
-            with host.at_most_threads(1) if is_small else contextlib.nullcontext():
-                return self._forward(self._running)
-        # Recorded, a token takes 9 launches instead of 241 (depth 12, simulated NPU, 2026-11-27).
-        # A recording has fixed shapes, so the numbers of rows and of attended tokens are rounded up to powers of two:
-        # few recordings are made, and each is replayed often. A recording also computes slots without a row. Their
-        # results are not read. Each writes to its own places only, and after the prompt that it may hold, where the
-        # write is overwritten before anything attends to it.
-        rounded = min(_power_of_two(B), self.size)
-        replay = self._recorded.get((rounded, attended_len))
-        if replay is None:
-            # This token runs as usual, which sets up everything lazy. The next ones are replays.
-            cache = replace(self.cache.view(0, rounded), attended_len=attended_len, is_recorded=True)
-            results = self._forward(cache)
-            self._record(cache, results)
-        else:
-            replay()
-            results = self._results
-        logits, noise = results
-        return logits[:B], noise[:B]
-
-    def _record(self, cache: KVCache, like: tuple[Tensor, Tensor]) -> None:
-        """Record a step whose results are like these. If the device refuses, nothing is recorded any more."""
-        rounded = len(cache.position)
-        device = self.engine.device
-
-        def step() -> None:
-            for result, new in zip(self._results, self._forward(cache), strict=True):
-                result[:rounded] = new
-
-        try:
-            if not self._recorded:
-                self._memory = device.recording_memory()
-                self._results = tuple(result.new_empty(self.size, result.size(1)) for result in like)
-            self._recorded[rounded, cache.attended_len] = device.capture(step, self._memory)
-        except RuntimeError as error:
-            # The device's memory may be short, or its streams used up.
-            head = next(iter(str(error).splitlines()), type(error).__name__)[:200]
-            devices.stop_recording(
-                device.kind, f"the launches of a token could not be recorded, decoding goes on without, slower: {head}"
-            )
-            self.engine.graphs = False
-            self._recorded.clear()
-            self._results = ()
-            self._memory = None
+        if self._running is None:
+            self._running = replace(self.cache.view(0, B), max_position=None)
+        self._running.attended_len = attended_len
+        is_small = B <= ONE_THREAD_ROWS and self.engine.model.config.width <= ONE_THREAD_WIDTH
+        with host.at_most_threads(1) if is_small else contextlib.nullcontext():
+            return self._forward(self._running)
 
     def _forward(self, cache: KVCache) -> tuple[Tensor, Tensor]:
         B = len(cache.position)
@@ -793,31 +720,11 @@ class Slots:
     def _attended_len(self, tokens: int) -> int:
         """How much of the cache is attended to when the longest row has this many tokens, which then have their place
         there."""
-        kernels = self.engine.model.kernels
-        if self.engine.graphs:
-            tokens += 1  # a place after a prompt for what a recording writes to its slot, see `_step`
-        if self.engine.graphs or kernels.reads_whole_cache:
-            tokens += self.cache.spare
-            rounded = _power_of_two(round_up(tokens, CACHE_STEP))
-        else:
-            rounded = round_up(tokens, ATTENDED_STEP)
-        rounded = min(rounded, self.cache.capacity)
-        if not kernels.reads_whole_cache:
-            return rounded
-        if rounded > self.cache.stride:
-            self._lay_out(rounded, kept=self.cache.stride)
-        return self.cache.stride
+        return min(round_up(tokens, ATTENDED_STEP), self.cache.capacity)
 
     def shrink(self, longest: int) -> None:
-        """Attend to fewer tokens from now on, where that helps. No slot in use has more than `longest`."""
-        stride = max(CACHE_STEP, _power_of_two(longest + 1))
-        if stride * 4 <= self.cache.stride:
-            self._lay_out(stride, kept=longest)
-
-    def _lay_out(self, stride: int, kept: int = 0) -> None:
-        if self.engine.model.kernels.reads_whole_cache:
-            self.cache.lay_out(min(stride, self.cache.capacity), kept)
-            self._running = None
+        """Rows have left, and no slot in use has more than `longest` tokens: a chance for an accelerator's decoder to
+        attend to fewer."""
 
     def _index(self, numbers: Sequence[int]) -> Tensor:
         return self.engine.device.to_device(torch.tensor(numbers))
@@ -832,8 +739,3 @@ def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
 
 def round_up(tokens: int, step: int) -> int:
     return -(-tokens // step) * step  # // rounds down, and down from -tokens is up from tokens
-
-
-def _power_of_two(tokens: int) -> int:
-    """The smallest power of two that is at least `tokens`."""
-    return 1 << (tokens - 1).bit_length()

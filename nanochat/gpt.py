@@ -489,7 +489,7 @@ class GPT(nn.Module):
         self.config = config
         # The caller chooses them, once, not the device of the weights: a model is often built on another device than it
         # runs on, such as the meta device or main memory. `_context` refuses tokens on a device that does not match.
-        self.kernels = kernels or devices.kernels("cpu")
+        self.kernels = kernels or devices.runtime_of("cpu").kernels(torch.float32, "")
         # The function that computes a block. A compiled form may take its place (kernels/compiling.py).
         self.compute_block: Callable[..., Tensor] = Block.compute
         V = config.padded_vocab_size

@@ -124,8 +124,7 @@ def check(config: Config) -> list[str]:
     adapters = find_adapters(config, sources[0].folder)
     if config.for_rl and adapters:
         raise UserError("--for_rl replaces the weights, to which the adapters of --adapter belong: leave one out")
-    kind = devices.kind_of(config.device)
-    devices.records(kind, config.decoding.graphs)  # raises on a mistake
+    devices.runtime_of(devices.kind_of(config.device)).records(config.decoding.graphs)  # raises on a mistake
     return [*(source.name for source in sources), *(name for name, _, _ in adapters)]
 
 

@@ -16,6 +16,7 @@ from on_device import report
 import check_npu
 from nanochat import device as devices
 from nanochat.ground.paths import SCRIPTS
+from nanochat.kernels import accelerators
 from nanochat.report.summary import further_shares
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,7 +116,7 @@ def test_files_of_the_project_exist(page):
 @each_page
 def test_the_table_of_variables_is_what_device_sets(text):
     table = {row[0].strip(" `"): row[1].strip() for row in rows(text) if len(row) == 4}
-    assert {name: value for name, value in table.items() if name.isupper()} == devices.NPU_ENVIRONMENT
+    assert {name: value for name, value in table.items() if name.isupper()} == accelerators.NPU_ENVIRONMENT
     assert f"{devices.PROCESS_GROUP_TIMEOUT.total_seconds():.0f} s" in text
 
 
@@ -233,7 +234,7 @@ def test_what_several_hosts_are_told_is_so():
     text = (ROOT / "docs" / "multinode.md").read_text(encoding="utf-8")
     assert f"| {devices.PROCESS_GROUP_TIMEOUT.total_seconds():.0f} |" in text
     for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
-        assert f"| {devices.NPU_ENVIRONMENT[name]} | `{name}` |" in text
+        assert f"| {accelerators.NPU_ENVIRONMENT[name]} | `{name}` |" in text
 
 
 def test_a_comment_cites_a_page_that_exists():

@@ -44,8 +44,7 @@ SEAMS = {
     # The beginning of --sampler, for samples from outside this process: a class with the methods of EngineSampler
     # (rollout.py), and `check_flag`.
     "samplers",
-    # The operators of a kind of device (device.py): (dtype of the products, the chip's name) -> a TorchKernels of
-    # operators.py, or one of its subclasses.
+    # A kind of device: a subclass of `Runtime` of device.py, which also finds the operators.
     "kernels",
 }
 

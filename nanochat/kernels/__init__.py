@@ -1,10 +1,10 @@
-"""The parts that differ between kinds of devices: the model's operators, behind one interface
-(nanochat/operators.py), the compiler and the profiler."""
+"""The parts that differ between kinds of devices: their runtimes (nanochat/device.py), the model's operators
+(nanochat/operators.py), recorded launches, the compiler and the profiler."""
 
 PLUGS = {
     "kernels": {
-        "npu": "nanochat.kernels.choice:for_npu",
-        "cuda": "nanochat.kernels.choice:for_cuda",
-        "cpu": "nanochat.kernels.choice:for_cpu",
+        "npu": "nanochat.kernels.accelerators:NpuRuntime",
+        "cuda": "nanochat.kernels.accelerators:CudaRuntime",
+        "cpu": "nanochat.kernels.cpu:CpuRuntime",
     },
 }

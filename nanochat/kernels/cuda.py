@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn  # with a window from torch 2.11 on; choice.py checks
+from torch.nn.attention.varlen import varlen_attn  # with a window from torch 2.11 on; accelerators.py checks
 
 from nanochat.attention import Segments
 from nanochat.kernels.gradients import WrittenKernels

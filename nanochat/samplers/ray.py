@@ -109,7 +109,7 @@ class RaySampler:
         self.should_stop = should_stop
         self.device = device
         dtype = str(device.dtype).removeprefix("torch.")
-        options = devices.RAY_OPTIONS[device.kind]
+        options = device.runtime.ray_options
         made = ray.remote(**options)(Worker)
         self.start: Callable[[], Any] = lambda: made.remote(model.config, tokenizer, device.kind, dtype, graphs)
         self.workers = [self.start() for _ in range(self.count)]

@@ -344,7 +344,7 @@ class Scheduler:
     ):
         self.engine = engine
         self.context = context or engine.model.config.sequence_len  # tokens of a prompt and its reply
-        self.slots = Slots(engine, slots, self.context, min(prefill_chunk, self.context))
+        self.slots = engine.decoder(slots, self.context, min(prefill_chunk, self.context))
         self.size = slots  # requests that run at once
         self.capacity = slots + queue  # the most requests, in slots and waiting
         self._turns = itertools.count()

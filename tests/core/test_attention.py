@@ -13,6 +13,7 @@ from nanochat import attention
 from nanochat.attention import KVCache, Segments
 from nanochat.kernels import cpu
 from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.decoding import lay_out
 from nanochat.operators import TorchKernels
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -251,7 +252,7 @@ def test_a_cache_that_is_laid_out_anew_reads_the_same(key_offset: bool) -> None:
     outs = []
     for stride, first, end in ((6, 0, 4), (6, 4, 5), (16, 5, 7), (8, 7, 8), (12, 8, 9)):
         stride += cache.spare
-        cache.lay_out(stride, kept=first)
+        lay_out(cache, stride, kept=first)
         assert cache.by_head(cache.keys).shape == (2, 3, 2, stride, 4) and cache.attended_len == stride
         outs.append(cached_attention(cache, *(x[:, first:end] for x in (q, k, v)), 0, layer=1))
         assert cache.read(1)[0].is_contiguous()  # one matrix after the other: nothing is copied to multiply it
@@ -274,7 +275,7 @@ def test_masks_are_made_once_for_each_window() -> None:
 def test_padding_does_not_reach_the_keys_of_other_heads_and_rows() -> None:
     """It lands on the last positions that no token of the row has; its slow channels go one place further."""
     cache = KVCache.empty(1, 2, 8, 2, 4, "cpu", torch.float32, key_offset=True)
-    cache.lay_out(8, kept=0)
+    lay_out(cache, 8, kept=0)
     cache.max_position = 40
     cache.position.fill_(4)
     _, k, v = random_qkv(2, 6, 4, 2)

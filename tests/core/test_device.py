@@ -14,9 +14,11 @@ import torch.distributed as dist
 from tiny import cpu_device, run_ranks
 
 from nanochat import device as devices
-from nanochat.device import NPU_ENVIRONMENT, Device, init, peak_flops
+from nanochat.device import Device, init, runtime_of
 from nanochat.ground import host, store
 from nanochat.ground.cli import UserError
+from nanochat.kernels import recording
+from nanochat.kernels.accelerators import NPU_ENVIRONMENT, peak_flops
 from nanochat.run import stage
 from nanochat.run.flags import TrainFlags
 
@@ -237,9 +239,9 @@ def test_the_task_queue_steps_down_while_launches_are_recorded(vendors: Any) -> 
     vendors(npu=npu)
     device = init("npu")
     with pytest.raises(ZeroDivisionError):
-        device.capture(lambda: 1 / 0)
+        recording.capture(device, lambda: 1 / 0)
     assert npu.calls[-3:] == [("task queue", 1), "record", ("task queue", 2)]
-    device.capture(lambda: None, "memory of others")
+    recording.capture(device, lambda: None, "memory of others")
     assert npu.calls[-2] == ("record in", "memory of others")
 
 
@@ -249,8 +251,8 @@ def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any, monkeypatc
     vendors(npu=npu)
     device = init("npu")
     assert os.environ["TASK_QUEUE_ENABLE"] == "1"
-    assert devices.records("npu", "auto")
-    device.capture(lambda: None)()
+    assert device.runtime.records("auto")
+    recording.capture(device, lambda: None)()
 
 
 def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monkeypatch: Any, capsys: Any) -> None:
@@ -258,16 +260,16 @@ def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monk
     monkeypatch.delattr(Vendor, "set_task_queue_enable")
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     vendors(npu=Vendor("npu", "Ascend910B3"))
-    monkeypatch.setattr(devices, "_NOT_RECORDING", set())
-    init("npu")
-    assert not devices.records("npu", "auto") and not devices.records("npu", "auto")
+    monkeypatch.setattr(recording, "_NOT_RECORDING", set())
+    runtime = init("npu").runtime
+    assert not runtime.records("auto") and not runtime.records("auto")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and "unset TASK_QUEUE_ENABLE" in line
     with pytest.raises(UserError, match="--graphs on: .*unset TASK_QUEUE_ENABLE"):
-        devices.records("npu", "on")
-    devices._NOT_RECORDING.clear()
+        runtime.records("on")
+    recording._NOT_RECORDING.clear()
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
-    assert devices.records("npu", "on")
+    assert runtime.records("on")
 
 
 def test_what_is_set_already_stays(vendors: Any) -> None:
@@ -435,7 +437,7 @@ def test_a_gpu_with_flash_attention_divides_packed_rows_by_it(
 ) -> None:
     pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert type(devices.kernels("cuda", dtype)).__name__ == name
+    assert type(runtime_of("cuda").kernels(dtype, "")).__name__ == name
 
 
 # Each process opens the device, computes a product with two threads and then the functions, twice.

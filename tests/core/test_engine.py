@@ -6,7 +6,7 @@ import functools
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,14 +14,15 @@ import tiny
 import torch
 from tiny import SHAPES, cpu_device, lively_model, tiny_config, tiny_tokenizer
 
-from nanochat import device as devices
 from nanochat import engine as engines
 from nanochat.device import Device
 from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT
 from nanochat.ground import host
 from nanochat.ground.cli import Interrupted, UserError
+from nanochat.kernels import recording
 from nanochat.kernels.cpu import HAS_FP16, CpuKernels, HalfLinear
+from nanochat.kernels.decoding import Decoders
 
 CONTEXT = 48
 make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
@@ -374,51 +375,49 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows() -> None:
 # ---------------------------------------------------------------------- recorded launches
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordingDevice(Device):
+@dataclasses.dataclass
+class Recorded:
     """A CPU that records, as an accelerator does: a replay runs the function again."""
 
-    recorded: list[Any] = dataclasses.field(default_factory=list)
+    memories: list[Any] = dataclasses.field(default_factory=list)  # one for each recording
     fails_from: int = 10**9  # the first recording that the device refuses
     holds_functions: bool = True
 
-    def recording_memory(self) -> object:
-        return object()
-
-    def capture(self, function: Callable[[], None], memory: Any = None) -> Callable[[], None]:
-        self.recorded.append(memory)
-        if len(self.recorded) >= self.fails_from:
+    def capture(self, device: Device, function: Callable[[], None], memory: Any) -> Callable[[], None]:
+        self.memories.append(memory)
+        if len(self.memories) >= self.fails_from:
             raise RuntimeError("capture_begin: error code is 107030\n[PID: 1] memory")
         return function if self.holds_functions else lambda: None
 
 
-@pytest.fixture(autouse=True)
-def no_recording_has_failed() -> Iterator[None]:
-    yield
-    devices._NOT_RECORDING.clear()
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    monkeypatch.setattr(torch.cpu, "graph_pool_handle", object, raising=False)
+    monkeypatch.setattr(recording, "_NOT_RECORDING", set())
+    found = Recorded()
+    monkeypatch.setattr(recording, "capture", found.capture)
+    return found
 
 
-def recording_engine(shape: str = "fast", whole_cache: bool = True, **changes: Any) -> tuple[Engine, Any]:
-    engine = make_engine(shape, sequence_len=200)
-    engine.device = device = RecordingDevice(**vars(cpu_device()), **changes)
-    engine.graphs = True
+def accelerated(shape: str = "fast", whole_cache: bool = True, records: bool = True, **changes: Any) -> Engine:
+    """An engine that decodes as on an accelerator."""
+    engine = make_engine(shape, **{"sequence_len": 200, **changes})
+    engine.decoders = Decoders(records)
     engine.model.kernels = copy.copy(engine.model.kernels)
     engine.model.kernels.reads_whole_cache = whole_cache
-    return engine, device
+    return engine
 
 
 @pytest.mark.parametrize("whole_cache", [True, False])
 @pytest.mark.parametrize("context", [63, 64, 65])
 def test_a_prompt_as_long_as_the_context_is_scored_exactly(context: int, whole_cache: bool) -> None:
     """Its padding has no places after it."""
-    engine = make_engine(sequence_len=context)  # a model with key_offset
-    engine.model.kernels = copy.copy(engine.model.kernels)
-    engine.model.kernels.reads_whole_cache = whole_cache
+    engine = accelerated(whole_cache=whole_cache, records=False, sequence_len=context)  # a model with key_offset
     prompt = prompt_of(context)
     with torch.no_grad():
         exact = engine.model(torch.tensor([prompt]))[0].log_softmax(dim=-1)
     for first in (context, 6, 17):  # in one piece, or with a beginning that was read before
-        slots = Slots(engine, 2)
+        slots = engine.decoder(2)
         scored = slots.score(0, prompt[:first], 0, 0)
         if first < context:
             scored += slots.score(0, prompt[first - 1 :], first - 1, 0)
@@ -431,52 +430,51 @@ LONG = [prompt_of(length, seed=length) for length in (9, 1, 30, 12, 12, 40, 100)
 
 @pytest.mark.parametrize("whole_cache", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_recorded_launches_give_the_same_tokens_and_are_kept(shape: str, whole_cache: bool) -> None:
+def test_recorded_launches_give_the_same_tokens_and_are_kept(shape: str, whole_cache: bool, recorded: Recorded) -> None:
     """Few recordings, in one memory, which later calls use again, also smaller ones and ones with other settings."""
-    engine, device = recording_engine(shape, whole_cache)
+    engine = accelerated(shape, whole_cache)
     plain = make_engine(shape, sequence_len=200)
     for prompts, new, rows in ((LONG, 60, 4), (LONG, 60, 4), (LONG[:3], 20, 2), (LONG[4:5], 60, None)):
         settings = [SamplingParams(temperature=number % 2, seed=number) for number in range(len(prompts))]
         arguments = {"max_tokens": new, "sampling": settings, "max_rows": rows, "keep_stop": True}
         assert engine.generate(prompts, **arguments) == plain.generate(prompts, **arguments)
         if prompts is LONG:
-            made = len(device.recorded)
-    assert 3 <= made <= len(device.recorded) <= 3 * 3, "by powers of two: 1 to 4 rows, 64 to 200 tokens"
-    assert len(set(map(id, device.recorded))) == 1
+            made = len(recorded.memories)
+    assert 3 <= made <= len(recorded.memories) <= 3 * 3, "by powers of two: 1 to 4 rows, 64 to 200 tokens"
+    assert len(set(map(id, recorded.memories))) == 1
 
 
-def test_a_second_call_records_nothing_and_needs_no_memory() -> None:
-    engine, device = recording_engine()
+def test_a_second_call_records_nothing_and_needs_no_memory(recorded: Recorded) -> None:
+    engine = accelerated()
     arguments = {"max_tokens": 60, "sampling": SamplingParams(seed=3), "max_rows": 4}
     first = engine.generate(LONG, **arguments)
-    made = len(device.recorded)
-    (kept,) = engine._kept
+    made = len(recorded.memories)
+    (kept,) = engine.decoders.kept
     for _ in range(9):
         assert engine.generate(LONG, **arguments) == first
-        assert engine._kept == [kept] and len(device.recorded) == made
+        assert engine.decoders.kept == [kept] and len(recorded.memories) == made
         assert kept.cache.stride == 64, "the next call reads as little as this one"
 
 
-def test_callers_that_take_turns_record_once() -> None:
+def test_callers_that_take_turns_record_once(recorded: Recorded) -> None:
     """Many short replies and one long one; a caller with more rows replaces one with fewer."""
-    engine, device = recording_engine()
+    engine = accelerated()
     short = [prompt_of(5, seed=number) for number in range(8)]
     counts = []
     for _ in range(3):
         for rows in (7, 8):
             engine.generate(short[:rows], max_tokens=20, sampling=GREEDY)
         engine.generate([prompt_of(100)], max_tokens=40, sampling=GREEDY)
-        counts.append(len(device.recorded))
-    assert counts[0] == counts[1] == counts[2] and [slots.size for slots in engine._kept] == [8, 1]
+        counts.append(len(recorded.memories))
+    assert counts[0] == counts[1] == counts[2] and [slots.size for slots in engine.decoders.kept] == [8, 1]
 
 
-def test_an_engine_and_its_recordings_are_freed_without_the_garbage_collector() -> None:
-    engine, device = recording_engine()
-    # A graph holds no functions, as this device's replays do.
-    engine.device = device = dataclasses.replace(device, holds_functions=False)
+def test_an_engine_and_its_recordings_are_freed_without_the_garbage_collector(recorded: Recorded) -> None:
+    engine = accelerated()
+    recorded.holds_functions = False  # as a graph; this device's replays do
     engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
-    assert device.recorded
-    left = [weakref.ref(one) for one in (engine, engine._kept[0], engine._kept[0].cache.keys)]
+    assert recorded.memories
+    left = [weakref.ref(one) for one in (engine, engine.decoders.kept[0], engine.decoders.kept[0].cache.keys)]
     gc.disable()
     try:
         del engine
@@ -485,8 +483,8 @@ def test_an_engine_and_its_recordings_are_freed_without_the_garbage_collector() 
         gc.enable()
 
 
-def test_two_callers_at_once_have_decoders_of_their_own() -> None:
-    engine, _ = recording_engine()
+def test_two_callers_at_once_have_decoders_of_their_own(recorded: Recorded) -> None:
+    engine = accelerated()
     engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
     alone = [engine.generate([prompt], max_tokens=30, sampling=GREEDY)[0][0] for prompt in LONG[:2]]
     streams = [engine.stream([prompt], max_tokens=30, sampling=GREEDY) for prompt in LONG[:2]]
@@ -496,20 +494,23 @@ def test_two_callers_at_once_have_decoders_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("fails_from", [1, 3])
-def test_a_recording_that_fails_costs_one_warning_and_no_token(fails_from: int, capsys: Any) -> None:
+def test_a_recording_that_fails_costs_one_warning_and_no_token(
+    fails_from: int, recorded: Recorded, capsys: Any
+) -> None:
     """The device's memory or its streams may be used up: the same tokens, without recordings from there on."""
-    engine, device = recording_engine(fails_from=fails_from)
+    recorded.fails_from = fails_from
+    engine = accelerated()
     expected = make_engine(sequence_len=200).generate(LONG, max_tokens=60, sampling=GREEDY, max_rows=4)
     for _ in range(2):
         assert engine.generate(LONG, max_tokens=60, sampling=GREEDY, max_rows=4) == expected
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and line.endswith("error code is 107030")
-    assert len(device.recorded) == fails_from and not engine.graphs and not engine._kept
-    assert "cpu" in devices._NOT_RECORDING  # another engine of this process does not try
+    assert len(recorded.memories) == fails_from and not engine.decoders.records and not engine.decoders.kept
+    assert not recording.works("cpu")  # another engine of this process does not try
 
 
-def test_a_decoder_that_ran_out_of_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, _ = recording_engine()
+def test_a_decoder_that_ran_out_of_memory_is_not_kept(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = accelerated()
     engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
 
     def fail(*_: Any) -> None:
@@ -518,12 +519,12 @@ def test_a_decoder_that_ran_out_of_memory_is_not_kept(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Slots, "prefill", fail)
     with pytest.raises(torch.OutOfMemoryError):
         engine.generate(LONG[:2], max_tokens=5, sampling=GREEDY)
-    assert not engine._kept
+    assert not engine.decoders.kept
 
 
-def test_a_cache_shrinks_when_its_longest_row_has_left() -> None:
-    engine, _ = recording_engine()
-    slots = Slots(engine, 2)
+def test_a_cache_shrinks_when_its_longest_row_has_left(recorded: Recorded) -> None:
+    engine = accelerated()
+    slots = engine.decoder(2)
     rows = [Row(prompt_of(150), 5, GREEDY), Row(prompt_of(9), 60, GREEDY)]
     slots.fill(rows)
     strides = [slots.cache.stride]
@@ -539,7 +540,7 @@ def test_a_cache_shrinks_when_its_longest_row_has_left() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_slots_without_a_row_write_to_no_other_slot(seed: int) -> None:
+def test_slots_without_a_row_write_to_no_other_slot(seed: int, recorded: Recorded) -> None:
     """Recordings compute them, too: rows end anywhere, long before others, and new prompts are read meanwhile."""
     chance = random.Random(seed)
     prompts = [prompt_of(chance.choice((5, 8, 12, 50, 55, 60, 63, 64, 65)), seed=number) for number in range(12)]
@@ -553,14 +554,14 @@ def test_slots_without_a_row_write_to_no_other_slot(seed: int) -> None:
                 new.row.max_tokens = 0
         return found
 
-    engine, _ = recording_engine()
+    engine = accelerated()
     assert replies(engine) == replies(make_engine(sequence_len=200))
 
 
-def test_a_slot_whose_long_row_has_ended_stays_in_its_places() -> None:
+def test_a_slot_whose_long_row_has_ended_stays_in_its_places(recorded: Recorded) -> None:
     """The last of four slots is computed for 40 more tokens, past its 64 places."""
-    engine, _ = recording_engine()
-    slots = Slots(engine, 4, 200)
+    engine = accelerated()
+    slots = engine.decoder(4, 200)
     rows = [Row(prompt_of(5, seed=number), 50, GREEDY, number) for number in range(3)]
     slots.fill([*rows, Row(prompt_of(40), 3, GREEDY, 3)])
     found: list[list[int]] = [[] for _ in range(4)]
@@ -574,13 +575,13 @@ def test_a_slot_whose_long_row_has_ended_stays_in_its_places() -> None:
 
 
 @pytest.mark.parametrize("copied", [False, True])
-def test_a_prompt_is_whole_though_its_slot_is_computed_meanwhile(copied: bool) -> None:
+def test_a_prompt_is_whole_though_its_slot_is_computed_meanwhile(copied: bool, recorded: Recorded) -> None:
     """Five rows are decoded by a recording of eight. Slot 5 had a longer row; slot 6 is read in two pieces, or copied
     to slot 7, which had another longer row."""
-    engine, _ = recording_engine()
+    engine = accelerated()
     prompt = prompt_of(65, seed=77)  # as many tokens to read as a head has places
     (expected,) = make_engine(sequence_len=200).generate([prompt], max_tokens=10, sampling=GREEDY)[0]
-    slots = Slots(engine, 8, 200)
+    slots = engine.decoder(8, 200)
     slots.fill([Row(prompt_of(10, seed=number), 100, GREEDY, number) for number in range(5)])
     ending = [Row(prompt_of(length, seed=length), 2, GREEDY, 9) for length in (40, 41, 20)]
     slots.fill(ending)

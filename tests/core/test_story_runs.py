@@ -14,9 +14,8 @@ WORKER = Path(__file__).with_name("story_worker.py")
 # What the commands of story_worker.py do not call, and what has no say in any of them: where it has one.
 EXEMPT = {
     "on an accelerator": """
-        device.Device.capture device.Device.free_memory device.Device.recording_memory device.Device.synchronize
-        device.Device.total_memory device.peak_flops device.stop_recording attention.KVCache.lay_out
-        attention.fused_attention operators.TorchKernels.attention operators.TorchKernels.pack
+        device.Device.free_memory device.Device.synchronize device.Device.total_memory device.Runtime.may_round
+        device.Runtime.peak_flops attention.fused_attention operators.TorchKernels.attention operators.TorchKernels.pack
         operators.TorchKernels.packs operators.TorchKernels.prepare_mask operators.TorchKernels.recorded_attention
         operators.TorchKernels.rotate
     """,
@@ -45,8 +44,8 @@ EXEMPT = {
     """,
     "at the end": "checkpoint_manager.clean_up loader.Loader.close",
     "in a message": """
-        checkpoint_manager.explained_full_disk device.Device.versions device.explain losses.all_rows
-        optim.Optimizer.state_bytes task.Task.where
+        checkpoint_manager.explained_full_disk device.Device.versions device.Runtime.versions device.explain
+        losses.all_rows optim.Optimizer.state_bytes task.Task.where
     """,
     "refuses or is never true": "rollout.Reward.check rollout.never mixture.MixtureCorpus.block_count",
 }

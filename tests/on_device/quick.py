@@ -83,6 +83,7 @@ def all_reduce(kind: str) -> str:
     # HCCL gives up before this process does, so that its error is printed; 120 s is the least that it accepts.
     environment = os.environ | {"HCCL_CONNECT_TIMEOUT": "120", "HCCL_EXEC_TIMEOUT": "120"}
     what = f"{processes} process{'es' if processes > 1 else ''}"
+    backend = devices.runtime_of(kind).backend
     try:
         done = subprocess.run(
             [*command, kind, "all_reduce"], env=environment, cwd=ROOT, stdin=subprocess.DEVNULL,
@@ -90,11 +91,11 @@ def all_reduce(kind: str) -> str:
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         # Workers end with the launcher (ranks.py).
-        raise RuntimeError(f"{what} over {devices.BACKENDS[kind]}: no answer in {WORKERS_SECONDS} s") from None
+        raise RuntimeError(f"{what} over {backend}: no answer in {WORKERS_SECONDS} s") from None
     if done.returncode or done.stdout.count('"all_reduce": {}') != processes:
         found = re.search(r"^(?:\[rank\d+\]: *)?([\w.]*(?:Error|Exception): [\s\S]+)", done.stderr, re.MULTILINE)
         reason = re.sub(r"^\[rank\d+\]: *", "", found[1], flags=re.MULTILINE) if found else done.stderr
-        raise RuntimeError(f"{what} over {devices.BACKENDS[kind]}: {reason}")
+        raise RuntimeError(f"{what} over {backend}: {reason}")
     return what
 
 

@@ -113,7 +113,7 @@ if __name__ == "__main__":
     end_with_launcher()
     here = devices.init(sys.argv[1])
     if not dist.is_initialized():  # init makes no group for one process
-        dist.init_process_group(devices.BACKENDS[here.kind])
+        dist.init_process_group(here.runtime.backend)
     answer = run_checks(here, sys.argv[2:] or tuple(CHECKS))
     print(f"rank {answer}", flush=True)
     for error in json.loads(answer).values():

@@ -4,7 +4,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import pytest
@@ -16,6 +15,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
+from nanochat.kernels import recording
 from nanochat.run.random_model import random_tokenizer
 from on_device.recording import add_noise
 from on_device.sizes import Sizes, init
@@ -33,21 +33,23 @@ HEAD_GAIN = 6  # on the head's weights: a new model's tokens would all be about 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class TimedDevice(Device):
-    """A device that notes how long each recording takes."""
+class Captures:
+    """Makes recordings, and notes how long each takes."""
 
-    captures: list[float] = field(default_factory=list, compare=False)  # seconds
-    failures: list[str] = field(default_factory=list, compare=False)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.seconds: list[float] = []
+        self.failures: list[str] = []
+        self.capture = recording.capture
+        monkeypatch.setattr(recording, "capture", self)
 
-    def capture(self, *inputs: Any, **options: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         began = time.perf_counter()
         try:
-            result = super().capture(*inputs, **options)
+            result = self.capture(*inputs)
         except Exception as error:
             self.failures.append(f"{type(error).__name__}: {error}")
             raise
-        self.captures.append(time.perf_counter() - began)
+        self.seconds.append(time.perf_counter() - began)
         return result
 
 
@@ -60,8 +62,7 @@ def decoder(device: Device, depth: int, graphs: Literal["auto", "on", "off"]) ->
     with torch.no_grad():
         for _, weight in model.parameter_groups()["head"]:
             weight.mul_(HEAD_GAIN)
-    timed = TimedDevice(**{item.name: getattr(device, item.name) for item in fields(Device)})
-    engine = Engine(model.to(device.torch_device), tokenizer, timed, graphs)
+    engine = Engine(model.to(device.torch_device), tokenizer, device, graphs)
     engine.stop_ids = set()
     engine.call_start = engine.call_end = -1
     return engine
@@ -98,14 +99,18 @@ def leading(tokens: Sequence[int], expected: Sequence[int]) -> int:
 
 @pytest.mark.parametrize("graphs", ["off", "on"], ids=["eager", "recorded"])
 @pytest.mark.parametrize("dtype", AGREEING_SHARES)
-def test_tokens(kind: str, sizes: Sizes, measured: Callable[..., None], dtype: str, graphs: Literal["on", "off"]):
+def test_tokens(
+    kind: str, sizes: Sizes, measured: Callable[..., None], dtype: str, graphs: Literal["on", "off"],
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
     """Greedy and sampled tokens are those of the CPU, by single launches and from a recording."""
     try:
-        devices.records(kind, graphs)
+        devices.runtime_of(kind).records(graphs)
     except UserError as error:  # a CPU records nothing, and some runtimes cannot under an exported variable
         pytest.skip(str(error))
+    captures = Captures(monkeypatch)
     engine = decoder(init(kind, dtype), sizes.depth, graphs)
-    if graphs == "on" and not engine.graphs:
+    if graphs == "on" and not engine.decoders.records:
         pytest.skip("launches are not recorded here")
     steps: list[float] = []
     agreeing = {}
@@ -114,11 +119,9 @@ def test_tokens(kind: str, sizes: Sizes, measured: Callable[..., None], dtype: s
         agreeing[how] = sum(map(leading, tokens, expected_tokens(sizes.depth, how)))
         steps += seconds[NEW_TOKENS // 2 :]  # the recording is over
     measured(token_ms=statistics.median(steps) * 1e3, **agreeing)
-    timed = engine.device
-    assert isinstance(timed, TimedDevice)
     if graphs == "on":
-        measured(recordings=len(timed.captures), recording_seconds=sum(timed.captures))
-        assert timed.captures and not timed.failures, timed.failures
+        measured(recordings=len(captures.seconds), recording_seconds=sum(captures.seconds))
+        assert captures.seconds and not captures.failures, captures.failures
     assert min(agreeing.values()) >= AGREEING_SHARES[dtype] * TOTAL
 
 

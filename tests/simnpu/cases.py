@@ -27,6 +27,7 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.engine import Engine, SamplingParams
 from nanochat.experts.layer import grouped_product
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
+from nanochat.kernels import recording
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.grouped import Groups
@@ -198,7 +199,7 @@ def kernels(device: str, names: Sequence[str] = ()) -> list[str]:
     """The kernels for chips of these names, or for the device's own."""
     if not names:
         return [str(devices.init(device).kernels)]
-    return [str(devices.kernels("npu", name=name)) for name in names]
+    return [str(devices.runtime_of("npu").kernels(torch.float32, name)) for name in names]
 
 
 def greedy_tokens(
@@ -227,11 +228,10 @@ def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
     if older:
         del torch.npu.set_task_queue_enable, torch.npu.get_task_queue_enable
     printed = io.StringIO()
-    capture = devices.Device.capture
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
-        unittest.mock.patch.object(devices.Device, "capture", autospec=True, side_effect=capture) as captures,
+        unittest.mock.patch.object(recording, "capture", side_effect=recording.capture) as captures,
     ):
         losses = train_losses(device, packed=True)[:6:2]
         replies = [sampled_tokens(device, dtype="float32", graphs="auto") for _ in range(2)]
@@ -298,18 +298,18 @@ def replies_of_one_engine(device: str) -> dict[str, Any]:
     found = devices.init(device, "bfloat16")
     model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
     recorded = 0
-    capture = devices.Device.capture
+    capture = recording.capture
 
-    def counting(self: Any, *arguments: Any) -> Any:
+    def counting(*arguments: Any) -> Any:
         nonlocal recorded
         recorded += 1
-        return capture(self, *arguments)
+        return capture(*arguments)
 
     allocated, made = [], []
     gc.collect()
     gc.disable()
     before = torch.npu.memory_allocated()
-    with unittest.mock.patch.object(devices.Device, "capture", counting):
+    with unittest.mock.patch.object(recording, "capture", counting):
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, "on")
         engine_.stop_ids = set()
         for _ in range(4):
@@ -339,7 +339,7 @@ def tokens_if_recording_fails(device: str, by: str) -> dict[str, Any]:
         plant = unittest.mock.patch.object(torch.npu.NPUGraph, "capture_begin", refusing)
     with plant, contextlib.redirect_stderr(io.StringIO()) as said:
         tokens = [greedy_tokens(device, graphs="on", max_tokens=20) for _ in range(2)]
-    devices._NOT_RECORDING.clear()
+    recording._NOT_RECORDING.clear()
     assert tokens[0] == tokens[1]
     return {"tokens": tokens[0], "said": said.getvalue(), "device": found.kind}
 
