@@ -146,19 +146,6 @@ class GPTConfig:
             return 0
         return max(self.sequence_len // 4, 1)
 
-    @property
-    def parts(self) -> dict[str, dict[str, int]]:
-        """The matrices of a block by their modules: the matrices of other families that are stacked in each, with their
-        numbers of rows."""
-        kv = self.n_kv_head * self.head_dim
-        gate = {"gate_proj": self.mlp_width} if self.mlp == "swiglu" else {}
-        return {
-            "attention.qkv": {"q_proj": self.n_head * self.head_dim, "k_proj": kv, "v_proj": kv},
-            "attention.output": {"o_proj": self.width},
-            "mlp.input": {**gate, "up_proj": self.mlp_width},
-            "mlp.output": {"down_proj": self.width},
-        }
-
     def has_value_embedding(self, layer: int) -> bool:
         # Every other layer, which halves the memory. The last layer always has one.
         return self.value_embeddings and layer % 2 == (self.n_layer - 1) % 2

@@ -10,9 +10,9 @@ the model is the same as before, bit for bit. Source: Hu et al. 2021, LoRA.
     Adapters                 the adapters of a model as tensors, for merging into weights
     NewAdapters              gives a model new adapters while it is loaded
 
-GPTConfig.parts lists the matrices that can have an adapter, by the names that Hugging Face and peft give them. If one
-of our matrices stacks several of them, each has its own A and B, as it has there. The frozen weights are in the dtype
-of the products; with `base_format` "nf4" the weights of the blocks have 4.5 bits (nf4.py).
+families/matrices.py lists the matrices that can have an adapter, by the names that Hugging Face and peft give them. If
+one of our matrices stacks several of them, each has its own A and B, as it has there. The frozen weights are in the
+dtype of the products; with `base_format` "nf4" the weights of the blocks have 4.5 bits (nf4.py).
 
 Legend: r rank, I inputs, O outputs of a matrix.
 """
@@ -37,6 +37,7 @@ from nanochat.adapters.nf4 import NF4Experts, NF4Linear, dequantize, quantize
 from nanochat.checkpoint_manager import Preparation
 from nanochat.device import Device
 from nanochat.experts.layer import ExpertLinear, grouped_product
+from nanochat.families.matrices import stacked_matrices
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import fill, local, whole
@@ -68,7 +69,7 @@ def choose_targets(text: str, rank: int, config: GPTConfig) -> tuple[str, ...]:
 
     Raises UserError: when the model has no such matrix, or one that is too small for the rank.
     """
-    rows = {name: count for parts in config.parts.values() for name, count in parts.items()}
+    rows = {name: count for stacked in stacked_matrices(config).values() for name, count in stacked.items()}
     names = tuple(rows) if text == "all" else tuple(name.strip() for name in text.split(","))
     inputs = {"o_proj": config.n_head * config.head_dim, "down_proj": config.mlp_width}
     for name in names:
@@ -175,7 +176,7 @@ def attach(model: GPT, lora: Lora) -> None:
         # It has nothing to adapt: it is trained, and saved, with the adapters.
         model.scalar_head.float().requires_grad_(True)
     for block in model.blocks:
-        for path, parts in model.config.parts.items():
+        for path, parts in stacked_matrices(model.config).items():
             linear: Any = block.get_submodule(path)
             adapted: Any = None
             if set(parts) & set(lora.targets):
@@ -376,7 +377,7 @@ def merged_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
 def parts_of(name: str, config: GPTConfig) -> dict[str, int]:
     """The matrices that a parameter is stacked from; none where it can have no adapters."""
     matrix = re.fullmatch(r"blocks\.\d+\.(.+)\.weight", name)
-    return config.parts.get(matrix[1], {}) if matrix else {}
+    return stacked_matrices(config).get(matrix[1], {}) if matrix else {}
 
 
 def read_adapters(path: Path, entry: dict[str, Any]) -> Adapters:
@@ -408,7 +409,7 @@ class Attached:
     @contextlib.contextmanager
     def cast_weights(self, model: GPT, dtype: torch.dtype) -> Iterator[None]:
         found: list[LinearAdapters] = []
-        for path in model.config.parts:
+        for path in stacked_matrices(model.config):
             layers = [block.get_submodule(path) for block in model.blocks]
             alike: list[Any] = [layer.adapters for layer in layers if hasattr(layer, "adapters")]
             alike = [adapters for adapters in alike if not isinstance(adapters, ExpertAdapters)]
@@ -487,7 +488,7 @@ class ChosenAdapters:
     def __init__(self, model: GPT, dtype: torch.dtype, adapters: Sequence[Adapters]):
         self.chosen = torch.zeros(1, dtype=torch.long, device=model.device)  # (rows,) set before each forward pass
         for i, block in enumerate(model.blocks):
-            for path, parts in model.config.parts.items():
+            for path, parts in stacked_matrices(model.config).items():
                 linear: Any = block.get_submodule(path)
                 # The A of a layer's targets lie one below the other, in R rows at most. Where an adapter has fewer
                 # targets or a smaller rank, and where a part of the product meets another part's A, there are zeros.

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanochat.adapters.lora import Adapters, Lora
 from nanochat.families import hf
+from nanochat.families.matrices import stacked_matrices
 from nanochat.gpt import GPTConfig
 from nanochat.ground import paths, rooms, storage
 from nanochat.ground.cli import UserError
@@ -79,7 +80,7 @@ def names(config: GPTConfig) -> dict[str, tuple[str, str, int]]:
     holds the tensors of all experts, one below the other."""
     found = {}
     for layer in range(config.n_layer):
-        for path in config.parts:
+        for path in stacked_matrices(config):
             for theirs, _ in hf.theirs_of(f"blocks.{layer}.{path}.weight", config, 0):
                 module = theirs.removesuffix(".weight")
                 target = module.rpartition(".")[2]

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from nanochat.data import hashes
 from nanochat.families.imported_tokenizer import ImportedTokenizer, read_tokenizer
+from nanochat.families.matrices import stacked_matrices
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.ground import storage
 from nanochat.ground.log import warn
@@ -58,7 +59,7 @@ LAYER_NAMES = {
     "mlp.router.weight": "mlp.gate.weight",
 }
 # And its matrices and their biases: attention.qkv.bias -> self_attn.q_proj.bias, self_attn.k_proj.bias and so on, the
-# parts that GPTConfig.parts lists, in the order in which their rows are stacked in ours.
+# parts that matrices.py lists, in the order in which their rows are stacked in ours.
 MODULES = {"attention": "self_attn", "mlp": "mlp"}
 # Phi's files hold them stacked, in the same order.
 STACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.input": "mlp.gate_up_proj"}
@@ -80,7 +81,7 @@ def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False)
         module, _, kind = block[2].rpartition(".")
         if is_stacked and module in STACKED:
             return [(f"{layer}.{STACKED[module]}.{kind}", rows)]
-        parts = config.parts.get(module)
+        parts = stacked_matrices(config).get(module)
         if parts is not None:
             theirs = MODULES[module.partition(".")[0]]
             if theirs == "mlp" and config.experts:  # all matrices of the first expert, then of the second one

@@ -25,7 +25,7 @@ EXEMPT = {
         attention.KVCache.spare operators.TorchKernels.loss_tokens
     """,
     "in models of other families": """
-        gpt.GPTConfig.parts gpt.Norm.gain operators.TorchKernels.swiglu tokenizer.Tokenizer.encode_continuation
+        gpt.Norm.gain operators.TorchKernels.swiglu tokenizer.Tokenizer.encode_continuation
         tokenizer.Tokenizer.with_chat_template
     """,
     "with adapters": """
