@@ -115,22 +115,6 @@ def causal_mask(
     return mask
 
 
-def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
-) -> Tensor:
-    """torch's fused attention on (B, T, heads, D)."""
-    # torch takes (B, heads, T, D). The fused operator works in tiles and never holds the T x T scores
-    # (source: Dao et al. 2022, FlashAttention). A transposed view costs nothing: no value is copied.
-    q = q.transpose(1, 2)
-    k = k.transpose(1, 2)
-    v = v.transpose(1, 2)
-    # Several query heads may share a key head (source: Ainslie et al. 2023, GQA). torch derives the groups from the
-    # head counts: with 6 query heads and 2 key heads, query heads 0 to 2 read key head 0, and 3 to 5 key head 1.
-    grouped = q.size(1) != k.size(1)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
 def fused_cached_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
     """torch's fused attention to a cache: q (B, T, H, D), k and v (B, K, S, D) -> (B, T, H, D)."""
     grouped = q.size(2) != k.size(1)
@@ -138,24 +122,9 @@ def fused_cached_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mas
     return out.transpose(1, 2)
 
 
-def cached_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Tensor) -> Tensor:
-    """Attention to a cache by two matrix products: q (B, T, H, D), k and v (B, K, S, D) -> (B, T, H, D).
-
-    `hidden` (B, 1, T, S) is True where a query must not attend.
-    """
-    B, T, H, D = q.shape
-    K = k.size(1)
-    # The query heads that share a key head become rows of one product.
-    q = q.transpose(1, 2).reshape(B, K, -1, D)  # (B, K, H/K x T, D)
-    scores = (q @ k.mT).view(B, H, T, -1).float() * scale  # (B, H, T, S)
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
-    out = weights.view(B, K, -1, k.size(2)) @ v  # (B, K, H/K x T, D)
-    return out.view(B, H, T, D).transpose(1, 2)
-
-
 def blockwise_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None,
-    attend: Callable[..., Tensor] = fused_attention,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, segments: Segments | None,
+    attend: Callable[..., Tensor],
 ) -> Tensor:  # fmt: skip
     """Attention within windows and documents, by an operator that supports only masks: q (B, T, H, D), k and v
     (B, T, K, D) -> (B, T, H, D). `attend` takes a part of q, k and v, and `scale` and `mask`.

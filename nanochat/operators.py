@@ -1,7 +1,7 @@
-"""The operators that the model calls: what each computes, by torch where a device does not replace it.
+"""The operators that the model calls, and what each computes.
 
-kernels/gradients.py has the operators that all devices share, with written-out gradients. cpu.py, cuda.py and npu.py
-beside it replace what their device does better. `device.kernels` chooses once, when the model is built. A mask is True
+kernels/gradients.py has the operators that devices share, with written-out gradients. cpu.py, cuda.py and npu.py next
+to it replace what their device does better. `device.kernels` chooses once, when the model is built. A mask is True
 where a query may attend to a key.
 
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim, C width, V vocab.
@@ -16,12 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import Segments, blockwise_attention, fused_attention, fused_cached_attention
-from nanochat.ground.cli import UserError
+from nanochat.attention import Segments, fused_cached_attention
 
 # The format of the weights with which the engine decodes; auto: the dtype of the products.
 WeightFormat = Literal["auto", "fp16"]
-NO_FP16 = "--weights fp16 is for products in fp32 on an x86 CPU: add --dtype float32 there, or leave it out"
 
 SMALLEST_CHUNK = 256  # the smallest number of tokens whose logits are computed at a time
 
@@ -102,8 +100,7 @@ class TorchKernels:
 
     def swiglu(self, x: Tensor) -> Tensor:
         """silu(gate) * up, where x (..., 2 M) is gate and up next to each other -> (..., M)."""
-        gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        raise NotImplementedError
 
     def experts(self, config: Any) -> Any:
         """The module that takes the place of the MLP in a model with experts."""
@@ -116,10 +113,9 @@ class TorchKernels:
         raise NotImplementedError
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its position's angle; cos, sin (T, 1, D)."""
-        # (low, high) -> (low cos - high sin, high cos + low sin)
-        low, high = x.chunk(2, dim=-1)
-        return x * cos + torch.cat((-high, low), dim=-1) * sin
+        """Rotate each pair (x[i], x[i + D/2]) of x (B, T, heads, D) by its position's angle; cos, sin (T, 1, D):
+        (low, high) -> (low cos - high sin, high cos + low sin)."""
+        raise NotImplementedError
 
     def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
         """Keys (B, T, K, D) with their slow channels taken from the previous token, by the masks of `offset_masks`."""
@@ -132,11 +128,7 @@ class TorchKernels:
 
         H is a multiple of K. With `segments` the documents of a row do not attend to each other.
         """
-        # The fused operator supports neither windows nor documents; blocks of the row do. A window as long as the row
-        # restricts nothing.
-        if 0 < window < q.size(1) or segments is not None:
-            return blockwise_attention(q, k, v, scale=scale, window=window, segments=segments)
-        return fused_attention(q, k, v, scale=scale, is_causal=True)
+        raise NotImplementedError
 
     def row_attention(
         self, q: Tensor, k: Tensor, v: Tensor, offset_masks: tuple[Tensor, Tensor] | None, **options: Any
@@ -148,7 +140,7 @@ class TorchKernels:
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
         """The mask in the form for `cached_attention`; called once per forward pass and window, not once per layer."""
-        return mask
+        raise NotImplementedError
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """Attention to a cache: q (B, T, H, D), k and v (B, K, S, D), prepared mask (B, 1, T, S) -> (B, T, H, D)."""
@@ -156,7 +148,7 @@ class TorchKernels:
 
     def recorded_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """`cached_attention` for a pass whose launches are recorded."""
-        return self.cached_attention(q, k, v, scale=scale, mask=mask)
+        raise NotImplementedError
 
     # ------------------------------------------------------------------ loss and optimizer
 
@@ -217,7 +209,7 @@ class TorchKernels:
 
     def packs(self, dtype: torch.dtype) -> bool:
         """Whether `pack` makes decoding in this dtype faster here."""
-        return False
+        raise NotImplementedError
 
     def pack(self, model: Any, weights: WeightFormat = "auto", may_round: bool = False) -> Any:
         """Lay out a GPT's weights for decoding, in place. Only where `packs`, or to make them smaller.
@@ -226,6 +218,4 @@ class TorchKernels:
 
         Raises UserError: when products with such weights do not exist here.
         """
-        if weights == "fp16":
-            raise UserError(NO_FP16)
-        raise NotImplementedError(f"{self.name} kernels pack no weights")
+        raise NotImplementedError

@@ -35,6 +35,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import cli
+from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import TorchKernels
 from nanochat.tokenizer import Tokenizer
 
@@ -92,7 +93,7 @@ def sample_episodes(sampler: Any, tokenizer: Tokenizer, device: Device, question
     return rollout.exchange(rollout.sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
 
 
-class ReferenceKernels(TorchKernels):
+class ReferenceKernels(WrittenKernels):
     """The operators as their formulas read, with autograd's gradients: every device's are compared with these."""
 
     def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:

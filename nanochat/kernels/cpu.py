@@ -10,14 +10,14 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from nanochat.attention import Segments, blockwise_attention, cached_products
+from nanochat.attention import Segments, blockwise_attention
 from nanochat.cross_entropy import soft_cap
 from nanochat.device import Runtime
 from nanochat.ground import host
 from nanochat.ground.cli import UserError
 from nanochat.kernels import gradients
-from nanochat.kernels.gradients import WrittenKernels
-from nanochat.operators import NO_FP16, WeightFormat
+from nanochat.kernels.gradients import NO_FP16, WrittenKernels, cached_products
+from nanochat.operators import WeightFormat
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
 PLAIN_TOKENS = 1024

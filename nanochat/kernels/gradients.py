@@ -1,7 +1,7 @@
 """The model's operators that all devices share, with written-out backward passes. These take fewer passes over memory
 and fewer launches than autograd's. Second derivatives raise an error.
 
-Legend: B batch, T query tokens, H query heads, K key/value heads, D head dim.
+Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
 
 import functools
@@ -12,8 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nanochat.attention import Segments, blockwise_attention
 from nanochat.gpt import GPTConfig, Linear
-from nanochat.operators import TorchKernels
+from nanochat.ground.cli import UserError
+from nanochat.operators import TorchKernels, WeightFormat
+
+NO_FP16 = "--weights fp16 is for products in fp32 on an x86 CPU: add --dtype float32 there, or leave it out"
 
 
 class WrittenKernels(TorchKernels):
@@ -39,6 +43,37 @@ class WrittenKernels(TorchKernels):
     def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return _apply(_Mix, x, first, a, b)  # type: ignore[no-any-return]
 
+    def swiglu(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
+    ) -> Tensor:
+        # The fused operator supports neither windows nor documents; blocks of the row do. A window as long as the row
+        # restricts nothing.
+        if 0 < window < q.size(1) or segments is not None:
+            return blockwise_attention(q, k, v, scale=scale, window=window, segments=segments, attend=fused_attention)
+        return fused_attention(q, k, v, scale=scale, is_causal=True)
+
+    def prepare_mask(self, mask: Tensor) -> Tensor:
+        return mask
+
+    def recorded_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
+        return self.cached_attention(q, k, v, scale=scale, mask=mask)
+
+    def packs(self, dtype: torch.dtype) -> bool:
+        return False
+
+    def pack(self, model: Any, weights: WeightFormat = "auto", may_round: bool = False) -> Any:
+        if weights == "fp16":
+            raise UserError(NO_FP16)
+        raise NotImplementedError(f"{self.name} kernels pack no weights")
+
     def experts(self, config: GPTConfig) -> Any:
         from nanochat.experts.layer import Experts  # most models have none
 
@@ -59,6 +94,40 @@ class StackedLinear(Linear):
 
     def forward(self, x: Tensor) -> Any:
         return self.kernels.stacked_products(x, self.weight, self.cast)
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, is_causal: bool = False, mask: Tensor | None = None
+) -> Tensor:
+    """torch's fused attention on (B, T, heads, D)."""
+    # torch takes (B, heads, T, D). The fused operator works in tiles and never holds the T x T scores
+    # (source: Dao et al. 2022, FlashAttention). A transposed view costs nothing: no value is copied.
+    q = q.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    # Several query heads may share a key head (source: Ainslie et al. 2023, GQA). torch derives the groups from the
+    # head counts: with 6 query heads and 2 key heads, query heads 0 to 2 read key head 0, and 3 to 5 key head 1.
+    grouped = q.size(1) != k.size(1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
+def cached_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Tensor) -> Tensor:
+    """Attention to a cache by two matrix products: q (B, T, H, D), k and v (B, K, S, D) -> (B, T, H, D).
+
+    `hidden` (B, 1, T, S) is True where a query must not attend.
+    """
+    B, T, H, D = q.shape
+    K = k.size(1)
+    # The query heads that share a key head become rows of one product.
+    q = q.transpose(1, 2).reshape(B, K, -1, D)  # (B, K, H/K x T, D)
+    scores = (q @ k.mT).view(B, H, T, -1).float() * scale  # (B, H, T, S)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).to(v.dtype)
+    out = weights.view(B, K, -1, k.size(2)) @ v  # (B, K, H/K x T, D)
+    return out.view(B, H, T, D).transpose(1, 2)
 
 
 # ---------------------------------------------------------------------- operators

@@ -16,13 +16,13 @@ import torch
 import torch_npu  # pyright: ignore[reportMissingImports]  # only on Ascend machines
 from torch import Tensor
 
-from nanochat.attention import Segments, cached_products
+from nanochat.attention import Segments
 from nanochat.gpt import GPT
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.casts import cast_together
-from nanochat.kernels.gradients import WrittenKernels
+from nanochat.kernels.gradients import WrittenKernels, cached_products
 from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
-from nanochat.operators import AdamWUpdate, TorchKernels
+from nanochat.operators import AdamWUpdate
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
 # The most documents in one call. The page of npu_fusion_attention gives two limits for the length of actual_seq_qlen:
@@ -188,12 +188,12 @@ class PlainNpuKernels(NpuKernels):
     """torch's operators, for chips without the fused ones: 910A and 310P (device.py)."""
 
     name = "torch (this chip has no fused operators)"
-    rms_norm = TorchKernels.rms_norm
-    add_rms_norm = TorchKernels.add_rms_norm
-    swiglu = TorchKernels.swiglu
+    rms_norm = WrittenKernels.rms_norm
+    add_rms_norm = WrittenKernels.add_rms_norm
+    swiglu = WrittenKernels.swiglu
     has_grouped_products = False
-    rotate = TorchKernels.rotate
-    prepare_mask = TorchKernels.prepare_mask
-    attention = TorchKernels.attention
-    cached_attention = TorchKernels.cached_attention
-    recorded_attention = TorchKernels.recorded_attention
+    rotate = WrittenKernels.rotate
+    prepare_mask = WrittenKernels.prepare_mask
+    attention = WrittenKernels.attention
+    cached_attention = WrittenKernels.cached_attention
+    recorded_attention = WrittenKernels.recorded_attention

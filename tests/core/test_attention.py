@@ -14,6 +14,7 @@ from nanochat.attention import KVCache, Segments
 from nanochat.kernels import cpu
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.decoding import lay_out
+from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import TorchKernels
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -55,7 +56,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(cuda.CudaKernels, "device_type", None)
         monkeypatch.setattr(cuda, "SHARES_HEADS", request.param == "cuda")
         return cuda.CudaKernels()
-    return TorchKernels() if request.param == "torch" else CpuKernels()
+    return WrittenKernels() if request.param == "torch" else CpuKernels()
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def test_device_and_length_choose_the_operator(monkeypatch: pytest.MonkeyPatch) 
     for kernels, T, window in (
         (CpuKernels(), 8, 3),
         (CpuKernels(), 9, 3),
-        (TorchKernels(), 8, 3),
+        (WrittenKernels(), 8, 3),
         (CpuKernels(), 9, 9),
     ):
         kernels.attention(*random_qkv(1, T, 1, 1), scale=1.0, window=window)

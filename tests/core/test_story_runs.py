@@ -15,9 +15,7 @@ WORKER = Path(__file__).with_name("story_worker.py")
 EXEMPT = {
     "on an accelerator": """
         device.Device.free_memory device.Device.synchronize device.Device.total_memory device.Runtime.may_round
-        device.Runtime.peak_flops attention.fused_attention operators.TorchKernels.attention operators.TorchKernels.pack
-        operators.TorchKernels.packs operators.TorchKernels.prepare_mask operators.TorchKernels.recorded_attention
-        operators.TorchKernels.rotate
+        device.Runtime.peak_flops
     """,
     "between processes": "device.shutdown optim.Optimizer.before_backward rollout.OnPolicy.forget rollout.sampler_kind",
     "in what a run costs": """
@@ -25,7 +23,7 @@ EXEMPT = {
         attention.KVCache.spare operators.TorchKernels.loss_tokens
     """,
     "in models of other families": """
-        gpt.Norm.gain operators.TorchKernels.swiglu tokenizer.Tokenizer.encode_continuation
+        gpt.Norm.gain tokenizer.Tokenizer.encode_continuation
         tokenizer.Tokenizer.with_chat_template
     """,
     "with adapters": """

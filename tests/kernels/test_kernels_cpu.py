@@ -10,7 +10,7 @@ from tiny import SHAPES, lively_model, tiny_config
 from nanochat.cross_entropy import soft_cap
 from nanochat.ground.cli import UserError
 from nanochat.kernels.cpu import CpuKernels, PackedLinear, SmallLinear
-from nanochat.operators import TorchKernels
+from nanochat.kernels.gradients import WrittenKernels
 
 pytestmark = pytest.mark.skipif(not CpuKernels().packs(torch.float32), reason="this torch packs nothing")
 has_fp16 = pytest.mark.skipif(
@@ -60,7 +60,7 @@ def test_weights_above_fp16s_range_are_refused_and_stay_as_they_are() -> None:
 
 
 def test_other_devices_and_bf16_refuse_weights_in_fp16() -> None:
-    for kernels in (TorchKernels(), CpuKernels(torch.bfloat16)):
+    for kernels in (WrittenKernels(), CpuKernels(torch.bfloat16)):
         with pytest.raises(UserError, match="--weights fp16.*leave it out"):
             kernels.pack(lively_model(tiny_config()), "fp16")
 
