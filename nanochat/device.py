@@ -30,10 +30,13 @@ PROCESS_GROUP_TIMEOUT = datetime.timedelta(seconds=1800)
 
 
 class Runtime:
-    """What differs between kinds of devices when a process starts: kernels/cpu.py and kernels/accelerators.py."""
+    """What differs between kinds of devices when a process starts, as it is on a CPU. kernels/accelerators.py has the
+    vendors'."""
 
-    backend: str  # the library of collectives that torch.distributed uses
-    ray_options: dict[str, Any]  # the resources of a worker of a Ray cluster: one device
+    backend = "gloo"  # the library of collectives that torch.distributed uses
+    # The variable that has it listen where only this host reaches it.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"}
+    ray_options: dict[str, Any] = {"num_cpus": 1}  # the resources of a worker of a Ray cluster: one device
 
     def start(self, local_rank: int, world_size: int, dtype: str, deterministic: bool) -> None:
         """Set up the runtime, its variables before its first call, and take this process's device.
@@ -41,22 +44,21 @@ class Runtime:
         Raises UserError: when the device does not exist or lacks the requested dtype, or the vendor's collectives do
         not serve this many processes.
         """
-        raise NotImplementedError
-
-    def loopback(self) -> dict[str, str]:
-        """The variable that has the collectives' library listen where only this host reaches it."""
-        raise NotImplementedError
+        host.keep_freed_memory()
+        host.share_cores(world_size)
 
     def device_name(self, local_rank: int) -> str:
-        raise NotImplementedError
+        return host.cpu_name()
 
     def has_bfloat16(self) -> bool:
         """Whether the hardware computes in bf16."""
-        raise NotImplementedError
+        return host.has_bfloat16()
 
     def may_round(self) -> bool:
         """`Device.may_round`, where products in fp32 were not requested."""
-        return False
+        # With AVX-512 the bits of a row still do not depend on the rows next to it (batches of 1 to 64 on an Intel
+        # Xeon, 2026-11-27); with AVX2 they would.
+        return "avx512f" in host.cpu_features()
 
     def can_train(self, name: str) -> bool:
         """Whether a chip of this name is made for training, and not only for inference."""
@@ -79,11 +81,13 @@ class Runtime:
 
         Raises UserError: when recording is requested where it is impossible.
         """
-        raise NotImplementedError
+        if graphs == "on":
+            raise UserError("--graphs on: a CPU launches nothing that could be recorded; leave it out")
+        return False
 
-    def decoders(self, graphs: Literal["auto", "on", "off"], config: Any) -> Any:
-        """What makes the decoders of an engine (kernels/decoding.py); None: they are the engine's `Slots`."""
-        raise NotImplementedError
+    def decoders(self, records: bool) -> Any:
+        """What makes an engine's decoders, which record launches or do not; None: they are `engine.Slots`."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,7 @@ def _join(device: Device) -> None:
     """
     end_with_launcher()
     if store.on_one_host():
-        for variable, value in device.runtime.loopback().items():
+        for variable, value in device.runtime.loopback.items():
             os.environ.setdefault(variable, value)
     with screen.Bar("waiting for the other processes"):
         dist.init_process_group(

@@ -152,8 +152,10 @@ class Engine:
         self.weights: WeightFormat = weights
         self.tempered_logprobs = False
         self.device = device or devices.init(str(model.device))
-        # An accelerator's decoders, which record launches (kernels/decoding.py); None: `Slots` as it is here.
-        self.decoders = self.device.runtime.decoders(graphs, model.config)
+        # Tokens are dealt out to experts by operators that nobody has recorded on a card yet.
+        records = self.device.runtime.records(graphs) and not model.config.experts
+        # Makes an accelerator's decoders (kernels/decoding.py); None: they are `Slots`, as it is here.
+        self.decoders = self.device.runtime.decoders(records)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
         self.adapters = adapters(self.model, self.device.dtype) if adapters else None

@@ -1,5 +1,4 @@
-"""Accelerators: what a vendor's runtime needs before its first call, what its chips can do, and which operators they
-have. A class for each vendor; `Runtime` of device.py says what its methods mean."""
+"""Accelerators, a class for each vendor: what its runtime needs before its first call, and what its chips can do."""
 
 import contextlib
 import importlib
@@ -15,7 +14,6 @@ import torch
 from nanochat.device import Runtime
 from nanochat.ground import store
 from nanochat.ground.cli import UserError
-from nanochat.kernels import recording
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import TorchKernels
 
@@ -59,11 +57,6 @@ NPU_ENVIRONMENT = {
 }
 
 
-def peak_flops(name: str) -> float | None:
-    """Nominal dense bf16 FLOP/s of a device by its reported name; None if the name is not known."""
-    return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
-
-
 class Accelerator(Runtime):
     """What the vendors share."""
 
@@ -77,12 +70,8 @@ class Accelerator(Runtime):
         return getattr(torch, self.kind)
 
     def start(self, local_rank: int, world_size: int, dtype: str, deterministic: bool) -> None:
-        variables = self.environment()
         if deterministic:
-            variables |= self.deterministic
-        for variable, value in variables.items():
-            os.environ.setdefault(variable, value)
-        if deterministic:
+            set_defaults(self.deterministic)
             torch.use_deterministic_algorithms(True)  # torch_npu passes it on to CANN's operators
             # torch would also fill all new memory, to make reads of it repeatable. Nothing here reads unwritten memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -92,33 +81,25 @@ class Accelerator(Runtime):
             raise UserError(f"process {local_rank} has no device: {count} found; lower --nproc_per_node")
         if local_rank >= count:
             raise UserError(f"--device {self.kind}:{local_rank}: there are {count}, counted from 0")
-        self.check_ranks(world_size)
         self.module.set_device(local_rank)
         if dtype == "bfloat16" and not self.has_bfloat16():
             name = self.device_name(local_rank)
             raise UserError(f"--dtype bfloat16: {name} has no bfloat16; use --dtype float32")
 
-    def environment(self) -> dict[str, str]:
-        """The variables of the runtime, for those that the user has not set."""
-        return {}
-
-    def check_ranks(self, world_size: int) -> None:
-        """Raises UserError: when the vendor's collectives do not serve this many processes."""
-
     def device_name(self, local_rank: int) -> str:
         return self.module.get_device_name(local_rank)
 
+    def may_round(self) -> bool:
+        return False
+
     def peak_flops(self, name: str) -> float | None:
-        return peak_flops(name)
+        return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
 
     def records(self, graphs: Literal["auto", "on", "off"]) -> bool:
-        return graphs != "off" and recording.works(self.kind)
+        return graphs != "off" and _decoding().can_record(self.kind)
 
-    def decoders(self, graphs: Literal["auto", "on", "off"], config: Any) -> Any:
-        from nanochat.kernels.decoding import Decoders  # training has none
-
-        # Tokens are dealt out to experts by operators that nobody has recorded on a card yet.
-        return Decoders(self.records(graphs) and not config.experts)
+    def decoders(self, records: bool) -> Any:
+        return _decoding().Decoders(records)
 
 
 class NpuRuntime(Accelerator):
@@ -127,7 +108,12 @@ class NpuRuntime(Accelerator):
     ray_options = {"resources": {"NPU": 1}}
     deterministic = {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}
 
-    def environment(self) -> dict[str, str]:
+    @property
+    def loopback(self) -> dict[str, str]:
+        # HCCL_IF_IP would override an interface that the user chose.
+        return {} if "HCCL_SOCKET_IFNAME" in os.environ else {"HCCL_IF_IP": store.LOOPBACK}
+
+    def start(self, local_rank: int, world_size: int, dtype: str, deterministic: bool) -> None:
         variables = dict(NPU_ENVIRONMENT)
         # An older torch_npu cannot change the task queue's level later, and does not record launches on the second one.
         if not hasattr(self.module, "set_task_queue_enable"):
@@ -135,15 +121,10 @@ class NpuRuntime(Accelerator):
         # torch has a vendor-free name for the allocator's options, and having both set is an error.
         if "PYTORCH_ALLOC_CONF" in os.environ:
             del variables["PYTORCH_NPU_ALLOC_CONF"]
-        return variables
-
-    def check_ranks(self, world_size: int) -> None:
+        set_defaults(variables)
+        super().start(local_rank, world_size, dtype, deterministic)
         if world_size in (3, 5, 6, 7):  # the vendor's page on collectives leaves these out
             raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
-
-    def loopback(self) -> dict[str, str]:
-        # HCCL_IF_IP would override an interface that the user chose.
-        return {} if "HCCL_SOCKET_IFNAME" in os.environ else {"HCCL_IF_IP": store.LOOPBACK}
 
     def has_bfloat16(self) -> bool:
         return bool(self.module.is_bf16_supported())
@@ -173,7 +154,7 @@ class NpuRuntime(Accelerator):
         if graphs == "on" and is_stuck:
             raise UserError(f"--graphs on: this torch_npu records nothing under TASK_QUEUE_ENABLE=2: {fix}")
         if graphs == "auto" and is_stuck:
-            recording.stop(
+            _decoding().stop_recording(
                 self.kind,
                 f"decoding is slower under TASK_QUEUE_ENABLE=2, where this torch_npu records no launches: {fix}",
             )
@@ -183,6 +164,7 @@ class NpuRuntime(Accelerator):
 class CudaRuntime(Accelerator):
     kind = "cuda"
     backend = "nccl"
+    loopback = {"NCCL_SOCKET_IFNAME": "lo"}
     ray_options = {"num_gpus": 1}
     deterministic = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
@@ -191,9 +173,6 @@ class CudaRuntime(Accelerator):
         # TF32 rounds the inputs of an fp32 product to a fraction of 10 bits, so that tensor cores can compute it. A
         # request for float32 is a request for its precision.
         torch.set_float32_matmul_precision("highest" if dtype == "float32" else "high")
-
-    def loopback(self) -> dict[str, str]:
-        return {"NCCL_SOCKET_IFNAME": "lo"}
 
     def has_bfloat16(self) -> bool:
         return self.module.get_device_capability()[0] >= 8  # from the A100's generation on
@@ -205,6 +184,16 @@ class CudaRuntime(Accelerator):
         if _has_varlen(dtype):
             return importlib.import_module("nanochat.kernels.cuda").CudaKernels(dtype)
         return WrittenKernels(dtype)
+
+
+def _decoding() -> Any:
+    return importlib.import_module("nanochat.kernels.decoding")  # training has no decoder
+
+
+def set_defaults(variables: dict[str, str]) -> None:
+    """Set environment variables that the user has not set."""
+    for variable, value in variables.items():
+        os.environ.setdefault(variable, value)
 
 
 def _has_varlen(dtype: torch.dtype) -> bool:

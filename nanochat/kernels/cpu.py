@@ -4,7 +4,7 @@ gradients (gradients.py), weights packed for decoding.
 Legend: B batch, T query tokens, S keys, H query heads, K key/value heads, D head dim.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -13,7 +13,6 @@ from torch import Tensor
 from nanochat.attention import Segments, blockwise_attention
 from nanochat.cross_entropy import soft_cap
 from nanochat.device import Runtime
-from nanochat.ground import host
 from nanochat.ground.cli import UserError
 from nanochat.kernels import gradients
 from nanochat.kernels.gradients import NO_FP16, WrittenKernels, cached_products
@@ -26,37 +25,8 @@ HAS_FP16 = "fbgemm" in torch.backends.quantized.supported_engines
 
 
 class CpuRuntime(Runtime):
-    backend = "gloo"
-    ray_options = {"num_cpus": 1}
-
-    def start(self, local_rank: int, world_size: int, dtype: str, deterministic: bool) -> None:
-        host.keep_freed_memory()
-        host.share_cores(world_size)
-
-    def loopback(self) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": "lo"}
-
-    def device_name(self, local_rank: int) -> str:
-        return host.cpu_name()
-
-    def has_bfloat16(self) -> bool:
-        return host.has_bfloat16()
-
-    def may_round(self) -> bool:
-        # With AVX-512 the bits of a row still do not depend on the rows next to it (batches of 1 to 64 on an Intel
-        # Xeon, 2026-11-27); with AVX2 they would.
-        return "avx512f" in host.cpu_features()
-
     def kernels(self, dtype: torch.dtype, name: str) -> "CpuKernels":
         return CpuKernels(dtype)
-
-    def records(self, graphs: Literal["auto", "on", "off"]) -> bool:
-        if graphs == "on":
-            raise UserError("--graphs on: a CPU launches nothing that could be recorded; leave it out")
-        return False
-
-    def decoders(self, graphs: Literal["auto", "on", "off"], config: Any) -> None:
-        self.records(graphs)
 
 
 class CpuKernels(WrittenKernels):

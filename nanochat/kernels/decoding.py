@@ -9,15 +9,61 @@ Legend: B rows, V vocab.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
 from nanochat.attention import KVCache
-from nanochat.engine import CACHE_STEP, PREFILL_CHUNK, Engine, Slots, round_up
-from nanochat.kernels import recording
+from nanochat.device import Device
+from nanochat.engine import CACHE_STEP, Engine, Slots, round_up
+from nanochat.ground.log import warn
 
 KEPT_DECODERS = 2  # some callers take turns, such as one of many short replies and one of a few long ones
+
+_NOT_RECORDING: set[str] = set()  # kinds of devices that record nothing any more in this process
+
+
+def can_record(kind: str) -> bool:
+    """Whether no recording has failed in this process on this kind of device."""
+    return kind not in _NOT_RECORDING
+
+
+def stop_recording(kind: str, why: str) -> None:
+    """Make no more recordings in this process; the first call warns, with the reason."""
+    # After a failure in the middle of a recording torch_npu 2.9 refuses all later ones.
+    if kind not in _NOT_RECORDING:
+        _NOT_RECORDING.add(kind)
+        warn(why)
+
+
+def capture(device: Device, function: Callable[[], None], memory: Any = None) -> Callable[[], None]:
+    """Record what `function` launches, without running it; returns a call that replays everything in one launch.
+
+    A replay uses the same tensors each time. The function writes its results to tensors that exist already, because its
+    own are in `memory`, where the next recording puts its tensors, too. It must have run before: lazy set-up inside a
+    recording fails. Raises RuntimeError: when the device cannot record it.
+    """
+    module = device.module
+    graph = module.NPUGraph() if device.kind == "npu" else module.CUDAGraph()
+    # "thread_local": a server's other threads may use the device meanwhile.
+    with _recordable_launches(module), module.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        function()
+    return graph.replay
+
+
+@contextlib.contextmanager
+def _recordable_launches(module: ModuleType) -> Iterator[None]:
+    """Leave the second level of an NPU's task queue, under which torch_npu refuses to record."""
+    if not hasattr(module, "set_task_queue_enable"):
+        yield
+        return
+    level = module.get_task_queue_enable()
+    module.set_task_queue_enable(min(level, 1))
+    try:
+        yield
+    finally:
+        module.set_task_queue_enable(level)
 
 
 class Decoders:
@@ -62,8 +108,8 @@ class AcceleratorSlots(Slots):
     """A decoder that records its steps, and lays out its cache for the tokens that it holds where a device's attention
     reads all of it."""
 
-    def __init__(self, engine: Engine, size: int, capacity: int = 0, prefill_chunk: int = PREFILL_CHUNK):
-        super().__init__(engine, size, capacity, prefill_chunk)
+    def __init__(self, engine: Engine, *sizes: int):
+        super().__init__(engine, *sizes)
         self._lay_out(CACHE_STEP)
         # Recordings by their numbers of rows and attended tokens, and their memory: see `_step`.
         self._recorded: dict[tuple[int, int], Callable[[], None]] = {}
@@ -109,11 +155,11 @@ class AcceleratorSlots(Slots):
             if not self._recorded:
                 self._memory = device.module.graph_pool_handle()  # shared: they never run at the same time
                 self._results = tuple(result.new_empty(self.size, result.size(1)) for result in like)
-            self._recorded[rounded, cache.attended_len] = recording.capture(device, step, self._memory)
+            self._recorded[rounded, cache.attended_len] = capture(device, step, self._memory)
         except RuntimeError as error:
             # The device's memory may be short, or its streams used up.
             head = next(iter(str(error).splitlines()), type(error).__name__)[:200]
-            recording.stop(
+            stop_recording(
                 device.kind, f"the launches of a token could not be recorded, decoding goes on without, slower: {head}"
             )
             self.engine.decoders.records = False

@@ -21,7 +21,7 @@ from nanochat.gpt import GPT
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import WrittenKernels, cached_products
-from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
+from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product
 from nanochat.operators import AdamWUpdate
 
 COMPRESSED = 2048  # side of the mask for modes 2 and 4
@@ -97,14 +97,27 @@ class _NpuGroupedOperators(GroupedOperators):
         )[0]
 
 
-class NpuKernels(WrittenKernels):
-    name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
+class PlainNpuKernels(WrittenKernels):
+    """torch's operators, for chips without the fused ones: 910A and 310P (accelerators.py)."""
+
+    name = "torch (this chip has no fused operators)"
     device_type = "npu"
     compiled_flops = math.inf  # not tried on a card yet
-    has_grouped_products = True
     loss_in_fp32 = False
     loss_chunk_elements = 1 << 27  # 256 MiB in bf16
     reads_whole_cache = True
+
+    def cast_weights(self, model: GPT) -> contextlib.AbstractContextManager[None]:
+        return cast_together(model, self.dtype)
+
+    def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
+        # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf to its operator (checked in the
+        # calls of torch_npu 2.13, tests/simnpu/test_adapters.py). A skipped step would write its NaN into the weights.
+        unfused_adamw(updates, steps, targets, ok)
+
+
+class NpuKernels(PlainNpuKernels):
+    name = "npu_fusion_attention, npu_rms_norm, npu_add_rms_norm, npu_rotary_mul, npu_swiglu"
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         """One launch instead of several: about 300 fewer in a forward pass at depth 12 (simulated NPU, 2026-11-20)."""
@@ -117,9 +130,7 @@ class NpuKernels(WrittenKernels):
         return torch_npu.npu_swiglu(x)
 
     def grouped_product(self, x: Tensor, weight: Tensor, groups: Groups, cast: Tensor | None = None) -> Tensor:
-        if self.has_grouped_products:
-            return grouped_product(_NpuGroupedOperators(), x, weight, groups, cast)
-        return loop_product(self.product, x, weight, groups, cast)
+        return grouped_product(_NpuGroupedOperators(), x, weight, groups, cast)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return _Rotate.apply(x, cos[None], sin[None])  # the operator takes angles (1, T, 1, D)
@@ -162,14 +173,6 @@ class NpuKernels(WrittenKernels):
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return out.view(B, T, H, -1)
 
-    def cast_weights(self, model: GPT) -> contextlib.AbstractContextManager[None]:
-        return cast_together(model, self.dtype)
-
-    def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
-        # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf to its operator (checked in the
-        # calls of torch_npu 2.13, tests/simnpu/test_adapters.py). A skipped step would write its NaN into the weights.
-        unfused_adamw(updates, steps, targets, ok)
-
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         # Not npu_fused_infer_attention_score, the operator for inference: with this mask and one query it silently
         # ignores the mask after key 512 (source: vllm-ascend issue 15503, torch_npu 2.10.0).
@@ -182,18 +185,3 @@ class NpuKernels(WrittenKernels):
         # The vendor's page excludes npu_fusion_attention from graphs. A replay launches all operators at once, so more
         # operators cost little. Both forms read the same cache, without a copy.
         return cached_products(q, k, v, scale=scale, hidden=mask)
-
-
-class PlainNpuKernels(NpuKernels):
-    """torch's operators, for chips without the fused ones: 910A and 310P (device.py)."""
-
-    name = "torch (this chip has no fused operators)"
-    rms_norm = WrittenKernels.rms_norm
-    add_rms_norm = WrittenKernels.add_rms_norm
-    swiglu = WrittenKernels.swiglu
-    has_grouped_products = False
-    rotate = WrittenKernels.rotate
-    prepare_mask = WrittenKernels.prepare_mask
-    attention = WrittenKernels.attention
-    cached_attention = WrittenKernels.cached_attention
-    recorded_attention = WrittenKernels.recorded_attention

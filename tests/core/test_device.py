@@ -17,8 +17,8 @@ from nanochat import device as devices
 from nanochat.device import Device, init, runtime_of
 from nanochat.ground import host, store
 from nanochat.ground.cli import UserError
-from nanochat.kernels import recording
-from nanochat.kernels.accelerators import NPU_ENVIRONMENT, peak_flops
+from nanochat.kernels import decoding
+from nanochat.kernels.accelerators import NPU_ENVIRONMENT, Accelerator
 from nanochat.run import stage
 from nanochat.run.flags import TrainFlags
 
@@ -239,9 +239,9 @@ def test_the_task_queue_steps_down_while_launches_are_recorded(vendors: Any) -> 
     vendors(npu=npu)
     device = init("npu")
     with pytest.raises(ZeroDivisionError):
-        recording.capture(device, lambda: 1 / 0)
+        decoding.capture(device, lambda: 1 / 0)
     assert npu.calls[-3:] == [("task queue", 1), "record", ("task queue", 2)]
-    recording.capture(device, lambda: None, "memory of others")
+    decoding.capture(device, lambda: None, "memory of others")
     assert npu.calls[-2] == ("record in", "memory of others")
 
 
@@ -252,7 +252,7 @@ def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any, monkeypatc
     device = init("npu")
     assert os.environ["TASK_QUEUE_ENABLE"] == "1"
     assert device.runtime.records("auto")
-    recording.capture(device, lambda: None)()
+    decoding.capture(device, lambda: None)()
 
 
 def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monkeypatch: Any, capsys: Any) -> None:
@@ -260,14 +260,14 @@ def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monk
     monkeypatch.delattr(Vendor, "set_task_queue_enable")
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     vendors(npu=Vendor("npu", "Ascend910B3"))
-    monkeypatch.setattr(recording, "_NOT_RECORDING", set())
+    monkeypatch.setattr(decoding, "_NOT_RECORDING", set())
     runtime = init("npu").runtime
     assert not runtime.records("auto") and not runtime.records("auto")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and "unset TASK_QUEUE_ENABLE" in line
     with pytest.raises(UserError, match="--graphs on: .*unset TASK_QUEUE_ENABLE"):
         runtime.records("on")
-    recording._NOT_RECORDING.clear()
+    decoding._NOT_RECORDING.clear()
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
     assert runtime.records("on")
 
@@ -354,7 +354,7 @@ def test_a_stage_asks_for_one_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_peak_flops_by_name(name: str, flops: float | None) -> None:
-    assert peak_flops(name) == flops
+    assert Accelerator().peak_flops(name) == flops
 
 
 # ---------------------------------------------------------------------- several processes

@@ -20,7 +20,7 @@ from nanochat.engine import Engine, Row, SamplingParams, Slots
 from nanochat.gpt import GPT
 from nanochat.ground import host
 from nanochat.ground.cli import Interrupted, UserError
-from nanochat.kernels import recording
+from nanochat.kernels import decoding
 from nanochat.kernels.cpu import HAS_FP16, CpuKernels, HalfLinear
 from nanochat.kernels.decoding import Decoders
 
@@ -393,9 +393,9 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     monkeypatch.setattr(torch.cpu, "graph_pool_handle", object, raising=False)
-    monkeypatch.setattr(recording, "_NOT_RECORDING", set())
+    monkeypatch.setattr(decoding, "_NOT_RECORDING", set())
     found = Recorded()
-    monkeypatch.setattr(recording, "capture", found.capture)
+    monkeypatch.setattr(decoding, "capture", found.capture)
     return found
 
 
@@ -506,7 +506,7 @@ def test_a_recording_that_fails_costs_one_warning_and_no_token(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and line.endswith("error code is 107030")
     assert len(recorded.memories) == fails_from and not engine.decoders.records and not engine.decoders.kept
-    assert not recording.works("cpu")  # another engine of this process does not try
+    assert not decoding.can_record("cpu")  # another engine of this process does not try
 
 
 def test_a_decoder_that_ran_out_of_memory_is_not_kept(recorded: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,17 +14,17 @@ WORKER = Path(__file__).with_name("story_worker.py")
 # What the commands of story_worker.py do not call, and what has no say in any of them: where it has one.
 EXEMPT = {
     "on an accelerator": """
-        device.Device.free_memory device.Device.synchronize device.Device.total_memory device.Runtime.may_round
-        device.Runtime.peak_flops
+        device.Device.free_memory device.Device.synchronize device.Device.total_memory device.Runtime.decoders
+        device.Runtime.peak_flops device.Runtime.records
     """,
+    "without --dtype": "device.Runtime.has_bfloat16 device.Runtime.may_round",
     "between processes": "device.shutdown optim.Optimizer.before_backward rollout.OnPolicy.forget rollout.sampler_kind",
     "in what a run costs": """
         device.Device.peak_memory gpt.Embedding.reset_parameters attention.KVCache.capacity attention.KVCache.places_for
         attention.KVCache.spare operators.TorchKernels.loss_tokens
     """,
     "in models of other families": """
-        gpt.Norm.gain tokenizer.Tokenizer.encode_continuation
-        tokenizer.Tokenizer.with_chat_template
+        gpt.Norm.gain tokenizer.Tokenizer.encode_continuation tokenizer.Tokenizer.with_chat_template
     """,
     "with adapters": """
         train.make_adamw engine.Slots.choose checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape

@@ -15,7 +15,7 @@ from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
-from nanochat.kernels import recording
+from nanochat.kernels import decoding
 from nanochat.run.random_model import random_tokenizer
 from on_device.recording import add_noise
 from on_device.sizes import Sizes, init
@@ -39,8 +39,8 @@ class Captures:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.seconds: list[float] = []
         self.failures: list[str] = []
-        self.capture = recording.capture
-        monkeypatch.setattr(recording, "capture", self)
+        self.capture = decoding.capture
+        monkeypatch.setattr(decoding, "capture", self)
 
     def __call__(self, *inputs: Any) -> Any:
         began = time.perf_counter()

@@ -27,7 +27,7 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.engine import Engine, SamplingParams
 from nanochat.experts.layer import grouped_product
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
-from nanochat.kernels import recording
+from nanochat.kernels import decoding
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.grouped import Groups
@@ -231,7 +231,7 @@ def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
     with (
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(printed),
-        unittest.mock.patch.object(recording, "capture", side_effect=recording.capture) as captures,
+        unittest.mock.patch.object(decoding, "capture", side_effect=decoding.capture) as captures,
     ):
         losses = train_losses(device, packed=True)[:6:2]
         replies = [sampled_tokens(device, dtype="float32", graphs="auto") for _ in range(2)]
@@ -298,7 +298,7 @@ def replies_of_one_engine(device: str) -> dict[str, Any]:
     found = devices.init(device, "bfloat16")
     model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
     recorded = 0
-    capture = recording.capture
+    capture = decoding.capture
 
     def counting(*arguments: Any) -> Any:
         nonlocal recorded
@@ -309,7 +309,7 @@ def replies_of_one_engine(device: str) -> dict[str, Any]:
     gc.collect()
     gc.disable()
     before = torch.npu.memory_allocated()
-    with unittest.mock.patch.object(recording, "capture", counting):
+    with unittest.mock.patch.object(decoding, "capture", counting):
         engine_ = Engine(model, tiny.tiny_tokenizer(), found, "on")
         engine_.stop_ids = set()
         for _ in range(4):
@@ -339,7 +339,7 @@ def tokens_if_recording_fails(device: str, by: str) -> dict[str, Any]:
         plant = unittest.mock.patch.object(torch.npu.NPUGraph, "capture_begin", refusing)
     with plant, contextlib.redirect_stderr(io.StringIO()) as said:
         tokens = [greedy_tokens(device, graphs="on", max_tokens=20) for _ in range(2)]
-    recording._NOT_RECORDING.clear()
+    decoding._NOT_RECORDING.clear()
     assert tokens[0] == tokens[1]
     return {"tokens": tokens[0], "said": said.getvalue(), "device": found.kind}
 
