@@ -486,40 +486,38 @@ class Slots:
 
         Returns the number of tokens computed, padding included.
         """
-        # Pad to one length. A padding token's keys and values are overwritten before anything attends to them: a query
-        # attends to positions up to its own, and the row's next tokens take these positions.
-        size = round_up(max(len(piece) for piece in pieces), CHUNK_STEP)
-        tokens = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces])
-        lengths = torch.tensor([len(piece) for piece in pieces])
-
-        self._read(slot, tokens, lengths, filled)  # keys and values: the logits of a prompt's tokens are not wanted
-        return tokens.numel()
+        # Only keys and values: the logits of a prompt's tokens are not wanted.
+        B, T, _ = self._read(slot, pieces, filled).shape
+        return B * T
 
     @torch.inference_mode()
     def score(self, slot: int, tokens: Sequence[int], filled: int, logprobs: int) -> list[list[float]]:
         """Read all but the last of these tokens as `prefill` does; returns numbers as in `NewToken.logprobs` for each
         token after the first."""
-        size = round_up(len(tokens) - 1, CHUNK_STEP)
-        piece = torch.tensor([[*tokens[:-1], *[0] * (size - len(tokens) + 1)]])
-        hidden = self._read(slot, piece, torch.tensor([len(tokens) - 1]), filled)[0]  # (size, C)
-        following = torch.zeros(size, dtype=torch.long)
+        hidden = self._read(slot, [tokens[:-1]], filled)[0]  # (T, C)
+        following = torch.zeros(len(hidden), dtype=torch.long)
         following[: len(tokens) - 1] = torch.tensor(tokens[1:])
         following = self.engine.device.to_device(following)
         # A slice at a time: the logits of 256 tokens over a vocabulary of 150,000 would take 150 MB, twice.
         rows: list[list[float]] = []
-        for begin in range(0, size, SCORED_AT_ONCE):
+        for begin in range(0, len(hidden), SCORED_AT_ONCE):
             part = slice(begin, begin + SCORED_AT_ONCE)
             rows += _logprob_table(self.engine.model.logits(hidden[part]), following[part], logprobs).tolist()
         return rows[: len(tokens) - 1]
 
-    def _read(self, slot: int, tokens: Tensor, lengths: Tensor, filled: int) -> Tensor:
-        """Feed tokens (B, T) to the slots from `slot` on; returns hidden states (B, T, C)."""
-        attended_len = self._attended_len(filled + tokens.size(1))
-        cache = self.cache.view(slot, slot + len(tokens))
+    def _read(self, slot: int, pieces: Sequence[Sequence[int]], filled: int) -> Tensor:
+        """Feed a piece to each of the slots from `slot` on; returns hidden states (B, T, C), those of padding too."""
+        # Pad to one length. A padding token's keys and values are overwritten before anything attends to them: a query
+        # attends to positions up to its own, and the row's next tokens take these positions.
+        size = round_up(max(len(piece) for piece in pieces), CHUNK_STEP)
+        tokens = torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces])
+        lengths = torch.tensor([len(piece) for piece in pieces])
+        attended_len = self._attended_len(filled + size)
+        cache = self.cache.view(slot, slot + len(pieces))
         cache.attended_len = attended_len
         cache.position.fill_(filled)
         if self.engine.adapters is not None:
-            self.engine.adapters.chosen = self.adapter[slot : slot + len(tokens)]
+            self.engine.adapters.chosen = self.adapter[slot : slot + len(pieces)]
         hidden = self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
         cache.position.add_(self.engine.device.to_device(lengths))
         return hidden
