@@ -71,7 +71,8 @@ class Accelerator(Runtime):
 
     def start(self, local_rank: int, world_size: int, dtype: str, deterministic: bool) -> None:
         if deterministic:
-            set_defaults(self.deterministic)
+            for variable, value in self.deterministic.items():
+                os.environ.setdefault(variable, value)
             torch.use_deterministic_algorithms(True)  # torch_npu passes it on to CANN's operators
             # torch would also fill all new memory, to make reads of it repeatable. Nothing here reads unwritten memory.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -96,7 +97,7 @@ class Accelerator(Runtime):
         return next((flops for pattern, flops in PEAK_FLOPS if re.search(pattern, name)), None)
 
     def records(self, graphs: Literal["auto", "on", "off"]) -> bool:
-        return graphs != "off" and _decoding().can_record(self.kind)
+        return graphs != "off" and self.kind not in _decoding().NOT_RECORDING
 
     def decoders(self, records: bool) -> Any:
         return _decoding().Decoders(records)
@@ -121,7 +122,8 @@ class NpuRuntime(Accelerator):
         # torch has a vendor-free name for the allocator's options, and having both set is an error.
         if "PYTORCH_ALLOC_CONF" in os.environ:
             del variables["PYTORCH_NPU_ALLOC_CONF"]
-        set_defaults(variables)
+        for variable, value in variables.items():
+            os.environ.setdefault(variable, value)
         super().start(local_rank, world_size, dtype, deterministic)
         if world_size in (3, 5, 6, 7):  # the vendor's page on collectives leaves these out
             raise UserError(f"--nproc_per_node {world_size}: HCCL shares tensors out over 1, 2, 4, 8 or 16 devices")
@@ -188,12 +190,6 @@ class CudaRuntime(Accelerator):
 
 def _decoding() -> Any:
     return importlib.import_module("nanochat.kernels.decoding")  # training has no decoder
-
-
-def set_defaults(variables: dict[str, str]) -> None:
-    """Set environment variables that the user has not set."""
-    for variable, value in variables.items():
-        os.environ.setdefault(variable, value)
 
 
 def _has_varlen(dtype: torch.dtype) -> bool:

@@ -21,19 +21,14 @@ from nanochat.ground.log import warn
 
 KEPT_DECODERS = 2  # some callers take turns, such as one of many short replies and one of a few long ones
 
-_NOT_RECORDING: set[str] = set()  # kinds of devices that record nothing any more in this process
-
-
-def can_record(kind: str) -> bool:
-    """Whether no recording has failed in this process on this kind of device."""
-    return kind not in _NOT_RECORDING
+NOT_RECORDING: set[str] = set()  # kinds of devices that record nothing any more in this process
 
 
 def stop_recording(kind: str, why: str) -> None:
     """Make no more recordings in this process; the first call warns, with the reason."""
     # After a failure in the middle of a recording torch_npu 2.9 refuses all later ones.
-    if kind not in _NOT_RECORDING:
-        _NOT_RECORDING.add(kind)
+    if kind not in NOT_RECORDING:
+        NOT_RECORDING.add(kind)
         warn(why)
 
 

@@ -260,14 +260,14 @@ def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monk
     monkeypatch.delattr(Vendor, "set_task_queue_enable")
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
     vendors(npu=Vendor("npu", "Ascend910B3"))
-    monkeypatch.setattr(decoding, "_NOT_RECORDING", set())
+    monkeypatch.setattr(decoding, "NOT_RECORDING", set())
     runtime = init("npu").runtime
     assert not runtime.records("auto") and not runtime.records("auto")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and "unset TASK_QUEUE_ENABLE" in line
     with pytest.raises(UserError, match="--graphs on: .*unset TASK_QUEUE_ENABLE"):
         runtime.records("on")
-    decoding._NOT_RECORDING.clear()
+    decoding.NOT_RECORDING.clear()
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
     assert runtime.records("on")
 

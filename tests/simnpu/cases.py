@@ -339,7 +339,7 @@ def tokens_if_recording_fails(device: str, by: str) -> dict[str, Any]:
         plant = unittest.mock.patch.object(torch.npu.NPUGraph, "capture_begin", refusing)
     with plant, contextlib.redirect_stderr(io.StringIO()) as said:
         tokens = [greedy_tokens(device, graphs="on", max_tokens=20) for _ in range(2)]
-    decoding._NOT_RECORDING.clear()
+    decoding.NOT_RECORDING.clear()
     assert tokens[0] == tokens[1]
     return {"tokens": tokens[0], "said": said.getvalue(), "device": found.kind}
 
