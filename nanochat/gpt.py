@@ -13,7 +13,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -65,7 +65,7 @@ class GPTConfig:
     window_tokens: int = 0
     # Base of the rotary wavelengths: the slowest pair of channels turns once in about 2 pi theta tokens.
     rope_theta: float = 100_000.0
-    # Stretches the model to a longer context than it was first trained with (long_context.py); None: a new model.
+    # Stretches the model to a longer context than it was first trained with (run/long_context.py); None: a new model.
     rope_scaling: RopeScaling | None = None
     # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
     # (source: Henry et al. 2020, Query-Key Normalization). Qwen3 norms before the rotation, the preset after it.
@@ -526,12 +526,6 @@ class GPT(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             block.is_recomputed = True
-
-    def add_scalar_head(self) -> None:
-        """Give the model a scalar head, if it has none. On the meta device the caller fills it later, with zeros."""
-        if self.scalar_head is None:
-            self.config = replace(self.config, scalar_head=True)
-            self.scalar_head = ScalarHead(self.config).to(self.device)
 
     @torch.no_grad()
     def fill_rotary(self) -> None:

@@ -1,4 +1,4 @@
-"""The folder of a model: find it from `--source`, verify it, and read its small files.
+"""The folder of a model: where it is, by `--source`, and whether it is whole. checkpoint_manager.py reads the model.
 
 It is a step of one of our runs (checkpoint_manager.py lists its files). A folder without our manifest goes to the
 readers of other formats (ground/rooms.py), such as Hugging Face's. A folder that holds only adapters has a base:
@@ -10,14 +10,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanochat.device import Device
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPTConfig
 from nanochat.ground import paths, rooms, storage
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
@@ -29,6 +29,7 @@ FORMAT_VERSION = 2
 MAX_TASKS = 1000
 MAX_NAME = 4096  # characters of a task's name, or of the path of the pretraining data
 MAX_TIME = 2**40  # seconds since 1970
+MAX_BASES = 16  # adapters of adapters of adapters ...
 
 # The errors of a parser for a file that is damaged, or is not ours.
 UNREADABLE = (
@@ -61,99 +62,62 @@ def damage_of(path: Path) -> Iterator[None]:
 # ---------------------------------------------------------------------- formats
 
 
-class Weights(Protocol):
-    """The weights of one model in a folder, under our names, read a part at a time."""
+class Weights:
+    """The weights of one model, under our names, read a part at a time: model.safetensors of a checkpoint.
 
-    @property
-    def files(self) -> list[Path]: ...
+    A reader of another format overrides all methods.
+    """
+
+    def __init__(self, path: Path):
+        self.files = [path]
+        self.stored = storage.header(path)
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the matrices."""
-        ...
+        return storage.torch_dtype(self.stored["embedding.weight"][1])
 
-    def layers(self) -> int: ...
+    def layers(self) -> int:
+        return len({name.split(".")[1] for name in self.stored if name.startswith("blocks.")})
 
-    def holds(self, name: str) -> bool: ...
+    def holds(self, name: str) -> bool:
+        return name in self.stored
 
-    def require_shapes(self, model: GPT) -> None:
-        """Raises ValueError: when the weights belong to another model; this one may be on the meta device."""
-        ...
+    def require_shapes(self, shapes: dict[str, torch.Size]) -> None:
+        """Raises ValueError: when a model with parameters of these shapes is another one."""
+        storage.require_shapes(self.files[0], shapes)
 
     def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
         """Fill `target` with rows of the parameter `name` from row `first` on; the whole parameter has `rows`."""
-        ...
-
-
-class FolderFormat(Protocol):
-    """How a program lays out the folder of a model."""
-
-    def is_folder(self, path: Path) -> bool: ...
-
-    def check(self, folder: Path, without_weights: bool = False) -> None:
-        """Read the files that are quick to read. Raises UserError or ValueError: when the folder cannot be used."""
-        ...
-
-    def holds_adapters(self, folder: Path) -> bool:
-        """Whether the folder holds only additions to the weights of a base."""
-        ...
-
-    def described_by(self, folder: Path) -> Path:
-        """The folder with the model's tokenizer and shape."""
-        ...
-
-    def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
-        """The model's shape, and meta data as in a checkpoint of ours."""
-        ...
-
-    def weights(self, folder: Path, config: GPTConfig) -> Weights: ...
-
-    def weights_sha256(self, folder: Path) -> str: ...
-
-
-class OurWeights:
-    """model.safetensors of a checkpoint."""
-
-    def __init__(self, folder: Path):
-        self.path = folder / "model.safetensors"
-        self.files = [self.path]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        with safe_open(self.path, framework="pt") as file:
-            return storage.torch_dtype(file.get_slice("embedding.weight").get_dtype())
-
-    def layers(self) -> int:
-        return storage.layers(self.path)
-
-    def holds(self, name: str) -> bool:
-        with safe_open(self.path, framework="pt") as file:
-            return name in file.keys()  # noqa: SIM118
-
-    def require_shapes(self, model: GPT) -> None:
-        storage.require_shapes(model, self.path)
-
-    def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
-        with safe_open(self.path, framework="pt") as file:
+        # A mapped file's pages count as this process's memory until the mapping ends: one tensor at a time.
+        with safe_open(self.files[0], framework="pt") as file:
             target.copy_(file.get_slice(name)[first : first + len(target)])
 
 
-class OurFormat:
-    """A step of a run, or an export of one, with a manifest of its files."""
+class FolderFormat:
+    """How the folder of a model is laid out: a step of a run, or an export of one, with a manifest of its files.
+
+    A reader of another program's folders overrides all methods; one for folders that hold only adapters may leave out
+    `describe` and `weights`.
+    """
 
     def is_folder(self, path: Path) -> bool:
         return (path / "manifest.json").is_file()
 
     def check(self, folder: Path, without_weights: bool = False) -> None:
+        """Read the files that are quick to read. Raises UserError or ValueError: when the folder cannot be used."""
         verify(folder, without_weights)
 
-    def holds_adapters(self, folder: Path) -> bool:
-        return read_json(folder / "meta.json").get("adapter") is not None
+    def find_base(self, folder: Path) -> Path | None:
+        """The folder of the weights to which the adapters in this one belong; None: it holds a model's weights.
 
-    def described_by(self, folder: Path) -> Path:
-        return folder
+        Raises UserError: when the base is missing, or is not the one that the adapters were trained on.
+        """
+        adapter = read_json(folder / "meta.json").get("adapter")
+        return None if adapter is None else rooms.find("adapters", "find_base")(folder, adapter)
 
     def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+        """The model's shape, and meta data as in a checkpoint of ours."""
         meta = read_json(folder / "meta.json")
         unknown = meta["model"].keys() - GPTConfig.__dataclass_fields__.keys()
         if unknown:  # another version, or an extension that is not here
@@ -164,15 +128,16 @@ class OurFormat:
         return GPTConfig(**meta["model"]), meta
 
     def weights(self, folder: Path, config: GPTConfig) -> Weights:
-        return OurWeights(folder)
+        return Weights(folder / "model.safetensors")
 
     def weights_sha256(self, folder: Path) -> str:
+        """The sha256 of the weights or adapters in a folder. A manifest of ours, once verified, names it."""
         manifest = read_json(folder / "manifest.json")
         file = manifest.get("model.safetensors") or manifest["adapter.safetensors"]
         return file["sha256"]
 
 
-OURS = OurFormat()
+OURS = FolderFormat()
 
 
 def format_of(folder: Path) -> FolderFormat:
@@ -191,13 +156,24 @@ def is_foreign(folder: Path) -> bool:
 
 
 def lineage(folder: Path) -> list[Path]:
-    """A checkpoint and, if it holds adapters, their base, and so on down to whole weights.
+    """A folder and, if it holds adapters, their base, and so on down to whole weights.
 
-    Raises UserError: when a base is missing, or is not the one that its adapters were trained on.
+    Raises UserError: as `FolderFormat.find_base`.
     """
-    if not format_of(folder).holds_adapters(folder):
-        return [folder]
-    return rooms.find("adapters", "lineage")(folder)
+    folders = [folder]
+    while (base := format_of(folders[-1]).find_base(folders[-1])) is not None:
+        if len(folders) > MAX_BASES:
+            raise ValueError("its base is adapters, too, and so on without end")
+        folders.append(base)
+    return folders
+
+
+def described_by(folder: Path) -> Path:
+    """The folder with a model's shape and tokenizer: the first checkpoint of ours in its lineage, or the base."""
+    if OURS.is_folder(folder):
+        return folder
+    *adapters, base = lineage(folder)
+    return next((one for one in adapters if OURS.is_folder(one)), base)
 
 
 # ---------------------------------------------------------------------- finding
@@ -242,10 +218,9 @@ def find_folder(
     """`find_source` for one folder, without a look at the base of its adapters."""
     # A stage, its tag, its step: choose the parts that are not given.
     if source == "auto":
-        source = "base"
-        for stage in paths.STAGES:  # in the order in which they are trained
-            if any(model_tag in (None, path.name) for path in tags(stage)):
-                source = stage
+        stages = paths.STAGES  # in the order in which they are trained
+        trained = [stage for stage in stages if any(model_tag in (None, path.name) for path in tags(stage))]
+        source = trained[-1] if trained else "base"
     step = None
     short = re.fullmatch(rf"({'|'.join(paths.SCRIPTS)})/([^/]+)(?:/step_(\d+))?", source)
     if short is not None and not Path(source).exists():
@@ -401,7 +376,6 @@ def weights_name(meta: dict[str, Any]) -> str:
 
 
 def weights_sha256(folder: Path) -> str:
-    """The sha256 of the weights or adapters in a folder. A manifest of ours, once verified, names it."""
     return format_of(folder).weights_sha256(folder)
 
 

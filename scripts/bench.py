@@ -361,8 +361,9 @@ def open_engine(config: Serve, device: Any) -> Any:
 def loaded_model(config: ModelFlags, device: Any) -> tuple[Any, Any]:
     """The model of --source and its tokenizer."""
     from nanochat.checkpoint_manager import load_model
+    from nanochat.run.long_context import NewContext
 
-    model, tokenizer, _ = load_model(str(config.source), device, max_seq_len=config.max_seq_len)
+    model, tokenizer, _ = load_model(str(config.source), device, prepare=[NewContext(config.max_seq_len)])
     return model, tokenizer
 
 

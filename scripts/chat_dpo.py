@@ -60,7 +60,7 @@ def main(config: Config) -> None:
 
     from nanochat import losses, scaling
     from nanochat.alignment import preferences
-    from nanochat.checkpoint_manager import NewScalarHead
+    from nanochat.alignment.reward_model import NewScalarHead
     from nanochat.mixture import Horizon, Mixture, RenderedPair
     from nanochat.run.loop import Run
     from nanochat.run.speed import should_compile

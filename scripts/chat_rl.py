@@ -109,8 +109,8 @@ def main(config: Config) -> None:
 
     from nanochat import losses, rollout, scaling
     from nanochat.alignment import rl_checks
+    from nanochat.alignment.reward_model import NewScalarHead
     from nanochat.alignment.rewards import parse_rewards
-    from nanochat.checkpoint_manager import NewScalarHead
     from nanochat.engine import Engine
     from nanochat.mixture import FIRST_EXAMPLES
     from nanochat.run.loop import Run

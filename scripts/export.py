@@ -60,9 +60,12 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import checkpoint_manager, model_folder
+    from nanochat import device as devices
     from nanochat.adapters import folders, peft
     from nanochat.data import hub
     from nanochat.families import hf
+    from nanochat.run import saver
+    from nanochat.scaling import parameter_counts
 
     out = Path(config.out).expanduser().absolute()
     if out.exists():
@@ -74,11 +77,11 @@ def main(config: Config) -> None:
     if config.to == "peft":
         if config.adapter:
             raise UserError("--to peft writes only the adapters of --source: leave --adapter out")
-        peft.require_same_modules(folders.lineage(source)[-1], "--to peft")
+        peft.require_same_modules(model_folder.lineage(source)[-1], "--to peft")
         shape, _, meta = checkpoint_manager.load_config(source)
         adapters, _ = folders.load_adapters(str(source), shape)
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
-        with checkpoint_manager.new_folder(out) as folder:
+        with saver.new_folder(out) as folder:
             peft.write(folder, adapters, shape, base)
         print0(f"exported the adapters of {source} to {out}")
         if adapters.lora.base_format == "nf4":
@@ -88,15 +91,14 @@ def main(config: Config) -> None:
             )
     else:
         prepare = [folders.MergeAdapters(config.adapter)] if config.adapter else []
-        model, tokenizer, meta = checkpoint_manager.load_model(source, "cpu", verified=True, prepare=prepare)
+        model, tokenizer, meta = checkpoint_manager.load_folder(source, devices.init("cpu"), prepare=prepare)
         dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
         family = None
         if config.to == "hf":
             family = meta.get("pretraining", {}).get("family")  # the family of the folder from which the source came
             if family not in hf.FAMILIES or not hf.computes(family, model.config):
                 family = hf.family_of(model.config)
-        weight_bytes = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
-        with checkpoint_manager.new_folder(out, weight_bytes) as folder:
+        with saver.new_folder(out, parameter_counts(model)["total"] * dtype.itemsize) as folder:
             if family is None:
                 write_as_ours(folder, model, tokenizer, meta, dtype, for_transformers=config.to == "hf")
             else:
@@ -113,15 +115,16 @@ def write_as_ours(
     for_transformers: bool,
 ) -> None:  # fmt: skip
     """A checkpoint of this project without training state; `for_transformers` adds its modeling file."""
-    from nanochat import checkpoint_manager, model_folder
+    from nanochat import model_folder
     from nanochat.exported.tokenizer_files import tokenizer_files
     from nanochat.ground import storage
+    from nanochat.run import saver
     from nanochat.tokenizer import EXPORTED_NAME
 
     kept = {key: meta[key] for key in KEPT if key in meta}
     kept["exported_from"] = model_folder.short_name(Path(meta["folder"]))
     weights = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    files = checkpoint_manager.write_model(folder, model.config, weights, tokenizer, kept, EXPORTED_NAME)
+    files = saver.write_model(folder, model.config, weights, tokenizer, kept, EXPORTED_NAME)
 
     contents = tokenizer_files(tokenizer, model.config.sequence_len, for_others=for_transformers)
     settings = {"model_type": "nanochat", "dtype": dtype_name(dtype), **meta["model"]}

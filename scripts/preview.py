@@ -51,13 +51,14 @@ def main(config: Config) -> None:
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
     from nanochat.run.learned_share import report_learned
+    from nanochat.run.long_context import NewContext
     from nanochat.run.stage import chosen_template
     from nanochat.task import Task
     from nanochat.tasks.flag import open_tasks
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
     folder = find_source(config.source, config.source_tag)
-    model_config, tokenizer, meta = load_config(folder, config.max_seq_len, "auto")
+    model_config, tokenizer, meta = load_config(folder, [NewContext(config.max_seq_len, "auto")])
     tokenizer = chosen_template(tokenizer, config.chat_template)
     row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}

@@ -344,20 +344,20 @@ def test_no_rank_leaves_while_another_saves(home, tmp_path):
 LEAK = """
 import os, sys
 sys.argv = ["base_train", *sys.argv[1:]]
-from nanochat import checkpoint_manager
 from nanochat.ground import cli
+from nanochat.run import saver
 from scripts import base_train
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-save = checkpoint_manager.save
+save = saver.save
 def saved(folder, step, *arguments, **options):
     final = save(folder, step, *arguments, **options)
     print("held", step, resident(), len(os.listdir("/proc/self/fd")), flush=True)
     return final
 
-checkpoint_manager.save = saved
+saver.save = saved
 cli.run(base_train.main, base_train.Config)
 print("torch._dynamo" in sys.modules)
 """

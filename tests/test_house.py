@@ -39,7 +39,7 @@ BUDGET = {
 }
 # The files that are shown to a friend. What else is directly in nanochat/ counts with ground/ and run/.
 STORY = """
-device tokenizer gpt attention rotary long_context cross_entropy operators optim scaling loader train losses
+device tokenizer gpt attention rotary cross_entropy operators optim scaling loader train losses
 conversation packing sampling engine calculator chat rollout task mixture bpb
 checkpoint_manager
 """

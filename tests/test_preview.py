@@ -32,7 +32,7 @@ def write(path: Path, rows: list) -> str:
 
 
 def test_what_sft_learns_is_marked(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("nanochat.checkpoint_manager.load_weights", None)  # those of a large model take minutes
+    monkeypatch.setattr("nanochat.checkpoint_manager._read_weights", None)  # those of a large model take minutes
     rows = [chat("Yes."), chat("\x1b[2J é"), chat("a long reply " * 9), chat(""), chat("x"), chat("held out")]
     rows[4]["messages"].append({"role": "robot", "content": "beep"})
     path = write(tmp_path / "chats.jsonl", rows)

@@ -30,13 +30,14 @@ from prompt_toolkit.output import DummyOutput
 from runs import ROOT, call, exactly_resumed, forget_after, losses, metrics, mistake, process, refused, sha256
 from tiny import command_on_a_rank, cpu_device, run_command, run_ranks
 
-from nanochat import bpb, checkpoint_manager, loader, train
+from nanochat import bpb, loader, train
 from nanochat import device as devices
 from nanochat.bpb import bits_per_byte
+from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
 from nanochat.ground import cli
 from nanochat.model_folder import steps as steps_of
-from nanochat.run import loop, speed
+from nanochat.run import loop, saver, speed
 from nanochat.run.flags import TrainFlags
 from nanochat.run.progress import Progress
 from nanochat.run.run_log import REQUIRED
@@ -277,7 +278,7 @@ def test_continued_pretraining_resumes_exactly_and_becomes_a_chat_model(base, to
     # A stage extends the context further, by the same method.
     sizes = ("--max_seq_len=256", "--num_iterations=1", "--eval_tokens=512")
     call("mid_train", *cpu, "--source_tag=d1-continued", "--tasks=addition", *sizes)
-    model, _, meta = checkpoint_manager.load_model("mid", "cpu")
+    model, _, meta = load_model("mid", "cpu")
     assert model.config.sequence_len == 256 and model.config.rope_scaling.factor == 4
     assert meta["pretraining"]["context"] == 256
 
@@ -476,14 +477,14 @@ def test_resume_without_a_checkpoint_begins_and_names_other_tags(base, tokenizer
 
 
 def test_a_save_that_fails_on_the_way_is_reported_and_the_run_goes_on(base, tokenizer, capsys, monkeypatch):
-    save = checkpoint_manager.save
+    save = saver.save
 
     def fails_once(folder, step, *arguments, **options):
         if step == 2:
             raise cli.UserError("the disk is full")
         return save(folder, step, *arguments, **options)
 
-    monkeypatch.setattr(checkpoint_manager, "save", fails_once)
+    monkeypatch.setattr(saver, "save", fails_once)
     call("base_train", *TINY, "--num_iterations=6", "--save_every=2")
     assert "warning: step 2 was not saved: the disk is full" in capsys.readouterr().err
     assert steps_of(base / "checkpoints/base/d1") == [4, 6] and len(losses(base, "base")) == 6
@@ -492,7 +493,7 @@ def test_a_save_that_fails_on_the_way_is_reported_and_the_run_goes_on(base, toke
 def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -> list[int]:
     """The steps that a run saves whose ten minutes are over at every step, by the clock of rank 0."""
     saved = []
-    save = checkpoint_manager.save
+    save = saver.save
 
     def noted(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
         saved.append(step)
@@ -500,8 +501,8 @@ def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "SAVE_EVERY_SECONDS", 0.0 if device.is_main else 1e9)
-        patch.setattr(checkpoint_manager, "save", noted)
-        patch.setattr(checkpoint_manager, "free_bytes", lambda _: room)
+        patch.setattr(saver, "save", noted)
+        patch.setattr(saver, "free_bytes", lambda _: room)
         command_on_a_rank(device, "base_train", flags)
     return saved
 

@@ -26,8 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat import checkpoint_manager, rollout
 from nanochat import device as devices
+from nanochat import rollout
 from nanochat.adapters import lora
 from nanochat.adapters.nf4 import NF4Linear
 from nanochat.conversation import Rendered
@@ -37,6 +37,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import cli
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import TorchKernels
+from nanochat.run import saver
 from nanochat.tokenizer import Tokenizer
 
 MERGES = (
@@ -206,7 +207,7 @@ def momentum(seed: int | None = None) -> dict[str, Tensor]:
 
 def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, meta: dict[str, Any]) -> Path:
     """A checkpoint without a state to resume from."""
-    return checkpoint_manager.save(folder, step, model, tokenizer, meta, {}, {}, cpu_device())
+    return saver.save(folder, step, model, tokenizer, meta, {}, {}, cpu_device())
 
 
 def forkserver() -> ForkServerContext:

@@ -6,7 +6,7 @@ PLUGS = {
     },
     "adapters": {
         "new": "nanochat.adapters.lora:NewAdapters.from_flags",
-        "lineage": "nanochat.adapters.folders:lineage",
+        "find_base": "nanochat.adapters.folders:find_base",
         "weights": "nanochat.adapters.folders:with_saved_adapters",
         "base": "nanochat.adapters.folders:base_of",
     },

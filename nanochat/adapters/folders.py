@@ -1,7 +1,6 @@
 """Folders that hold adapters: their bases, and the adapters themselves, in our layout or in peft's."""
 
 import contextlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from nanochat.adapters import lora, peft
 from nanochat.adapters.lora import SCALAR_HEAD, Adapters
 from nanochat.checkpoint_manager import Preparation
 from nanochat.device import Device
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPTConfig
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
@@ -24,31 +23,11 @@ from nanochat.model_folder import (
     damage_of,
     facts_of_use,
     find_folder,
-    format_of,
+    is_foreign,
     short_name,
     weights_sha256,
 )
 from nanochat.ranks import decide_on_rank_zero
-
-MAX_BASES = 16  # adapters of adapters of adapters ...
-
-
-def lineage(folder: Path) -> list[Path]:
-    """A folder of adapters, what they were trained on, and so on down to whole weights.
-
-    Raises UserError: when a base is missing, or is not the one that its adapters were trained on.
-    """
-    folders = [folder]
-    while format_of(folder).holds_adapters(folder):
-        if len(folders) > MAX_BASES:
-            raise ValueError("its base is adapters, too, and so on without end")
-        if peft.is_folder(folder):
-            folder = peft.find_base(folder)
-            peft.require_same_modules(folder, "peft's adapters")
-        else:
-            folder = find_base(folder, read_json(folder / "meta.json")["adapter"])
-        folders.append(folder)
-    return folders
 
 
 def find_base(step_folder: Path, entry: dict[str, Any]) -> Path:
@@ -100,7 +79,8 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
                     f"--adapter {source} names {trained_on} as its base: over {base} it is right with the same weights"
                 )
             return read, {"folder": str(folder)}
-        entry = read_json(folder / "meta.json")["adapter"] if format_of(folder).holds_adapters(folder) else None
+        meta = {} if is_foreign(folder) else read_json(folder / "meta.json")
+        entry = meta.get("adapter")
         if entry is None:
             raise UserError(f"{folder} holds no adapters: it is not a run with --lora_rank, and has no {peft.SETTINGS}")
         if base is not None and weights_sha256(base) != entry["base_sha256"]:
@@ -108,7 +88,6 @@ def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> t
                 f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
                 "other weights: name the first as --source"
             )
-        meta = read_json(folder / "meta.json")
         return read_adapters(folder, config), {**meta, **facts_of_use(meta), "folder": str(folder)}
 
 
@@ -124,7 +103,7 @@ def read_adapters(folder: Path, config: GPTConfig) -> Adapters:
 # ---------------------------------------------------------------------- merged while a model is loaded
 
 
-class MergedWeights:
+class MergedWeights(Weights):
     """The weights of a base with adapters merged into them, one after the other, as they are read."""
 
     def __init__(self, base: Weights, merged: list[Adapters], config: GPTConfig):
@@ -143,11 +122,10 @@ class MergedWeights:
     def holds(self, name: str) -> bool:
         return self.base.holds(name) or any(name in adapters.tensors for adapters in self.merged)
 
-    def require_shapes(self, model: GPT) -> None:
-        if model.scalar_head is not None and not self.base.holds(SCALAR_HEAD):
-            with torch.device("meta"):
-                model = GPT(replace(model.config, scalar_head=False))  # the head is among the adapters
-        self.base.require_shapes(model)
+    def require_shapes(self, shapes: dict[str, torch.Size]) -> None:
+        # The head of a reward model may be among the adapters.
+        its_own = {name: shape for name, shape in shapes.items() if name != SCALAR_HEAD or self.base.holds(name)}
+        self.base.require_shapes(its_own)
 
     def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
         for adapters in reversed(self.merged):

@@ -7,12 +7,12 @@ Source: the format of peft 0.21, which is the oracle of tests/adapters/test_peft
 """
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nanochat import model_folder
 from nanochat.adapters.lora import Adapters, Lora
 from nanochat.families import hf
 from nanochat.families.matrices import stacked_matrices
@@ -20,7 +20,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.ground import paths, rooms, storage
 from nanochat.ground.cli import UserError
 from nanochat.ground.untrusted import read_json, require_file
-from nanochat.model_folder import MAX_NAME, Weights, find_folder, format_of
+from nanochat.model_folder import MAX_NAME, find_folder, format_of
 
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -156,8 +156,8 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
     return adapters
 
 
-class FolderFormat:
-    """A folder of peft's, for model_folder.py. Its base describes the model."""
+class FolderFormat(model_folder.FolderFormat):
+    """A folder of peft's. Its base describes the model, and has the weights."""
 
     def is_folder(self, path: Path) -> bool:
         return is_folder(path)
@@ -165,18 +165,10 @@ class FolderFormat:
     def check(self, folder: Path, without_weights: bool = False) -> None:
         """Its adapters are read when they are loaded."""
 
-    def holds_adapters(self, folder: Path) -> bool:
-        return True
-
-    def described_by(self, folder: Path) -> Path:
-        return find_base(folder)
-
-    def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
+    def find_base(self, folder: Path) -> Path | None:
         base = find_base(folder)
-        return format_of(base).describe(base)
-
-    def weights(self, folder: Path, config: GPTConfig) -> Weights:
-        raise NotImplementedError("adapters have no weights without their base")
+        require_same_modules(base, "peft's adapters")
+        return base
 
     def weights_sha256(self, folder: Path) -> str:
         return storage.sha256(folder / WEIGHTS)

@@ -7,6 +7,7 @@ Legend: S replies, P pairs, N rows, T tokens a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,16 @@ from torch import Tensor
 
 from nanochat import device as devices
 from nanochat.alignment.preferences import pair_batches
-from nanochat.checkpoint_manager import load_model
+from nanochat.checkpoint_manager import Preparation, load_model
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground.cli import UserError
 from nanochat.losses import PairBatch, PairLoss, by_reply, sum_over_pairs
 from nanochat.mixture import RenderedPair
 from nanochat.packing import pack_sequences
+from nanochat.tokenizer import Tokenizer
 
 ROWS = 8  # rows that are rated at once
 
@@ -58,19 +61,31 @@ REWARD = PairLoss(
 )  # fmt: skip
 
 
-def load_reward_model(
-    source: str | Path, device: str | Device | None = None, verified: bool = False
-) -> Callable[[Sequence[Sequence[Message]]], list[float]]:
-    """A function that rates conversations with a reward model: higher is better, and 0 has no meaning.
+class NewScalarHead(Preparation):
+    """Gives a model a scalar head of zeros, unless it has one."""
 
-    `source`, `device` and `verified` are as in `load_model`. A conversation that is longer than the model's context is
-    rated by its beginning.
+    def configure(self, config: GPTConfig, meta: dict[str, Any]) -> tuple[GPTConfig, dict[str, Any]]:
+        return replace(config, scalar_head=True), meta
 
-    Raises UserError: when the checkpoint does not exist, or is not a reward model.
-    """
+
+Rate = Callable[[Sequence[Sequence[Message]]], list[float]]
+
+
+def load_reward_model(source: str | Path, device: str | Device | None = None) -> Rate:
+    """A function that rates conversations with a reward model: `rating` of `load_model`."""
     if not isinstance(device, Device):
         device = devices.init(device or "auto")
-    model, tokenizer, _ = load_model(source, device, verified=verified)
+    model, tokenizer, _ = load_model(source, device)
+    return rating(model, tokenizer, device, source)
+
+
+def rating(model: GPT, tokenizer: Tokenizer, device: Device, source: str | Path) -> Rate:
+    """A function that rates conversations: higher is better, and 0 has no meaning.
+
+    A conversation that is longer than the model's context is rated by its beginning.
+
+    Raises UserError: when the model, which is from `source`, is not a reward model.
+    """
     if model.scalar_head is None:
         raise UserError(f"{source} is not a reward model: python -m scripts.chat_dpo --loss reward trains one")
     row_tokens = model.config.sequence_len

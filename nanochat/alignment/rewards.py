@@ -24,7 +24,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat import rollout
-from nanochat.alignment.reward_model import load_reward_model
+from nanochat.alignment.reward_model import rating
+from nanochat.checkpoint_manager import load_folder
 from nanochat.conversation import Message, text_of
 from nanochat.device import Device
 from nanochat.engine import Ending
@@ -79,7 +80,8 @@ class FunctionReward(Reward):
         found = short_name(folder)
         print0(f"reward {self.place}: {found}")
         name = kind if source == kind else tag_of(folder)
-        function = of_conversations(load_reward_model(folder, device, verified=True))
+        model, tokenizer, _ = load_folder(folder, device)
+        function = of_conversations(rating(model, tokenizer, device, folder))
         return replace(self, name=name, function=function, place=f"{kind}:{found}", sha256=weights_sha256(folder))
 
     def check(self, questions: Sequence[tuple[Task, Example]], seconds: float) -> None:

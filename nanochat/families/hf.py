@@ -25,10 +25,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from nanochat import model_folder
 from nanochat.data import hashes
 from nanochat.families.imported_tokenizer import ImportedTokenizer, read_tokenizer
 from nanochat.families.matrices import stacked_matrices
-from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
+from nanochat.gpt import SCALAR_HEAD, GPTConfig
 from nanochat.ground import storage
 from nanochat.ground.log import warn
 from nanochat.ground.untrusted import read_json, require_file
@@ -471,12 +472,9 @@ def index(folder: Path) -> dict[str, Stored]:
 
 def _headers(path: Path) -> Iterator[tuple[str, Stored]]:
     require_file(path)
-    storage.require_header(path)
     try:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                piece = file.get_slice(name)
-                yield name, Stored(path, piece.get_shape(), piece.get_dtype())
+        for name, (shape, dtype) in storage.header(path).items():
+            yield name, Stored(path, shape, dtype)
     except SafetensorError as error:
         raise ValueError(f"{path.name} is cut off or damaged ({error}): download it again") from error
 
@@ -490,9 +488,7 @@ def _what_is_there(folder: Path) -> str:
     return "it has no model.safetensors: download it again"
 
 
-class FamilyWeights:
-    """The weights of a folder, for model_folder.py."""
-
+class FamilyWeights(model_folder.Weights):
     def __init__(self, folder: Path, config: GPTConfig):
         self.stored = index(folder)
         self.config = config
@@ -515,12 +511,11 @@ class FamilyWeights:
     def holds(self, name: str) -> bool:
         return name != SCALAR_HEAD
 
-    def require_shapes(self, model: GPT) -> None:
-        """Raises ValueError: naming the first tensor that is missing, has another shape, or does not belong there."""
+    def require_shapes(self, shapes: dict[str, torch.Size]) -> None:
         unknown = set(self.stored)
-        for name, parameter in model.state_dict().items():
-            for theirs, rows in self.theirs_of(name, parameter.shape[0]):
-                shape = [rows, *parameter.shape[1:]]
+        for name, ours in shapes.items():
+            for theirs, rows in self.theirs_of(name, ours[0]):
+                shape = [rows, *ours[1:]]
                 if theirs not in self.stored:
                     raise ValueError(f"the weights have no {theirs}, which config.json asks for")
                 if self.stored[theirs].shape != shape:
@@ -533,7 +528,6 @@ class FamilyWeights:
             raise ValueError(f"the weights have {sorted(unknown)[0][:200]}, which config.json does not ask for")
 
     def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
-        """Fill `target` with rows of our parameter `name` from row `first` on; the whole parameter has `rows`."""
         start = 0  # the first row of their next tensor, counted in the parameter's rows
         end = first + len(target)
         for theirs, count in self.theirs_of(name, rows):
@@ -585,8 +579,8 @@ def _differ(head_path: Path, embedding_path: Path, rows: int, columns: int, chan
     return False
 
 
-class FolderFormat:
-    """Hugging Face's layout, for model_folder.py. A family with other names derives from it."""
+class FolderFormat(model_folder.FolderFormat):
+    """Hugging Face's layout. A family with other names derives from it."""
 
     def is_folder(self, path: Path) -> bool:
         return is_folder(path)
@@ -604,11 +598,8 @@ class FolderFormat:
         if not without_weights:
             index(folder)
 
-    def holds_adapters(self, folder: Path) -> bool:
-        return False
-
-    def described_by(self, folder: Path) -> Path:
-        return folder
+    def find_base(self, folder: Path) -> Path | None:
+        return None
 
     def describe(self, folder: Path) -> tuple[GPTConfig, dict[str, Any]]:
         settings = self.settings(folder)

@@ -23,8 +23,8 @@ SEAMS = {
     "folders",
     # Where to download from, by --hub and in --source hf:ORG/NAME: `Hub` of data/hub.py.
     "hubs",
-    # Adapters: new ones to train, as a `Preparation` of checkpoint_manager.py; of a folder that holds nothing else,
-    # where their base is, and the weights of both together.
+    # Adapters: new ones to train, as a `Preparation` of checkpoint_manager.py, and what a checkpoint says about their
+    # base; for a checkpoint that holds nothing else, where the base is, and the weights of both together.
     "adapters",
     # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of ranks.py.
     # context: (device, such a Layout) -> the same, but with neighbours that share rows (--context_parallel).

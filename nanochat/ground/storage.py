@@ -122,21 +122,17 @@ def flush(path: Path) -> None:
             os.close(handle)
 
 
-def require_header(path: Path) -> None:
-    """Raises ValueError: when the header of a safetensors file is too large to be one."""
+def header(path: Path) -> dict[str, tuple[list[int], str]]:
+    """The shape and the dtype, a value of DTYPES, of each tensor in a safetensors file.
+
+    Raises ValueError: when its header is too large to be one. Raises SafetensorError: when it cannot be read.
+    """
     with path.open("rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
             raise ValueError(f"{path.name}: its header is too large")
-
-
-def layers(path: Path) -> int:
-    """How many blocks a file of weights has, by its header.
-
-    Raises ValueError: when the header is too large to be one.
-    """
-    require_header(path)
     with safe_open(path, framework="pt") as file:
-        return len({name.split(".")[1] for name in file.keys() if name.startswith("blocks.")})  # noqa: SIM118
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        return {name: (piece.get_shape(), piece.get_dtype()) for name, piece in slices.items()}
 
 
 # ---------------------------------------------------------------------- sharded state
@@ -254,17 +250,16 @@ def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -
 # ---------------------------------------------------------------------- whole weights
 
 
-def require_shapes(model: nn.Module, path: Path) -> None:
-    """Raises ValueError: when a file holds other names or shapes than the model, which may be on the meta device."""
-    targets = trained_parameters(model)
-    with safe_open(path, framework="pt") as file:
-        differing = set(targets) ^ set(file.keys())
-        if differing:
-            raise ValueError(f"{path} belongs to another model: {', '.join(sorted(differing)[:3])}")
-        for name, target in targets.items():
-            shape = file.get_slice(name).get_shape()
-            if list(target.shape) != shape:
-                raise ValueError(f"{path}: {name} is {shape}, the model's is {list(target.shape)}")
+def require_shapes(path: Path, shapes: dict[str, torch.Size]) -> None:
+    """Raises ValueError: when a file of weights holds other names or shapes than a model's parameters."""
+    stored = header(path)
+    differing = set(shapes) ^ set(stored)
+    if differing:
+        raise ValueError(f"{path} belongs to another model: {', '.join(sorted(differing)[:3])}")
+    for name, wanted in shapes.items():
+        shape, _ = stored[name]
+        if list(wanted) != shape:
+            raise ValueError(f"{path}: {name} is {shape}, the model's is {list(wanted)}")
 
 
 def load_whole(model: nn.Module, path: Path) -> None:
@@ -272,7 +267,8 @@ def load_whole(model: nn.Module, path: Path) -> None:
 
     Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
     """
-    require_shapes(model, path)
+    targets = trained_parameters(model)
+    require_shapes(path, {name: target.shape for name, target in targets.items()})
     with safe_open(path, framework="pt") as file:
-        for name, target in trained_parameters(model).items():
+        for name, target in targets.items():
             local(target).copy_(file.get_slice(name)[held_rows(target)])

@@ -33,8 +33,8 @@ from typing import Any
 
 from torch import Tensor
 
-from nanochat import checkpoint_manager, model_folder
 from nanochat import device as devices
+from nanochat import model_folder
 from nanochat.ground import screen, user_code
 from nanochat.ground.cli import Interrupted, UserError
 from nanochat.ground.log import counted, print0, record, warn
@@ -97,7 +97,7 @@ class Run:
         self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
         # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
         # first save that the disk is too small. Of a resumed run some checkpoints are there, and older ones make room.
-        self.checkpoint_bytes = checkpoint_manager.bytes_of_checkpoint(start.model, optimizer.state_dict(), self.device)
+        self.checkpoint_bytes = saver.bytes_of_checkpoint(start.model, optimizer.state_dict(), self.device)
         new_steps = 0 if self.first_step else steps
         saver.require_room_for_run(self.folder, config, self.device, self.checkpoint_bytes, new_steps)
         self.saved_step = self.first_step if self.loader_states else None  # step of the newest checkpoint
@@ -357,7 +357,7 @@ class Run:
         meta = {**self.meta, "progress": asdict(self.progress)}
         try:
             with self.phase("saving", SAVE_SECONDS), screen.Bar("saving"):
-                saved = checkpoint_manager.save(
+                saved = saver.save(
                     self.folder, self.progress.step, self.start.model, self.start.tokenizer, meta,
                     self.optimizer.state_dict(), loader_state, self.device, keep_last=self.config.keep_last,
                     replaces=None if self.config.keep_last else self._saved_in_time,
@@ -389,7 +389,7 @@ class Run:
         def choose() -> int | None:
             # A save before the end leaves room for the one at the end.
             count = 2 if self._saved_in_time is None else 1
-            if checkpoint_manager.free_bytes(self.folder) <= 1.02 * count * self.checkpoint_bytes:
+            if saver.free_bytes(self.folder) <= saver.ROOM * count * self.checkpoint_bytes:
                 if not self.warned_of_room:
                     warn(
                         f"{self.folder} has room for the checkpoint at the end only: make room, or a crash loses this "

@@ -1,33 +1,313 @@
-"""The folder of a run's checkpoints: room for them, resume from the newest, or set an earlier run's aside.
+"""The folder of a run's checkpoints: written whole or not at all, resumed from the newest, or set aside.
 
 The meta.json of a checkpoint describes the run that made it. A resumed run compares itself with this first: `Frozen`
 flags, the source, the tokenizer and the fingerprints of its data have to be the same.
+
+A save is atomic: a folder named `step_<n>` is complete, no matter when a process was killed. model_folder.py compares
+every file with the manifest, so it also notices later damage on the disk.
 """
 
+import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import math
 import os
 import platform
+import re
+import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from nanochat import checkpoint_manager, model_folder, scaling
+from nanochat import model_folder, scaling
 from nanochat.device import Device
-from nanochat.ground import provenance
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.ground import provenance, storage
 from nanochat.ground.cli import UserError, frozen_flags
 from nanochat.ground.log import print0, warn
 from nanochat.ground.paths import lock, naming
+from nanochat.ground.sharding import trained_parameters, whole_weights
 from nanochat.optim import Optimizer
-from nanochat.ranks import decide_on_rank_zero
+from nanochat.ranks import decide_on_rank_zero, gather_values
 from nanochat.run.flags import TrainFlags
 from nanochat.run.progress import Progress
 from nanochat.run.stage import Start
+from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
+from nanochat.tokenizer import Tokenizer
+
+ROOM = 1.02  # of the bytes of a checkpoint's tensors: also for its JSON files and the file system
+
+# ---------------------------------------------------------------------- saving
+
+# A save of step 100 by two ranks, from top to bottom. No reader looks into the folder until the last line:
+#
+#     rank 0                                            rank 1
+#     makes step_000100.tmp/
+#     --------------------------------- all wait for rank 0 ---------------------------------
+#     model.safetensors, meta.json, tokenizer.json
+#     training.rank0.safetensors                        training.rank1.safetensors
+#     ------------- all exchange their files' hashes and their entries of the index ---------
+#     training.json, the index of both shares
+#     manifest.json
+#     renames step_000100.tmp to step_000100
+#     --------------------------------- all wait for rank 0 ---------------------------------
+#
+# The manifest describes each file except itself:
+#
+#     {"model.safetensors": {"bytes": ..., "sha256": "..."}, "meta.json": {...}, "tokenizer.json": {...},
+#      "training.rank0.safetensors": {...}, "training.rank1.safetensors": {...}, "training.json": {...}}
+
+
+def save(
+    folder: Path,
+    step: int,
+    model: GPT,
+    tokenizer: Tokenizer,
+    meta: dict[str, Any],
+    optimizer_state: dict[str, Tensor],
+    loader_state: dict[str, Tensor],
+    device: Device,
+    *,
+    keep_last: int = 0,
+    replaces: int | None = None,
+) -> Path:
+    """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
+
+    `optimizer_state` is `Optimizer.state_dict()`, of which all ranks write a part. `loader_state` is this rank's
+    position in the data. The rank's random generators are saved too.
+    `keep_last` steps stay, the newest ones (0: all). The step that this one `replaces` is deleted.
+
+    Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.
+    """
+    final = model_folder.step_path(folder, step)
+    unfinished = final.with_name(final.name + ".tmp")
+
+    device.synchronize()  # state that is kept in main memory has arrived there
+    # What only a resume needs. The ranks share one optimizer state under the same names. Loaders and generators differ
+    # from rank to rank; without the prefix the ranks would overwrite each other's.
+    state = {f"optimizer/{name}": tensor for name, tensor in optimizer_state.items()}
+    state |= {f"rank{device.rank}/loader/{name}": tensor for name, tensor in loader_state.items()}
+    state |= {f"rank{device.rank}/rng/{name}": tensor for name, tensor in device.rng_state().items()}
+    share, entries = storage.share_of(state, device.rank)  # the part that this rank writes
+    needed_bytes = bytes_of_checkpoint(model, state, device)
+
+    # Rank 0 makes an empty folder, without the leftovers of a save that was killed; then the others may use it.
+    @explained_full_disk(folder, needed_bytes)
+    def prepare() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        require_room(folder, needed_bytes)  # a full disk is found before anything is written
+        unfinished.mkdir()
+
+    decide_on_rank_zero(device, prepare)
+
+    # Every rank writes its share; rank 0 also writes the model, whose sharded weights all ranks gather together. A rank
+    # that fails reports it to the others instead of raising at once: they would wait for it in the next collective.
+    weights = dict(whole_weights(model))
+    files = {}
+    failure: Exception | None = None
+    try:
+        with explained_full_disk(folder, needed_bytes):
+            if device.is_main:
+                about = {"step": step, "world_size": device.world_size}
+                files = write_model(unfinished, model.config, weights, tokenizer, about | meta)
+            name = storage.share_name(device.rank)
+            files[name] = storage.write_tensors(unfinished / name, share)
+    except Exception as error:
+        failure = error
+    failed = None if failure is None else f"rank {device.rank}: {failure}"
+    reports = gather_values((files, entries, failed), device)
+
+    # All ranks are done: only now may the folder get its name, and only rank 0 gives it.
+    @explained_full_disk(folder, needed_bytes)
+    def finish() -> None:
+        try:
+            for other_files, _, failed in reports:
+                if failed:
+                    raise failure or UserError(f"{final} could not be saved: {failed}")
+                files.update(other_files)
+            # Which part of which tensor each rank wrote: the index, in which any number of ranks finds its parts.
+            index = storage.merge(entries for _, entries, _ in reports)
+            files["training.json"] = storage.write_json(unfinished / "training.json", index)
+            commit(unfinished, final, files)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)  # give the room back
+            raise
+        _retire(final, keep_last, replaces)
+
+    decide_on_rank_zero(device, finish)
+    return final
+
+
+def _retire(saved: Path, keep_last: int, replaces: int | None) -> None:
+    """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole."""
+    if not keep_last and replaces is None:
+        return
+    # Read the new step back before deleting anything: if the disk damages it, only the old steps are left.
+    if not model_folder.is_whole(saved):
+        warn(f"{saved} is damaged as soon as it is saved: older steps are all kept, look at the disk")
+        return
+    old = [] if replaces is None else [replaces]
+    if keep_last:
+        # A step after the one just saved is from before a resume that fell back; it stays.
+        old += [step for step in model_folder.steps(saved.parent) if step <= model_folder.step_of(saved)][:-keep_last]
+    for step in old:
+        _delete(model_folder.step_path(saved.parent, step))
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint, if it is there. A kill half-way leaves nothing that is called step_<n>."""
+    replaced = folder.with_name(folder.name + ".old")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if folder.exists():
+        folder.rename(replaced)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def write_model(
+    folder: Path,
+    config: GPTConfig,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    meta: dict[str, Any],
+    tokenizer_name: str = TOKENIZER_NAME,
+) -> dict[str, Any]:
+    """Write the files for later stages and the engine into a folder; returns them for its manifest.
+
+    `meta` has at least the step. Without a `world_size` in it, the folder has no training state.
+    """
+    facts = {
+        # What a reader needs before it builds a model: sizes, tokenizer, number of shares.
+        "model": dataclasses.asdict(config),
+        "tokenizer": tokenizer.fingerprint(),
+        "version": model_folder.FORMAT_VERSION,
+        "world_size": 0,
+        "trained_at": int(time.time()),
+    }
+    meta = {**facts, **meta}
+    about = {"format": "pt", "step": str(meta["step"]), "tokenizer": meta["tokenizer"]}
+    weights_name = model_folder.weights_name(meta)
+    return {
+        weights_name: storage.write_tensors(folder / weights_name, weights, about),
+        "meta.json": storage.write_json(folder / "meta.json", meta),
+        tokenizer_name: storage.facts(tokenizer.save(folder, tokenizer_name)),  # `save` flushes it
+    }
+
+
+def commit(unfinished: Path, final: Path, files: dict[str, Any]) -> None:
+    """Give a folder, whose files are all on the disk, its manifest and its final name."""
+    # The manifest is last: a folder that has one has everything else.
+    storage.write_json(unfinished / "manifest.json", files)
+    publish(unfinished, final)
+
+
+@contextlib.contextmanager
+def new_folder(final: Path, needed_bytes: int = 0) -> Iterator[Path]:
+    """A folder that gets its final name after the block has filled it. Raises UserError: when the disk is full."""
+    unfinished = final.with_name(final.name + ".tmp")
+    with explained_full_disk(final, needed_bytes):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        publish(unfinished, final)
+
+
+def publish(unfinished: Path, final: Path) -> None:
+    """Give a folder, whose files are all on the disk, its final name."""
+    # Flush the list of the folder's names: a file whose name is lost is lost, though its bytes are on the disk.
+    storage.flush(unfinished)
+    # A step of that name is there when it was damaged, or when a run began anew. A folder cannot be replaced in one
+    # operation. A kill between these two lines leaves a whole .tmp, which `clean_up` finds.
+    _delete(final)
+    # This one operation creates the checkpoint: before it there is none, after it there is a complete one.
+    unfinished.rename(final)
+    # Flush the parent: until then, a power failure could undo the rename.
+    storage.flush(final.parent)
+
+
+def clean_up(folder: Path) -> None:
+    """Remove the leftovers of a killed save. A checkpoint that lacks only its last rename gets its name.
+
+    One process calls it, while none saves.
+    """
+    # step_<n>.tmp is a save that did not end, or one that lacks its rename. step_<n>.old is a step that was being
+    # replaced or deleted: if its replacement never came, it is still the best there is.
+    leftovers = [path for path in folder.glob("step_*") if re.fullmatch(r"step_\d+\.(tmp|old)", path.name)]
+    for path in sorted(leftovers, reverse=True):  # .tmp, the newer one, before .old
+        final = path.with_suffix("")
+        if not final.exists() and model_folder.is_whole(path):
+            path.rename(final)
+            storage.flush(folder)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------- room on the disk
+
+
+def bytes_of_checkpoint(model: GPT, state: dict[str, Tensor], device: Device) -> int:
+    """What a checkpoint of this model and this training state takes, without its small files. Rank 0 knows it."""
+    # What several ranks hold alike is written once, by the first of them. Rank 0's share is the largest: this sum is
+    # never too small.
+    share, _ = storage.share_of(state, device.rank)
+    weight_bytes = sum(tensor.nbytes for tensor in trained_parameters(model).values())
+    return weight_bytes + sum(tensor.nbytes for tensor in share.values()) * device.world_size
+
+
+def require_room_for_run(folder: Path, config: TrainFlags, device: Device, needed_bytes: int, steps: int) -> None:
+    """`require_room` for the checkpoints of `steps` steps, before the first of them. All ranks call this together."""
+    count = math.ceil(steps / config.save_every) if config.save_every else 1
+    if config.keep_last:
+        count = min(count, config.keep_last + 1)  # an old one is deleted after the new one is saved
+    decide_on_rank_zero(device, lambda: require_room(folder, needed_bytes, count))
+
+
+def require_room(folder: Path, needed_bytes: int, count: int = 1) -> None:
+    """Compare `count` checkpoints with the disk of a folder, which may be missing yet.
+
+    Raises UserError: when the disk has no room for a checkpoint; warns when it has none for all of them.
+    """
+    free = free_bytes(folder)
+    if ROOM * needed_bytes > free:
+        raise _full_disk(folder, needed_bytes)
+    if needed_bytes * count > free:
+        warn(
+            f"{count} checkpoints of {needed_bytes:,} bytes will not fit into the {free:,} free bytes of {folder}: "
+            "make room, set --keep_last, or raise --save_every"
+        )
+
+
+def free_bytes(folder: Path) -> int:
+    """What the disk of a folder, which may be missing yet, has free."""
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
+@contextlib.contextmanager
+def explained_full_disk(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """Raises UserError, naming the bytes needed and free, when the disk fills up in the block."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _full_disk(folder, needed_bytes) from error
+
+
+def _full_disk(folder: Path, needed_bytes: int) -> UserError:
+    return UserError(
+        f"the disk is full: a checkpoint needs {needed_bytes:,} bytes, {folder} has {free_bytes(folder):,} free; "
+        "make room, or point NANOCHAT_BASE_DIR elsewhere"
+    )
+
+
+# ---------------------------------------------------------------------- resume, or begin anew
 
 
 def describe(
@@ -63,53 +343,6 @@ def describe(
     return meta
 
 
-def require_room_for_run(folder: Path, config: TrainFlags, device: Device, needed_bytes: int, steps: int) -> None:
-    """Compare what a checkpoint needs with the disk before the first of `steps` new steps.
-
-    Raises UserError: when the disk has no room for a checkpoint; warns when it has none for all of them.
-    """
-
-    def compare() -> None:
-        checkpoint_manager.require_room(folder, needed_bytes)
-        if not config.save_every:
-            return
-        count = math.ceil(steps / config.save_every)
-        if config.keep_last:
-            count = min(count, config.keep_last + 1)  # an old one is deleted after the new one is saved
-        free_bytes = checkpoint_manager.free_bytes(folder)
-        if needed_bytes * count > free_bytes:
-            warn(
-                f"{count} checkpoints of {needed_bytes:,} bytes will not fit into the {free_bytes:,} free bytes of "
-                f"{folder}: make room, set --keep_last, or raise --save_every"
-            )
-
-    decide_on_rank_zero(device, compare)
-
-
-def divergence(folder: Path, last_good: int, first_step: int) -> UserError:
-    """The advice after three steps in a row that were not finite; `last_good` is the step before them, or -1.
-
-    `first_step` is the one that this process began with.
-    """
-    steps = model_folder.steps(folder)
-    checkpoint = model_folder.step_path(folder, steps[-1]) if steps else "none"
-    hint = ", then --resume" if steps else ""
-    # A checkpoint whose next step was not finite has diverged itself; so has the one that this run resumed, if it
-    # saved none since.
-    earlier = [step for step in steps[:-1] if step <= last_good]
-    if earlier and (steps[-1] > last_good or steps[-1] == first_step):
-        good = model_folder.step_path(folder, earlier[-1])
-        checkpoint = f"{checkpoint}, which diverges: move all after {good} away"
-    return UserError(
-        f"the loss or its gradient was not finite three steps in a row; last good step: "
-        f"{last_good if last_good >= 0 else 'none'}, newest "
-        f"checkpoint: {checkpoint}; lower the learning rates{hint}"
-    )
-
-
-# ---------------------------------------------------------------------- resume, or begin anew
-
-
 def resume(
     folder: Path, config: TrainFlags, start: Start, optimizer: Optimizer, steps: int, meta: dict[str, Any]
 ) -> tuple[Progress, list[dict[str, Tensor]]]:
@@ -122,7 +355,7 @@ def resume(
 
     def find() -> str | None:
         lock(folder)
-        checkpoint_manager.clean_up(folder)
+        clean_up(folder)
         found = model_folder.newest(folder)
         if found is None and model_folder.steps(folder):
             raise UserError(f"--resume: no checkpoint in {folder} is whole: move the folder away to start over")
@@ -144,9 +377,9 @@ def resume(
         flag = "--num_iterations" if getattr(config, "num_epochs", None) is None else "--num_epochs"
         raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise {flag} to continue")
     try:
-        checkpoint_manager.load_weights(start.model, step_folder)
+        load_weights(start.model, step_folder)
         state = optimizer.state_dict()
-        loader_states, rng_states = checkpoint_manager.load_training(step_folder, saved, state)
+        loader_states, rng_states = load_training(step_folder, saved, state)
     except ValueError as error:  # a damaged file, weights only, or the state of another optimizer
         raise UserError(f"--resume: {error}; or move {step_folder} away to continue from the step before it") from error
     if start.device.rank < len(rng_states):  # a rank that the saving run did not have keeps the generators of its seed
@@ -187,6 +420,47 @@ def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     facts["the horizon in"] = "steps" if meta["config"].get("num_epochs") is None else "epochs"
     facts |= {"source": meta["source"], "tokenizer": meta["tokenizer"]}
     return {**facts, **meta["model"], **meta["fingerprints"]}
+
+
+def load_weights(model: GPT, step_folder: Path) -> None:
+    """Copy the trained weights of a verified checkpoint into the same model; for a sharded one, this rank's rows."""
+    path = step_folder / model_folder.weights_name({"adapter": model.extension})
+    with model_folder.damage_of(path):
+        storage.load_whole(model, path)
+
+
+def load_training(
+    step_folder: Path, meta: dict[str, Any], optimizer_state: dict[str, Tensor]
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Load `Optimizer.state_dict()` in place; returns the loader's and the generators' states of every rank that saved.
+
+    The number of ranks may have changed.
+
+    Raises UserError: when there are only weights. Raises ValueError: when the state is of another model or optimizer;
+    DamagedCheckpoint: when the files cannot be read.
+    """
+    if not meta["world_size"]:
+        raise UserError(f"{step_folder} holds weights only: it cannot be resumed; train from it with --source")
+    # What each rank saved for itself is small, and all ranks read all of it: from the loader states of 8 ranks, 2 ranks
+    # compute where they begin (`LoaderState.merge`). The index has the shapes.
+    own = {}
+    with model_folder.damage_of(step_folder):
+        index = json.loads((step_folder / "training.json").read_text(encoding="utf-8"))
+        storage.check(index)
+        for name, entry in index.items():
+            if name.startswith("rank"):
+                own[name] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+        storage.read(step_folder, index, own)
+    # The optimizer's state is large: each rank reads its own part, from whichever files hold it. An error here is a
+    # mismatch, not damage: the state is of another model or optimizer.
+    state = {f"optimizer/{name}": tensor for name, tensor in optimizer_state.items()}
+    storage.read(step_folder, index, state)
+
+    def with_prefix(prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in own.items() if name.startswith(prefix)}
+
+    ranks = range(meta["world_size"])
+    return [with_prefix(f"rank{rank}/loader/") for rank in ranks], [with_prefix(f"rank{rank}/rng/") for rank in ranks]
 
 
 def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
@@ -241,3 +515,24 @@ def write_facts(path: Path, start: Start, stage: str, steps: int) -> None:
     }
     with naming(path):
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def divergence(folder: Path, last_good: int, first_step: int) -> UserError:
+    """The advice after three steps in a row that were not finite; `last_good` is the step before them, or -1.
+
+    `first_step` is the one that this process began with.
+    """
+    steps = model_folder.steps(folder)
+    checkpoint = model_folder.step_path(folder, steps[-1]) if steps else "none"
+    hint = ", then --resume" if steps else ""
+    # A checkpoint whose next step was not finite has diverged itself; so has the one that this run resumed, if it
+    # saved none since.
+    earlier = [step for step in steps[:-1] if step <= last_good]
+    if earlier and (steps[-1] > last_good or steps[-1] == first_step):
+        good = model_folder.step_path(folder, earlier[-1])
+        checkpoint = f"{checkpoint}, which diverges: move all after {good} away"
+    return UserError(
+        f"the loss or its gradient was not finite three steps in a row; last good step: "
+        f"{last_good if last_good >= 0 else 'none'}, newest "
+        f"checkpoint: {checkpoint}; lower the learning rates{hint}"
+    )

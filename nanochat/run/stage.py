@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from nanochat import checkpoint_manager, model_folder
 from nanochat import device as devices
-from nanochat.checkpoint_manager import Preparation
+from nanochat import model_folder
+from nanochat.checkpoint_manager import Preparation, load_folder, shape_of
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground import rooms, screen
@@ -25,6 +25,7 @@ from nanochat.ground.log import print0, warn
 from nanochat.ground.paths import SCRIPTS, safe_tag
 from nanochat.ground.sharding import local
 from nanochat.ground.untrusted import read_text
+from nanochat.model_folder import find_source
 from nanochat.optim import Optimizer
 from nanochat.ranks import Layout, lay_out, sum_over_ranks
 from nanochat.run.flags import ChatFlags, StageFlags, TrainFlags
@@ -102,42 +103,30 @@ def begin(
     another model in its place. `prepare` changes the model while it is loaded, before it receives adapters.
     Raises UserError: when the checkpoint is missing or damaged, or the teacher reads other tokens.
     """
+    from nanochat.run.long_context import NewContext  # base_train has a context from its flags
+
     began = time.time()
     device, layout = open_device(config)
-    start = load_source(config, began, device, layout, prepare)
-    if with_reference or teacher is not None:
-        load_reference(config, start, teacher)
-    if config.dry_run:
-        screen.phase("counting the memory of a step")
-        models = [start.model, start.reference] if isinstance(start.reference, GPT) else [start.model]
-        from nanochat.run import memory
-
-        start.ledger = memory.begin(device, *models)
-    else:
-        check_weights(config, start)
-    start.model.train()
-    print_source(config, start)
-    return start
-
-
-def load_source(
-    config: StageFlags, began: float, device: Device, layout: Layout, prepare: Sequence[Preparation]
-) -> Start:
-    """Load the model of --source, with new adapters if the flags describe some."""
     screen.phase("looking for the source")
     source_tag = config.source_tag
     if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag
-    # A dry run reads the shapes of its models, and nothing else of their folders.
-    source = model_folder.find_source(config.source, source_tag, device, without_weights=config.dry_run)
+    source = find_source(config.source, source_tag, device, without_weights=config.dry_run)
+
+    def load(folder: Path, *changes: Preparation) -> tuple[GPT, Any, dict[str, Any]]:
+        changes = (NewContext(config.max_seq_len, config.rope_scaling), *changes)
+        if config.dry_run:  # it reads the shapes of its models, and nothing else of their folders
+            model, meta = shape_of(folder, device, layout=layout, prepare=changes)
+            return model, None, meta
+        return load_folder(folder, device, layout=layout, prepare=changes)
+
+    screen.phase("making the model without its weights" if config.dry_run else "loading the model")
     if isinstance(config, ChatFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("adapters", "new")(config, config.seed)]
-    screen.phase("making the model without its weights" if config.dry_run else "loading the model")
-    model, tokenizer, meta = checkpoint_manager.load_model(
-        source, device, verified=True, layout=layout, max_seq_len=config.max_seq_len, rope_scaling=config.rope_scaling,
-        without_weights=config.dry_run, activation_checkpointing=config.activation_checkpointing, prepare=prepare,
-    )  # fmt: skip
-    return Start(
+    model, tokenizer, meta = load(source, *prepare)
+    if config.activation_checkpointing:
+        model.recompute_activations()
+    start = Start(
         began, device, layout, model, tokenizer,
         tag=config.model_tag or model_folder.tag_of(source),
         pretraining={"data": "", "tokens": 0, **meta.get("pretraining", {})},
@@ -145,21 +134,51 @@ def load_source(
         adapter=None if model.extension is None else model.extension.facts(),
     )  # fmt: skip
 
+    # The model to compare with: the teacher, or the source's own, which a model with adapters contains.
+    if with_reference or teacher is not None:
+        start.reference_source = source
+        if teacher is not None:
+            start.reference_source = find_source(teacher, None, device, "--teacher ", config.dry_run)
+        if teacher is None and model.extension is not None:
+            start.reference = model.extension.without(model)
+        else:
+            start.reference, its_tokenizer, _ = load(start.reference_source)
+            require_same_rows(start, its_tokenizer, teacher)
 
-def load_reference(config: StageFlags, start: Start, teacher: str | None) -> None:
-    """Keep the model to compare with: the teacher, or the source's own, which a model with adapters contains."""
-    start.reference_source = start.source
-    if teacher is not None:
-        start.reference_source = model_folder.find_source(teacher, None, start.device, "--teacher ", config.dry_run)
-    elif start.model.extension is not None:
-        start.reference = start.model.extension.without(start.model)
-        return
-    assert start.reference_source is not None
-    start.reference, its_tokenizer, _ = checkpoint_manager.load_model(
-        start.reference_source, start.device, verified=True, layout=start.layout, max_seq_len=config.max_seq_len,
-        rope_scaling=config.rope_scaling, without_weights=config.dry_run,
-    )  # fmt: skip
-    if not config.dry_run and its_tokenizer.fingerprint() != start.tokenizer.fingerprint():
+    if config.dry_run:
+        screen.phase("counting the memory of a step")
+        models = [model, start.reference] if isinstance(start.reference, GPT) else [model]
+        from nanochat.run import memory
+
+        start.ledger = memory.begin(device, *models)
+    else:
+        if isinstance(config, ChatFlags):
+            start.tokenizer = chosen_template(tokenizer, config.chat_template)
+        screen.phase("checking the weights")
+        require_finite(model, source, "--source", device)
+        if start.reference_source not in (None, source):
+            require_finite(start.reference, start.reference_source, "--teacher", device)
+        if start.adapter is not None:
+            start.adapter |= rooms.find("adapters", "base")(source, device)
+        screen.phase("opening the data")
+    model.train()
+
+    print0(f"source: {source}")
+    if config.max_seq_len:
+        scaled = model.config.rope_scaling
+        by = "" if scaled is None else f", positions scaled by {scaled.factor:g} ({scaled.kind})"
+        print0(f"context: {model.config.sequence_len:,} tokens, rope_theta {model.config.rope_theta:,.0f}{by}")
+    if model.extension is not None:
+        print0(model.extension.describe(model))
+    return start
+
+
+def require_same_rows(start: Start, its_tokenizer: Tokenizer | None, teacher: str | None) -> None:
+    """Raises UserError: when the reference, from --teacher, cannot read the rows of the model.
+
+    A dry run has no tokenizers.
+    """
+    if its_tokenizer is not None and its_tokenizer.fingerprint() != start.tokenizer.fingerprint():
         raise UserError(
             f"--teacher {teacher} has another tokenizer than {start.source}: have it write replies (chat_batch) "
             "and train on them (chat_sft --tasks), as docs/rl.md shows"
@@ -170,30 +189,6 @@ def load_reference(config: StageFlags, start: Start, teacher: str | None) -> Non
             f"--teacher {teacher}: its context is {context} tokens, the student's "
             f"{start.model.config.sequence_len}: set --max_seq_len {context}"
         )
-
-
-def check_weights(config: StageFlags, start: Start) -> None:
-    """Choose the chat template, and check the models; all ranks call it together."""
-    if isinstance(config, ChatFlags):
-        start.tokenizer = chosen_template(start.tokenizer, config.chat_template)
-    screen.phase("checking the weights")
-    require_finite(start.model, start.source, "--source", start.device)
-    if start.reference_source not in (None, start.source):
-        require_finite(start.reference, start.reference_source, "--teacher", start.device)
-    if start.adapter is not None:
-        start.adapter |= rooms.find("adapters", "base")(start.source, start.device)
-    screen.phase("opening the data")
-
-
-def print_source(config: StageFlags, start: Start) -> None:
-    model = start.model
-    print0(f"source: {start.source}")
-    if config.max_seq_len:
-        scaled = model.config.rope_scaling
-        by = "" if scaled is None else f", positions scaled by {scaled.factor:g} ({scaled.kind})"
-        print0(f"context: {model.config.sequence_len:,} tokens, rope_theta {model.config.rope_theta:,.0f}{by}")
-    if model.extension is not None:
-        print0(model.extension.describe(model))
 
 
 def chosen_template(tokenizer: Tokenizer, file: str | None) -> Tokenizer:

@@ -30,7 +30,6 @@ from typing import Any, TypeVar
 import httpx2
 import torch
 
-from nanochat import checkpoint_manager
 from nanochat.adapters.lora import SCALAR_HEAD, merged_weights
 from nanochat.device import Device
 from nanochat.engine import ending
@@ -43,6 +42,7 @@ from nanochat.ground.paths import run_dir
 from nanochat.ground.screen import Bar
 from nanochat.ranks import decide_on_rank_zero, gather_values
 from nanochat.rollout import Reply
+from nanochat.run import saver
 from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
 from nanochat.tokenizer import Tokenizer
@@ -194,7 +194,7 @@ class HttpSampler:
             config = replace(model.config, scalar_head=False)
             weights = {name: tensor.to(dtype) for name, tensor in gathered.items()}
             about = {"step": 0, "stage": "rl"}
-            files = checkpoint_manager.write_model(unfinished, config, weights, self.tokenizer, about)
+            files = saver.write_model(unfinished, config, weights, self.tokenizer, about)
         else:
             weights = dict(gathered)
             if self.kind == "vllm" and model.config.tied_head:
@@ -209,7 +209,7 @@ class HttpSampler:
         # and a step may change any of them.
         whole = hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
         final = self.folder / f"fp_{whole[:12]}"
-        checkpoint_manager.commit(unfinished, final, files)
+        saver.commit(unfinished, final, files)
         return final
 
     async def _tell_all(self) -> None:

@@ -9,6 +9,7 @@ from nanochat.engine import Engine
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.model_folder import weights_sha256
+from nanochat.run.long_context import NewContext
 from nanochat.serve.state import ReadUpdate
 
 
@@ -30,7 +31,7 @@ def reader_of_updates(engine: Engine, max_seq_len: int = 0) -> ReadUpdate:
         base = paths.base_dir().resolve()
         if not folder.is_relative_to(base):
             raise UserError(f"{path} is not below {base}, the NANOCHAT_BASE_DIR of this server: write it there")
-        model, tokenizer, _ = load_model(folder, engine.device, max_seq_len=max_seq_len)
+        model, tokenizer, _ = load_model(folder, engine.device, prepare=[NewContext(max_seq_len)])
         unlike = {"sequence_len": 0}  # the trainer's rows may be shorter
         if tokenizer.fingerprint() != engine.tokenizer.fingerprint():
             raise UserError(f"{path} has another tokenizer than this server: start it with the trainer's --source")

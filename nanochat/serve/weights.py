@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from nanochat.adapters.lora import Adapters, ChosenAdapters
-from nanochat.checkpoint_manager import Preparation, load_model
+from nanochat.checkpoint_manager import Preparation, load_folder
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
 from nanochat.run.decoding_flags import DecodingFlags
+from nanochat.run.long_context import NewContext
+from nanochat.scaling import parameter_counts
 
 
 def load_engine(
@@ -22,8 +24,8 @@ def load_engine(
 ) -> tuple[Engine, dict[str, Any]]:
     """An engine with the model of a checkpoint, and the model's meta data with its number of "parameters"."""
     weights = ServedWeights(folder, is_cast=decoding.weights == "auto")
-    model, tokenizer, meta = load_model(folder, device, verified=True, max_seq_len=max_seq_len, prepare=[weights])
-    meta = {**meta, "parameters": sum(weight.numel() for weight in model.parameters())}
+    model, tokenizer, meta = load_folder(folder, device, prepare=[NewContext(max_seq_len), weights])
+    meta = {**meta, "parameters": parameter_counts(model)["total"]}
     hooked = partial(ChosenAdapters, adapters=adapters) if adapters else None
     # Nothing else keeps the model: the engine may have its own snapshot.
     return Engine(model, tokenizer, device, adapters=hooked, **asdict(decoding)), meta

@@ -25,11 +25,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanochat import checkpoint_manager as checkpoints
 from nanochat import model_folder
 from nanochat.ground import storage
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
+from nanochat.run import saver
 
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
 SUM_CHARACTERS = 16  # characters of a sha256 in an entry's name: 64 bits
@@ -201,7 +201,7 @@ class RequestLog:
         run again. A hard link takes no room, and a checkpoint's files are replaced, never changed.
         """
         pinned = self.folder / "loaded" / str(number) / step_folder.name
-        unfinished = checkpoints.unfinished_path(pinned)
+        unfinished = pinned.with_name(pinned.name + ".tmp")
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         for path in step_folder.iterdir():
@@ -210,7 +210,7 @@ class RequestLog:
             except OSError:  # a file system without links
                 shutil.copyfile(path, unfinished / path.name)
                 storage.flush(unfinished / path.name)
-        checkpoints.publish(unfinished, pinned)
+        saver.publish(unfinished, pinned)
         return pinned
 
     @contextlib.contextmanager

@@ -22,11 +22,11 @@ import torch.nn as nn
 from pydantic import Field
 from torch import Tensor
 
-from nanochat import checkpoint_manager as checkpoints
 from nanochat import model_folder
 from nanochat.adapters import lora
 from nanochat.adapters.folders import base_of
 from nanochat.adapters.lora import Lora
+from nanochat.checkpoint_manager import load_folder
 from nanochat.cross_entropy import IGNORE, soft_cap
 from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
@@ -36,6 +36,7 @@ from nanochat.ground.sharding import whole_weights
 from nanochat.ground.storage import load_whole
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.ranks import lay_out
+from nanochat.run import saver
 from nanochat.serve.schema import Strict
 from nanochat.train_service.losses import TokenLoss, find_loss
 from nanochat.train_service.wire import Datum
@@ -86,15 +87,14 @@ class Base:
         self.device = device
         # Adapters of rank 1 that are never trained, and add exact zeros. So loading and sampling work for the base in
         # the same way as for its models.
-        self.model, self.tokenizer, self.meta = checkpoints.load_model(
-            source, device, verified=True, prepare=[lora.NewAdapters(lambda config: Lora(1))]
-        )
+        added = lora.NewAdapters(lambda config: Lora(1))
+        self.model, self.tokenizer, self.meta = load_folder(source, device, prepare=[added])
         self.about = base_of(source, device)  # for the checkpoints of adapters
 
     def adapted(self, trained: Trained) -> GPT:
         """A GPT to train, on the device: with new adapters over the base's weights, or with a copy of them in fp32."""
         if not trained.rank:
-            return checkpoints.load_model(self.source, self.device, verified=True)[0]
+            return load_folder(self.source, self.device)[0]
         with torch.device("meta"):
             kind = HeadAdaptedGPT if trained.head else GPT
             model = kind(self.model.config, self.model.kernels)
@@ -329,13 +329,13 @@ class TrainedModel:
         tokenizer = self.base.tokenizer
         if with_optimizer:
             state = self.optimizer.state_dict()
-            checkpoints.save(folder, self.steps, self.model, tokenizer, meta, state, {}, self.device)
+            saver.save(folder, self.steps, self.model, tokenizer, meta, state, {}, self.device)
             return
         final = model_folder.step_path(folder, self.steps)
         weights = dict(whole_weights(self.model))
         meta["step"] = self.steps
-        with checkpoints.new_folder(final, sum(one.nbytes for one in weights.values())) as unfinished:
-            files = checkpoints.write_model(unfinished, self.model.config, weights, tokenizer, meta)
+        with saver.new_folder(final, sum(one.nbytes for one in weights.values())) as unfinished:
+            files = saver.write_model(unfinished, self.model.config, weights, tokenizer, meta)
             storage.write_json(unfinished / "manifest.json", files)
 
     def load(self, step_folder: Path, with_optimizer: bool) -> None:
@@ -350,7 +350,7 @@ class TrainedModel:
         self.steps = 0
         self._start_optimizer()
         if with_optimizer:
-            checkpoints.load_training(step_folder, meta, self.optimizer.state_dict())
+            saver.load_training(step_folder, meta, self.optimizer.state_dict())
             self.steps = meta["step"]
 
 

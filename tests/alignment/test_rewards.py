@@ -158,10 +158,11 @@ def test_a_models_reward_has_the_name_of_its_folder(monkeypatch, capsys):
     monkeypatch.setattr(rewards, "find_source", lambda source, device, flag: folders[source])
     monkeypatch.setattr(rewards, "weights_sha256", lambda folder: f"sum of {folder.parent.name}")
 
-    def load(folder: Path, device: Device, verified: bool):
-        return lambda conversations: [float(folder.name[-1])] * len(conversations)
+    def rate(model: Path, *_: Any):
+        return lambda conversations: [float(model.name[-1])] * len(conversations)
 
-    monkeypatch.setattr("nanochat.alignment.rewards.load_reward_model", load)
+    monkeypatch.setattr(rewards, "load_folder", lambda folder, device: (folder, None, {}))
+    monkeypatch.setattr(rewards, "rating", rate)
     new, old = parts = load_rewards(parse_rewards("rm:rm:2,rm:rm/old"), cpu_device())
     assert capsys.readouterr().out == "reward rm:rm: rm/new/step_000002\nreward rm:rm/old: rm/old/step_000001\n"
     assert (new.name, new.weight, score(new, [EPISODE], 1.0)) == ("rm", 2.0, [2.0])

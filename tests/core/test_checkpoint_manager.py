@@ -19,8 +19,8 @@ import pytest
 import torch
 from tiny import complaint, cpu_device, momentum, save_checkpoint, smallest_model
 
-from nanochat import checkpoint_manager, model_folder
-from nanochat.checkpoint_manager import load_model, load_training
+from nanochat import model_folder
+from nanochat.checkpoint_manager import load_model
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
@@ -28,7 +28,7 @@ from nanochat.loader import LoaderState, Position, ShardState
 from nanochat.model_folder import DamagedCheckpoint, newest, steps
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.run import saver
-from nanochat.run.saver import set_aside
+from nanochat.run.saver import load_training, set_aside
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss, train_step
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("base_folder")
 
 
 def save(folder: Path, step: int, model: GPT, meta: dict, optimizer_state: dict, loader: dict) -> Path:
-    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, optimizer_state, loader, DEVICE)
+    return saver.save(folder, step, model, TOKENIZER, meta, optimizer_state, loader, DEVICE)
 
 
 def save_step(folder: Path, step: int, seed: int = 0) -> Path:

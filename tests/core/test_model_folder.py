@@ -17,7 +17,7 @@ from tiny import complaint, momentum, smallest_model
 
 from nanochat import device as devices
 from nanochat import model_folder
-from nanochat.checkpoint_manager import load_model
+from nanochat.checkpoint_manager import load_folder, load_model
 from nanochat.ground import paths, storage
 from nanochat.ground.cli import UserError
 from nanochat.model_folder import DamagedCheckpoint, newest, steps
@@ -210,7 +210,7 @@ def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, monkeypatch):
     assert hashed_by(lambda: load_model("base", DEVICE))
     assert hashed_by(lambda: load_model("base/tiny/step_000002", DEVICE))
     assert hashed_by(lambda: load_model(folder / "step_000002", DEVICE))
-    assert hashed_by(lambda: load_model(model_folder.find_source("base"), DEVICE, verified=True))
+    assert hashed_by(lambda: load_folder(model_folder.find_source("base"), DEVICE))
     (folder / "step_000002/model.safetensors").write_bytes(b"")
     for load in (load_model, model_folder.find_source):
         with pytest.raises(UserError, match="model.safetensors is damaged.*: train it again, or name an older step"):

@@ -21,8 +21,8 @@ from nanochat.engine import Engine
 from nanochat.exported.tokenizer_files import hugging_face_form
 from nanochat.gpt import GPTConfig
 from nanochat.ground import cli, paths
-from nanochat.long_context import with_context
 from nanochat.rotary import RopeScaling
+from nanochat.run.long_context import with_context
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import export
 

@@ -22,6 +22,7 @@ from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground.sharding import whole_weights
 from nanochat.ranks import lay_out
+from nanochat.run.long_context import NewContext
 from nanochat.tokenizer import EXPORTED_NAME
 from nanochat.train import make_adamw, next_token_loss, train_step
 from scripts import export
@@ -228,7 +229,7 @@ EXTENDED |= dict.fromkeys(("llama3", "llama linear", "qwen3 one kv head, yarn"),
 @pytest.mark.parametrize("case", EXTENDED)
 def test_an_extended_context_is_transformers(folders, tmp_path, case):
     """Written as the family, positions beyond the original context of 384 tokens have transformers' logits."""
-    model, _, meta = load_model(str(folders[case]), "cpu", max_seq_len=768, rope_scaling=EXTENDED[case])
+    model, _, meta = load_model(str(folders[case]), "cpu", prepare=[NewContext(768, EXTENDED[case])])
     theirs = hf.from_config(model.config, meta["pretraining"]["family"])
     assert theirs["max_position_embeddings"] == meta["pretraining"]["context"] == 768
     (tmp_path / "config.json").write_text(json.dumps(theirs))
@@ -251,7 +252,7 @@ def test_yarn_of_a_folder_reaches_its_factor_times_the_original_context(folders,
     shutil.copytree(folders["qwen3 one kv head, yarn"], folder)
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**settings, "max_position_embeddings": stated}))
-    model, _, meta = load_model(str(folder), "cpu", max_seq_len=context, rope_scaling="auto")
+    model, _, meta = load_model(str(folder), "cpu", prepare=[NewContext(context, "auto")])
     scaling = model.config.rope_scaling
     assert scaling is not None and (scaling.factor, scaling.original_len) == (max(4.0, context / 96), 96)
     assert model.config.sequence_len == meta["pretraining"]["context"] == context
@@ -460,7 +461,7 @@ def test_a_head_beside_tied_embeddings_is_kept(folders, tmp_path, capsys):
 
 def test_phi_after_a_longer_context_is_written_as_llama(folders):
     """Its config.json can only say longrope."""
-    model, _, _ = load_model(str(folders["phi3"]), "cpu", max_seq_len=768, rope_scaling="yarn")
+    model, _, _ = load_model(str(folders["phi3"]), "cpu", prepare=[NewContext(768, "yarn")])
     assert model.config.rope_scaling is not None
     assert not hf.computes("phi3", model.config) and hf.family_of(model.config) == "llama"
     plain, _, _ = load_model(str(folders["phi3"]), "cpu")

@@ -27,16 +27,16 @@ import pytest
 import torch
 from tiny import cpu_device, momentum, run_ranks, smallest_model
 
-from nanochat import checkpoint_manager, model_folder
+from nanochat import model_folder
 from nanochat import ranks as collectives
-from nanochat.checkpoint_manager import clean_up, load_training
 from nanochat.device import Device
 from nanochat.ground import paths, storage
 from nanochat.ground.cli import UserError
 from nanochat.model_folder import newest, steps
 from nanochat.ranks import lay_out
+from nanochat.run import saver
 from nanochat.run.flags import TrainFlags
-from nanochat.run.saver import resume
+from nanochat.run.saver import clean_up, load_training, resume
 from nanochat.run.stage import Start
 from nanochat.scaling import Rates
 from nanochat.tokenizer import Tokenizer
@@ -56,7 +56,7 @@ def save_step(folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: i
     row = {"row": torch.tensor([seed + rank, 8])}
     device = cpu_device(rank=rank, world_size=ranks)
     meta = {"stage": "base", "seed": seed}
-    return checkpoint_manager.save(folder, step, model, TOKENIZER, meta, state, row, device, **options)
+    return saver.save(folder, step, model, TOKENIZER, meta, state, row, device, **options)
 
 
 def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
@@ -67,7 +67,7 @@ def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
         return None
     path, meta = found
     model, state, seed = smallest_model(100), momentum(), meta["seed"]
-    checkpoint_manager.load_weights(model, path)
+    saver.load_weights(model, path)
     expected = smallest_model(seed).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     loader, _ = load_training(path, meta, state)
@@ -531,13 +531,13 @@ def test_only_steps_are_deleted(folder):
 
 def test_nothing_is_deleted_while_the_new_one_is_damaged(folder, monkeypatch, capsys):
     save_step(folder, 1, seed=1)
-    commit = checkpoint_manager.commit
+    commit = saver.commit
 
     def damaging(unfinished: Path, final: Path, files: dict[str, Any]) -> None:
         commit(unfinished, final, files)
         (final / "model.safetensors").write_bytes(b"")
 
-    monkeypatch.setattr(checkpoint_manager, "commit", damaging)
+    monkeypatch.setattr(saver, "commit", damaging)
     for step in (2, 3):
         save_step(folder, step, seed=step, keep_last=1)
     assert steps(folder) == [1, 2, 3]
@@ -566,7 +566,7 @@ def begin(device: Device, folder: str, steps: int) -> float:
         torch.rand(7)  # the generator is not as at the beginning
         progress.step = 5
         now, state = meta | {"progress": dataclasses.asdict(progress)}, optimizer.state_dict()
-        checkpoint_manager.save(Path(folder), 5, model, TOKENIZER, now, state, {"row": torch.ones(1)}, device)
+        saver.save(Path(folder), 5, model, TOKENIZER, now, state, {"row": torch.ones(1)}, device)
     paths.unlock(Path(folder))
     return torch.rand(()).item()
 

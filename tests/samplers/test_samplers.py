@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -31,7 +32,7 @@ from nanochat.adapters.lora import Lora
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
 from nanochat.families import hf
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, ScalarHead
 from nanochat.ground import cli
 from nanochat.samplers import http as http_sampler
 from nanochat.samplers.ahead import Ahead
@@ -143,7 +144,8 @@ def test_a_server_samples_with_adapters_as_the_engine_does(address, folder, kind
     """The engine has them apart, the server merged: over weights as they are, or rounded to 4 bits. PPO's scalar head
     stays here."""
     model = adapt(policy(), Lora(4, 8.0, base_format=kind))
-    model.add_scalar_head()
+    model.scalar_head = ScalarHead(model.config)
+    model.config = replace(model.config, scalar_head=True)
     prompts, settings = prompts_and_settings(1.3)
     expected = rollout.EngineSampler(Engine(model, tiny_tokenizer(), cpu_device()), 8)(prompts, settings, 20)
     sampler = open_http(address, model=model, patience=60.0)

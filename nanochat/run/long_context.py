@@ -1,17 +1,37 @@
-"""A longer context than a model was trained with: its rotary positions are scaled to fit.
+"""Another context than a model has: a longer one than it was trained with scales its rotary positions to fit.
 
 A context of 2,048 tokens becomes one of 8,192 by `--max_seq_len 8192 --rope_scaling yarn`.
 """
 
 import math
-from dataclasses import replace
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+from nanochat.checkpoint_manager import Preparation
 from nanochat.gpt import GPTConfig
 from nanochat.ground.cli import UserError
 from nanochat.rotary import RopeScaling
 
 ContextMethod = Literal["auto", "yarn", "linear", "theta"]
+
+
+@dataclass(frozen=True)
+class NewContext(Preparation):
+    """Changes the context of a model that is loaded to `tokens`; 0 leaves it."""
+
+    tokens: int
+    method: ContextMethod | None = None  # how to reach a longer context than the trained one; None: refuse it
+
+    def configure(self, config: GPTConfig, meta: dict[str, Any]) -> tuple[GPTConfig, dict[str, Any]]:
+        if not self.tokens and self.method in (None, "auto"):
+            return config, meta
+        # A stage may have trained with shorter rows than the model can read.
+        pretraining = meta.get("pretraining", {})
+        context = pretraining.get("context")
+        trained = max(config.sequence_len, context if isinstance(context, int) else 0)
+        tokens = self.tokens or config.sequence_len
+        config = with_context(config, tokens, trained, self.method)
+        return config, {**meta, "pretraining": {**pretraining, "context": max(trained, tokens)}}
 
 
 def with_context(config: GPTConfig, context: int, trained: int, method: ContextMethod | None) -> GPTConfig:

@@ -7,8 +7,8 @@ import pytest
 from tiny import tiny_config
 
 from nanochat.ground.cli import UserError
-from nanochat.long_context import with_context
 from nanochat.rotary import RopeScaling
+from nanochat.run.long_context import with_context
 
 
 def test_a_longer_context_scales_the_positions_and_a_shorter_one_does_not() -> None:
