@@ -23,7 +23,8 @@ same ids. With both, text never becomes a special token; transformers' AutoToken
 with split_special_tokens=False.
 """
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,12 +35,14 @@ from nanochat.sampling import NEUTRAL
 if TYPE_CHECKING:
     import torch
 
-    from nanochat.gpt import GPT
+    from nanochat.gpt import GPT, GPTConfig
     from nanochat.tokenizer import Tokenizer
 
 MODELING = Path(__file__).parent.parent / "nanochat" / "exported" / "modeling_nanochat.py"
 # The entries of a checkpoint's meta.json to keep. The rest, such as paths, describes the machine that trained it.
 KEPT = ("model", "tokenizer", "step", "stage", "source", "pretraining", "sampling", "tasks", "trained_at")
+# Fields of GPTConfig that have another name there: transformers expects another form under rope_scaling.
+RENAMED = {"rope_scaling": "rotary_scaling"}
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def main(config: Config) -> None:
         dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
         family = None
         if config.to == "hf":
+            require_exported(model.config)
             family = meta.get("pretraining", {}).get("family")  # the family of the folder from which the source came
             if family not in hf.FAMILIES or not hf.computes(family, model.config):
                 family = hf.family_of(model.config)
@@ -108,6 +112,20 @@ def main(config: Config) -> None:
         print0(f"exported {source} to {out}: {size:,} bytes, weights in {dtype_name(dtype)}{shape}")
     if config.push is not None:
         print0(f"uploaded to {hub.push_model(out, config.push)}, which is private: its page makes it public")
+
+
+def require_exported(config: "GPTConfig") -> None:
+    """Raises UserError: when the model has a part that modeling_nanochat.py does not compute."""
+    # The fields that its code reads, as config.width, c.width or getattr(c, "key_offset", False).
+    read = set(re.findall(r"\b(?:config|c)(?:\.|, \")(\w+)", MODELING.read_text(encoding="utf-8")))
+    read.add("scalar_head")  # it is not in the logits
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if RENAMED.get(field.name, field.name) not in read and value != field.default:
+            raise UserError(
+                f"--to hf: {MODELING.name} does not know GPTConfig.{field.name}, which is {value}: compute it "
+                "there, or leave --to hf out"
+            )
 
 
 def write_as_ours(
@@ -132,8 +150,8 @@ def write_as_ours(
         contents["generation_config.json"] = generation_settings(meta["sampling"], tokenizer)
         settings |= text_ends(tokenizer)
         settings |= {"architectures": ["NanochatForCausalLM"], "tie_word_embeddings": False}
-        # The name differs because transformers expects another form under rope_scaling.
-        settings["rotary_scaling"] = settings.pop("rope_scaling", None)
+        for ours, theirs in RENAMED.items():
+            settings[theirs] = settings.pop(ours, None)
         settings["auto_map"] = {
             "AutoConfig": "modeling_nanochat.NanochatConfig",
             "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM",

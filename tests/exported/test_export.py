@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from runs import call
+from runs import call, mistake
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
@@ -172,6 +172,19 @@ def test_our_own_models_in_transformers(base, monkeypatch, shape):
     again, _, meta = load_model(str(out), "cpu") if shape != "qwen3" else (None, None, None)
     if again is not None:
         assert all(torch.equal(again.state_dict()[name], weight) for name, weight in ours.state_dict().items())
+
+
+def test_a_part_that_the_modeling_file_does_not_compute_is_named(base, capsys, monkeypatch):
+    """Its logits would be other ones, without an error."""
+    older = base / "modeling_nanochat.py"
+    older.write_text(export.MODELING.read_text().replace("key_offset", "other_field"))
+    monkeypatch.setattr(export, "MODELING", older)
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size, key_offset=True))
+    save_checkpoint(paths.checkpoint_dir("sft", "offset"), 1, model, tiny_tokenizer(), {"stage": "sft"})
+    code, line = mistake(capsys, "export", "--to=hf", "--source=sft/offset", f"--out={base / 'out'}")
+    assert code == 1 and "modeling_nanochat.py does not know GPTConfig.key_offset, which is True" in line
+    assert not list(base.glob("out*"))
+    call("export", "--to=hf", "--source=sft/tiny", f"--out={base / 'out'}")  # which has no such part
 
 
 def test_the_trainer_of_transformers_learns_alike_however_it_accumulates(base, monkeypatch):
