@@ -1,4 +1,4 @@
-"""The folder of a model: where it is, by `--source`, and whether it is whole. checkpoint_manager.py reads the model.
+"""The folder of a model: where it is, in which format, and whether it is whole. checkpoint_manager.py reads the model.
 
 It is a step of one of our runs (checkpoint_manager.py lists its files). A folder without our manifest goes to the
 readers of other formats (ground/rooms.py), such as Hugging Face's. A folder that holds only adapters has a base:
@@ -69,6 +69,7 @@ class Weights:
     """
 
     def __init__(self, path: Path):
+        self.path = path
         self.files = [path]
         self.stored = storage.header(path)
 
@@ -85,12 +86,18 @@ class Weights:
 
     def require_shapes(self, shapes: dict[str, torch.Size]) -> None:
         """Raises ValueError: when a model with parameters of these shapes is another one."""
-        storage.require_shapes(self.files[0], shapes)
+        differing = set(shapes) ^ set(self.stored)
+        if differing:
+            raise ValueError(f"{self.path} belongs to another model: {', '.join(sorted(differing)[:3])}")
+        for name, wanted in shapes.items():
+            shape, _ = self.stored[name]
+            if list(wanted) != shape:
+                raise ValueError(f"{self.path}: {name} is {shape}, the model's is {list(wanted)}")
 
     def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
         """Fill `target` with rows of the parameter `name` from row `first` on; the whole parameter has `rows`."""
         # A mapped file's pages count as this process's memory until the mapping ends: one tensor at a time.
-        with safe_open(self.files[0], framework="pt") as file:
+        with safe_open(self.path, framework="pt") as file:
             target.copy_(file.get_slice(name)[first : first + len(target)])
 
 
@@ -203,8 +210,7 @@ def find_source(
         if not without_weights:
             with damage_of(found):
                 for base in lineage(found)[1:]:  # adapters are as whole as their base
-                    if not is_foreign(base):
-                        verify(base)
+                    format_of(base).check(base)
         return str(found)
 
     # Rank 0 decides for all: ranks that each looked could find different steps while a run still saves, and
@@ -383,7 +389,6 @@ def stored_dtype(step_folder: Path) -> torch.dtype:
     """The dtype in which a folder holds a model's matrices: fp32, unless it was exported or comes from elsewhere."""
     with damage_of(step_folder):
         base = lineage(step_folder)[-1]
-    with damage_of(base):
         its_format = format_of(base)
         config, _ = its_format.describe(base)
         return its_format.weights(base, config).dtype

@@ -210,6 +210,18 @@ def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, m
     return saver.save(folder, step, model, tokenizer, meta, {}, {}, cpu_device())
 
 
+BYTES = Tokenizer([bytes([value]) for value in range(256)])
+
+
+def save_step(folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: int = 1, **options: Any) -> Path:
+    """A checkpoint of the smallest model, all of which follows from the seed."""
+    state = momentum(seed + rank)
+    row = {"row": torch.tensor([seed + rank, 8])}
+    device = cpu_device(rank=rank, world_size=ranks)
+    meta = {"stage": "base", "seed": seed}
+    return saver.save(folder, step, smallest_model(seed), BYTES, meta, state, row, device, **options)
+
+
 def forkserver() -> ForkServerContext:
     """Starts processes that are clean, and yet do not import torch and the code first."""
     context = multiprocessing.get_context("forkserver")

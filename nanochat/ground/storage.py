@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanochat.ground.paths import naming
-from nanochat.ground.sharding import held_box, held_rows, is_dtensor, local, trained_parameters
+from nanochat.ground.sharding import held_box, is_dtensor, local
 
 DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -245,30 +245,3 @@ def _copy_overlap(file: Any, name: str, chunk: dict[str, Any], tensor: Tensor) -
     if part.dtype != tensor.dtype:
         raise ValueError(f"{share_name(chunk['rank'])} holds {name} in another dtype than training.json")
     local(tensor)[tuple(to_held)].copy_(part)
-
-
-# ---------------------------------------------------------------------- whole weights
-
-
-def require_shapes(path: Path, shapes: dict[str, torch.Size]) -> None:
-    """Raises ValueError: when a file of weights holds other names or shapes than a model's parameters."""
-    stored = header(path)
-    differing = set(shapes) ^ set(stored)
-    if differing:
-        raise ValueError(f"{path} belongs to another model: {', '.join(sorted(differing)[:3])}")
-    for name, wanted in shapes.items():
-        shape, _ = stored[name]
-        if list(wanted) != shape:
-            raise ValueError(f"{path}: {name} is {shape}, the model's is {list(wanted)}")
-
-
-def load_whole(model: nn.Module, path: Path) -> None:
-    """Read this process's rows of every trained parameter from a file of whole weights.
-
-    Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
-    """
-    targets = trained_parameters(model)
-    require_shapes(path, {name: target.shape for name, target in targets.items()})
-    with safe_open(path, framework="pt") as file:
-        for name, target in targets.items():
-            local(target).copy_(file.get_slice(name)[held_rows(target)])

@@ -33,7 +33,7 @@ from nanochat.ground import provenance, storage
 from nanochat.ground.cli import UserError, frozen_flags
 from nanochat.ground.log import print0, warn
 from nanochat.ground.paths import lock, naming
-from nanochat.ground.sharding import trained_parameters, whole_weights
+from nanochat.ground.sharding import held_rows, local, trained_parameters, whole_weights
 from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero, gather_values
 from nanochat.run.flags import TrainFlags
@@ -426,7 +426,19 @@ def load_weights(model: GPT, step_folder: Path) -> None:
     """Copy the trained weights of a verified checkpoint into the same model; for a sharded one, this rank's rows."""
     path = step_folder / model_folder.weights_name({"adapter": model.extension})
     with model_folder.damage_of(path):
-        storage.load_whole(model, path)
+        load_trained(model, path)
+
+
+def load_trained(model: GPT, path: Path) -> None:
+    """Read this process's rows of every trained parameter from a file of whole weights.
+
+    Raises ValueError: when the file holds other names or shapes. Raises SafetensorError: when it cannot be read.
+    """
+    weights = model_folder.Weights(path)
+    targets = trained_parameters(model)
+    weights.require_shapes({name: target.shape for name, target in targets.items()})
+    for name, target in targets.items():
+        weights.read(name, len(target), held_rows(target).start, local(target))
 
 
 def load_training(

@@ -33,7 +33,6 @@ from nanochat.gpt import GPT, read_out
 from nanochat.ground import storage
 from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import whole_weights
-from nanochat.ground.storage import load_whole
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.ranks import lay_out
 from nanochat.run import saver
@@ -356,8 +355,7 @@ class TrainedModel:
 
 def load_weights(model: GPT, step_folder: Path) -> None:
     """Copy a checkpoint's weights or adapters into the same model."""
-    name = "adapter.safetensors" if model.extension else "model.safetensors"
     try:
-        load_whole(model, step_folder / name)
+        saver.load_trained(model, step_folder / model_folder.weights_name({"adapter": model.extension}))
     except (ValueError, OSError) as error:
         raise UserError(f"the checkpoint is of a model with other adapters, or of another base ({error})") from error

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import complaint, cpu_device, momentum, save_checkpoint, smallest_model
+from tiny import BYTES, complaint, cpu_device, momentum, save_checkpoint, save_step, smallest_model
 
 from nanochat import model_folder
 from nanochat.checkpoint_manager import load_model
@@ -32,7 +32,6 @@ from nanochat.run.saver import load_training, set_aside
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss, train_step
 
-TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 FILES = (
     *("manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.json"),
     "training.rank0.safetensors",
@@ -40,21 +39,6 @@ FILES = (
 DEVICE = cpu_device()
 
 pytestmark = pytest.mark.usefixtures("base_folder")
-
-
-def save(folder: Path, step: int, model: GPT, meta: dict, optimizer_state: dict, loader: dict) -> Path:
-    return saver.save(folder, step, model, TOKENIZER, meta, optimizer_state, loader, DEVICE)
-
-
-def save_step(folder: Path, step: int, seed: int = 0) -> Path:
-    return save(
-        folder,
-        step,
-        smallest_model(seed),
-        {"stage": "base", "seed": seed},
-        momentum(seed),
-        {"row": torch.tensor([seed, 8])},
-    )
 
 
 def same_tensors(one: dict, other: dict) -> bool:
@@ -89,7 +73,8 @@ def test_round_trip_is_exact(folder):
     }
     loader = LoaderState(12, shards, 2)
     torch.manual_seed(5)
-    path = save(folder, 12, model, {"stage": "base", "note": "é"}, optimizer.state_dict(), loader.to_tensors())
+    meta = {"stage": "base", "note": "é"}
+    path = saver.save(folder, 12, model, BYTES, meta, optimizer.state_dict(), loader.to_tensors(), DEVICE)
     expected = torch.randn(4)
 
     assert path == folder / "step_000012"
@@ -100,12 +85,12 @@ def test_round_trip_is_exact(folder):
     meta = found[1]
     assert (meta["step"], meta["stage"], meta["note"], meta["world_size"]) == (12, "base", "é", 1)
     assert GPTConfig(**meta["model"]) == model.config
-    assert meta["tokenizer"] == TOKENIZER.fingerprint()
+    assert meta["tokenizer"] == BYTES.fingerprint()
 
     loaded, tokenizer, _ = load_model("base", DEVICE)
     assert same_tensors({name: tensor.view(torch.int32) for name, tensor in loaded.state_dict().items()}, bits)
     assert not loaded.training
-    assert tokenizer.fingerprint() == TOKENIZER.fingerprint()
+    assert tokenizer.fingerprint() == BYTES.fingerprint()
     again = optimizer_of(smallest_model(1), steps=0)
     (loader_share,), (rng,) = load_training(path, meta, again.state_dict())
     assert same_tensors(again.state_dict(), optimizer.state_dict())
@@ -127,7 +112,7 @@ def optimizer_of(model: GPT, steps: int) -> Optimizer:
 
 
 def test_weights_alone_load_but_do_not_resume(folder):
-    path = save_checkpoint(folder, 1, smallest_model(), TOKENIZER, {"world_size": 0})
+    path = save_checkpoint(folder, 1, smallest_model(), BYTES, {"world_size": 0})
     for file in path.glob("training*"):
         file.unlink()
     rewrite_manifest(path)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_manager import DEVICE, FILES, rewrite_manifest, same_tensors, save, save_step
-from tiny import complaint, momentum, smallest_model
+from test_checkpoint_manager import DEVICE, FILES, rewrite_manifest, same_tensors
+from tiny import BYTES, complaint, save_checkpoint, save_step, smallest_model
 
 from nanochat import device as devices
 from nanochat import model_folder
@@ -220,9 +220,8 @@ def test_a_checkpoint_is_read_once_when_it_is_loaded(folder, monkeypatch):
 def test_meta_data_has_what_a_server_shows(folder):
     """Also where it was saved without settings, stage and tasks."""
     before = int(time.time())
-    path = save(
-        folder, 1, smallest_model(), {"stage": "sft", "sampling": {"top_k": 4}, "tasks": ["stories"]}, momentum(0), {}
-    )
+    meta = {"stage": "sft", "sampling": {"top_k": 4}, "tasks": ["stories"]}
+    path = save_checkpoint(folder, 1, smallest_model(), BYTES, meta)
     neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     _, _, meta = load_model(path, DEVICE)
     assert neutral.items() <= {**meta["sampling"], "top_k": 0}.items() and meta["sampling"]["top_k"] == 4

@@ -44,12 +44,12 @@ from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, Block, GPTConfig
 from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import local, whole, whole_weights
-from nanochat.ground.storage import load_whole
 from nanochat.kernels.compiling import CompiledBlocks, compile_blocks
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel.ddp import DdpExchange
 from nanochat.parallel.mesh import Place
 from nanochat.ranks import Layout, lay_out
+from nanochat.run.saver import load_trained
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 CONFIG = tiny_config(sequence_len=16)
@@ -285,13 +285,13 @@ def weights_in_and_out(device: Device) -> bool:
         path = Path(folder) / "model.safetensors"
         save_file(reference.state_dict(), path)
         assert not same_bits(weights(other), weights(model))
-        load_whole(other, path)
+        load_trained(other, path)
         save_file({**reference.state_dict(), "head.weight": torch.zeros(64, 32)}, path)
         with pytest.raises(ValueError, match="head.weight is \\[64, 32\\], the model's is \\[128, 32\\]"):
-            load_whole(other, path)
+            load_trained(other, path)
         save_file({"odd": torch.zeros(1)}, path)
         with pytest.raises(ValueError, match="belongs to another model"):
-            load_whole(other, path)
+            load_trained(other, path)
     return same_bits(weights(other), weights(model))
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import cpu_device, momentum, run_ranks, smallest_model
+from tiny import BYTES, cpu_device, momentum, run_ranks, save_step, smallest_model
 
 from nanochat import model_folder
 from nanochat import ranks as collectives
@@ -39,24 +39,13 @@ from nanochat.run.flags import TrainFlags
 from nanochat.run.saver import clean_up, load_training, resume
 from nanochat.run.stage import Start
 from nanochat.scaling import Rates
-from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_optimizer
 
-TOKENIZER = Tokenizer([bytes([value]) for value in range(256)])
 FILES = {"manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.json"}
 ROOT = Path(__file__).resolve().parents[2]
 KILLED, FAILED = 9, 3  # exit codes
 
 pytestmark = pytest.mark.usefixtures("base_folder")
-
-
-def save_step(folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: int = 1, **options: Any) -> Path:
-    model = smallest_model(seed)
-    state = momentum(seed + rank)
-    row = {"row": torch.tensor([seed + rank, 8])}
-    device = cpu_device(rank=rank, world_size=ranks)
-    meta = {"stage": "base", "seed": seed}
-    return saver.save(folder, step, model, TOKENIZER, meta, state, row, device, **options)
 
 
 def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
@@ -560,13 +549,13 @@ def begin(device: Device, folder: str, steps: int) -> float:
     laid_out.shard(model, device)
     optimizer = make_optimizer(model, Rates(0.02, 0.01, 0.01, 0.01, 0.01, 0.01, 0.1), device, layout=laid_out)
     meta = {"config": {"seed": 0}, "source": None, "fingerprints": {}}
-    start = Start(0.0, device, laid_out, model, TOKENIZER, "run", {})
+    start = Start(0.0, device, laid_out, model, BYTES, "run", {})
     progress, _ = resume(Path(folder), TrainFlags(), start, optimizer, steps, meta)
     if not progress.step:
         torch.rand(7)  # the generator is not as at the beginning
         progress.step = 5
         now, state = meta | {"progress": dataclasses.asdict(progress)}, optimizer.state_dict()
-        saver.save(Path(folder), 5, model, TOKENIZER, now, state, {"row": torch.ones(1)}, device)
+        saver.save(Path(folder), 5, model, BYTES, now, state, {"row": torch.ones(1)}, device)
     paths.unlock(Path(folder))
     return torch.rand(()).item()
 
