@@ -84,39 +84,22 @@ def load_folder(
     config, tokenizer, meta = load_config(folder, prepare)
     with model_folder.damage_of(folder):
         weights = _open_weights(folder, config, tokenizer, meta, prepare)
-        meta = _for_use(folder, meta)
         with torch.device("meta"):
             model = GPT(config, device.kernels)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         # Only the scalar head may be missing: in a model that gets one now, or that got one and never trained it.
-        new = {SCALAR_HEAD} - {name for name in shapes if weights.holds(name)}
-        weights.require_shapes({name: shape for name, shape in shapes.items() if name not in new})
+        stored = {name: shape for name, shape in shapes.items() if name != SCALAR_HEAD or weights.holds(name)}
+        weights.require_shapes(stored)
 
         # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the
         # device of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
-        _reshape(model, device, layout, prepare)
+        reshape(model, device, layout, prepare)
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
-        _read_weights(model, shapes, weights, new)
+        _read_weights(model, shapes, weights)
         for one in prepare:
             one.fill(model)
     return model.eval(), tokenizer, meta
-
-
-def shape_of(
-    folder: Path, device: Device, *, layout: Layout | None = None, prepare: Sequence[Preparation] = ()
-) -> tuple[GPT, dict[str, Any]]:
-    """The model of a folder on the meta device, and its meta data, from config.json or meta.json only: for --dry_run.
-
-    Raises UserError: when they cannot be used.
-    """
-    with model_folder.damage_of(folder):
-        _, config, meta = _describe(folder, prepare)
-        _require_layers(config.n_layer)
-        with torch.device("meta"):
-            model = GPT(config, device.kernels)
-        _reshape(model, device, layout, prepare)
-        return model, _for_use(folder, meta)
 
 
 def load_config(folder: Path, prepare: Sequence[Preparation] = ()) -> tuple[GPTConfig, Tokenizer, dict[str, Any]]:
@@ -125,22 +108,20 @@ def load_config(folder: Path, prepare: Sequence[Preparation] = ()) -> tuple[GPTC
     Raises UserError: when one of them cannot be used.
     """
     with model_folder.damage_of(folder):
-        described, config, meta = _describe(folder, prepare)
+        described, config, meta = describe(folder, prepare)
         tokenizer = Tokenizer.load(described)  # the folder is enough, wherever it was copied to
         return config, tokenizer, {"tokenizer": tokenizer.fingerprint(), **meta}
 
 
-def _describe(folder: Path, prepare: Sequence[Preparation]) -> tuple[Path, GPTConfig, dict[str, Any]]:
+def describe(folder: Path, prepare: Sequence[Preparation] = ()) -> tuple[Path, GPTConfig, dict[str, Any]]:
     """The folder that describes a model, the shape in which it will be used, and its meta data."""
     described = model_folder.described_by(folder)
     config, meta = model_folder.format_of(described).describe(described)
     for one in prepare:
         config, meta = one.configure(config, meta)
-    return described, config, meta
-
-
-def _for_use(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    return {**meta, **model_folder.facts_of_use(meta), "folder": str(folder)}
+    if not 1 <= config.n_layer <= MAX_LAYERS:  # layers cost time and memory even without weights
+        raise ValueError(f"{config.n_layer} layers: from 1 to {MAX_LAYERS}")
+    return described, config, {**meta, **model_folder.facts_of_use(meta), "folder": str(folder)}
 
 
 def _open_weights(
@@ -157,7 +138,7 @@ def _open_weights(
     return weights
 
 
-def _reshape(model: GPT, device: Device, layout: Layout | None, prepare: Sequence[Preparation]) -> None:
+def reshape(model: GPT, device: Device, layout: Layout | None, prepare: Sequence[Preparation]) -> None:
     """Change a model on the meta device into the one that will be used: prepared, then sharded."""
     with torch.device("meta"):
         for one in prepare:
@@ -167,9 +148,9 @@ def _reshape(model: GPT, device: Device, layout: Layout | None, prepare: Sequenc
 
 
 @torch.no_grad()
-def _read_weights(model: GPT, shapes: dict[str, torch.Size], weights: Weights, new: set[str]) -> None:
+def _read_weights(model: GPT, shapes: dict[str, torch.Size], weights: Weights) -> None:
     """Fill the parameters that a model had before it was prepared, with these `shapes`; of a sharded model this rank's
-    rows. The `new` ones are in no file: they begin as zeros."""
+    rows."""
     for name, shape in shapes.items():
         layer: Any = model.get_submodule(name.rpartition(".")[0])
         if hasattr(layer, "set_weight") and name.endswith(".weight"):
@@ -179,10 +160,10 @@ def _read_weights(model: GPT, shapes: dict[str, torch.Size], weights: Weights, n
             layer.set_weight(whole)
             continue
         target = model.get_parameter(name)
-        if name in new:
-            local(target).zero_()
-        else:
+        if weights.holds(name):
             weights.read(name, shape[0], held_rows(target).start, local(target))
+        else:  # a new scalar head
+            local(target).zero_()
 
 
 def _require_agreement(weights: Weights, meta: dict[str, Any], config: GPTConfig, tokenizer: Tokenizer) -> None:
@@ -200,17 +181,11 @@ def _require_agreement(weights: Weights, meta: dict[str, Any], config: GPTConfig
             f"its tokenizer has {tokenizer.vocab_size:,} tokens, too large for the model, whose embedding has "
             f"{config.vocab_size:,} rows: they do not belong together"
         )
-    # Layers cost time and memory even without weights. The rotary tables, (2, context, head_dim) in fp32, are not in
-    # the file: a context whose tables are larger than all weights is not one that was trained.
+    # The rotary tables, (2, context, head_dim) in fp32, are not in the file: a context whose tables are larger than all
+    # weights is not one that was trained.
     layers = weights.layers()
     if config.n_layer != layers:
         raise ValueError(f"its config has {config.n_layer} layers, its weights have {layers}")
-    _require_layers(layers)
     rotary_bytes = 8 * config.sequence_len * config.head_dim
     if rotary_bytes > max(sum(path.stat().st_size for path in weights.files), MAX_ROTARY_BYTES):
         raise ValueError(f"a context of {config.sequence_len} tokens takes {rotary_bytes:,} bytes")
-
-
-def _require_layers(layers: int) -> None:
-    if not 1 <= layers <= MAX_LAYERS:
-        raise ValueError(f"{layers} layers: from 1 to {MAX_LAYERS}")

@@ -165,7 +165,7 @@ def find_sources(config: Config) -> list[Source]:
         folder = find_source(entry, config.model_tag)
         if not name and (len(entries) > 1 or config.adapter):
             _, _, meta = load_config(folder)
-            name = name_of({**meta, "folder": str(folder)})
+            name = name_of(meta)
         for other in found:
             if folder.resolve() == other.folder.resolve():
                 raise UserError(f"--source {entry} is {other.name}, which is listed before: leave it out")

@@ -16,7 +16,7 @@ import torch
 
 from nanochat import device as devices
 from nanochat import model_folder
-from nanochat.checkpoint_manager import Preparation, load_folder, shape_of
+from nanochat.checkpoint_manager import Preparation, describe, load_folder, reshape
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground import rooms, screen
@@ -116,7 +116,7 @@ def begin(
     def load(folder: Path, *changes: Preparation) -> tuple[GPT, Any, dict[str, Any]]:
         changes = (NewContext(config.max_seq_len, config.rope_scaling), *changes)
         if config.dry_run:  # it reads the shapes of its models, and nothing else of their folders
-            model, meta = shape_of(folder, device, layout=layout, prepare=changes)
+            model, meta = shape_of(folder, device, layout, changes)
             return model, None, meta
         return load_folder(folder, device, layout=layout, prepare=changes)
 
@@ -171,6 +171,18 @@ def begin(
     if model.extension is not None:
         print0(model.extension.describe(model))
     return start
+
+
+def shape_of(
+    folder: Path, device: Device, layout: Layout, prepare: Sequence[Preparation]
+) -> tuple[GPT, dict[str, Any]]:
+    """The model of a folder on the meta device, and its meta data, from config.json or meta.json only."""
+    with model_folder.damage_of(folder):
+        _, config, meta = describe(folder, prepare)
+        with torch.device("meta"):
+            model = GPT(config, device.kernels)
+        reshape(model, device, layout, prepare)
+        return model, meta
 
 
 def require_same_rows(start: Start, its_tokenizer: Tokenizer | None, teacher: str | None) -> None:

@@ -16,7 +16,7 @@ from tiny import complaint, cpu_device, run_ranks, tiny_tokenizer
 from tiny_families import save_family
 
 from nanochat import model_folder
-from nanochat.checkpoint_manager import load_model
+from nanochat.checkpoint_manager import load_folder, load_model
 from nanochat.engine import Engine
 from nanochat.families import hf
 from nanochat.gpt import GPT, GPTConfig
@@ -183,7 +183,7 @@ def test_a_bf16_folder_keeps_its_bits(folders, tmp_path):
 def loaded_rows(device, folder: str) -> dict[str, torch.Tensor]:
     """On a rank: the whole weights of a model that was loaded sharded."""
     layout = lay_out(device, "fsdp", 1)
-    model, _, _ = load_model(folder, device, layout=layout)
+    model, _, _ = load_folder(Path(folder), device, layout=layout)
     weights = {name: parameter.full_tensor() for name, parameter in model.state_dict().items()}
     return {**weights, "held": torch.tensor(sum(p.to_local().numel() for p in model.parameters()))}
 

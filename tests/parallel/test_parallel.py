@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 
 from nanochat.adapters.lora import Lora
 from nanochat.bpb import bits_per_byte
-from nanochat.checkpoint_manager import load_model
+from nanochat.checkpoint_manager import load_folder
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
@@ -472,7 +472,7 @@ class LargestMade(TorchDispatchMode):
 def loaded(device: Device, folder: str) -> list[Any]:
     """The largest tensor that a rank makes while it loads a checkpoint, and whether it then holds the right rows."""
     with LargestMade() as made:
-        model, _, _ = load_model(folder, device, layout=lay_out(device, "fsdp"))
+        model, _, _ = load_folder(Path(folder), device, layout=lay_out(device, "fsdp"))
     written = load_file(Path(folder) / "model.safetensors")
     same = {name: torch.equal(whole(tensor), written[name]) for name, tensor in model.state_dict().items()}
     return [made.elements, all(same.values()), max(tensor.numel() for tensor in written.values())]
