@@ -84,16 +84,9 @@ def load_folder(
     config, tokenizer, meta = load_config(folder, prepare)
     with model_folder.damage_of(folder):
         weights = _open_weights(folder, config, tokenizer, meta, prepare)
-        with torch.device("meta"):
-            model = GPT(config, device.kernels)
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        # Only the scalar head may be missing: in a model that gets one now, or that got one and never trained it.
-        stored = {name: shape for name, shape in shapes.items() if name != SCALAR_HEAD or weights.holds(name)}
-        weights.require_shapes(stored)
-
         # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the
         # device of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
-        reshape(model, device, layout, prepare)
+        model, shapes = build(config, device, layout, prepare, weights)
         model.to_empty(device=device.torch_device)
         model.fill_rotary()
         _read_weights(model, shapes, weights)
@@ -119,8 +112,6 @@ def describe(folder: Path, prepare: Sequence[Preparation] = ()) -> tuple[Path, G
     config, meta = model_folder.format_of(described).describe(described)
     for one in prepare:
         config, meta = one.configure(config, meta)
-    if not 1 <= config.n_layer <= MAX_LAYERS:  # layers cost time and memory even without weights
-        raise ValueError(f"{config.n_layer} layers: from 1 to {MAX_LAYERS}")
     return described, config, {**meta, **model_folder.facts_of_use(meta), "folder": str(folder)}
 
 
@@ -138,13 +129,30 @@ def _open_weights(
     return weights
 
 
-def reshape(model: GPT, device: Device, layout: Layout | None, prepare: Sequence[Preparation]) -> None:
-    """Change a model on the meta device into the one that will be used: prepared, then sharded."""
+def build(
+    config: GPTConfig,
+    device: Device,
+    layout: Layout | None,
+    prepare: Sequence[Preparation],
+    weights: Weights | None = None,
+) -> tuple[GPT, dict[str, torch.Size]]:
+    """The model as it will be used, prepared and sharded, on the meta device; and the shapes of its own parameters.
+
+    Raises ValueError: when the `weights` are of another model.
+    """
+    _require_layers(config.n_layer)
     with torch.device("meta"):
+        model = GPT(config, device.kernels)
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        if weights is not None:
+            # Only the scalar head may be missing: in a model that gets one now, or that got one and never trained it.
+            stored = {name: shape for name, shape in shapes.items() if name != SCALAR_HEAD or weights.holds(name)}
+            weights.require_shapes(stored)
         for one in prepare:
             one.reshape(model, device)
     if layout is not None:
         layout.shard(model, device)
+    return model, shapes
 
 
 @torch.no_grad()
@@ -186,6 +194,13 @@ def _require_agreement(weights: Weights, meta: dict[str, Any], config: GPTConfig
     layers = weights.layers()
     if config.n_layer != layers:
         raise ValueError(f"its config has {config.n_layer} layers, its weights have {layers}")
+    _require_layers(layers)
     rotary_bytes = 8 * config.sequence_len * config.head_dim
     if rotary_bytes > max(sum(path.stat().st_size for path in weights.files), MAX_ROTARY_BYTES):
         raise ValueError(f"a context of {config.sequence_len} tokens takes {rotary_bytes:,} bytes")
+
+
+def _require_layers(layers: int) -> None:
+    # Layers cost time and memory even without weights.
+    if not 1 <= layers <= MAX_LAYERS:
+        raise ValueError(f"{layers} layers: from 1 to {MAX_LAYERS}")

@@ -16,7 +16,7 @@ import torch
 
 from nanochat import device as devices
 from nanochat import model_folder
-from nanochat.checkpoint_manager import Preparation, describe, load_folder, reshape
+from nanochat.checkpoint_manager import Preparation, build, describe, load_folder
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground import rooms, screen
@@ -103,8 +103,6 @@ def begin(
     another model in its place. `prepare` changes the model while it is loaded, before it receives adapters.
     Raises UserError: when the checkpoint is missing or damaged, or the teacher reads other tokens.
     """
-    from nanochat.run.long_context import NewContext  # base_train has a context from its flags
-
     began = time.time()
     device, layout = open_device(config)
     screen.phase("looking for the source")
@@ -112,18 +110,10 @@ def begin(
     if source_tag is None and config.source in ("auto", *SCRIPTS):
         source_tag = config.model_tag
     source = find_source(config.source, source_tag, device, without_weights=config.dry_run)
-
-    def load(folder: Path, *changes: Preparation) -> tuple[GPT, Any, dict[str, Any]]:
-        changes = (NewContext(config.max_seq_len, config.rope_scaling), *changes)
-        if config.dry_run:  # it reads the shapes of its models, and nothing else of their folders
-            model, meta = shape_of(folder, device, layout, changes)
-            return model, None, meta
-        return load_folder(folder, device, layout=layout, prepare=changes)
-
     screen.phase("making the model without its weights" if config.dry_run else "loading the model")
     if isinstance(config, ChatFlags) and config.lora_rank:
         prepare = [*prepare, rooms.find("adapters", "new")(config, config.seed)]
-    model, tokenizer, meta = load(source, *prepare)
+    model, tokenizer, meta = load(config, source, device, layout, prepare)
     if config.activation_checkpointing:
         model.recompute_activations()
     start = Start(
@@ -134,16 +124,8 @@ def begin(
         adapter=None if model.extension is None else model.extension.facts(),
     )  # fmt: skip
 
-    # The model to compare with: the teacher, or the source's own, which a model with adapters contains.
     if with_reference or teacher is not None:
-        start.reference_source = source
-        if teacher is not None:
-            start.reference_source = find_source(teacher, None, device, "--teacher ", config.dry_run)
-        if teacher is None and model.extension is not None:
-            start.reference = model.extension.without(model)
-        else:
-            start.reference, its_tokenizer, _ = load(start.reference_source)
-            require_same_rows(start, its_tokenizer, teacher)
+        load_reference(config, start, teacher)
 
     if config.dry_run:
         screen.phase("counting the memory of a step")
@@ -173,23 +155,35 @@ def begin(
     return start
 
 
-def shape_of(
-    folder: Path, device: Device, layout: Layout, prepare: Sequence[Preparation]
-) -> tuple[GPT, dict[str, Any]]:
-    """The model of a folder on the meta device, and its meta data, from config.json or meta.json only."""
+def load(
+    config: StageFlags, folder: Path, device: Device, layout: Layout, prepare: Sequence[Preparation] = ()
+) -> tuple[GPT, Any, dict[str, Any]]:
+    """`load_folder` with the context of the flags. A dry run reads only the shape: its model stays on the meta device,
+    and has no tokenizer."""
+    from nanochat.run.long_context import NewContext  # base_train has a context from its flags
+
+    prepare = [NewContext(config.max_seq_len, config.rope_scaling), *prepare]
+    if not config.dry_run:
+        return load_folder(folder, device, layout=layout, prepare=prepare)
     with model_folder.damage_of(folder):
-        _, config, meta = describe(folder, prepare)
-        with torch.device("meta"):
-            model = GPT(config, device.kernels)
-        reshape(model, device, layout, prepare)
-        return model, meta
+        _, shape, meta = describe(folder, prepare)
+        model, _ = build(shape, device, layout, prepare)
+    return model, None, meta
 
 
-def require_same_rows(start: Start, its_tokenizer: Tokenizer | None, teacher: str | None) -> None:
-    """Raises UserError: when the reference, from --teacher, cannot read the rows of the model.
+def load_reference(config: StageFlags, start: Start, teacher: str | None) -> None:
+    """Keep the model to compare with: the teacher, or the source's own, which a model with adapters contains.
 
-    A dry run has no tokenizers.
+    Raises UserError: when the teacher reads other tokens, or fewer.
     """
+    start.reference_source = start.source
+    if teacher is not None:
+        start.reference_source = find_source(teacher, None, start.device, "--teacher ", config.dry_run)
+    elif start.model.extension is not None:
+        start.reference = start.model.extension.without(start.model)
+        return
+    assert start.reference_source is not None
+    start.reference, its_tokenizer, _ = load(config, start.reference_source, start.device, start.layout)
     if its_tokenizer is not None and its_tokenizer.fingerprint() != start.tokenizer.fingerprint():
         raise UserError(
             f"--teacher {teacher} has another tokenizer than {start.source}: have it write replies (chat_batch) "
