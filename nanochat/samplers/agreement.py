@@ -5,7 +5,7 @@ and what is learned from them is wrong. Two checks compare the log probabilities
 trainer's own, before anything is learned from them:
 
     check_agreement    a short reply, before the run's first step
-    take_checked       some samples of every step
+    Checked            some samples of every step
 
 A server may take weights and never use them: on a CPU vLLM 0.32 loaded a tied model's weights and kept its head, and
 answered every request with 200.
@@ -23,6 +23,7 @@ from nanochat.ground.log import print0, warn
 from nanochat.packing import pack_sequences
 from nanochat.ranks import gather_values
 from nanochat.rollout import RankSamples, Reply, Sample, Sampler, logp_of
+from nanochat.samplers.ahead import Ahead
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
 
@@ -53,7 +54,7 @@ def measure(model: GPT, samples: Iterable[Sample], device: Device, temperature: 
         # Ranks that share rows must read the same ones: those of all of them.
         first = device.data_rank * device.context_ranks
         theirs = gather_values([asdict(sample) for sample in samples], device)[first : first + device.context_ranks]
-        samples = [Sample(**sample) for share in theirs for sample in share]
+        samples = [Sample(**sample) for rank in theirs for sample in rank]
     rows = pack_sequences(
         [sample.tokens for sample in samples], [sample.mask for sample in samples], model.config.sequence_len,
         values=[sample.logprobs for sample in samples],
@@ -99,35 +100,42 @@ def check_agreement(
     print0(f"sampler: its log probabilities are within {largest:.1g} nats a token of the trainer's")
 
 
-def take_checked(
-    schedule: Any, model: GPT, device: Device, step: int, *, count: int, temperature: float, staleness: int
-) -> RankSamples:
-    """This rank's share of the samples of a step, as `schedule.take` (rollout.OnPolicy, ahead.Ahead), in agreement.
+class Checked(Ahead):
+    """The samples of each step from a sampler outside this process, in agreement with the trainer.
 
-    Compares up to `count` samples of each rank. A step with other log probabilities than the trainer's is not learned
-    from: the sampler gets the weights again and samples the step again, up to `ATTEMPTS` times in all. Then the run
-    ends, and its checkpoint has learned from good samples only.
+    A step with other log probabilities than the trainer's is not learned from: the sampler gets the weights again and
+    samples the step again, up to `ATTEMPTS` times in all. Then the run ends, and its checkpoint has learned from good
+    samples only. Up to --device_batch_size samples of each rank are compared.
     """
-    why = ""
-    for attempt in range(ATTEMPTS):
-        if attempt:
-            warn(f"{why}: it gets the weights again, and samples step {step} again")
-            schedule.forget()
-        share = schedule.take(step)
-        samples = [Sample(**sample) for sample in share.samples]
-        # Neighbours are samples of one question: take them from all questions.
-        samples = samples[:: max(1, len(samples) // count)][:count]
-        is_whole = not (share.failed or share.interrupted)
-        reports = gather_values((is_whole, *measure(model, samples, device, temperature)), device)
-        if not all(is_whole for is_whole, *_ in reports):
-            return share  # `exchange` raises why
-        tokens = max(1, sum(tokens for *_, tokens in reports))
-        gap = sum(gap for _, gap, *_ in reports) / tokens
-        largest = largest_gap(sum(surprise for _, _, surprise, _ in reports) / tokens, staleness)
-        if gap <= largest:  # a NaN is larger
-            return share
-        why = (
-            f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than {largest:.2g}: "
-            "it has other weights, or log probabilities of another temperature"
-        )
-    return replace(share, failed=f"{why}; this did not change in {ATTEMPTS} attempts")
+
+    def __init__(self, *arguments: Any, config: Any, device: Device) -> None:
+        super().__init__(*arguments)
+        self.config = config
+        self.device = device
+
+    def take(self, step: int) -> RankSamples:
+        why = ""
+        for attempt in range(ATTEMPTS):
+            if attempt:
+                warn(f"{why}: it gets the weights again, and samples step {step} again")
+                self.forget()
+            own = super().take(step)
+            samples = [Sample(**sample) for sample in own.samples]
+            # Neighbours are samples of one question: take them from all questions.
+            count = self.config.device_batch_size
+            samples = samples[:: max(1, len(samples) // count)][:count]
+            is_whole = not (own.failed or own.interrupted)
+            measured = measure(self.model, samples, self.device, self.config.temperature)
+            reports = gather_values((is_whole, *measured), self.device)
+            if not all(is_whole for is_whole, *_ in reports):
+                return own  # `gather_samples` raises why
+            tokens = max(1, sum(tokens for *_, tokens in reports))
+            gap = sum(gap for _, gap, *_ in reports) / tokens
+            largest = largest_gap(sum(surprise for _, _, surprise, _ in reports) / tokens, self.staleness)
+            if gap <= largest:  # a NaN is larger
+                return own
+            why = (
+                f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than "
+                f"{largest:.2g}: it has other weights, or log probabilities of another temperature"
+            )
+        return replace(own, failed=f"{why}; this did not change in {ATTEMPTS} attempts")

@@ -27,13 +27,13 @@ from nanochat.rollout import EngineSampler, OnPolicy, RankSamples
 
 
 class Ahead(OnPolicy):
-    """Draws this rank's shares of the samples of all steps below `last`, each by one call of `draw(step)`."""
+    """Draws this rank's samples of all steps below `last`, each by one call of `draw(step)`."""
 
     def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], RankSamples], staleness: int, last: int) -> None:
         super().__init__(sampler, model, draw)
         self.staleness = staleness
         self.last = last
-        self._shares: dict[int, RankSamples] = {}  # drawn, by step
+        self._drawn: dict[int, RankSamples] = {}  # by step
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -43,20 +43,21 @@ class Ahead(OnPolicy):
 
     def take(self, step: int) -> RankSamples:
         self._wait()
-        if step not in self._shares:  # the run's first step, or every step with a staleness of 0
+        if step not in self._drawn:  # the run's first step, or every step with a staleness of 0
             return super().take(step)
-        return self._shares.pop(step)
+        return self._drawn.pop(step)
 
     def forget(self) -> None:
+        """The sampler may have other weights: hand them over and draw the samples again. All ranks call it together."""
         self._wait()
-        self._shares.clear()
-        super().forget()
+        self._drawn.clear()
+        self.handed_over = -1
 
     def begin(self, step: int) -> None:
         """Draw the samples of the steps up to `step` + staleness with the weights of `step`. All ranks call it
-        together, after the exchange of `take`'s samples: then no rank samples with older weights."""
+        together, after `gather_samples` of `take`'s samples: then no rank samples with older weights."""
         ahead = [number for number in range(step + 1, min(step + self.staleness + 1, self.last))]
-        ahead = [number for number in ahead if number not in self._shares]
+        ahead = [number for number in ahead if number not in self._drawn]
         if not ahead:
             return
         self.hand_over(step)
@@ -70,7 +71,7 @@ class Ahead(OnPolicy):
     def _draw(self, steps: list[int]) -> None:
         try:
             for step in steps:
-                self._shares[step] = self.draw(step)
+                self._drawn[step] = self.draw(step)
         except BaseException as error:  # raised where the main thread waits for it
             self._error = error
 

@@ -22,16 +22,15 @@ import re
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 import torch
 
 from nanochat.adapters.lora import SCALAR_HEAD, merged_weights
-from nanochat.device import Device
 from nanochat.engine import ending
 from nanochat.families import hf
 from nanochat.gpt import GPT
@@ -41,11 +40,11 @@ from nanochat.ground.log import print0, warn
 from nanochat.ground.paths import run_dir
 from nanochat.ground.screen import Bar
 from nanochat.ranks import decide_on_rank_zero, gather_values
-from nanochat.rollout import Reply
+from nanochat.rollout import ROWS_AT_ONCE, Reply
 from nanochat.run import saver
+from nanochat.run.stage import Start
 from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
-from nanochat.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
 RETURN_SECONDS = 1.0  # between two attempts to make a server ready
@@ -53,7 +52,7 @@ CONNECT_SECONDS = 10.0
 LONGEST_PAUSE = 10.0  # the longest time before a request is sent again
 FOREIGN_SEEDS = 2**63  # vLLM's seeds are below this
 MAX_REPLY = 64 << 20  # bytes; a million tokens with their logprobs take 30 MB
-Result = TypeVar("Result")
+KINDS = ("nanochat", "sglang", "vllm")  # software of servers that can load weights
 
 
 @dataclass
@@ -73,23 +72,18 @@ class TryAgain(Exception):
 
 
 class HttpSampler:
-    """Samples from the servers of a --sampler flag, for a run of this tag; see `rollout.Sampler`. All ranks create it
-    together and hand over together.
+    """Samples from the servers of a --sampler flag; see `rollout.Sampler`. All ranks create it together and hand over
+    together.
 
-    `rows` is the number of replies that a server generates at once, if it does not report it. `sampling` has the run's
-    settings, for the probe. `graphs` is the servers' own choice.
     Raises UserError: when a server does not answer, or cannot take these weights.
     """
 
-    def __init__(
-        self, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
-        graphs: str, sampling: SamplingParams, should_stop: Callable[[], bool],
-    ):  # fmt: skip
-        self.sampling = sampling
-        self.tokenizer = tokenizer
-        self.device = device
-        self.folder = run_dir("rl", tag) / "weights"
-        self.patience = patience
+    def __init__(self, config: Any, start: Start, should_stop: Callable[[], bool]):
+        self.sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)  # of the probe
+        self.tokenizer = start.tokenizer
+        self.device = start.device
+        self.folder = run_dir("rl", start.tag) / "weights"
+        self.patience = config.sampler_patience
         self.should_stop = should_stop
         self.headers = {"accept-encoding": "identity"}
         if key := os.environ.get("NANOCHAT_API_KEY", ""):
@@ -97,21 +91,21 @@ class HttpSampler:
         self.is_checked = False
         self.trouble = ""  # the last problem of the present work
         self.weights = Path()  # the folder last handed over; its name identifies the weights
-        if device.is_main:  # the copy of the weights is removed after the run
+        if self.device.is_main:  # the copy of the weights is removed after the run
             weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         try:
-            self.servers = [asyncio.run(self._find(address.rstrip("/"), rows)) for address in flag.split(",")]
+            self.servers = [asyncio.run(self._find(address.rstrip("/"))) for address in config.sampler.split(",")]
         except Failed as error:
             raise UserError(str(error)) from error
         kinds = {server.kind for server in self.servers}
         if len(kinds) > 1:
             raise UserError(f"--sampler: one kind of server, these are {', '.join(sorted(kinds))}")
         self.kind = kinds.pop()
-        self.vocab_size = model.config.vocab_size
-        self.context = model.config.sequence_len
+        self.vocab_size = start.model.config.vocab_size
+        self.context = start.model.config.sequence_len
         self.family = None  # None: the weights are written in our checkpoint format
         if self.kind != "nanochat":
-            self.family = hf.family_of(model.config)
+            self.family = hf.family_of(start.model.config)
             if self.family is None:
                 raise UserError(
                     f"--sampler: {self.kind} does not compute models of our own shape; use chat_web --for_rl"
@@ -123,7 +117,7 @@ class HttpSampler:
         if not all(re.fullmatch(r"https?://[^/\s]\S*", address) for address in flag.split(",")):
             raise UserError(f"--sampler {flag}: the addresses of servers are http://HOST:PORT, with commas")
 
-    async def _find(self, address: str, rows: int) -> Server:
+    async def _find(self, address: str) -> Server:
         try:
             async with self._client() as client:
                 status, content = await self._fetch(client, f"{address}/v1/models", None, CONNECT_SECONDS)
@@ -136,18 +130,16 @@ class HttpSampler:
             }
             raise Failed(f"--sampler {address}: status {status}; {hints.get(status, 'look at its log')}")
 
-        def read() -> Server:
+        with _reading(address, "its /v1/models has not the form of OpenAI's API"):
             listed = json.loads(content)["data"][0]
             slots = listed.get("nanochat", {}).get("slots")
             # A few more than it has slots, so that none is free while a request is on its way.
-            at_once = rows if slots is None else math.ceil(1.5 * slots / self.device.world_size)
+            at_once = ROWS_AT_ONCE if slots is None else math.ceil(1.5 * slots / self.device.world_size)
             if not 0 < at_once < 100_000:
                 raise ValueError("slots")
-            return Server(address, str(listed["owned_by"])[:100], str(listed["id"]), at_once)
-
-        server = _understood(address, "its /v1/models has not the form of OpenAI's API", read)
-        if server.kind not in HAND_OVER:
-            raise Failed(f"--sampler {address} is a server of {server.kind}: weights go to {', '.join(HAND_OVER)}")
+            server = Server(address, str(listed["owned_by"])[:100], str(listed["id"]), at_once)
+        if server.kind not in KINDS:
+            raise Failed(f"--sampler {address} is a server of {server.kind}: weights go to {', '.join(KINDS)}")
         return server
 
     # ------------------------------------------------------------------ weights
@@ -240,7 +232,7 @@ class HttpSampler:
                     raise TryAgain(f"status {status}")
                 server.is_lost = False
                 print0(f"sampler: {server.address} is back")
-            for route, body in HAND_OVER[server.kind](str(self.weights), self.weights.name):
+            for route, body in _hand_over_requests(server.kind, self.weights):
                 status, content = await self._fetch(client, server.address + route, body, self.patience)
                 # A server that cannot load weights at the start of a run never will: do not wait for it.
                 hint = "" if self.is_checked else HINTS.get((server.kind, status), "")
@@ -381,11 +373,9 @@ class HttpSampler:
         body = self._request(server, prompt, params, max_tokens)
         status, content = await self._fetch(client, f"{server.address}/v1/completions", body, self.patience)
         _require(server, status, content, "refuses a request")
-        reply, weights = _understood(
-            server.address,
-            "a reply without token_ids or logprobs; it needs the field return_token_ids of vLLM 0.16",
-            lambda: self._read(server, content, prompt, max_tokens),
-        )
+        what = "a reply without token_ids or logprobs; it needs the field return_token_ids of vLLM 0.16"
+        with _reading(server.address, what):
+            reply, weights = self._read(server, content, prompt, max_tokens)
         if weights not in ("", self.weights.name):
             server.is_ready = False
             raise TryAgain(f"the weights {weights} instead of {self.weights.name}: does another trainer use it?")
@@ -440,17 +430,14 @@ class HttpSampler:
         return reply, str(weights)[:100]
 
 
-# The requests that make each kind of server load the weights of a folder: routes with their bodies, in order. SGLang
-# and our server have one route for it. vLLM's route is one for development (VLLM_SERVER_DEV_MODE=1); a second request
-# drops the keys and values of cached prompts, which are of the old weights. Tried with vLLM 0.32 on a CPU.
-HAND_OVER: dict[str, Callable[[str, str], list[tuple[str, dict[str, Any]]]]] = {
-    "nanochat": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
-    "sglang": lambda path, name: [("/update_weights_from_disk", {"model_path": path, "weight_version": name})],
-    "vllm": lambda path, name: [
-        ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}),
-        ("/reset_prefix_cache", {}),
-    ],
-}
+def _hand_over_requests(kind: str, weights: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The requests that make a kind of server load the weights of a folder: routes with their bodies, in order."""
+    # vLLM's route is one for development (VLLM_SERVER_DEV_MODE=1). A second request drops the keys and values of cached
+    # prompts, which are of the old weights. Tried with vLLM 0.32 on a CPU.
+    if kind == "vllm":
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(weights)}}
+        return [("/collective_rpc", body), ("/reset_prefix_cache", {})]
+    return [("/update_weights_from_disk", {"model_path": str(weights), "weight_version": weights.name})]
 
 
 # What a server's first answer to them may mean, by its kind and its status.
@@ -463,10 +450,11 @@ HINTS = {
 }
 
 
-def _understood(address: str, what: str, read: Callable[[], Result]) -> Result:
-    """What `read` makes of a server's reply. Raises Failed: in one line, for whatever the reply makes it raise."""
+@contextlib.contextmanager
+def _reading(address: str, what: str) -> Iterator[None]:
+    """Raises Failed: in one line, for whatever a server's reply makes its reader raise."""
     try:
-        return read()
+        yield
     except Failed:
         raise
     except Exception as error:  # no list is complete: RecursionError, OverflowError, UnicodeDecodeError

@@ -21,13 +21,13 @@ import torch
 
 from nanochat import device as devices
 from nanochat.adapters.lora import merged_weights
-from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground.cli import Failed, Interrupted, UserError
 from nanochat.ground.log import print0, warn
 from nanochat.ground.screen import Bar
-from nanochat.rollout import EngineSampler, Reply
+from nanochat.rollout import ROWS_AT_ONCE, EngineSampler, Reply
+from nanochat.run.stage import Start
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
 
@@ -67,31 +67,23 @@ class Worker:
         self.version = version
 
     def sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        settings: Sequence[SamplingParams],
-        max_tokens: int,
-        rows: int,
-        version: int,
+        self, prompts: Sequence[Sequence[int]], settings: Sequence[SamplingParams], max_tokens: int, version: int
     ) -> list[Reply]:
         assert self.engine is not None and self.version == version
-        return EngineSampler(self.engine, rows)(prompts, settings, max_tokens)
+        return EngineSampler(self.engine, ROWS_AT_ONCE)(prompts, settings, max_tokens)
 
 
 class RaySampler:
-    """Samples from the workers of a --sampler flag; see `rollout.Sampler`. Each generates `rows` replies at once.
+    """Samples from the workers of a --sampler flag; see `rollout.Sampler`.
 
-    The weights need no folder, and the workers are engines of ours, so `tag` and `sampling` do not matter.
     Raises UserError: when there is no cluster.
     """
 
-    def __init__(
-        self, flag: str, model: GPT, tokenizer: Tokenizer, device: Device, tag: str, *, rows: int, patience: float,
-        graphs: Literal["auto", "on", "off"], sampling: SamplingParams, should_stop: Callable[[], bool],
-    ):  # fmt: skip
+    def __init__(self, config: Any, start: Start, should_stop: Callable[[], bool]):
         import ray
         from ray import exceptions
 
+        device = start.device
         self.ray = ray
         self.errors = exceptions
         if not ray.is_initialized():
@@ -103,15 +95,15 @@ class RaySampler:
                 raise UserError(
                     "--sampler ray:N found no cluster: `ray start --head` starts one, RAY_ADDRESS names one"
                 ) from error
-        self.count = int(flag.removeprefix("ray:"))
-        self.rows = rows
-        self.patience = patience
+        self.count = int(config.sampler.removeprefix("ray:"))
+        self.patience = config.sampler_patience
         self.should_stop = should_stop
         self.device = device
         dtype = str(device.dtype).removeprefix("torch.")
         options = device.runtime.ray_options
         made = ray.remote(**options)(Worker)
-        self.start: Callable[[], Any] = lambda: made.remote(model.config, tokenizer, device.kind, dtype, graphs)
+        settings = (start.model.config, start.tokenizer, device.kind, dtype, config.graphs)
+        self.start: Callable[[], Any] = lambda: made.remote(*settings)
         self.workers = [self.start() for _ in range(self.count)]
         self.weights: ObjectRef[Any] | None = None
         self.version = 0
@@ -144,7 +136,7 @@ class RaySampler:
 
         def ask(numbers: range) -> Callable[[Any], Any]:
             own = [prompts[number] for number in numbers], [settings[number] for number in numbers]
-            return lambda worker: worker.sample.remote(*own, max_tokens, self.rows, self.version)
+            return lambda worker: worker.sample.remote(*own, max_tokens, self.version)
 
         replies: list[Any] = [None] * len(prompts)
         with Bar("replies", len(prompts)) as progress:

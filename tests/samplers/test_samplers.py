@@ -86,21 +86,21 @@ def address() -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def open_http(*addresses: str, model: GPT, tag: str = "tag", **settings: Any) -> HttpSampler:
-    settings = {"rows": 8, "patience": 2.0, "graphs": "auto", "sampling": SamplingParams(), **settings}
+def start_of(model: GPT, tag: str = "tag") -> Any:
+    return SimpleNamespace(model=model, tokenizer=tiny_tokenizer(), device=cpu_device(), tag=tag)
+
+
+def open_http(*addresses: str, model: GPT, tag: str = "tag", patience: float = 2.0) -> HttpSampler:
+    flags = SimpleNamespace(sampler=",".join(addresses), sampler_patience=patience, temperature=1.0, top_k=0)
     with mock.patch.dict(os.environ, NANOCHAT_API_KEY=KEY):
-        return HttpSampler(
-            ",".join(addresses), model, tiny_tokenizer(), cpu_device(), tag, should_stop=lambda: False, **settings
-        )
+        return HttpSampler(flags, start_of(model, tag), lambda: False)
 
 
 def open_ray(workers: int) -> Any:
     from nanochat.samplers.ray import RaySampler  # an extra
 
-    return RaySampler(
-        f"ray:{workers}", policy(), tiny_tokenizer(), cpu_device(), "tag", rows=4, patience=60.0, graphs="auto",
-        sampling=SamplingParams(), should_stop=lambda: False,
-    )  # fmt: skip
+    flags = SimpleNamespace(sampler=f"ray:{workers}", sampler_patience=60.0, graphs="auto")
+    return RaySampler(flags, start_of(policy()), lambda: False)
 
 
 def failure(action: Callable[[], Any]) -> str:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -30,7 +31,7 @@ from tiny_families import save_family
 from nanochat.rollout import RankSamples, Reply, Sample
 from nanochat.samplers import agreement
 from nanochat.samplers import http as http_sampler
-from nanochat.samplers.agreement import largest_gap, measure, take_checked
+from nanochat.samplers.agreement import Checked, largest_gap, measure
 from nanochat.samplers.ahead import Ahead
 from nanochat.samplers.http import HttpSampler
 from nanochat.sampling import SamplingParams
@@ -310,19 +311,13 @@ def test_how_far_probabilities_may_differ():
     assert 0.015 < largest_gap(0.1) < 0.09  # of a model that is nearly sure
 
 
-class Schedule:
-    """Samples whose log probabilities are `gaps` away from the trainer's, one after the other."""
+class HandOvers:
+    """A sampler that counts how often it gets weights."""
 
-    def __init__(self, gaps: Sequence[float], share: RankSamples | None = None):
-        self.gaps = list(gaps)
-        self.share = share
-        self.forgotten = 0
+    count = 0
 
-    def take(self, step: int) -> RankSamples:
-        return self.share or RankSamples(1, 2, [{"gap": self.gaps.pop(0)}])
-
-    def forget(self) -> None:
-        self.forgotten += 1
+    def hand_over(self, model: Any) -> None:
+        self.count += 1
 
 
 @pytest.mark.parametrize(
@@ -330,19 +325,24 @@ class Schedule:
     [((0.0,), 0, False), ((9.0, 0.0), 1, False), ((9.0, float("nan"), 9.0), 2, True)],
 )
 def test_a_step_is_sampled_again_where_it_disagrees(monkeypatch, capsys, gaps, forgotten, fails):
+    """Samples whose log probabilities are `gaps` away from the trainer's, one after the other."""
+
     def measured(model: Any, samples: list[Any], device: Any, temperature: float) -> tuple[float, float, int]:
         return sum(sample.gap for sample in samples) * 10, 10.0, 10
 
     monkeypatch.setattr(agreement, "Sample", lambda gap: type("", (), {"gap": gap}))
     monkeypatch.setattr(agreement, "measure", measured)
+    drawn = iter([RankSamples(1, 2, [{"gap": gap}]) for gap in gaps])
+    config = SimpleNamespace(device_batch_size=4, temperature=1.0)
+    settings: Any = {"config": config, "device": cpu_device()}
     model: Any = None
-    schedule = Schedule(gaps)
-    settings: Any = {"count": 4, "temperature": 1.0, "staleness": 0}
-    assert bool(take_checked(schedule, model, cpu_device(), 5, **settings).failed) == fails
-    assert schedule.forgotten == forgotten == capsys.readouterr().err.count("samples step 5 again")
-    interrupted = Schedule((), RankSamples(1, 2, interrupted=True))
-    assert take_checked(interrupted, model, cpu_device(), 0, **settings).interrupted
-    assert interrupted.forgotten == 0
+    sampler = HandOvers()
+    assert bool(Checked(sampler, model, lambda _: next(drawn), 0, 9, **settings).take(5).failed) == fails
+    assert sampler.count - 1 == forgotten == capsys.readouterr().err.count("samples step 5 again")
+    sampler = HandOvers()
+    interrupted = RankSamples(1, 2, interrupted=True)
+    assert Checked(sampler, model, lambda _: interrupted, 0, 9, **settings).take(0) is interrupted
+    assert sampler.count == 1
 
 
 def test_samples_drawn_ahead_are_forgotten_with_the_weights():
@@ -387,14 +387,8 @@ class RealVllm:
     def __init__(self, environment: Path, folder: Path, log: Path):
         self.port = free_port()
         self.command = [
-            *(
-                "nice",
-                str(environment / "bin" / "vllm"),
-                "serve",
-                str(folder),
-                "--host=127.0.0.1",
-                f"--port={self.port}",
-            ),
+            *("nice", str(environment / "bin" / "vllm"), "serve", str(folder)),
+            *("--host=127.0.0.1", f"--port={self.port}"),
             *("--max-model-len=128", "--dtype=float32", "--enforce-eager", "--logprobs-mode=processed_logprobs"),
         ]
         self.log = log
