@@ -8,10 +8,9 @@ SFT, RL, evaluation, the terminal chat and the server all call `render`, `render
 else writes a chat: a model must be served exactly the format that it was trained on. One token of difference costs
 quality, and nothing reports it.
 
-`TurnFormat` is the format of this project. A tokenizer of another family carries another `ChatFormat`, which renders
-the family's template. There messages may also have `tool_calls` and the role `tool`, and `tools` are the functions that
-the template describes. In our format a message of the role `tool`, which environments write (task.py), is a
-user's turn.
+`ChatFormat` is the format of this project. A tokenizer of another family carries a subclass, which renders the family's
+template. There messages may also have `tool_calls` and the role `tool`, and `tools` are the functions that the template
+describes. In our format a message of the role `tool`, which environments write (task.py), is a user's turn.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,47 +87,6 @@ class Prompt:
     oldest: int  # index of the oldest message that it reads, the system message aside
 
 
-class ChatFormat:
-    """How a model's conversations become tokens, and its tokens messages.
-
-    Every method but `parse` raises UnrenderableChat: when the format refuses the conversation; UserError: when the
-    model has no chat format.
-    """
-
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
-        """Token ids and loss mask of a whole conversation."""
-        raise NotImplementedError
-
-    def shorten(
-        self,
-        messages: Sequence[Message],
-        max_tokens: int | None = None,
-        settings: Settings | None = None,
-        tools: Sequence[Any] | None = None,
-    ) -> Prompt:
-        """Everything up to where the reply begins, or up to the end of a reply that the model continues.
-
-        It drops as few of the oldest turns as `max_tokens` requires. The system message and the last message always
-        stay, so the prompt may still be longer.
-        """
-        raise NotImplementedError
-
-    def continuation(
-        self,
-        question: Sequence[Message],
-        messages: Sequence[Message],
-        is_complete: bool,
-        tools: Sequence[Any] | None = None,
-    ) -> list[int]:
-        """Token ids between a sampled reply and the next one, as in `render_continuation`."""
-        raise NotImplementedError
-
-    def parse(self, ids: Iterable[int]) -> list[Part]:
-        """The parts of a reply: the inverse of `render` for one message. A model can write anything, so it never
-        raises."""
-        raise NotImplementedError
-
-
 def parts_of(content: str | Sequence[Part]) -> list[Part]:
     """A content as parts; a plain text is one part."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
@@ -190,9 +148,9 @@ def check_message(number: int, message: Any) -> None:
 # ---------------------------------------------------------------------- what the rest of the code calls
 
 
-def chat_format(tokenizer: Tokenizer) -> ChatFormat:
+def chat_format(tokenizer: Tokenizer) -> "ChatFormat":
     """The format of the model that reads these tokens."""
-    return tokenizer.chat_format or TurnFormat(tokenizer)
+    return tokenizer.chat_format or ChatFormat(tokenizer)
 
 
 def render(
@@ -230,22 +188,6 @@ def render_prompt(
     return ids
 
 
-def render_continuation(
-    tokenizer: Tokenizer,
-    question: Sequence[Message],
-    messages: Sequence[Message],
-    is_complete: bool,
-    tools: Sequence[Any] | None = None,
-) -> list[int]:
-    """Token ids between a sampled reply and the next one: the end of the reply's turn, unless the reply `is_complete`
-    and has one; then the `messages` that follow, and the mark of the next reply. `question` begins the conversation.
-
-    The reply keeps the tokens that were sampled: its text, encoded again, may give others.
-    Raises UserError: when a template changes a reply once other messages follow it.
-    """
-    return chat_format(tokenizer).continuation(question, messages, is_complete, tools)
-
-
 def fit_prompt(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -272,13 +214,19 @@ def parse_reply(tokenizer: Tokenizer, ids: Iterable[int]) -> list[Part]:
 # ---------------------------------------------------------------------- the format of this project
 
 
-class TurnFormat(ChatFormat):
-    """Turns between special tokens, as in the picture above."""
+class ChatFormat:
+    """How a model's conversations become tokens, and its tokens messages: turns between special tokens, as in the
+    picture above.
+
+    Every method but `parse` raises UnrenderableChat: when the format refuses the conversation; a subclass raises
+    UserError: when the model has no chat format. `settings` and `tools` are for templates.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+        """Token ids and loss mask of a whole conversation."""
         if any(message.get("tool_calls") for message in messages):
             what = "it calls functions (tool_calls), for which only models with a chat template have a format"
             raise UnrenderableChat(f"{what}: leave it out, or name another --source")
@@ -322,6 +270,11 @@ class TurnFormat(ChatFormat):
         settings: Settings | None = None,
         tools: Sequence[Any] | None = None,
     ) -> Prompt:
+        """Everything up to where the reply begins, or up to the end of a reply that the model continues.
+
+        It drops as few of the oldest turns as `max_tokens` requires. The system message and the last message always
+        stay, so the prompt may still be longer.
+        """
         # A prompt is the beginning of `render`'s result for the conversation with its reply: the model has seen
         # exactly this in training. A conversation that is too long loses its oldest turns, where training loses the
         # end: the reply must follow the newest question. For example:
@@ -367,10 +320,19 @@ class TurnFormat(ChatFormat):
         is_complete: bool,
         tools: Sequence[Any] | None = None,
     ) -> list[int]:
+        """Token ids between a sampled reply and the next one: the end of the reply's turn, unless the reply
+        `is_complete` and has one; then the `messages` that follow, and the mark of the next reply. `question` begins
+        the conversation.
+
+        The reply keeps the tokens that were sampled: its text, encoded again, may give others.
+        Raises UserError: when a template changes a reply once other messages follow it.
+        """
         end = [] if is_complete else [self.tokenizer.encode_special("<|assistant_end|>")]
         return end + self.render(messages).ids[1:] + [self.tokenizer.encode_special("<|assistant_start|>")]
 
     def parse(self, ids: Iterable[int]) -> list[Part]:
+        """The parts of a reply: the inverse of `render` for one message. A model can write anything, so it never
+        raises."""
         # "It is " <|python_start|> "2+3" <|python_end|> <|output_start|> "5" <|output_end|> "5." <|assistant_end|>
         # becomes the parts text "It is ", python "2+3", python_output "5" and text "5.".
         #

@@ -176,15 +176,8 @@ def rates(config: GPTConfig, batch: int, tokens: int, matrices: str = "muon") ->
     # still to find their directions. With them a model from elsewhere would forget what it knows within a few steps.
     if not config.embedding_norm:
         matrix = IMPORTED_RATE * (0.2 * math.sqrt(config.width) if matrices == "muon" else 1.0)
-        return Rates(
-            matrix=matrix,
-            embedding=IMPORTED_RATE,
-            value_embedding=IMPORTED_RATE,
-            head=IMPORTED_RATE,
-            vector=IMPORTED_RATE,
-            residual_scale=IMPORTED_RATE,
-            weight_decay=0.0,
-        )
+        others = ("embedding", "value_embedding", "head", "vector", "residual_scale")
+        return Rates(matrix=matrix, **dict.fromkeys(others, IMPORTED_RATE), weight_decay=0.0)
     # Batch. Four times the batch has half the noise in its gradient, and allows steps twice as long (source: Malladi
     # et al. 2022, On the SDEs and scaling rules for adaptive gradient algorithms). The floor: at B = 4,096 the square
     # root would give the matrices only 0.0018, where 0.01 and 0.02 are best (depth 4, 200 steps, 2026-11-20).
