@@ -1,19 +1,17 @@
 """The loss functions of the chat stages, for `train_step`: each returns a sum of losses and its divisor.
 
-SFT: the cross-entropy of the assistant's tokens. RL (POLICY_LOSSES): the log probability of sampled tokens, weighted by
-how much better their sample was than the others. Preferences (PAIR_LOSSES): how much more likely the better of two
-replies has become than the worse one.
+SFT: the cross-entropy of the assistant's tokens. RL (GRPO): the log probability of sampled tokens, weighted by how much
+better their sample was than the others. Preferences (DPO): how much more likely the better of two replies has become
+than the worse one.
 
-These are the basic losses. alignment/ has more; --loss finds them by name through ground/rooms.py.
+alignment/ has other methods; --loss finds them by name.
 
 Legend: N rows, T tokens a row, S samples, P pairs, R replies of a batch, Q questions, G samples of a question.
 """
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,25 +23,6 @@ from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
 from nanochat.packing import PackedBatch
 from nanochat.ranks import sum_over_ranks
-
-Row = TypeVar("Row")
-
-
-def find(table: Mapping[str, Row], seam: str, name: str) -> Row:
-    """The row of a --loss flag: from a table of this file, or from a room.
-
-    Raises UserError: when neither has a loss of this name.
-    """
-    if name in table:
-        return table[name]
-    if name in rooms.names(seam):
-        return rooms.find(seam, name)
-    raise UserError(f"--loss {name}: one of {', '.join([*table, *rooms.names(seam)])}")
-
-
-def all_rows(table: Mapping[str, Row], seam: str) -> dict[str, Row]:
-    """The rows of a table and of the rooms, which are imported now."""
-    return {name: find(table, seam, name) for name in [*table, *rooms.names(seam)]}
 
 
 def masked_loss(model: Any, rows: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -71,26 +50,16 @@ class PolicyBatch:
     sample_share: Tensor  # 1 / targets of that sample: they sum to 1 over a sample
     old_logp: Tensor | None = None  # by this model, before the step's first update; None: the present ones
     reference_logp: Tensor | None = None  # by the frozen reference model, or by the teacher
-    old_values: Tensor | None = None  # PPO: the scalar head before the step's first update (alignment/value.py)
-    returns: Tensor | None = None  # PPO: the targets of the scalar head
 
 
 # A method has three parts: a token's gain from a change of its probability p (the objective), the mean over the gains,
-# and a comparison of a sample's reward R (its advantage A). With r = p / p_old, o a sample, |o| its length:
+# and a comparison of a sample's reward R (its advantage A). With r = p / p_old, o a sample, |o| its length, GRPO has
 #
-#     loss          a token's objective            weight of a token   divided by            A
-#     reinforce     A log p                        1 / |o|             samples               group_mean
-#     grpo          min(r A, clip(r) A)            1 / |o|             samples               group_deviation
-#     dr_grpo       min(r A, clip(r) A)            1 / max_tokens      samples               group_mean
-#     dapo          min(r A, clip(r) A)            1                   tokens of all samples group_deviation
+#     min(r A, clip(r) A)     weighted by 1 / |o|, divided by the number of samples     A by `group_deviation`
 #
 # The loss is minus the objective. A step raises the probability of a token with a positive A and lowers the probability
 # of a token with a negative A. A token with A = 0 does not move: a group of samples with equal rewards teaches nothing.
-#
-# The weights matter where lengths differ. Take one sample of 2 tokens and one of 8. With 1 / |o| each sample counts
-# once: a token of the short one weighs 1/2, a token of the long one 1/8. In dapo every token weighs 1/10 of the mean.
-# The constant max_tokens instead of |o| removes a bias: division by |o| makes each token of a long wrong reply cheap,
-# so a model learns to write long wrong replies.
+# alignment/policy_losses.py compares the other methods.
 
 
 # What the replies lose, (Q, G), such as the KL of `--kl_in reward`. Advantages that are divided by a deviation take the
@@ -101,7 +70,7 @@ Penalties = np.ndarray | float
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A row of POLICY_LOSSES: a method of reinforcement learning. Its numbers are defaults of flags."""
+    """A method of reinforcement learning. Its numbers are defaults of flags."""
 
     ratio: Callable[[Tensor, PackedBatch], Tensor]  # log p - log p_old -> r, (N, T) -> (N, T)
     objective: Callable[[Tensor, Tensor, Tensor, float, float], Tensor]  # (log p, ratio, A, clip low, clip high)
@@ -112,15 +81,10 @@ class PolicyLoss:
     clip: Literal["move", "weight", "nothing"] = "move"
     clip_low: float = 0.2
     clip_high: float = 0.2
-    refills: int = 0  # how often questions without a signal are replaced
-    overlong: float = 0.0  # last share of max_tokens in which the reward falls
-    # (batch, old log p) -> (N, T): a teacher judges each token instead of the rewards.
-    teacher_advantages: Callable[[PolicyBatch, Tensor], Tensor] | None = None
-    critic: Callable[..., Any] | None = None  # settings -> a value function that learns with the policy (value.py)
 
-    def override(self, **settings: float | None) -> "PolicyLoss":
-        """The method with other numbers; None keeps the method's number."""
-        return replace(self, **{name: value for name, value in settings.items() if value is not None})
+    def token_advantages(self, batch: PolicyBatch, old: Tensor) -> Tensor:
+        """The advantage of each token, (N, T); `old` is log p_old."""
+        return batch.advantages  # the one reward is for the whole sample
 
 
 POLICY_STATS = ("tokens", "entropy", "kl", "sampler_gap", "clipped")
@@ -150,9 +114,7 @@ def policy_loss(
     logp = token_logp(model, batch.rows, temperature)
     old = logp.detach() if batch.old_logp is None else batch.old_logp
     ratio = method.ratio(logp - old, batch.rows)
-    advantages = batch.advantages
-    if method.teacher_advantages is not None:
-        advantages = method.teacher_advantages(batch, old)
+    advantages = method.token_advantages(batch, old)
     objective = method.objective(logp, ratio, advantages, method.clip_low, method.clip_high)
     if importance_cap:
         # A token that the sampler drew too often counts less, one that it drew too rarely counts more: the mean is
@@ -164,7 +126,7 @@ def policy_loss(
         # advantages still belong to the task; `--kl_in reward` puts it there (chat_rl), as RLHF does.
         assert batch.reference_logp is not None
         objective = objective - kl * kl_estimate(logp, batch.reference_logp)
-    if critic is not None:
+    if critic is not None:  # PPO (alignment/value.py)
         objective = objective - critic.error(model, batch)
     if stats is not None:
         _add_policy_stats(stats, batch, logp.detach(), old, ratio.detach() - 1, advantages, method)
@@ -183,14 +145,6 @@ def token_ratio(log_ratio: Tensor, rows: PackedBatch) -> Tensor:
 # ---- What a token gains
 
 
-def log_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """A log p: the gradient is A grad log p, whatever the ratio."""
-    # Every token has its sample's advantage: the one reward is for the whole reply, and no critic divides it up.
-    # The gradient on the token's own logit is A (1 - p): an unlikely token moves most, a certain one not at all.
-    # Nothing bounds the move, so this objective fits one update from each set of samples.
-    return advantages * logp
-
-
 def clipped_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """min(r A, clip(r, 1 - low, 1 + high) A): no gain from moving a probability further than the clip, while a loss
     counts in full (source: Schulman et al. 2017, PPO)."""
@@ -201,8 +155,6 @@ def clipped_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low:
     #     A = -1   r = 0.5   min(-0.5, -0.8) = -0.8   already lowered enough: no gradient
     #     A = -1   r = 1.5   min(-1.5, -1.2) = -1.5   rose, although it was bad: lowered again
     #
-    # DAPO's upper clip is wider, because it holds unlikely tokens down: from p = 0.01 a clip of 1.2 allows 0.012 at
-    # most, from p = 0.5 it allows 0.6.
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.minimum(ratio * advantages, clipped * advantages)
 
@@ -214,18 +166,6 @@ def over_samples(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tupl
     """Mean over a sample's tokens, then over samples."""
     # sample_share is 1 / |o| and sums to 1 over a sample: the second sum counts the samples.
     return (objective * batch.sample_share).sum(), batch.sample_share.sum()
-
-
-def over_tokens(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Mean over all tokens: a long wrong reply is pushed down in full."""
-    targets = batch.rows.targets != IGNORE
-    return (objective * targets).sum(), targets.sum()
-
-
-def over_max_tokens(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
-    """Sum over a sample's tokens / max_tokens, mean over samples."""
-    total, _ = over_tokens(objective, batch, max_tokens)
-    return total / max_tokens, batch.sample_share.sum()
 
 
 # ---- What a reward is compared with. An advantage above 0 makes the tokens of its reply likelier, one below 0 less
@@ -270,23 +210,7 @@ def has_signal(rewards: np.ndarray) -> np.ndarray:
     return np.ptp(rewards, axis=1) > ROUNDING * np.abs(rewards).max(axis=1, initial=0.0)
 
 
-POLICY_LOSSES = {
-    "reinforce": PolicyLoss(
-        token_ratio, log_objective, over_samples, group_mean,
-        "Williams 1992, Simple Statistical Gradient-Following Algorithms", clip="nothing",
-    ),
-    "grpo": PolicyLoss(
-        token_ratio, clipped_objective, over_samples, group_deviation, "Shao et al. 2024, DeepSeekMath",
-    ),
-    "dr_grpo": PolicyLoss(
-        token_ratio, clipped_objective, over_max_tokens, group_mean,
-        "Liu et al. 2025, Understanding R1-Zero-Like Training",
-    ),
-    "dapo": PolicyLoss(
-        token_ratio, clipped_objective, over_tokens, group_deviation, "Yu et al. 2025, DAPO",
-        clip_high=0.28, refills=3, overlong=0.2,
-    ),
-}  # fmt: skip
+GRPO = PolicyLoss(token_ratio, clipped_objective, over_samples, group_deviation, "Shao et al. 2024, DeepSeekMath")
 
 
 def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
@@ -301,13 +225,7 @@ def kl_estimate(logp: Tensor, reference_logp: Tensor) -> Tensor:
 
 
 def _add_policy_stats(
-    stats: Tensor,
-    batch: PolicyBatch,
-    logp: Tensor,
-    old: Tensor,
-    change: Tensor,
-    advantages: Tensor,
-    method: PolicyLoss,
+    stats: Tensor, batch: PolicyBatch, logp: Tensor, old: Tensor, change: Tensor, advantages: Tensor, method: PolicyLoss
 ) -> None:
     """Add the sums of POLICY_STATS over the targets, from the loss's tensors; `change` is the ratio - 1."""
     is_target = (batch.rows.targets != IGNORE).float()
@@ -344,34 +262,11 @@ class PairBatch:
 
 @dataclass(frozen=True)
 class PairLoss:
-    """A row of PAIR_LOSSES: a way to learn from preferences. Its numbers are defaults of flags."""
+    """A way to learn from preferences."""
 
     function: Callable[..., tuple[Tensor, Tensor]]  # (model, batch, *, settings with their defaults)
     source: str  # authors, year, title
     has_reference: bool = False  # compares with a frozen reference model
-    has_scalar_head: bool = False  # trains a reward model: a second head rates the replies
-    # How pairs become micro-batches: (pairs, tokens of a row, rows, device); None: as in preferences.py.
-    batches: Callable[..., Iterator[PairBatch]] | None = None
-    stage: str = "dpo"  # the stage of its checkpoints
-    lr_scale: float = 0.02
-    adapter_rate: float = 1e-5
-
-    def takes(self, setting: str) -> bool:
-        return setting in inspect.signature(self.function).parameters
-
-    def bind(self, **settings: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-        """The function with the settings that it takes filled in; a setting of None keeps the function's default."""
-        taken = {name: value for name, value in settings.items() if value is not None and self.takes(name)}
-        return functools.partial(self.function, **taken)
-
-
-def require_settings(name: str, **settings: Any) -> None:
-    """Raises UserError: when a setting is not None, and the loss of pairs of this name does not take it."""
-    for setting, value in settings.items():
-        if value is not None and not find(PAIR_LOSSES, "pair losses", name).takes(setting):
-            rows = all_rows(PAIR_LOSSES, "pair losses")
-            others = [other for other, loss in rows.items() if loss.takes(setting)]
-            raise UserError(f"--{setting} {value}: --loss {name} has none, {', '.join(others)} has")
 
 
 def dpo_loss(
@@ -414,7 +309,7 @@ def dpo_loss(
     return sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
 
 
-PAIR_LOSSES = {"dpo": PairLoss(dpo_loss, "Rafailov et al. 2023, DPO", has_reference=True)}
+DPO = PairLoss(dpo_loss, "Rafailov et al. 2023, DPO", has_reference=True)
 
 PAIR_STATS = ("pairs", "accurate", "chosen_reward", "rejected_reward")
 
@@ -467,3 +362,20 @@ def by_reply(values: Tensor, batch: PairBatch) -> Tensor:
     numbers = torch.arange(2 * batch.pairs, device=values.device)
     own = batch.rows.source == numbers[:, None, None]  # (R, N, T)
     return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(batch.pairs, 2)
+
+
+# ---------------------------------------------------------------------- the flag --loss
+
+LOSSES: dict[str, dict[str, Any]] = {"policy losses": {"grpo": GRPO}, "pair losses": {"dpo": DPO}}
+
+
+def find(seam: str, name: str) -> Any:
+    """The PolicyLoss or PairLoss of a --loss flag, from this file or from a room.
+
+    Raises UserError: when neither has a loss of this name.
+    """
+    if name in LOSSES[seam]:
+        return LOSSES[seam][name]
+    if name in rooms.names(seam):
+        return rooms.find(seam, name)
+    raise UserError(f"--loss {name}: one of {', '.join([*LOSSES[seam], *rooms.names(seam)])}")

@@ -1,7 +1,7 @@
 """Samples for reinforcement learning: questions in, conversations with rewards and advantages out. A step of chat_rl:
 
     1. sample      G episodes of each of Q questions, with the present policy           `play`
-    2. reward      by their tasks, such as 1 if right, or by functions and models       `Environment.step`, `Reward`
+    2. reward      by their tasks, such as 1 if right                                   `Environment.step`, `Reward`
     3. pack        the samples into rows, with log probabilities of policy, reference   `policy_batches`
     4. compare     an advantage for each sample: its reward against the others'         `with_advantages`, losses.py
     5. learn       tokens of samples with a positive advantage become more likely       losses.py
@@ -11,32 +11,29 @@ Legend: Q questions, G samples a question, S = Q x G samples, N rows, T tokens a
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
-from nanochat.conversation import Message, parse_reply, render_continuation, render_prompt
+from nanochat.conversation import Message, chat_format, parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine
 from nanochat.gpt import GPT
-from nanochat.ground import rooms, user_code
+from nanochat.ground import user_code
 from nanochat.ground.cli import Failed, Interrupted, UserError
 from nanochat.ground.screen import Bar
 from nanochat.losses import PolicyBatch, has_signal, token_logp
 from nanochat.mixture import Mixture
 from nanochat.packing import PackedBatch, pack_sequences
-from nanochat.ranks import gather_values, sum_over_ranks
+from nanochat.ranks import gather_values
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.task import Environment, Example, Task, opening_of, take_step
 from nanochat.tokenizer import Tokenizer
 
 ROWS_AT_ONCE = 256  # replies that a device samples at once
-
-
-def never() -> bool:
-    return False
 
 
 # ---------------------------------------------------------------------- the sampler
@@ -62,7 +59,7 @@ class EngineSampler:
     Calling it raises Interrupted: when `should_stop` returns True.
     """
 
-    def __init__(self, engine: Engine, rows: int, should_stop: Callable[[], bool] = never):
+    def __init__(self, engine: Engine, rows: int, should_stop: Callable[[], bool] = lambda: False):
         self.engine = engine
         engine.tempered_logprobs = True
         self.rows = rows
@@ -94,40 +91,16 @@ class EngineSampler:
         return replies
 
 
-def sampler_kind(flag: str) -> Any:
-    """The class of the sampler that `--sampler` names, other than this process's engine.
-
-    Raises UserError: when this kind does not exist, or it needs a package that is missing.
-    """
-    kind = flag.partition(":")[0]
-    if kind not in rooms.names("samplers"):
-        raise UserError(
-            f"--sampler {flag}: engine, ray:N, or the addresses of servers as http://HOST:PORT, with commas"
-        )
-    sampler = rooms.find("samplers", kind)
-    sampler.check_flag(flag)
-    return sampler
-
-
 # ---------------------------------------------------------------------- rewards
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A part of a sample's reward. This one is the reward of the task or its environment, such as 1 if right, the
-    default of --reward; alignment/rewards.py has users' functions and reward models."""
+    """A part of a sample's reward. This one is the reward of the task or its environment, such as 1 if right;
+    alignment/rewards.py has users' functions and reward models."""
 
     name: str = "task"  # in the log
     weight: float = 1.0
-    place: str = "task"  # the entry of --reward; for a loaded model, with its tag and step
-    sha256: str = ""  # hash of the file or the model's weights
-
-    def load(self, device: Device) -> "Reward":
-        """The same reward, ready to rate; all ranks call it together."""
-        return self
-
-    def check(self, questions: Sequence[tuple[Task, Example]], seconds: float) -> None:
-        """Try the reward before training. Raises UserError: when it fails."""
 
     def rate(self, episodes: Sequence["Episode"], seconds: float, should_stop: Callable[[], bool]) -> list[float]:
         """Its value for each finished episode, before the weight.
@@ -135,31 +108,6 @@ class Reward:
         Raises Failed: when it fails, or takes longer than `seconds`. Raises Interrupted: when `should_stop` is True.
         """
         return [episode.reward for episode in episodes]
-
-
-def load_rewards(rewards: Sequence[Reward], device: Device) -> list[Reward]:
-    """The same rewards, ready to rate; all ranks call this together. Raises UserError: when a model is missing."""
-    loaded = [reward.load(device) for reward in rewards]
-    require_names(loaded)
-    return loaded
-
-
-def require_names(rewards: Sequence[Reward]) -> None:
-    names = [reward.name for reward in rewards]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"--reward names {name} twice: leave one out, or give it another name")
-
-
-def reward_fingerprints(rewards: Sequence[Reward]) -> dict[str, str]:
-    """The facts that must be the same in a resumed run: the entries of --reward, and the sha256 of each file and model.
-
-    A model is named by tag and step instead of the flag's value: `rm:rm` may be another model now. A run resumes if the
-    flag then names the same model.
-    """
-    entries = [reward.place if reward.weight == 1 else f"{reward.place}:{reward.weight:g}" for reward in rewards]
-    sums = {f"--reward {reward.place}": reward.sha256 for reward in rewards if reward.sha256}
-    return {"--reward": ",".join(entries), **sums}
 
 
 # ---------------------------------------------------------------------- samples
@@ -177,8 +125,8 @@ class Sample:
     logprobs: list[float]  # one per token in nats, by the sampling weights; 0 where the mask is 0
     ending: Ending = "cut off"  # how the last reply ended
     longest: int = 0  # tokens of the longest reply
-    parts: dict[str, float] = field(default_factory=dict)  # parts of the reward by name, before their weights
-    reward: float = 0.0  # the weighted sum of the parts
+    reward_parts: dict[str, float] = field(default_factory=dict)  # by name, before their weights
+    reward: float = 0.0  # the weighted sum of these parts
 
     def extend(self, tokens: list[int], mask: list[int], logprobs: list[float]) -> None:
         self.tokens += tokens
@@ -215,21 +163,10 @@ class Samples:
         return sum(len(sample.tokens) for sample in self)
 
     def split(self, count: int) -> list["Samples"]:
-        """Split into `count` parts, each with all samples of its share of the questions; a part may be empty."""
+        """Split into `count` minibatches of about equally many questions, each with all of its samples."""
         Q = len(self.groups)
-        bounds = [Q * part // count for part in range(count + 1)]
-        return [replace(self, groups=self.groups[bounds[part] : bounds[part + 1]]) for part in range(count)]
-
-    def refill(self, more: "Samples") -> "Samples":
-        """Replace questions without a signal by questions of `more` that have one, as far as these suffice."""
-        # The rewards themselves decide: DAPO filters by accuracy, before its overlong penalty changes them. Otherwise
-        # replies that are all right but not equally long would look like a signal.
-        groups = list(self.groups)
-        free = np.flatnonzero(~has_signal(self.rewards)).tolist()
-        spare = np.flatnonzero(has_signal(more.rewards)).tolist()
-        for place, question in zip(free, spare, strict=False):
-            groups[place] = more.groups[question]
-        return replace(self, groups=groups)
+        bounds = [Q * number // count for number in range(count + 1)]
+        return [replace(self, groups=self.groups[first:end]) for first, end in pairwise(bounds)]
 
     def metrics(self) -> dict[str, float]:
         """The metrics for the log that do not need the model."""
@@ -237,10 +174,11 @@ class Samples:
         replies = max(1, rewards.size)
         questions = max(1, len(self.groups))
         metrics = {"reward": rewards.sum() / replies}
-        names = [*next(iter(self)).parts] if self.groups else []
+        names = [*next(iter(self)).reward_parts] if self.groups else []
         if len(names) > 1:
             for name in names:
-                metrics[f"reward/{name}"] = self.grid(lambda sample, name=name: sample.parts[name]).sum() / replies
+                values = self.grid(lambda sample, name=name: sample.reward_parts[name])
+                metrics[f"reward/{name}"] = values.sum() / replies
         # With rewards of 0 and 1 this is the share of questions with a right reply among the G: pass@G.
         metrics["pass_at_k"] = rewards.max(axis=1).sum() / questions
         metrics["no_signal"] = self.without_signal / questions
@@ -305,9 +243,9 @@ class Episode:
         if self.is_over:
             return
         # The environment's text is context: the policy did not choose it.
-        answer = render_continuation(
-            tokenizer, self.opening, step.messages, reply.ending == "complete", self.environment.tools
-        )
+        is_complete = reply.ending == "complete"
+        tools = self.environment.tools
+        answer = chat_format(tokenizer).continuation(self.opening, step.messages, is_complete, tools)
         if len(sample.tokens) + len(answer) > room:
             self.is_over = True
             sample.ending = "cut off"
@@ -397,7 +335,7 @@ def sample_on_rank(
     samples: int,
     rewards: Sequence[Reward] = (Reward(),),
     reward_seconds: float = 600.0,
-    should_stop: Callable[[], bool] = never,
+    should_stop: Callable[[], bool] = lambda: False,
     **settings: Any,
 ) -> RankSamples:
     """This rank's share of `samples` episodes of each question, with their rewards. It waits for no other rank, so any
@@ -412,10 +350,10 @@ def sample_on_rank(
         for reward in rewards:
             values = reward.rate(episodes, reward_seconds, should_stop)
             for episode, value in zip(episodes, values, strict=True):
-                episode.sample.parts[reward.name] = value
+                episode.sample.reward_parts[reward.name] = value
                 episode.sample.reward += reward.weight * value
         own.samples = [vars(episode.sample) for episode in episodes]
-    # A rank without samples still takes part in the exchange, or the others would wait for it in vain.
+    # A rank without samples still calls `gather_samples`, or the others would wait for it in vain.
     except (Failed, UserError) as failure:
         own.failed = str(failure)
     except Interrupted:
@@ -423,29 +361,29 @@ def sample_on_rank(
     return own
 
 
-def exchange(own: RankSamples, device: Device) -> Samples:
+def gather_samples(own: RankSamples, device: Device) -> Samples:
     """The samples of all ranks, which call it together.
 
     Raises Interrupted: on every rank, when the sampler did on any of them. Raises Failed: on every rank, when the
     sampler, or the user's reward or environment, fails on any of them.
     """
-    shares = [RankSamples(**share) for share in gather_values(vars(own), device)]
-    for share in shares:
-        if share.failed:
-            raise Failed(share.failed)
-        if share.interrupted:
+    ranks = [RankSamples(**rank) for rank in gather_values(vars(own), device)]
+    for rank in ranks:
+        if rank.failed:
+            raise Failed(rank.failed)
+        if rank.interrupted:
             raise Interrupted
     # Every rank packs the same batch from all samples, in the order of questions and samples.
-    samples = [Sample(**sample) for share in shares for sample in share.samples]
+    samples = [Sample(**sample) for rank in ranks for sample in rank.samples]
     samples.sort(key=lambda sample: (sample.question, sample.number))
     groups = [samples[first : first + own.group_size] for first in range(0, len(samples), own.group_size)]
     return Samples(groups, own.group_size)
 
 
 class OnPolicy:
-    """When the samples of a step are drawn: in the step, by its weights. samplers/ahead.py draws them earlier.
+    """The samples of each step, drawn in the step by its weights. samplers/ahead.py draws them earlier.
 
-    `sampler` is an EngineSampler or like it; `draw(step)` draws this rank's share.
+    `sampler` is an EngineSampler or like it; `draw(step)` draws this rank's samples.
     """
 
     def __init__(self, sampler: Any, model: GPT, draw: Callable[[int], RankSamples]):
@@ -461,13 +399,9 @@ class OnPolicy:
             self.handed_over = step
 
     def take(self, step: int) -> RankSamples:
-        """This rank's share of the samples of a step. All ranks call it, and exchange it before anything else."""
+        """This rank's samples of a step. All ranks call it, and then `gather_samples` before anything else."""
         self.hand_over(step)
         return self.draw(step)
-
-    def forget(self) -> None:
-        """The sampler may have other weights: hand them over and draw the samples again. All ranks call it together."""
-        self.handed_over = -1
 
 
 # ---------------------------------------------------------------------- pack
@@ -484,20 +418,20 @@ def policy_batches(
     """This rank's share of the samples in micro-batches of a `shape` (rows, tokens of a row), on the device.
 
     With the log probabilities of the models that are given, at a temperature; all advantages are 0 so far.
-    """  # fmt: skip
+    """
     rows, row_tokens = shape
     packed = pack_sequences(
         [sample.tokens for sample in samples], [sample.mask for sample in samples], row_tokens, device.data_ranks,
         [sample.logprobs for sample in samples],
     )  # fmt: skip
     # 1 / its number of targets, for losses that give every sample the same weight however long it is.
-    share = samples.grid(lambda sample: 1 / max(1, sum(sample.mask)))
+    shares = samples.grid(lambda sample: 1 / max(1, sum(sample.mask)))
     batches = []
     for micro in packed.micro_batches(rows, device, device.data_rank, device.data_ranks):
-        per_token = spread(share, micro, device)
+        sample_share = spread(shares, micro, device)
         old_logp = None if policy is None else logp_of(policy, micro, temperature)
         reference_logp = None if reference is None else logp_of(reference, micro, temperature)
-        batches.append(PolicyBatch(micro, torch.zeros_like(per_token), per_token, old_logp, reference_logp))
+        batches.append(PolicyBatch(micro, torch.zeros_like(sample_share), sample_share, old_logp, reference_logp))
     return batches
 
 
@@ -519,49 +453,14 @@ def logp_of(model: Any, rows: PackedBatch, temperature: float = 1.0) -> torch.Te
 # ---------------------------------------------------------------------- compare
 
 
-def overlong_penalty(lengths: np.ndarray, max_tokens: int, share: float) -> np.ndarray:
-    """The penalty for replies of these lengths: 0, and in the last `share` of max_tokens linearly up to 1.
-
-    A reply that is cut off has usually missed its answer, and a reply that ends just before has it. This slope teaches
-    the model to finish (source: Yu et al. 2025, DAPO, soft overlong punishment).
-    """
-    if not share:
-        return np.zeros(lengths.shape)
-    # With max_tokens 100 and a share of 0.2, a reply of 80 tokens loses 0, one of 90 0.5, one of 100 1.
-    slope = max_tokens * share
-    return ((lengths - (max_tokens - slope)) / slope).clip(0, 1)
-
-
-def kl_of_samples(parts: Sequence[Samples], minibatches: Sequence[Sequence[PolicyBatch]], device: Device) -> np.ndarray:
-    """log p(o) - log p_reference(o) of each sample in nats, (Q, G): its share of the KL to the reference.
-
-    p is the model's own, from before the step's first update: the sampler rounds otherwise. `parts` are the samples of
-    each minibatch. The host waits once, for all of them.
-    """
-    differences = []
-    sources = []
-    count = 0
-    for part, batches in zip(parts, minibatches, strict=True):
-        for batch in batches:
-            assert batch.old_logp is not None and batch.reference_logp is not None
-            differences.append((batch.old_logp - batch.reference_logp).flatten())
-            sources.append((count + batch.rows.source).flatten())
-        count += part.rewards.size
-    # A sample lies in one row of one rank, or of the ranks that share it: it is summed there, and is 0 elsewhere.
-    own = np.bincount(torch.cat(sources).cpu().numpy(), torch.cat(differences).cpu().numpy(), count)
-    own /= device.context_ranks
-    totals = sum_over_ranks(device.to_device(torch.from_numpy(own).float()), device)
-    return totals.cpu().numpy().reshape(-1, parts[0].group_size)
-
-
 def with_advantages(
-    parts: Sequence[Samples], minibatches: Sequence[Sequence[PolicyBatch]], advantages: np.ndarray, device: Device
+    minibatches: Sequence[Samples], batches: Sequence[Sequence[PolicyBatch]], advantages: np.ndarray, device: Device
 ) -> list[list[PolicyBatch]]:
-    """The minibatches with the advantages (Q, G) of their samples; `parts` are the samples of each."""
+    """The micro-batches of each minibatch, with the advantages (Q, G) of the samples of all minibatches."""
     done = []
     first = 0
-    for part, batches in zip(parts, minibatches, strict=True):
-        own = advantages[first : first + len(part.groups)]
-        done.append([replace(batch, advantages=spread(own, batch.rows, device)) for batch in batches])
-        first += len(part.groups)
+    for minibatch, micro_batches in zip(minibatches, batches, strict=True):
+        own = advantages[first : first + len(minibatch.groups)]
+        done.append([replace(batch, advantages=spread(own, batch.rows, device)) for batch in micro_batches])
+        first += len(minibatch.groups)
     return done

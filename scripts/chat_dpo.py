@@ -45,10 +45,13 @@ class Config(EpochFlags):
     eval_examples: Positive = 256  # held-out pairs
 
     @property
-    def adapter_rate(self) -> float:
-        from nanochat import losses  # not at the top: it imports torch, and --help must answer at once
+    def is_reward_model(self) -> bool:
+        """Whether a second head is trained, which rates replies (alignment/reward_model.py)."""
+        return self.loss == "reward"
 
-        return losses.find(losses.PAIR_LOSSES, "pair losses", self.loss).adapter_rate
+    @property
+    def adapter_rate(self) -> float:
+        return 1e-4 if self.is_reward_model else 1e-5
 
 
 def main(config: Config) -> None:
@@ -69,14 +72,13 @@ def main(config: Config) -> None:
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss
-    loss = losses.find(losses.PAIR_LOSSES, "pair losses", config.loss)
+    loss = losses.find("pair losses", config.loss)
     settings = {name: getattr(config, name) for name in ("beta", "gamma", "label_smoothing", "sft_weight")}
-    losses.require_settings(config.loss, **settings)
-    loss_fn = loss.bind(**settings)
+    loss_fn = preferences.with_settings(config.loss, settings)
     print0(f"loss: {config.loss} ({loss.source})")
 
     # ------------------------------------------------------------------ model, data
-    prepare = [NewScalarHead()] if loss.has_scalar_head else []
+    prepare = [NewScalarHead()] if config.is_reward_model else []
     start = begin(config, with_reference=loss.has_reference, prepare=prepare)
     device = start.device
     config = config.for_devices(device.data_ranks)
@@ -96,22 +98,27 @@ def main(config: Config) -> None:
     print0(f"tasks: {tasks}")
 
     # A row reads all tokens of a reply but the last, which is only a target. A reward model reads the last one, too.
-    max_tokens = row_tokens if loss.has_scalar_head else row_tokens + 1
+    max_tokens = row_tokens if config.is_reward_model else row_tokens + 1
 
     def draw(mixture: Mixture, numbers: range) -> list[RenderedPair]:
         return preferences.draw_pairs(mixture, start.tokenizer, numbers, max_tokens)
 
     def micro_batches(examples: Sequence[RenderedPair], frozen: Any = reference) -> Iterator[losses.PairBatch]:
         """This rank's micro-batches, each with the log probabilities of the reference model, which may be compiled."""
-        batches_of = loss.batches or preferences.pair_batches
-        for batch in batches_of(examples, row_tokens, config.device_batch_size, device):
+        if config.is_reward_model:
+            from nanochat.alignment.reward_model import with_places
+
+            examples = with_places(examples)
+        for batch in preferences.pair_batches(examples, row_tokens, config.device_batch_size, device):
             yield preferences.with_reference(batch, frozen)
 
     # ------------------------------------------------------------------ horizon, optimizer
     horizon = Horizon.of(train, config.target_examples_per_step, config.num_iterations, config.num_epochs)
     steps = horizon.steps
     batch_tokens = horizon.examples * row_tokens  # approximate: a reply is shorter than a row
-    lr_scale = loss.lr_scale if config.lr_scale is None else config.lr_scale
+    lr_scale = config.lr_scale
+    if lr_scale is None:
+        lr_scale = 0.1 if config.is_reward_model else 0.02
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
     schedule = Schedule.for_run(
@@ -122,8 +129,8 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)
     run = Run(
-        loss.stage, config, start, optimizer, steps, token_flops=token_flops, tasks=train.task_names,
-        fingerprints={"what --tasks names": train.fingerprint()},
+        "rm" if config.is_reward_model else "dpo", config, start, optimizer, steps, token_flops=token_flops,
+        tasks=train.task_names, fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_examples = draw(held_out, range(held_out_count))

@@ -18,9 +18,10 @@ from nanochat.ground.screen import phase, track
 from nanochat.run.flags import ChatFlags, Epochs, forbid_both
 
 if TYPE_CHECKING:
-    from nanochat.device import Device
     from nanochat.losses import PolicyBatch, PolicyLoss
     from nanochat.rollout import RankSamples, Samples
+    from nanochat.run.loop import Run
+    from nanochat.run.stage import Start
 
 # The rates of embeddings and head are scaled once more: less of the rewards' noise is learned there.
 TABLE_LR_SCALE = 0.1
@@ -101,6 +102,20 @@ class Config(ChatFlags):
         """Weight updates per step."""
         return self.updates_per_step * self.minibatches
 
+    @property
+    def most_refills(self) -> int:
+        """How often the questions of a step are replaced."""
+        if self.refills is None:
+            return 3 if self.loss == "dapo" else 0
+        return self.refills
+
+    @property
+    def largest_weight(self) -> float:
+        """The largest importance weight of a token; 0: tokens are not weighted."""
+        if self.importance_cap is None:
+            return 2.0 if self.staleness else 0.0
+        return self.importance_cap
+
 
 def main(config: Config) -> None:
     phase("loading torch")
@@ -110,48 +125,38 @@ def main(config: Config) -> None:
     from nanochat import losses, rollout, scaling
     from nanochat.alignment import rl_checks
     from nanochat.alignment.reward_model import NewScalarHead
-    from nanochat.alignment.rewards import parse_rewards
-    from nanochat.engine import Engine
+    from nanochat.alignment.rewards import load_rewards, parse_rewards, reward_fingerprints
+    from nanochat.alignment.value import ValueFunction
     from nanochat.mixture import FIRST_EXAMPLES
     from nanochat.run.loop import Run
-    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
-    from nanochat.sampling import SamplingParams
     from nanochat.tasks.flag import open_tasks
     from nanochat.train import StepStats, train_step
 
-    # ------------------------------------------------------------------ loss, rewards, sampler
-    method = losses.find(losses.POLICY_LOSSES, "policy losses", config.loss).override(
-        clip_low=config.clip_low, clip_high=config.clip_high, refills=config.refills
-    )
+    # ------------------------------------------------------------------ loss, rewards
+    method = method_of(config)
     rewards = parse_rewards(config.reward)
-    sampler_kind = None if config.sampler == "engine" else rollout.sampler_kind(config.sampler)
     rl_checks.check_flags(config, method, rewards)
-    importance_cap = config.importance_cap
-    if importance_cap is None:
-        importance_cap = 2.0 if config.staleness else 0.0
-    critic = None if method.critic is None else method.critic()
-    kl_in_loss = config.kl if config.kl_in == "loss" else 0.0
+    critic = ValueFunction() if config.loss == "ppo" else None
     loss_fn = functools.partial(
-        losses.policy_loss, method=method, max_tokens=config.max_tokens, kl=kl_in_loss,
-        importance_cap=importance_cap, temperature=config.temperature, critic=critic,
+        losses.policy_loss, method=method, max_tokens=config.max_tokens,
+        kl=config.kl if config.kl_in == "loss" else 0.0, importance_cap=config.largest_weight,
+        temperature=config.temperature, critic=critic,
     )  # fmt: skip
     print0(f"loss: {config.loss} ({method.source})")
 
-    # ------------------------------------------------------------------ model, data, optimizer
+    # ------------------------------------------------------------------ model, optimizer, questions
     prepare = [] if critic is None else [NewScalarHead()]
     start = begin(config, with_reference=config.kl > 0, teacher=config.teacher, prepare=prepare)
     device = start.device
     config = config.for_devices(device.data_ranks)
-    model = start.model
-    reference = start.reference
-    row_tokens = model.config.sequence_len
+    row_tokens = start.model.config.sequence_len
     # Rewards give noisy gradients, whatever the number of tokens: start from the rates of the smallest batch.
-    rates = scaling.rates(model.config, batch=1, tokens=1).scaled(config.lr_scale, TABLE_LR_SCALE)
+    rates = scaling.rates(start.model.config, batch=1, tokens=1).scaled(config.lr_scale, TABLE_LR_SCALE)
     optimizer, peak_lr = open_optimizer(config, start, rates)
-    rewards = rollout.load_rewards(rewards, device)
+    rewards = load_rewards(rewards, device)
     if start.ledger is not None:  # --dry_run, which needs no data
-        rl_checks.report_memory(config, start, optimizer, loss_fn, method)
+        rl_checks.report_memory(config, start, optimizer, loss_fn)
         return
     tasks, train, held_out = open_tasks(config, start.pretraining["data"], "rl")
     examples = config.examples_per_step
@@ -161,28 +166,23 @@ def main(config: Config) -> None:
         steps = math.ceil(round(config.num_epochs * questions / examples, 6))  # rounded: 1.1 x 10 is above 11 in floats
     print0(f"tasks: {tasks}")
     print0(f"horizon: {counted(steps, 'step')} of {examples} questions, {config.num_samples} replies to each")
-
     questions_of = functools.partial(rollout.draw_questions, train, start.tokenizer, context=row_tokens)  # by number
     rl_checks.check_questions(config, tasks, questions_of(range(FIRST_EXAMPLES)), rewards, row_tokens)
 
-    # ------------------------------------------------------------------ train
-    fingerprints = {"what --tasks names": train.fingerprint(), **rollout.reward_fingerprints(rewards)}
+    # ------------------------------------------------------------------ run
+    fingerprints = {"what --tasks names": train.fingerprint(), **reward_fingerprints(rewards)}
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.task_names)
-    # Micro-batches of samples have many shapes, unknown before sampling, so only the full shape is compiled. In the
-    # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.
-    shape = (config.device_batch_size, row_tokens)
-    step_flops = scaling.flops_per_token(model.config) * examples * config.num_samples * config.max_tokens // 4
-    compiled = model
-    compiled_reference = reference
-    if should_compile(run, step_flops, forward_alone=True):
-        from nanochat.kernels.compiling import compile_model
-
-        compiled = compile_model(run, model, shape)
-        compiled_reference = compile_model(run, reference, shape, "reference")
+    compiled, compiled_reference = compile_models(config, start, run)
     if config.profile:
         from nanochat.kernels.profiling import Recorder
 
         run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
+    sample_on_rank = functools.partial(
+        rollout.sample_on_rank, tokenizer=start.tokenizer, device=device, max_tokens=config.max_tokens,
+        context=row_tokens, rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
+        temperature=config.temperature, top_k=config.top_k,
+    )  # fmt: skip
+    rollouts = open_rollouts(config, start, run, functools.partial(draw, config, questions_of, sample_on_rank))
     reward_before = math.nan  # mean reward on held-out questions before the first step
     reward_after = math.nan  # the same at the last evaluation
     last_kl = math.nan  # KL to the reference or the teacher in the last logged step
@@ -190,38 +190,16 @@ def main(config: Config) -> None:
         reward_before = run.loader_states[0]["reward_before"].item()
         reward_after = run.loader_states[0]["reward_after"].item()
 
-    # ------------------------------------------------------------------ samples
-    if sampler_kind is None:
-        engine = Engine(model, start.tokenizer, device, config.graphs)
-        sampler = rollout.EngineSampler(engine, rollout.ROWS_AT_ONCE, run.stop.should_stop)
-    else:
-        sampler = sampler_kind(
-            config.sampler, model, start.tokenizer, device, start.tag, rows=rollout.ROWS_AT_ONCE, graphs=config.graphs,
-            patience=config.sampler_patience, should_stop=run.stop.should_stop,
-            sampling=SamplingParams(temperature=config.temperature, top_k=config.top_k),
-        )  # fmt: skip
-    sample_on_rank = functools.partial(
-        rollout.sample_on_rank, sampler, start.tokenizer, device, max_tokens=config.max_tokens, context=row_tokens,
-        rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
-        temperature=config.temperature, top_k=config.top_k,
-    )  # fmt: skip
-    draw = functools.partial(draw_share, config, method.refills, questions_of, sample_on_rank)
-    schedule: Any = rollout.OnPolicy(sampler, model, draw)
-    if config.staleness:
-        from nanochat.samplers.ahead import Ahead
-
-        schedule = Ahead(sampler, model, draw, config.staleness, steps)
-
     with run:
         for step in run.steps():
             # ---- evaluate: one reply to each held-out question, sampled as in training; also before the first step
             if run.must_evaluate:
                 with run.interruptible("evaluation"):
-                    schedule.hand_over(step)
+                    rollouts.hand_over(step)
                     numbers = range(config.eval_examples)
                     questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
-                    share = sample_on_rank(questions, samples=1, seed=config.seed)
-                    earned = rollout.exchange(share, device).rewards
+                    own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)
+                    earned = rollout.gather_samples(own, device).rewards
                     reward_after = float(earned.sum()) / max(1, earned.size)
                     if step == 0:
                         reward_before = reward_after
@@ -238,17 +216,23 @@ def main(config: Config) -> None:
             drawn = None
             metrics = {}
             with run.interruptible("sampling"), run.reading():
-                drawn, metrics = sample(step, schedule, config, method.refills, device)
+                drawn = rollout.gather_samples(rollouts.take(step), device)
+                metrics = drawn.metrics()
+                if config.most_refills:
+                    from nanochat.alignment.dapo import with_refills
+
+                    more = functools.partial(rollouts.draw, step)
+                    drawn = with_refills(drawn, config.most_refills, more, device)
                 if config.staleness:
-                    schedule.begin(step)  # servers draw the next samples with the present weights during this step
+                    rollouts.begin(step)  # servers draw the next samples with the present weights during this step
             if drawn is None or run.stopped:
                 continue  # a signal ended the sampling; the next pass through the loop saves and leaves
             sampled = time.perf_counter()
 
             # ---- compare: how much better was each reply than expected?
-            policy = compiled if step else model
-            frozen = compiled_reference if step else reference
-            minibatches = compare(drawn, policy, frozen, row_tokens, config, method, device)
+            policy = compiled if step else start.model
+            reference = compiled_reference if step else start.reference
+            minibatches = compare(drawn, policy, reference, config, method, start)
             if critic is not None:
                 minibatches = critic.estimate(policy, minibatches, device)
 
@@ -268,7 +252,7 @@ def main(config: Config) -> None:
             if run.must_log:
                 means = losses.mean_policy_stats(policy_stats, device)  # waits for the device
                 last_kl = means["kl"]
-                if frozen is None:
+                if reference is None:
                     del means["kl"]
                 seconds = {"sampling_seconds": sampled - began, "training_seconds": time.perf_counter() - sampled}
                 run.log_step(lr=peak_lr * lr, **metrics, **means, **seconds)
@@ -283,68 +267,108 @@ def main(config: Config) -> None:
     run.finish(outcome)
 
 
-def draw_share(
-    config: Config, refills: int, questions_of: Any, sample_on_rank: Any, step: int, refill: int = 0, count: int = 0
+# ---------------------------------------------------------------------- before the loop
+
+
+def method_of(config: Config) -> "PolicyLoss":
+    """The method that --loss names, with the clips of the flags."""
+    from nanochat import losses
+
+    method = losses.find("policy losses", config.loss)
+    clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
+    return replace(method, **{name: clip for name, clip in clips.items() if clip is not None})
+
+
+def compile_models(config: Config, start: "Start", run: "Run") -> tuple[Any, Any]:
+    """The policy and the reference, compiled if that pays."""
+    from nanochat import scaling
+    from nanochat.run.speed import should_compile
+
+    model = start.model
+    replies = config.examples_per_step * config.num_samples
+    step_flops = scaling.flops_per_token(model.config) * replies * config.max_tokens // 4
+    if not should_compile(run, step_flops, forward_alone=True):
+        return model, start.reference
+    from nanochat.kernels.compiling import compile_model
+
+    # Micro-batches of samples have many shapes, unknown before sampling, so only the full shape is compiled. In the
+    # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.
+    shape = (config.device_batch_size, model.config.sequence_len)
+    return compile_model(run, model, shape), compile_model(run, start.reference, shape, "reference")
+
+
+def open_rollouts(config: Config, start: "Start", run: "Run", draw: Any) -> Any:
+    """The samples of each step. `draw` draws them with the step's weights, or earlier ones (--staleness)."""
+    from nanochat import rollout
+    from nanochat.engine import Engine
+    from nanochat.ground import rooms
+
+    model = start.model
+    should_stop = run.stop.should_stop
+    if config.sampler != "engine":
+        from nanochat.samplers.agreement import Checked
+
+        sampler = rooms.find("samplers", config.sampler.partition(":")[0])(config, start, should_stop)
+        draw = functools.partial(draw, sampler)
+        return Checked(sampler, model, draw, config.staleness, run.last, config=config, device=start.device)
+    engine = Engine(model, start.tokenizer, start.device, config.graphs)
+    sampler = rollout.EngineSampler(engine, rollout.ROWS_AT_ONCE, should_stop)
+    draw = functools.partial(draw, sampler)
+    if config.staleness:
+        from nanochat.samplers.ahead import Ahead
+
+        return Ahead(sampler, model, draw, config.staleness, run.last)
+    return rollout.OnPolicy(sampler, model, draw)
+
+
+# ---------------------------------------------------------------------- in a step
+
+
+def draw(
+    config: Config, questions_of: Any, sample_on_rank: Any, sampler: Any, step: int, refill: int = 0, count: int = 0
 ) -> "RankSamples":
-    """This rank's share of the samples of a step, drawn with the sampler's present weights.
+    """This rank's samples of a step, drawn with the sampler's present weights.
 
     With `refill` (1, 2, ...) of `count` questions instead, which replace some of the step's.
     """
     from nanochat.sampling import seed_of
 
     # The step decides which questions come next, refills included.
-    first = (step * (1 + refills) + refill) * config.examples_per_step
+    first = (step * (1 + config.most_refills) + refill) * config.examples_per_step
     questions = questions_of(range(first, first + (count or config.examples_per_step)))
     seed = seed_of(config.seed, step, refill) if refill else seed_of(config.seed, step)
-    return sample_on_rank(questions, samples=config.num_samples, seed=seed)
-
-
-def sample(
-    step: int, schedule: Any, config: Config, refills: int, device: "Device"
-) -> tuple["Samples", dict[str, float]]:
-    """The samples of a step from all ranks, and their metrics before any question is replaced."""
-    from nanochat import rollout
-
-    if config.sampler == "engine":
-        share = schedule.take(step)
-    else:  # a sampler outside this process may have other weights
-        from nanochat.samplers.agreement import take_checked
-
-        share = take_checked(
-            schedule, schedule.model, device, step, count=config.device_batch_size, temperature=config.temperature,
-            staleness=config.staleness,
-        )  # fmt: skip
-    drawn = rollout.exchange(share, device)
-    metrics = drawn.metrics()
-    # A question whose replies are all equally good teaches nothing: another question replaces it
-    # (source: Yu et al. 2025, DAPO, dynamic sampling).
-    for refill in range(1, 1 + refills):
-        if drawn.without_signal:
-            drawn = drawn.refill(rollout.exchange(schedule.draw(step, refill, drawn.without_signal), device))
-    return drawn, metrics
+    return sample_on_rank(sampler, questions=questions, samples=config.num_samples, seed=seed)
 
 
 def compare(
-    drawn: "Samples", policy: Any, frozen: Any, row_tokens: int, config: Config, method: "PolicyLoss", device: "Device"
+    drawn: "Samples", policy: Any, reference: Any, config: Config, method: "PolicyLoss", start: "Start"
 ) -> list[list["PolicyBatch"]]:
     """A step's samples as minibatches of packed rows, of which each rank computes its share, with their advantages.
 
-    All log probabilities are from before the first update. `frozen` is the reference or the teacher.
+    All log probabilities are from before the first update.
     """
     from nanochat import rollout
 
     # With one update the present policy drew the samples: only a KL in the reward asks for its probabilities.
     old = policy if config.updates > 1 or config.kl_in == "reward" else None
-    shape = (config.device_batch_size, row_tokens)
-    parts = drawn.split(config.minibatches)
-    minibatches = [rollout.policy_batches(part, shape, device, old, frozen, config.temperature) for part in parts]
-    longest = drawn.grid(lambda sample: sample.longest)
-    shaped = drawn.rewards - rollout.overlong_penalty(longest, config.max_tokens, method.overlong)
+    shape = (config.device_batch_size, start.model.config.sequence_len)
+    minibatches = drawn.split(config.minibatches)
+    batches = []
+    for minibatch in minibatches:
+        batches.append(rollout.policy_batches(minibatch, shape, start.device, old, reference, config.temperature))
+    rewards = drawn.rewards
+    if config.loss == "dapo":
+        from nanochat.alignment.dapo import overlong_penalty
+
+        rewards = rewards - overlong_penalty(drawn.grid(lambda sample: sample.longest), config.max_tokens)
     penalties = 0.0
     if config.kl_in == "reward":
-        penalties = config.kl * rollout.kl_of_samples(parts, minibatches, device)
-    advantages = method.advantages(shaped, penalties)
-    return rollout.with_advantages(parts, minibatches, advantages, device)
+        from nanochat.alignment.advantages import kl_of_samples
+
+        sizes = [minibatch.rewards.size for minibatch in minibatches]
+        penalties = config.kl * kl_of_samples(batches, sizes, start.device).reshape(rewards.shape)
+    advantages = method.advantages(rewards, penalties)
+    return rollout.with_advantages(minibatches, batches, advantages, start.device)
 
 
 if __name__ == "__main__":

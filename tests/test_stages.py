@@ -35,7 +35,7 @@ from nanochat.gpt import Block
 from nanochat.ground import paths
 from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.losses import POLICY_LOSSES, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
+from nanochat.losses import GRPO, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
 from nanochat.mixture import FAR_DRAW, Mixture
 from nanochat.packing import pack_pairs
 from nanochat.run import stage as stages
@@ -526,7 +526,7 @@ def test_one_program_for_one_shape(compiler, dtype):
     advantages = torch.where(rows.source % 2 == 0, 1.0, -0.5) * (rows.targets != IGNORE)
     policy_batch = PolicyBatch(rows, advantages, (rows.targets != IGNORE).float() / 10, sampled)
     rates = scaling.rates(model.config, batch=1, tokens=1)
-    grpo_loss = functools.partial(policy_loss, method=POLICY_LOSSES["grpo"], max_tokens=32)
+    grpo_loss = functools.partial(policy_loss, method=GRPO, max_tokens=32)
     near = {"rel": 1e-5, "abs": 1e-6} if dtype == torch.float32 else {"rel": 0.05, "abs": 0.02}
     steps = {"compiled": [], "eager": []}
     for name, run, weights in (("compiled", policy, model), ("eager", eager, eager)):

@@ -27,39 +27,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat import rollout
+from nanochat import losses, rollout
 from nanochat.adapters import lora
 from nanochat.adapters.nf4 import NF4Linear
 from nanochat.conversation import Rendered
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.ground import cli
+from nanochat.ground import cli, rooms
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import TorchKernels
 from nanochat.run import saver
 from nanochat.tokenizer import Tokenizer
 
-MERGES = (
-    b"th",
-    b"he",
-    b"the",
-    b" t",
-    b" the",
-    b"an",
-    b"\xe4\xbb",
-    b"\xe4\xbb\x8e",
-)  # the last is one Chinese character
+# The last is one Chinese character.
+MERGES = (b"th", b"he", b"the", b" t", b" the", b"an", b"\xe4\xbb", b"\xe4\xbb\x8e")
 RANK_SECONDS = 300  # a rank that takes longer hangs
 # What processes of `forkserver` have imported when they start: most of the seconds that a rank takes otherwise.
-PRELOADED = [
-    "pytest",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "scripts.base_train",
-    "scripts.chat_dpo",
-    "scripts.chat_rl",
-]
+PRELOADED = ["pytest", "torch._dynamo", "torch.distributed.fsdp"]
+PRELOADED += ["scripts.base_train", "scripts.chat_dpo", "scripts.chat_rl"]
 
 # Everything the fast preset has and these have not, and the other way round.
 PLAIN = {
@@ -91,7 +77,12 @@ def tiny_config(**changes: Any) -> GPTConfig:
 
 def sample_episodes(sampler: Any, tokenizer: Tokenizer, device: Device, questions: Any, **settings: Any) -> Any:
     """Episodes of each question by all ranks, which call it together, as chat_rl samples them."""
-    return rollout.exchange(rollout.sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
+    return rollout.gather_samples(rollout.sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
+
+
+def all_losses(seam: str) -> dict[str, Any]:
+    """The losses that --loss of chat_rl or chat_dpo may name."""
+    return {name: losses.find(seam, name) for name in [*losses.LOSSES[seam], *rooms.names(seam)]}
 
 
 class ReferenceKernels(WrittenKernels):

@@ -2,6 +2,9 @@
 
 PLUGS = {
     "policy losses": {
+        "reinforce": "nanochat.alignment.policy_losses:REINFORCE",
+        "dr_grpo": "nanochat.alignment.policy_losses:DR_GRPO",
+        "dapo": "nanochat.alignment.policy_losses:DAPO",
         "rloo": "nanochat.alignment.policy_losses:RLOO",
         "reinforce++": "nanochat.alignment.policy_losses:REINFORCE_PLUS_PLUS",
         "ppo": "nanochat.alignment.policy_losses:PPO",

@@ -3,16 +3,22 @@
 1. draw       an example's replies as tokens                           `draw_pairs`
 2. pack       both replies of a pair into one micro-batch              `pair_batches`
 3. compare    add the log probabilities of a frozen reference model    `with_reference`
-4. learn      PAIR_LOSSES in losses.py
+4. learn      `dpo_loss` in losses.py, pair_losses.py
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from nanochat import losses
 from nanochat.device import Device
+from nanochat.ground import rooms
+from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.losses import PairBatch, reply_logp
 from nanochat.mixture import Mixture, RenderedPair, is_learned
@@ -38,6 +44,22 @@ def report_first(pairs: Sequence[RenderedPair], row_tokens: int) -> None:
             f"{cut} of the first {len(replies)} replies are cut off at the context of {row_tokens} tokens: "
             "they are compared without their ends; shorten them, or use a larger --max_seq_len"
         )
+
+
+def with_settings(name: str, settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The loss of --loss with the settings of its flags; a setting of None keeps the loss's default.
+
+    Raises UserError: when a setting is not None, and the loss does not take it.
+    """
+
+    names = [*losses.LOSSES["pair losses"], *rooms.names("pair losses")]
+    functions = {loss: losses.find("pair losses", loss).function for loss in names}
+    chosen = {setting: value for setting, value in settings.items() if value is not None}
+    for setting, value in chosen.items():
+        takers = [loss for loss in names if setting in inspect.signature(functions[loss]).parameters]
+        if name not in takers:
+            raise UserError(f"--{setting} {value}: --loss {name} has none, {', '.join(takers)} has")
+    return functools.partial(functions[name], **chosen)
 
 
 def token_count(pairs: Iterable[RenderedPair]) -> int:

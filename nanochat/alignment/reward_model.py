@@ -6,7 +6,7 @@ placeholder follows, which is the reply's only target and marks the place at whi
 Legend: S replies, P pairs, N rows, T tokens a row.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
-from nanochat.alignment.preferences import pair_batches
 from nanochat.checkpoint_manager import Preparation, load_model
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
@@ -35,10 +34,8 @@ def with_place(rendered: Rendered) -> Rendered:
     return Rendered([*rendered.ids, 0], [0] * len(rendered.ids) + [1], cut=rendered.cut)
 
 
-def rated_batches(pairs: Iterable[RenderedPair], row_tokens: int, rows: int, device: Device) -> Iterator[PairBatch]:
-    """This rank's share of pairs, in micro-batches of `rows` rows; each reply ends with its placeholder."""
-    rated = [(with_place(chosen), with_place(rejected)) for chosen, rejected in pairs]
-    return pair_batches(rated, row_tokens, rows, device)
+def with_places(pairs: Iterable[RenderedPair]) -> list[RenderedPair]:
+    return [(with_place(chosen), with_place(rejected)) for chosen, rejected in pairs]
 
 
 def reward_loss(model: Any, batch: PairBatch, *, stats: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -55,10 +52,7 @@ def reward_loss(model: Any, batch: PairBatch, *, stats: Tensor | None = None) ->
     return sum_over_pairs(losses, rewards, rewards, batch, 0.0, stats)
 
 
-REWARD = PairLoss(
-    reward_loss, "Ouyang et al. 2022, InstructGPT", has_scalar_head=True, batches=rated_batches, stage="rm",
-    lr_scale=0.1, adapter_rate=1e-4,
-)  # fmt: skip
+REWARD = PairLoss(reward_loss, "Ouyang et al. 2022, InstructGPT")
 
 
 class NewScalarHead(Preparation):

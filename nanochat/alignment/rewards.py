@@ -33,7 +33,7 @@ from nanochat.ground import user_code
 from nanochat.ground.cli import Failed, Interrupted, UserError
 from nanochat.ground.log import print0
 from nanochat.model_folder import find_source, short_name, tag_of, weights_sha256
-from nanochat.rollout import Reward, never, require_names
+from nanochat.rollout import Reward
 from nanochat.task import LARGEST_REWARD, Example, Task, checked_reward
 
 
@@ -66,9 +66,11 @@ Function = Callable[[list[Episode]], Any]  # -> one number per episode, or an aw
 class FunctionReward(Reward):
     """The result of a user's function, or the score of a model."""
 
+    place: str = ""  # the entry of --reward; for a loaded model, with its tag and step
+    sha256: str = ""  # hash of the file or the model's weights
     function: Function | None = None  # None: the model is not loaded yet
 
-    def load(self, device: Device) -> Reward:
+    def load(self, device: Device) -> "FunctionReward":
         """The reward of a model, loaded. The log calls `rm:rm` "rm", and any other model by its tag.
 
         Raises UserError: when the model does not exist.
@@ -138,6 +140,37 @@ def parse_rewards(text: str) -> list[Reward]:
     return rewards
 
 
+def load_rewards(rewards: Sequence[Reward], device: Device) -> list[Reward]:
+    """The same rewards, ready to rate; all ranks call this together. Raises UserError: when a model is missing."""
+    loaded = [reward.load(device) if isinstance(reward, FunctionReward) else reward for reward in rewards]
+    require_names(loaded)
+    return loaded
+
+
+def require_names(rewards: Sequence[Reward]) -> None:
+    names = [reward.name for reward in rewards]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"--reward names {name} twice: leave one out, or give it another name")
+
+
+def reward_fingerprints(rewards: Sequence[Reward]) -> dict[str, str]:
+    """The facts that must be the same in a resumed run: the entries of --reward, and the sha256 of each file and model.
+
+    A model is named by tag and step instead of the flag's value: `rm:rm` may be another model now. A run resumes if the
+    flag then names the same model.
+    """
+    entries = []
+    sums = {}
+    for reward in rewards:
+        entry = reward.name
+        if isinstance(reward, FunctionReward):
+            entry = reward.place
+            sums[f"--reward {entry}"] = reward.sha256
+        entries.append(entry if reward.weight == 1 else f"{entry}:{reward.weight:g}")
+    return {"--reward": ",".join(entries), **sums}
+
+
 def _weighted(entry: str) -> tuple[str, float]:
     what, colon, number = entry.rpartition(":")
     if user_code.PLACE.fullmatch(entry):  # checked first, because a function may be called nan or inf
@@ -152,7 +185,7 @@ def _weighted(entry: str) -> tuple[str, float]:
 
 
 def score(
-    reward: FunctionReward, episodes: Sequence[Episode], seconds: float, should_stop: Callable[[], bool] = never
+    reward: FunctionReward, episodes: Sequence[Episode], seconds: float, should_stop: Callable[[], bool] = lambda: False
 ) -> list[float]:
     """The function's number for each episode.
 

@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from nanochat.alignment.rewards import FunctionReward
+from nanochat.alignment.value import ValuedBatch
 from nanochat.engine import Slots
+from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0
 from nanochat.losses import PolicyBatch, PolicyLoss
@@ -22,18 +25,19 @@ def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> No
 
     Raises UserError: when flags contradict each other, or name something that does not exist.
     """
-    distills = method.teacher_advantages is not None
+    check_sampler(flags.sampler)
+    distills = flags.loss == "distill"
     if distills != (flags.teacher is not None):
         raise UserError("--loss distill and --teacher SOURCE need each other: set both, or neither")
     if distills and flags.kl:
         raise UserError(f"--kl {flags.kl:g}: --loss distill is the KL to the teacher, leave --kl out")
     if flags.kl_in == "reward" and not flags.kl:
         raise UserError("--kl_in reward: without --kl there is no penalty")
-    if flags.staleness and method.refills:
+    if flags.staleness and flags.most_refills:
         raise UserError("--staleness: samples that are drawn ahead are not replaced, add --refills 0")
     if flags.gradient_accumulation_steps is None:  # else the number of devices decides
         _require_enough_questions(flags)
-    if flags.num_epochs is not None and method.refills:
+    if flags.num_epochs is not None and flags.most_refills:
         raise UserError("--num_epochs: questions that are replaced count in no pass, add --refills 0")
     # The default tasks, which depend on the model, all have right answers.
     if flags.tasks and not distills and any(reward.name == "task" for reward in rewards):
@@ -53,6 +57,17 @@ def check_flags(flags: Any, method: PolicyLoss, rewards: Sequence[Reward]) -> No
         print0(
             f"{flags.updates} updates a step: --loss {flags.loss} has no clip that ends a token's move, one update is "
             "safer: leave --minibatches and --updates_per_step out, or choose grpo"
+        )
+
+
+def check_sampler(flag: str) -> None:
+    """Raises UserError: when --sampler names a kind that does not exist, or that needs a package that is missing."""
+    kind = flag.partition(":")[0]
+    if kind in rooms.names("samplers"):
+        rooms.find("samplers", kind).check_flag(flag)
+    elif flag != "engine":
+        raise UserError(
+            f"--sampler {flag}: engine, ray:N, or the addresses of servers as http://HOST:PORT, with commas"
         )
 
 
@@ -80,12 +95,11 @@ def check_questions(
     if flags.max_tokens > context:
         print0(f"--max_tokens {flags.max_tokens:,}: a reply ends at the context of {context:,} tokens all the same")
     for reward in rewards:
-        reward.check(questions[:2], flags.hang_seconds)
+        if isinstance(reward, FunctionReward):
+            reward.check(questions[:2], flags.hang_seconds)
 
 
-def report_memory(
-    flags: Any, start: Start, optimizer: Optimizer, loss_fn: Callable[..., Any], method: PolicyLoss
-) -> None:
+def report_memory(flags: Any, start: Start, optimizer: Optimizer, loss_fn: Callable[..., Any]) -> None:
     """Print the memory of a step, and the additional memory of sampling; the command ends here."""
     model = start.model
 
@@ -96,8 +110,8 @@ def report_memory(
             batch = replace(batch, old_logp=logp_of(model, rows, flags.temperature))
         if start.reference is not None:
             batch = replace(batch, reference_logp=logp_of(start.reference, rows, flags.temperature))
-        if method.critic is not None:
-            batch = replace(batch, old_values=rows.values, returns=rows.values)
+        if flags.loss == "ppo":
+            batch = ValuedBatch(**vars(batch), old_values=rows.values, returns=rows.values)
         return batch
 
     start.ledger.report(

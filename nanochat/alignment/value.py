@@ -7,7 +7,7 @@ Legend: N rows, T tokens a row.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,14 @@ VALUE_CLIP = 0.2  # how far a value may move
 
 
 @dataclass(frozen=True)
+class ValuedBatch(PolicyBatch):
+    """Packed samples with advantages per token; both fields are (N, T)."""
+
+    old_values: Tensor | None = None  # the scalar head before the step's first update
+    returns: Tensor | None = None  # the targets of the scalar head
+
+
+@dataclass(frozen=True)
 class ValueFunction:
     """The scalar head as a critic."""
 
@@ -32,7 +40,7 @@ class ValueFunction:
     @torch.no_grad()
     def estimate(
         self, model: Any, minibatches: Sequence[Sequence[PolicyBatch]], device: Device
-    ) -> list[list[PolicyBatch]]:
+    ) -> list[list[ValuedBatch]]:
         """Replace each sample's reward in `advantages` by an advantage per token, and add the scalar head's targets.
 
         The advantages have mean 0 and deviation 1 over all targets of the step, as is usual in PPO. The host waits for
@@ -68,13 +76,14 @@ class ValueFunction:
 
         filled = []
         for number, batch in enumerate(every):
-            filled.append(replace(
-                batch, advantages=sent[number], old_values=old_values[number], returns=sent[len(every) + number]
-            ))  # fmt: skip
+            filled.append(ValuedBatch(**{
+                **vars(batch), "advantages": sent[number], "old_values": old_values[number],
+                "returns": sent[len(every) + number],
+            }))  # fmt: skip
         remaining = iter(filled)
         return [[next(remaining) for _ in batches] for batches in minibatches]
 
-    def error(self, model: Any, batch: PolicyBatch) -> Tensor:
+    def error(self, model: Any, batch: ValuedBatch) -> Tensor:
         """The weighted error of the scalar head at each target, half of its square, (N, T), 0 elsewhere; a second
         forward pass."""
         assert batch.old_values is not None and batch.returns is not None
@@ -87,11 +96,7 @@ class ValueFunction:
 
 
 def token_advantages(
-    values: np.ndarray,
-    rewards: np.ndarray,
-    is_target: np.ndarray,
-    source: np.ndarray,
-    gae_lambda: float,
+    values: np.ndarray, rewards: np.ndarray, is_target: np.ndarray, source: np.ndarray, gae_lambda: float
 ) -> np.ndarray:
     """Generalised advantages (N, T) in fp64; places without a target get 0.
 

@@ -37,12 +37,12 @@ SEAMS = {
     # A task by its name in --tasks: a Task, or an Environment, whose episodes have several turns. A PATH without a
     # name has a task, too, by the form of its content (`FileForm` of tasks/flag.py).
     "tasks",
-    # Methods of `chat_rl --loss` beyond the ones that teach: `PolicyLoss` of losses.py.
+    # Methods of `chat_rl --loss` beyond grpo: `PolicyLoss` of losses.py.
     "policy losses",
     # Losses of `chat_dpo --loss` beyond dpo: `PairLoss` of losses.py.
     "pair losses",
-    # The beginning of --sampler, for samples from outside this process: a class with the methods of EngineSampler
-    # (rollout.py), and `check_flag`.
+    # The beginning of --sampler, for samples from outside this process: (flags, Start of run/stage.py, should_stop) ->
+    # an object with the methods of EngineSampler (rollout.py). The class also has `check_flag`.
     "samplers",
     # A kind of device: a subclass of `Runtime` of device.py, which also finds the operators.
     "kernels",

@@ -10,12 +10,11 @@ from test_scripts import base  # noqa: F401
 from test_stages import CPU, DPO, RL, RM, pairs_file, pretrained, start  # noqa: F401 (fixtures)
 from tiny import complaint, cpu_device, lively_model, tiny_config
 
-from nanochat.alignment import rewards
 from nanochat.alignment.reward_model import load_reward_model
+from nanochat.alignment.rewards import load_rewards, parse_rewards
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render
 from nanochat.gpt import GPT
-from nanochat.rollout import load_rewards
 
 
 def chat(question: str, reply: str) -> list[dict]:
@@ -106,4 +105,4 @@ def test_a_reward_model_is_a_reward(start, capsys):  # noqa: F811
         "rm:dpo": "is not a reward model: python -m scripts.chat_dpo --loss reward", "rm:rm/gone": "--reward rm:rm/d1",
         "rm:/gone": "--reward rm:/gone is neither",
     }.items():  # fmt: skip
-        assert word in complaint(lambda source=source: load_rewards(rewards.parse_rewards(source), cpu_device()))
+        assert word in complaint(lambda source=source: load_rewards(parse_rewards(source), cpu_device()))

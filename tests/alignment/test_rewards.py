@@ -18,11 +18,11 @@ from tiny import complaint, cpu_device, run_ranks
 
 from nanochat import rollout
 from nanochat.alignment import rewards
-from nanochat.alignment.rewards import Episode, FunctionReward, parse_rewards, score
+from nanochat.alignment.rewards import Episode, FunctionReward, load_rewards, parse_rewards, reward_fingerprints, score
 from nanochat.device import Device
 from nanochat.ground import user_code
 from nanochat.ground.cli import Failed, Interrupted
-from nanochat.rollout import Reward, Samples, load_rewards
+from nanochat.rollout import Reward, Samples
 from nanochat.task import Environment
 from nanochat.tasks.flag import Reading, open_mixture
 
@@ -97,7 +97,7 @@ def values(mine: Path, entry: str, count: int = 2, **options: Any) -> list[float
 def test_a_function_returns_a_number_for_each_episode(mine):
     (task,) = parse_rewards("task")
     played: Any = [SimpleNamespace(reward=0.25)] * 2
-    assert task.rate(played, 1.0, rollout.never) == [0.25, 0.25]
+    assert task.rate(played, 1.0, lambda: False) == [0.25, 0.25]
     assert values(mine, "mine.py:length") == [3.0, 3.0]
     assert values(mine, "mine.py:waits:0.1") == [0.5, 0.5], "async, with a module next to it; the weight comes later"
     assert values(mine, "mine.py:nan") == [0.0, 0.0], "a function's name, and no weight"
@@ -137,7 +137,7 @@ def test_a_function_that_waits_can_be_stopped(mine, name):
 def test_what_the_flag_may_say(mine, tmp_path, monkeypatch):
     parts = parse_rewards(f"task:0.5, {mine}:length:-0.1,{mine}:waits")
     assert [(part.name, part.weight) for part in parts] == [("task", 0.5), ("length", -0.1), ("waits", 1.0)]
-    sums = rollout.reward_fingerprints(parts)
+    sums = reward_fingerprints(parts)
     assert sums.pop("--reward") == f"task:0.5,{mine}:length:-0.1,{mine}:waits"
     assert set(sums) == {f"--reward {mine}:length", f"--reward {mine}:waits"} and all(map(len, sums.values()))
     (tmp_path / "broken.py").write_text("def score(episodes:\n    pass\n")
@@ -167,7 +167,7 @@ def test_a_models_reward_has_the_name_of_its_folder(monkeypatch, capsys):
     assert capsys.readouterr().out == "reward rm:rm: rm/new/step_000002\nreward rm:rm/old: rm/old/step_000001\n"
     assert (new.name, new.weight, score(new, [EPISODE], 1.0)) == ("rm", 2.0, [2.0])
     assert (old.name, old.weight, score(old, [EPISODE], 1.0)) == ("old", 1.0, [1.0])
-    assert rollout.reward_fingerprints(parts) == {
+    assert reward_fingerprints(parts) == {
         "--reward": "rm:rm/new/step_000002:2,rm:rm/old/step_000001",
         "--reward rm:rm/new/step_000002": "sum of new", "--reward rm:rm/old/step_000001": "sum of old",
     }  # fmt: skip
@@ -219,8 +219,8 @@ def test_parts_are_weighed_and_a_broken_reply_is_worth_nothing_at_best():
         return [1.0 + len(episode.messages) for episode in episodes]
 
     drawn = sample(cpu_device(), [Reward("task", 0.5), FunctionReward("length", 2.0, function=length)], Echoing())
-    assert all(list(one.parts) == ["task", "length"] for one in drawn) and drawn.rewards.shape == (4, 2)
-    tasks, lengths = (drawn.grid(lambda one, name=name: one.parts[name]) for name in ("task", "length"))
+    assert all(list(one.reward_parts) == ["task", "length"] for one in drawn) and drawn.rewards.shape == (4, 2)
+    tasks, lengths = (drawn.grid(lambda one, name=name: one.reward_parts[name]) for name in ("task", "length"))
     assert np.array_equal(drawn.rewards, 0.5 * tasks + 2.0 * lengths)
     endings = [one.ending for one in drawn]
     assert "broken" in endings and len(set(endings)) > 1
@@ -230,7 +230,7 @@ def test_parts_are_weighed_and_a_broken_reply_is_worth_nothing_at_best():
         roles = [message["role"] for message in episode.messages]
         assert roles[:2] == ["user", "assistant"] and episode.task == "length" and episode.answer in range(4)
         assert episode.reward in (0.0, 1.0, 3.0, 6.0) and episode.tokens > 0
-    halves = [half.grid(lambda one: one.parts["length"]) for half in drawn.split(2)]
+    halves = [half.grid(lambda one: one.reward_parts["length"]) for half in drawn.split(2)]
     assert [half.shape for half in halves] == [(2, 2)] * 2 and np.array_equal(np.vstack(halves), lengths)
     negative = sample(cpu_device(), [FunctionReward("own", function=lambda episodes: [-1.0] * len(episodes))], Length())
     assert (negative.rewards == -1).all(), "also of broken replies: they would be the best ones"

@@ -13,7 +13,7 @@ from tiny import cpu_device
 
 from nanochat.alignment import value
 from nanochat.alignment.policy_losses import PPO
-from nanochat.alignment.value import ValueFunction
+from nanochat.alignment.value import ValuedBatch, ValueFunction
 from nanochat.checkpoint_manager import load_model
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
@@ -110,7 +110,7 @@ def test_an_empty_step_has_no_advantages():
 
 
 def test_the_values_error_is_clipped():
-    batch = replace(two_samples(OLD), old_values=VALUES, returns=VALUES + 1)
+    batch = ValuedBatch(**vars(two_samples(OLD)), old_values=VALUES, returns=VALUES + 1)
     model = critic(VALUES + torch.tensor([[0.1, 0.5, -0.5, 0.0, 0.0, 0.0]]))
     error = ValueFunction().error(model, batch)
     # 0.9; 0.5 counts as 1 - 0.2 = 0.8, the larger error, without a gradient; 1.5 counts in full

@@ -6,6 +6,7 @@ value function (alignment/value.py) there are the numbers and finite differences
 
 import asyncio
 import functools
+import inspect
 import itertools
 import math
 from collections import defaultdict
@@ -17,27 +18,27 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from tiny import cpu_device, lively_model, tiny_config
+from tiny import all_losses, cpu_device, lively_model, tiny_config
 from torch import Tensor
 
-from nanochat import losses
 from nanochat.alignment import preferences
 from nanochat.alignment.advantages import leave_one_out
 from nanochat.alignment.pair_losses import orpo_loss
 from nanochat.alignment.reward_model import reward_loss
+from nanochat.alignment.value import ValuedBatch, ValueFunction
 from nanochat.attention import Segments
 from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
 from nanochat.ground.cli import UserError
 from nanochat.losses import (
     PAIR_STATS,
-    POLICY_LOSSES,
     POLICY_STATS,
     PairBatch,
     PolicyBatch,
     group_deviation,
     group_mean,
     kl_estimate,
+    mean_pair_stats,
     mean_policy_stats,
     policy_loss,
     reply_logp,
@@ -46,9 +47,9 @@ from nanochat.losses import (
 from nanochat.mixture import RenderedPair
 from nanochat.packing import PackedBatch, pack_pairs, pack_sequences
 
-METHODS = losses.all_rows(POLICY_LOSSES, "policy losses")
-PAIR_ROWS = losses.all_rows(losses.PAIR_LOSSES, "pair losses")
-OF_REPLIES = [name for name, row in PAIR_ROWS.items() if not row.has_scalar_head]  # their rewards are log probabilities
+METHODS = all_losses("policy losses")
+PAIR_ROWS = all_losses("pair losses")
+OF_REPLIES = [name for name in PAIR_ROWS if name != "reward"]  # their rewards are log probabilities
 
 
 class Fixed:
@@ -88,8 +89,8 @@ OLD = torch.log(torch.tensor([0.5, 0.125, 0.25, 1.0, 0.125, 1.0])).tolist()  # r
 
 def loss_of(name: str, model: Any, batch: PolicyBatch, max_tokens: int = 10, **settings: Any) -> tuple[Tensor, Tensor]:
     own = {key: settings.pop(key) for key in ("clip_low", "clip_high") if key in settings}
-    method = METHODS[name].override(**own)
-    critic = None if method.critic is None else method.critic()
+    method = replace(METHODS[name], **own)
+    critic = ValueFunction() if name == "ppo" else None
     return policy_loss(model, batch, method=method, max_tokens=max_tokens, **{"critic": critic, **settings})
 
 
@@ -193,11 +194,11 @@ def test_gradients_are_finite_differences(name):
     batch = two_samples()
     rows = replace(batch.rows, values=sampler)
     gains, share = batch.advantages.double(), batch.sample_share.double()
-    batch = PolicyBatch(rows, gains, share, old, reference, old_values, returns)
+    batch = ValuedBatch(rows, gains, share, old, reference, old_values, returns)
     settings = {"kl": 0.0 if name == "distill" else 0.2, "importance_cap": 1.1, "clip_low": 0.5, "clip_high": 0.5}
     model = Fixed(LOGP.double(), values.clone())
     loss_of(name, model, batch, **settings)[0].backward()
-    gradients = [model.logp.grad, model.values.grad if METHODS[name].critic else torch.zeros(1, 6)]
+    gradients = [model.logp.grad, model.values.grad if name == "ppo" else torch.zeros(1, 6)]
     weights = (LOGP.double() - old).exp().clamp(0.5, 1.5)  # of cispo, without a gradient
     for which, place in itertools.product(range(2), range(6)):
         found = []
@@ -213,7 +214,7 @@ def test_gradients_are_finite_differences(name):
         assert gradients[which][0, place].item() == pytest.approx(slope, abs=1e-6), (which, place)
     assert gradients[0].abs().max() > 0.05
     # Of the five values some are clipped, others are not.
-    assert 0 < torch.count_nonzero(gradients[1]) < 5 or not METHODS[name].critic
+    assert 0 < torch.count_nonzero(gradients[1]) < 5 or name != "ppo"
 
 
 def real_batch() -> tuple[torch.nn.Module, PolicyBatch]:
@@ -273,7 +274,7 @@ def test_token_logp_is_the_models(tiny_config):
     targets = batch.rows.targets
     expected = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     expected = torch.where(targets == IGNORE, 0.0, expected)
-    torch.testing.assert_close(losses.token_logp(model, batch.rows), expected)
+    torch.testing.assert_close(token_logp(model, batch.rows), expected)
 
 
 # ---------------------------------------------------------------------- against trl
@@ -447,9 +448,9 @@ def one_pair(chosen: list[float], rejected: list[float], reference: tuple[float,
 
 
 def test_means_are_over_the_pairs_and_nothing_without_one():
-    means = losses.mean_pair_stats(torch.tensor([2.0, 3.0, 0.5, 0.25]), cpu_device())
+    means = mean_pair_stats(torch.tensor([2.0, 3.0, 0.5, 0.25]), cpu_device())
     assert means == {"accuracy": 0.75, "margin": 0.125, "chosen_reward": 0.25, "rejected_reward": 0.125}
-    assert losses.mean_pair_stats(torch.zeros(4), cpu_device()) == {}
+    assert mean_pair_stats(torch.zeros(4), cpu_device()) == {}
 
 
 @pytest.mark.parametrize(
@@ -485,6 +486,12 @@ def test_losses_of_preferences_by_hand(name, settings, expected, rewards):
     assert stats[1].item() == (accurate if rewards[0] != rewards[1] else 1)
 
 
+def bound(row: Any, settings: dict[str, Any]) -> Any:
+    """The function with those of these settings that it takes."""
+    taken = settings.keys() & inspect.signature(row.function).parameters
+    return functools.partial(row.function, **{name: settings[name] for name in taken})
+
+
 @pytest.mark.parametrize("name", OF_REPLIES)
 def test_gradients_of_preferences_are_finite_differences(name):
     fixed, batch = one_pair([0.5, 0.25], [0.5, 0.4, 0.3], (1 / 16, 1 / 4))
@@ -497,7 +504,7 @@ def test_gradients_of_preferences_are_finite_differences(name):
         def model(*_: Any, **__: Any) -> Tensor:
             return torch.where(is_target, -logp, 0.0)
 
-        return row.bind(**settings)(model, batch)[0]
+        return bound(row, settings)(model, batch)[0]
 
     logp = fixed.logp.detach().double().requires_grad_()
     assert torch.autograd.gradcheck(loss_of, (logp,))
@@ -527,9 +534,10 @@ def test_a_certain_reply_has_finite_odds():
 
 
 def test_settings_that_a_loss_has_not_are_refused():
-    losses.require_settings("simpo", gamma=1.0, label_smoothing=None)
+    loss = preferences.with_settings("simpo", {"gamma": 1.5, "label_smoothing": None})
+    assert (loss.func, loss.keywords) == (PAIR_ROWS["simpo"].function, {"gamma": 1.5})
     with pytest.raises(UserError, match="--gamma 1.0: --loss dpo has none, simpo has"):
-        losses.require_settings("dpo", gamma=1.0)
+        preferences.with_settings("dpo", {"gamma": 1.0})
 
 
 def trl_trainer(**settings: Any) -> Any:
@@ -601,7 +609,7 @@ def test_losses_of_preferences_are_those_of_trl():
         batches = preferences.pair_batches(examples, 32, 3, device)
         frozen = reference if row.has_reference else None
         batches = [preferences.with_reference(batch, frozen) for batch in batches]
-        parts = [row.bind(**settings)(model, batch) for batch in batches]
+        parts = [bound(row, settings)(model, batch) for batch in batches]
         assert len(parts) > 1
         ours = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
         torch.testing.assert_close(ours, expected_loss, rtol=2e-5, atol=1e-6)
@@ -646,6 +654,6 @@ def test_a_micro_batch_of_padding_adds_nothing():
     batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
     stats = torch.zeros(len(PAIR_STATS))
     for row in (PAIR_ROWS[name] for name in OF_REPLIES):
-        loss, count = row.bind(sft_weight=1.0)(model, batch, stats=stats)
+        loss, count = row.function(model, batch, sft_weight=1.0, stats=stats)
         assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
         assert not gradient(model, loss).any()

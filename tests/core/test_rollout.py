@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny import cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from tiny import all_losses, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
+from nanochat.alignment.advantages import kl_of_samples
+from nanochat.alignment.dapo import replace_questions
 from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.ground.cli import Failed, UserError
-from nanochat.losses import POLICY_LOSSES, all_rows
 from nanochat.packing import pack_sequences
-from nanochat.rollout import Sample, Samples, kl_of_samples, logp_of, policy_batches, with_advantages
+from nanochat.rollout import Sample, Samples, logp_of, policy_batches, with_advantages
 from nanochat.sampling import seed_of
 from nanochat.task import Environment, Example, Step, Task, opening_of
 
@@ -124,14 +125,14 @@ def test_questions_without_a_signal_are_replaced():
     assert samples.metrics() == {
         "reward": 3 / 8, "pass_at_k": 0.5, "no_signal": 0.75, "response_tokens": 1.0, "truncated": 0.0
     }  # fmt: skip
-    filled = samples.refill(numbered([[0, 0], [1, 0], [0.5, 1]], first=10))
+    filled = replace_questions(samples, numbered([[0, 0], [1, 0], [0.5, 1]], first=10))
     assert filled.rewards.tolist() == [[1, 0], [0, 1], [0.5, 1], [0, 0]], "the first two that have one"
     assert tokens_of(filled) == [[12], [13], [2], [3], [14], [15], [6], [7]]
     assert [sample.longest for sample in filled.groups[2]] == [14, 15]
-    assert filled.refill(numbered([[1, 1]])).rewards.tolist() == filled.rewards.tolist()
+    assert replace_questions(filled, numbered([[1, 1]])).rewards.tolist() == filled.rewards.tolist()
 
 
-def test_parts_hold_whole_questions():
+def test_minibatches_hold_whole_questions():
     samples = numbered([[0, 1], [2, 3], [4, 5]])
     assert [tokens_of(part) for part in samples.split(2)] == [[[0], [1]], [[2], [3], [4], [5]]]
     assert [part.rewards.tolist() for part in samples.split(2)] == [[[0, 1]], [[2, 3], [4, 5]]]
@@ -152,10 +153,9 @@ def test_a_batch_carries_each_samples_advantage_and_share():
     of = {(s, t): more for s, t, *more in numbers if t != IGNORE}
     assert of == {(0, 3): [2.0, 0.5, -1.0], (0, 4): [2.0, 0.5, -2.0], (1, 6): [-1.0, 1.0, -4.0]}
     assert batch.sample_share.sum() == 2  # one a sample
-    # What the reference thinks of the samples, summed up; parts are one after the other.
+    # What the reference thinks of the samples, summed up; minibatches are one after the other.
     batch = replace(batch, old_logp=rows.values, reference_logp=torch.where(rows.targets != IGNORE, -1.5, 0.0))
-    kl = kl_of_samples([samples, samples], [[batch], [batch]], device)
-    assert kl.tolist() == [[0.0, -2.5], [0.0, -2.5]]
+    assert kl_of_samples([[batch], [batch]], [2, 2], device).tolist() == [0.0, -2.5, 0.0, -2.5]
 
 
 def drawn_on_a_rank(device: Device, rows: int) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def test_no_question_is_no_sample(engine):
     assert drawn.rewards.size == 0 and tokens_of(drawn) == []
     (batch,) = policy_batches(drawn, (4, 8), cpu_device())
     assert (batch.rows.targets == IGNORE).all() and batch.sample_share.sum() == 0
-    for method in all_rows(POLICY_LOSSES, "policy losses").values():
+    for method in all_losses("policy losses").values():
         advantages = method.advantages(drawn.rewards)
         ((batch,),) = with_advantages([drawn], [[batch]], advantages, cpu_device())
         assert batch.advantages.abs().sum() == 0
