@@ -104,9 +104,9 @@ def main(config: Config) -> None:
     layout.shard(model, device)
     start = Start(began, device, layout, model, tokenizer, config.model_tag or f"d{config.depth}")
     if config.dry_run:
-        from nanochat.run import memory
+        from nanochat.parallel import dry_run
 
-        start.ledger = memory.begin(device, model)
+        start.ledger = dry_run.begin(device, model)
     else:
         model.to_empty(device=device.torch_device)
         model.init_weights(config.seed)

@@ -340,7 +340,7 @@ ALLOWED = [
     (rings_hold, "nanochat/run/novelty.py", "from nanochat import train\nfrom nanochat.ground import log"),
     (rings_hold, "nanochat/kernels/novelty.py", "from nanochat.run.progress import Attendant"),
     (rings_hold, "nanochat/evals/chat.py", "from nanochat.run.flags import TrainFlags"),
-    (rings_hold, "scripts/base_train.py", "from nanochat.parallel import mesh\nfrom nanochat.run import memory"),
+    (rings_hold, "scripts/base_train.py", "from nanochat.parallel import mesh\nfrom nanochat.run import speed"),
     (vendor_words, "nanochat/engine.py", '"""Runs on NPU and CUDA."""\n# npu\nx = 1'),
     (vendor_words, "nanochat/device.py", "torch.npu.synchronize()"),
     (

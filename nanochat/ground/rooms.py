@@ -29,6 +29,7 @@ SEAMS = {
     # How a run is spread over several processes, by --parallel: (device, --replicate) -> a Layout of ranks.py.
     # context: (device, such a Layout) -> the same, but with neighbours that share rows (--context_parallel).
     # experts: (device, --parallel, --replicate) -> such a Layout, with whole experts on a rank (--expert_parallel).
+    # dry_run: (device, models) -> the Ledger that counts a step's memory; dry_run_devices: (device, ranks) -> a device.
     "layouts",
     # Opens a file of text or records that is not .txt or .jsonl, by its suffix: (path, columns) -> a DataFile.
     "file formats",

@@ -57,7 +57,7 @@ class Start:
     reference: Any = None  # the source's model: a frozen copy of it, or the model itself without its adapters
     reference_source: Path | None = None  # the reference's checkpoint; a teacher has another one
     adapter: dict[str, Any] | None = None  # if only adapters are trained: their settings and their base
-    ledger: Any = None  # for --dry_run: the model has no weights, and everything is counted (run/memory.py)
+    ledger: Any = None  # for --dry_run: the model has no weights, and everything is counted (parallel/dry_run.py)
 
 
 def open_device(config: TrainFlags) -> tuple[Device, Layout]:
@@ -85,9 +85,7 @@ def open_device(config: TrainFlags) -> tuple[Device, Layout]:
             f"python -m nanochat.run.launch --nproc_per_node={config.dry_run_devices} -m scripts.NAME -- ..."
         )
     if config.dry_run_devices > 1:
-        from nanochat.run import memory
-
-        device = memory.pretend(device, config.dry_run_devices)
+        device = rooms.find("layouts", "dry_run_devices")(device, config.dry_run_devices)
     device = dataclasses.replace(device, context_ranks=config.context_parallel)
     layout = lay_out(device, config.parallel, config.replicate, config.expert_parallel)
     print0(f"device: {device}; {layout}")
@@ -130,9 +128,7 @@ def begin(
     if config.dry_run:
         screen.phase("counting the memory of a step")
         models = [model, start.reference] if isinstance(start.reference, GPT) else [model]
-        from nanochat.run import memory
-
-        start.ledger = memory.begin(device, *models)
+        start.ledger = rooms.find("layouts", "dry_run")(device, *models)
     else:
         if isinstance(config, ChatFlags):
             start.tokenizer = chosen_template(tokenizer, config.chat_template)

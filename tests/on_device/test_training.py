@@ -10,7 +10,7 @@ import torch
 from nanochat import scaling
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.run import memory
+from nanochat.parallel import dry_run
 from nanochat.train import make_optimizer, next_token_loss
 from on_device.sizes import Sizes
 from scripts import bench
@@ -59,7 +59,7 @@ def counted_bytes(device: Device, sizes: Sizes, depth: int) -> int:
     config = scaling.model_config(depth, sizes.vocab_size, tokens)
     with torch.device("meta"):
         model = GPT(config, device.kernels)
-    ledger = memory.begin(device, model)
+    ledger = dry_run.begin(device, model)
     try:
         optimizer = make_optimizer(model, scaling.rates(config, rows * tokens, 1000 * rows * tokens), device)
         ids = torch.zeros(2, rows, tokens, dtype=torch.long, device=device.torch_device)

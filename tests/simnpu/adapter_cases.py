@@ -23,9 +23,9 @@ from nanochat.kernels import npu
 from nanochat.losses import masked_loss
 from nanochat.optim import StateFormat
 from nanochat.packing import PackedBatch
+from nanochat.parallel.dry_run import begin as begin_ledger
+from nanochat.parallel.dry_run import full_rows
 from nanochat.ranks import lay_out
-from nanochat.run.memory import begin as begin_ledger
-from nanochat.run.memory import full_rows
 from nanochat.run.progress import Meter, Progress
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu.adapters import section

@@ -9,7 +9,7 @@ from test_scripts import base  # noqa: F401 (base is a fixture)
 
 from nanochat.data import hashes
 from nanochat.ground import screen, storage
-from nanochat.run.memory import MIB
+from nanochat.parallel.dry_run import MIB
 
 CPU = ("--device=cpu", "--dtype=float32")
 # Qwen2's form: biases, grouped heads, a tied head.
