@@ -35,11 +35,11 @@ def main(config: Config) -> None:
     from nanochat.losses import masked_loss
     from nanochat.mixture import FIRST_EXAMPLES, Horizon, Mixture, is_learned, require_learnable
     from nanochat.packing import PackedBatch, pack_sequences
-    from nanochat.run.learned_share import report_learned
     from nanochat.run.loop import Run
     from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.tasks.flag import open_tasks
+    from nanochat.tasks.learned_share import report_learned
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ model, data

@@ -50,11 +50,11 @@ def main(config: Config) -> None:
     from nanochat.mixture import is_learned
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
-    from nanochat.run.learned_share import report_learned
     from nanochat.run.long_context import NewContext
     from nanochat.run.stage import chosen_template
     from nanochat.task import Task
     from nanochat.tasks.flag import open_tasks
+    from nanochat.tasks.learned_share import report_learned
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
     folder = find_source(config.source, config.source_tag)

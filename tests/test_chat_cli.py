@@ -31,7 +31,8 @@ from tiny import save_checkpoint, tiny_tokenizer
 from nanochat.conversation import render
 from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.ground import paths, terminal
+from nanochat.ground import paths
+from nanochat.serve import terminal
 from nanochat.tasks.conversations import Conversations, messages_of
 from scripts import chat_cli
 

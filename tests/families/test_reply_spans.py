@@ -19,7 +19,7 @@ from nanochat.conversation import Rendered, render, render_prompt
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.families.reply_spans import Conversation
-from nanochat.run.learned_share import report_learned
+from nanochat.tasks.learned_share import report_learned
 from nanochat.tokenizer import Tokenizer
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")

@@ -16,11 +16,11 @@ from tiny_families import THINKING, save_family
 
 from nanochat.conversation import render
 from nanochat.ground import paths
-from nanochat.run.learned_share import report_learned
 from nanochat.task import Pair
 from nanochat.tasks.columns import parse_columns
 from nanochat.tasks.conversations import Conversations, Prompts, messages_of
 from nanochat.tasks.flag import Reading, TaskSpec, open_mixture, open_task
+from nanochat.tasks.learned_share import report_learned
 from nanochat.tasks.messages import plain
 from nanochat.tasks.preferences import Preferences
 from nanochat.tokenizer import Tokenizer
