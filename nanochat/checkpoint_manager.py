@@ -83,7 +83,13 @@ def load_folder(
     """
     config, tokenizer, meta = load_config(folder, prepare)
     with model_folder.damage_of(folder):
-        weights = _open_weights(folder, config, tokenizer, meta, prepare)
+        *adapters, base = model_folder.lineage(folder)
+        weights = model_folder.format_of(base).weights(base, config)
+        _require_agreement(weights, meta, config, tokenizer)
+        if adapters:  # merged into the weights of their base as these are read
+            weights = rooms.find("adapters", "weights")(weights, adapters, config)
+        for one in prepare:
+            weights = one.reading(weights, config, folder)
         # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the
         # device of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         model, shapes = build(config, device, layout, prepare, weights)
@@ -107,26 +113,17 @@ def load_config(folder: Path, prepare: Sequence[Preparation] = ()) -> tuple[GPTC
 
 
 def describe(folder: Path, prepare: Sequence[Preparation] = ()) -> tuple[Path, GPTConfig, dict[str, Any]]:
-    """The folder that describes a model, the shape in which it will be used, and its meta data."""
+    """The folder that describes a model, the shape in which it will be used, and its meta data.
+
+    Raises ValueError: when its files contain what ours never do.
+    """
     described = model_folder.described_by(folder)
     config, meta = model_folder.format_of(described).describe(described)
+    if not 1 <= config.n_layer <= MAX_LAYERS:  # layers cost time and memory even without weights
+        raise ValueError(f"{config.n_layer} layers: from 1 to {MAX_LAYERS}")
     for one in prepare:
         config, meta = one.configure(config, meta)
     return described, config, {**meta, **model_folder.facts_of_use(meta), "folder": str(folder)}
-
-
-def _open_weights(
-    folder: Path, config: GPTConfig, tokenizer: Tokenizer, meta: dict[str, Any], prepare: Sequence[Preparation]
-) -> Weights:
-    """The weights in a folder, or in the base of its adapters, into which these are merged as they are read."""
-    *adapters, base = model_folder.lineage(folder)
-    weights = model_folder.format_of(base).weights(base, config)
-    _require_agreement(weights, meta, config, tokenizer)
-    if adapters:
-        weights = rooms.find("adapters", "weights")(weights, adapters, config)
-    for one in prepare:
-        weights = one.reading(weights, config, folder)
-    return weights
 
 
 def build(
@@ -140,7 +137,6 @@ def build(
 
     Raises ValueError: when the `weights` are of another model.
     """
-    _require_layers(config.n_layer)
     with torch.device("meta"):
         model = GPT(config, device.kernels)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
@@ -189,18 +185,10 @@ def _require_agreement(weights: Weights, meta: dict[str, Any], config: GPTConfig
             f"its tokenizer has {tokenizer.vocab_size:,} tokens, too large for the model, whose embedding has "
             f"{config.vocab_size:,} rows: they do not belong together"
         )
+    if config.n_layer != weights.layers():
+        raise ValueError(f"its config has {config.n_layer} layers, its weights have {weights.layers()}")
     # The rotary tables, (2, context, head_dim) in fp32, are not in the file: a context whose tables are larger than all
     # weights is not one that was trained.
-    layers = weights.layers()
-    if config.n_layer != layers:
-        raise ValueError(f"its config has {config.n_layer} layers, its weights have {layers}")
-    _require_layers(layers)
     rotary_bytes = 8 * config.sequence_len * config.head_dim
     if rotary_bytes > max(sum(path.stat().st_size for path in weights.files), MAX_ROTARY_BYTES):
         raise ValueError(f"a context of {config.sequence_len} tokens takes {rotary_bytes:,} bytes")
-
-
-def _require_layers(layers: int) -> None:
-    # Layers cost time and memory even without weights.
-    if not 1 <= layers <= MAX_LAYERS:
-        raise ValueError(f"{layers} layers: from 1 to {MAX_LAYERS}")

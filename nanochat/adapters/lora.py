@@ -111,7 +111,7 @@ class LinearAdapters(nn.ModuleDict):
         super().__init__({name: Adapter(parts[name], inputs, lora, device, experts) for name in targets})
         self.parts = parts
         self.lora = lora
-        self.dropout = lora.dropout
+        self.dropout = lora.dropout  # `GPT.recompute_activations` looks for it
         self.enabled = True  # False: without adapters, see `without_adapters`
 
     def forward(self, x: Tensor, y: Any) -> Any:
@@ -195,11 +195,6 @@ def attach(model: GPT, lora: Lora) -> None:
 
 def adapters_in(model: nn.Module) -> list[LinearAdapters]:
     return [module for module in model.modules() if isinstance(module, LinearAdapters)]
-
-
-def settings_of(model: GPT) -> Lora | None:
-    """The settings of a model's adapters; None: it has none."""
-    return model.extension.lora if isinstance(model.extension, Attached) else None
 
 
 @torch.no_grad()
@@ -360,12 +355,11 @@ def merged_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
     """A model's weights by name, one at a time, whole on each rank and with its adapters merged in fp32. All ranks call
     it together."""
     parameters = dict(model.named_parameters())
-    lora = settings_of(model)
-    if lora is None:
+    if model.extension is None:
         yield from ((name, whole(parameter)) for name, parameter in parameters.items())
         return
     tensors = {name: whole(parameters.pop(name)) for name in list(parameters) if ".adapters." in name}
-    adapters = Adapters(lora, tensors)
+    adapters = Adapters(model.extension.lora, tensors)
     for name, parameter in parameters.items():
         yield name, adapters.merged(name, whole(parameter), model.config)
     for path, layer in model.named_modules():

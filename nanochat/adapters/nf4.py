@@ -104,9 +104,9 @@ class NF4Linear(nn.Module):
         self.codes.copy_(codes)
         self.factors.copy_(factors)
 
-    def dequantized(self) -> Tensor:
-        """The whole weight (O, I), in fp32."""
-        return dequantize(self.codes, self.factors, (self.out_features, self.in_features), torch.float32)
+    def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The whole weight (O, I)."""
+        return dequantize(self.codes, self.factors, (self.out_features, self.in_features), dtype)
 
     def forward(self, x: Tensor) -> Any:
         """x (..., I) -> (..., O), or the result of a StackedLinear."""
@@ -125,9 +125,7 @@ class NF4Experts(NF4Linear):
         """x (rows, I), sorted by expert -> (rows, O)"""
 
         def compute(x: Tensor) -> Tensor:
-            shape = (self.out_features, self.in_features)
-            matrix = dequantize(self.codes, self.factors, shape, x.dtype)
-            return grouped_product(self.kernels, x, matrix, groups)
+            return grouped_product(self.kernels, x, self.dequantized(x.dtype), groups)
 
         # The backward pass reads the weights back once more.
         return checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False)

@@ -254,10 +254,8 @@ def _explain(error: BaseException) -> str | None:
     first_line = (str(error).splitlines() or [type(error).__name__])[0]
     if out_of_memory(error):
         return f"out of memory: lower --device_batch_size, --max_seq_len or --depth ({first_line})"
-    if isinstance(error, ImportError):
-        line = advice(error)
-        if line:
-            return line
+    if isinstance(error, ImportError) and (line := advice(error)):
+        return line
     cause: BaseException | None = error
     while cause is not None:  # torch imports an accelerator's package, and hides why that failed
         missing = re.search(r"\S+\.so\S*(?=: cannot open shared object file)", str(cause))
@@ -268,8 +266,7 @@ def _explain(error: BaseException) -> str | None:
             )
         cause = cause.__cause__ or cause.__context__
     for explain in explainers:
-        line = explain(error)
-        if line:
+        if line := explain(error):
             return line
     return None
 

@@ -1,34 +1,24 @@
 """Packages that only rooms import, and the extra of pyproject.toml that installs each."""
 
 EXTRAS = {
-    "prompt_toolkit": "chat",
-    "jinja2": "families",
-    "tokenizers": "families",
-    "huggingface_hub": "hub",
-    "yaml": "hub",
-    "matplotlib": "report",
-    "httpx2": "samplers",
-    "fastapi": "serve",
-    "httptools": "serve",
-    "llguidance": "serve",
-    "prometheus_client": "serve",
-    "pydantic": "serve",
-    "starlette": "serve",
-    "uvicorn": "serve",
-    "uvloop": "serve",
-    "google": "service",  # the package protobuf
+    "chat": "prompt_toolkit",
+    "families": "jinja2 tokenizers",
+    "hub": "huggingface_hub yaml",
+    "report": "matplotlib",
+    "samplers": "httpx2",
+    "serve": "fastapi httptools llguidance prometheus_client pydantic starlette uvicorn uvloop",
+    "service": "google",  # the package protobuf
     "modelscope": "modelscope",
     "ray": "ray",
-    "swanlab": "track",
-    "tensorboard": "track",
-    "wandb": "track",
+    "track": "swanlab tensorboard wandb",
 }
 
 
 def advice(error: ImportError) -> str | None:
     """One line for a package of an extra that is not installed; None for any other error."""
     package = (error.name or "").partition(".")[0]
-    if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
-        return None
-    extra = EXTRAS[package]
-    return f"{package} is not installed: run `bash setup_ascend.sh --extras {extra}` or `pip install -e '.[{extra}]'`"
+    for extra, packages in EXTRAS.items():
+        if isinstance(error, ModuleNotFoundError) and package in packages.split():
+            command = f"`bash setup_ascend.sh --extras {extra}` or `pip install -e '.[{extra}]'`"
+            return f"{package} is not installed: run {command}"
+    return None

@@ -59,22 +59,18 @@ def record(stage: str, tag: str | None, began: float, device: Any = None, steps:
         return
     spec = sys.modules["__main__"].__spec__
     script = spec.name if spec else Path(sys.argv[0]).stem
-    started = datetime.datetime.fromtimestamp(began, datetime.timezone.utc)
     line: dict[str, Any] = {
         "script": script.rpartition(".")[2],
         "command": shlex.join(["python", "-m", script, *sys.argv[1:]]),
         "stage": stage,
         "tag": tag,
         "seconds": round(time.time() - began, 3),
-        "started": started.isoformat(timespec="seconds"),
+        "started": time_text(began),
     }
     if steps is not None:
         line["first_step"], line["last_step"] = steps
     if device is not None:
-        line["world_size"] = device.world_size
-        line["device"] = device.name
-        line["kind"] = device.kind
-        line["dtype"] = str(device.dtype).removeprefix("torch.")
+        line |= device_facts(device)
     path = base_dir() / "runs" / "commands.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +78,17 @@ def record(stage: str, tag: str | None, began: float, device: Any = None, steps:
             file.write(json.dumps(line) + "\n")
     except OSError as error:  # the command's own work is done and on the disk
         warn(f"{path}: {error.strerror}: the report will not name this command")
+
+
+def time_text(seconds: float) -> str:
+    """A `time.time()` as `2026-11-29T04:24:03+00:00`."""
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).isoformat(timespec="seconds")
+
+
+def device_facts(device: Any) -> dict[str, Any]:
+    """What the report says about the devices of a command."""
+    dtype = str(device.dtype).removeprefix("torch.")
+    return {"world_size": device.world_size, "device": device.name, "kind": device.kind, "dtype": dtype}
 
 
 def counted(number: int, noun: str) -> str:

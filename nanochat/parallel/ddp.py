@@ -21,6 +21,10 @@ from nanochat.ranks import Layout
 # Every rank updates smaller AdamW tensors completely: that is cheaper than sending the new weights.
 SHARD_ELEMENTS = 4096
 
+# torch 2.13 renamed both; older versions know only the second name.
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # (share, whole, ...)
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # (whole, share, ...)
+
 
 @dataclass(frozen=True)
 class Ddp(Layout):
@@ -164,18 +168,3 @@ def _pad(rows: Tensor, count: int) -> Tensor:
     """The rows, and zeros up to `count` rows."""
     missing = count - len(rows)
     return torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:]))) if missing else rows
-
-
-# torch 2.13 renamed both; older versions know only the second name.
-
-
-def reduce_scatter(share: Tensor, whole: Tensor, **options: Any) -> dist.Work | None:
-    """Sum `whole` over the ranks, and leave in `share` the part of the sum that belongs to this rank."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return function(share, whole, **options)
-
-
-def all_gather(whole: Tensor, share: Tensor, **options: Any) -> dist.Work | None:
-    """Fill `whole` with the ranks' shares, in rank order."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return function(whole, share, **options)

@@ -83,8 +83,6 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # bytes of each live storage
         self.modes = contextlib.ExitStack()
 
-    # ------------------------------------------------------------------ counting
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
@@ -123,8 +121,6 @@ class Ledger(TorchDispatchMode):
             yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-
-    # ------------------------------------------------------------------ a step
 
     def enter(self, phase: str) -> None:
         self.phase = phase

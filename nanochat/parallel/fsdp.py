@@ -4,6 +4,7 @@ Source: Zhao et al. 2023, PyTorch FSDP. This is its second version, `fully_shard
 ground/sharding.py reads and writes them.
 """
 
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nanochat.device import Device
@@ -39,10 +39,37 @@ class Fsdp(Layout):
 
         Raises UserError: when this torch sums gradients on a CPU where FSDP needs their mean.
         """
-        assert self.place.mesh is not None
         if device.kind == "cpu":
             _require_means(device)
-        _shard(model, self.place.mesh, device)
+        # The warning is about in-place writes to views. A value embedding returns a view, and nothing writes to it.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        # Gradients are means over all ranks, which add up in fp32.
+        shard = functools.partial(fully_shard, mesh=self.place.mesh, reshard_after_forward=True)
+        # Embeddings first: each is gathered separately, in fp32, and only in the forward pass. In bf16 the same rows
+        # would be looked up, but the gradient of a row is a sum over all places of its token, and bf16 loses the small
+        # ones.
+        tables = list(model.value_embeddings.values())
+        if model.head is not None:  # otherwise the embedding is also the head, and belongs to the root
+            tables.append(model.embedding)
+        for table in tables:
+            shard(table)
+        # Then the head and each block, gathered in the dtype of their products: half of the bytes in bf16. The head
+        # adds up its gradient in fp32, and rounds it once, as the products of the blocks do.
+        product_dtype = None if device.dtype == torch.float32 else device.dtype
+        policy = MixedPrecisionPolicy(param_dtype=product_dtype, reduce_dtype=torch.float32)
+        if model.head is not None:
+            tables.append(model.head)
+            shard(model.head, mp_policy=policy)
+        for table in tables:
+            table.set_unshard_in_backward(False)  # no table's gradient needs the table
+        for block in model.blocks:
+            if model.config.experts:  # in fp32, see experts/router.py
+                shard(block.mlp.router)
+            laid_out = {parameter for parameter in block.parameters() if is_dtensor(parameter)}  # see experts.py
+            shard(block, mp_policy=policy, ignored_params=laid_out)
+        # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then
+        # miss the optimizer's updates of the shards.
+        shard(model)
 
     def exchange(self, model: Any) -> Exchange:
         return FsdpExchange(self.place, model)
@@ -51,36 +78,6 @@ class Fsdp(Layout):
 def lay_out(device: Device, replicate: int = 1) -> Fsdp:
     """Raises UserError: when the processes do not form `replicate` groups."""
     return Fsdp(find_place(device, "fsdp", replicate))
-
-
-def _shard(model: Any, mesh: DeviceMesh, device: Device) -> None:
-    # Gradients are means over all ranks, which add up in fp32.
-    # The warning is about in-place writes to views. A value embedding returns a view, and nothing writes to it.
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # Embeddings first: each is gathered separately, in fp32, and only in the forward pass. In bf16 the same rows would
-    # be looked up, but the gradient of a row is a sum over all places of its token, and bf16 loses the small ones.
-    tables = list(model.value_embeddings.values())
-    if model.head is not None:  # otherwise the embedding is also the head, and belongs to the root
-        tables.append(model.embedding)
-    for table in tables:
-        fully_shard(table, mesh=mesh, reshard_after_forward=True)
-    # Then the head and each block, gathered in the dtype of their products: half of the bytes in bf16. The head adds up
-    # its gradient in fp32, and rounds it once, as the products of the blocks do.
-    product_dtype = None if device.dtype == torch.float32 else device.dtype
-    policy = MixedPrecisionPolicy(param_dtype=product_dtype, reduce_dtype=torch.float32)
-    if model.head is not None:
-        tables.append(model.head)
-        fully_shard(model.head, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-    for table in tables:
-        table.set_unshard_in_backward(False)  # no table's gradient needs the table
-    for block in model.blocks:
-        if model.config.experts:  # in fp32, see experts/router.py
-            fully_shard(block.mlp.router, mesh=mesh, reshard_after_forward=True)
-        laid_out: set[Any] = {parameter for parameter in block.parameters() if is_dtensor(parameter)}  # see experts.py
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True, ignored_params=laid_out)
-    # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then miss
-    # the optimizer's updates of the shards.
-    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 class FsdpExchange(RankExchange):

@@ -9,7 +9,6 @@ every file with the manifest, so it also notices later damage on the disk.
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import json
 import math
@@ -31,7 +30,7 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import provenance, storage
 from nanochat.ground.cli import UserError, frozen_flags
-from nanochat.ground.log import print0, warn
+from nanochat.ground.log import device_facts, print0, time_text, warn
 from nanochat.ground.paths import lock, naming
 from nanochat.ground.sharding import held_rows, local, trained_parameters, whole_weights
 from nanochat.optim import Optimizer
@@ -377,7 +376,9 @@ def resume(
         flag = "--num_iterations" if getattr(config, "num_epochs", None) is None else "--num_epochs"
         raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise {flag} to continue")
     try:
-        load_weights(start.model, step_folder)
+        weights = step_folder / model_folder.weights_name(saved)
+        with model_folder.damage_of(weights):
+            load_trained(start.model, weights)
         state = optimizer.state_dict()
         loader_states, rng_states = load_training(step_folder, saved, state)
     except ValueError as error:  # a damaged file, weights only, or the state of another optimizer
@@ -420,13 +421,6 @@ def _facts(meta: dict[str, Any]) -> dict[str, Any]:
     facts["the horizon in"] = "steps" if meta["config"].get("num_epochs") is None else "epochs"
     facts |= {"source": meta["source"], "tokenizer": meta["tokenizer"]}
     return {**facts, **meta["model"], **meta["fingerprints"]}
-
-
-def load_weights(model: GPT, step_folder: Path) -> None:
-    """Copy the trained weights of a verified checkpoint into the same model; for a sharded one, this rank's rows."""
-    path = step_folder / model_folder.weights_name({"adapter": model.extension})
-    with model_folder.damage_of(path):
-        load_trained(model, path)
 
 
 def load_trained(model: GPT, path: Path) -> None:
@@ -509,7 +503,7 @@ def write_facts(path: Path, start: Start, stage: str, steps: int) -> None:
     facts = {
         "stage": stage,
         "tag": start.tag,
-        "started": datetime.datetime.fromtimestamp(start.began, datetime.timezone.utc).isoformat(timespec="seconds"),
+        "started": time_text(start.began),
         "steps": steps,
         "parameters": scaling.parameter_counts(start.model)["total"],
         "adapter": start.adapter,
@@ -517,10 +511,7 @@ def write_facts(path: Path, start: Start, stage: str, steps: int) -> None:
         "context": model.sequence_len,
         "vocab_size": model.vocab_size,
         "data": start.pretraining["data"],
-        "world_size": device.world_size,
-        "device": device.name,
-        "kind": device.kind,
-        "dtype": str(device.dtype).removeprefix("torch."),
+        **device_facts(device),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
         "commit": provenance.commit(),
         "versions": provenance.versions(),

@@ -227,7 +227,7 @@ def test_bytes_of_parameters_state_and_what_backward_keeps():
 
 
 def adapters_of(model: GPT) -> Adapters:
-    settings = lora.settings_of(model)
+    settings = model.extension.lora
     assert settings is not None
     return Adapters(settings, {name: p.detach() for name, p in model.named_parameters() if p.requires_grad})
 
@@ -404,7 +404,7 @@ def test_a_checkpoint_of_adapters_is_a_model(tuned, tmp_path):
     """It is loaded merged, exported, and trained further; and it misses its base in one line."""
     model, _, meta = load_model("sft", "cpu")
     untouched, _, _ = load_model("base", "cpu")
-    assert lora.settings_of(model) is None
+    assert model.extension is None
     assert (meta["adapter"]["base"], meta["adapter"]["rank"]) == ("base/d1/step_000020", 4)
     changed = {name for name, t in model.state_dict().items() if not torch.equal(t, untouched.state_dict()[name])}
     assert changed == {name for name in model.state_dict() if ".attention." in name or ".mlp." in name} - {

@@ -17,7 +17,7 @@ QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
 
 
 def adapters_of(model: GPT) -> Adapters:
-    settings = lora.settings_of(model)
+    settings = model.extension.lora
     assert settings is not None
     trained = {name: p.detach() for name, p in model.named_parameters() if ".adapters." in name}
     return Adapters(settings, trained)

@@ -56,7 +56,7 @@ def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
         return None
     path, meta = found
     model, state, seed = smallest_model(100), momentum(), meta["seed"]
-    saver.load_weights(model, path)
+    saver.load_trained(model, path / "model.safetensors")
     expected = smallest_model(seed).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     loader, _ = load_training(path, meta, state)
