@@ -355,7 +355,7 @@ def merged_weights(model: GPT) -> Iterator[tuple[str, Tensor]]:
     """A model's weights by name, one at a time, whole on each rank and with its adapters merged in fp32. All ranks call
     it together."""
     parameters = dict(model.named_parameters())
-    if model.extension is None:
+    if not isinstance(model.extension, Attached):
         yield from ((name, whole(parameter)) for name, parameter in parameters.items())
         return
     tensors = {name: whole(parameters.pop(name)) for name in list(parameters) if ".adapters." in name}

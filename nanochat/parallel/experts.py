@@ -26,7 +26,6 @@ Legend: N tokens of a rank, C width, E experts, K experts per token, R ranks tha
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,23 +39,14 @@ from nanochat.ground.sharding import Exchange
 from nanochat.kernels.grouped import Groups, even_sizes
 from nanochat.parallel import fsdp
 from nanochat.parallel.exchange import Travel
-from nanochat.parallel.mesh import Place
-from nanochat.ranks import Layout
+from nanochat.parallel.mesh import Place, find_place
 
 
-@dataclass(frozen=True)
-class WholeExperts(Layout):
-    """The layout of fsdp, in which each rank holds whole experts, and nobody gathers them."""
-
-    inner: fsdp.Fsdp
-    sharded = True
+class WholeExperts(fsdp.Fsdp):
+    """The layout of fsdp, but each rank holds whole experts, which are never gathered."""
 
     def __str__(self) -> str:
-        return f"{self.inner}, tokens travel to their experts"
-
-    @property
-    def place(self) -> Place:
-        return self.inner.place
+        return f"{super().__str__()}, tokens travel to their experts"
 
     def shard(self, model: Any, device: Device) -> None:
         """Shard the model; all ranks must call it equally often.
@@ -71,7 +61,7 @@ class WholeExperts(Layout):
             setattr(module, name, nn.Parameter(part, weight.requires_grad))
         for block in model.blocks:
             block.mlp.compute = functools.partial(_compute_elsewhere, block.mlp.compute, self.place)
-        self.inner.shard(model, device)
+        super().shard(model, device)
 
     def exchange(self, model: Any) -> Exchange:
         return WholeExpertsExchange(self.place, model)
@@ -84,7 +74,7 @@ def lay_out(device: Device, parallel: str, replicate: int = 1) -> WholeExperts:
             f"--expert_parallel needs --parallel fsdp and several processes; processes here: {device.world_size}, "
             f"with --parallel {parallel}"
         )
-    return WholeExperts(fsdp.lay_out(device, replicate))
+    return WholeExperts(find_place(device, "fsdp", replicate))
 
 
 def _require_divisible(model: Any, R: int) -> None:

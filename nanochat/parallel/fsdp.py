@@ -65,7 +65,8 @@ class Fsdp(Layout):
         for block in model.blocks:
             if model.config.experts:  # in fp32, see experts/router.py
                 shard(block.mlp.router)
-            laid_out = {parameter for parameter in block.parameters() if is_dtensor(parameter)}  # see experts.py
+            # Those of experts that stay on their ranks are DTensors already (experts.py).
+            laid_out: set[Any] = {parameter for parameter in block.parameters() if is_dtensor(parameter)}
             shard(block, mp_policy=policy, ignored_params=laid_out)
         # The root takes the rest. By default it stays gathered. After an evaluation its gathered parameters would then
         # miss the optimizer's updates of the shards.

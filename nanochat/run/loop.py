@@ -16,9 +16,8 @@
                 run.log_step(lr=...)
     run.finish()
 
-A step's log line waits for its evaluation at the top of the next turn. A run that a signal stops in between saves the
-line with its checkpoint, and the resumed run begins with the evaluation. The first turn evaluates the weights that the
-run starts from; its numbers are in the line of step 0, as `val_bpb_before` and the like.
+A step's log line waits for its evaluation at the top of the next turn. The first turn evaluates the weights that the
+run starts from.
 """
 
 import contextlib
