@@ -142,7 +142,7 @@ class Run:
         self._stack.enter_context(self.logger)
         for attendant in self.attendants:
             self._stack.enter_context(attendant)
-        if self.first_step == 0:
+        if self.first_step == 0 and device.is_main:
             saver.write_facts(self.log_folder / "run.json", self.start, self.stage, self.last)
         return self
 

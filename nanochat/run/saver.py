@@ -495,10 +495,7 @@ def set_aside(folder: Path, run_folder: Path, device: Device) -> Path | None:
 
 
 def write_facts(path: Path, start: Start, stage: str, steps: int) -> None:
-    """Write `run.json`, the report's header: the run's configuration, data and versions. Only rank 0 writes."""
-    device = start.device
-    if not device.is_main:
-        return
+    """Write `run.json`, the report's header: the run's configuration, data and versions."""
     model = start.model.config
     facts = {
         "stage": stage,
@@ -511,7 +508,7 @@ def write_facts(path: Path, start: Start, stage: str, steps: int) -> None:
         "context": model.sequence_len,
         "vocab_size": model.vocab_size,
         "data": start.pretraining["data"],
-        **device_facts(device),
+        **device_facts(start.device),
         "system": f"{platform.platform()}, {os.cpu_count()} cores",
         "commit": provenance.commit(),
         "versions": provenance.versions(),
