@@ -353,7 +353,7 @@ def test_sampling_is_the_folders(folders, tmp_path):
         ({"hidden_size": 1 << 40}, "hidden_size"),
         ({"hidden_size": 96}, "config.json asks for"),
         ({"num_hidden_layers": 2}, "2 layers, its weights have 3"),
-        ({"num_hidden_layers": 100_000}, "100000 layers, its weights have 3"),
+        ({"num_hidden_layers": 100_000}, "100000 layers: from 1 to 1000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"head_dim": 7}, "odd"),
