@@ -148,11 +148,6 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
 )
 
 
-def is_folder(path: Path) -> bool:
-    """Whether a folder is in Hugging Face's layout; our own, exported ones have a manifest too."""
-    return (path / "config.json").is_file() and not (path / "manifest.json").is_file()
-
-
 def model_type(folder: Path) -> str:
     """The family's name in config.json; empty if it cannot be read."""
     try:
@@ -276,12 +271,10 @@ def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
         return theta, RopeScaling("llama3", factor, original, *turns)
     # The gain of YaRN: 0.1 ln(factor) + 1, unless the folder says otherwise.
     gain = rope.get("attention_factor")
-    if gain is None:
-        mscale = rope.get("mscale")
-        mscale_all_dim = rope.get("mscale_all_dim")
+    if gain is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+        gain = _yarn_gain(factor, _number(rope, "mscale")) / _yarn_gain(factor, _number(rope, "mscale_all_dim"))
+    elif gain is None:
         gain = _yarn_gain(factor, 1.0)
-        if mscale and mscale_all_dim:
-            gain = _yarn_gain(factor, _number(rope, "mscale")) / _yarn_gain(factor, _number(rope, "mscale_all_dim"))
     turns = (_number(rope, "beta_slow", 1.0), _number(rope, "beta_fast", 32.0))
     gain = _number({"attention_factor": gain}, "attention_factor")
     return theta, RopeScaling("yarn", factor, original, *turns, gain, rope.get("truncate", True) is True)
@@ -295,15 +288,12 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
     """The window pattern and the tokens of a short window, 0 where no layer has one."""
     window = theirs.get("sliding_window")
     kinds = theirs.get("layer_types")
-    if theirs["model_type"] in ("mistral", "phi3"):  # all layers alike
+    first = theirs.get("max_window_layers", 28)  # the first layer of Qwen's with a window
+    if theirs["model_type"].startswith("qwen"):  # where it is switched on
+        window = (window or 4096) if theirs.get("use_sliding_window") is True else None
+    if theirs["model_type"] in ("mistral", "phi3", "qwen3_moe"):  # all layers alike
         kinds = None
         first = 0
-    else:  # Qwen: those from max_window_layers on, where it is switched on
-        window = (window or 4096) if theirs.get("use_sliding_window") is True else None
-        first = theirs.get("max_window_layers", 28)
-        if theirs["model_type"] == "qwen3_moe":  # in all layers
-            kinds = None
-            first = 0
     if theirs["model_type"] == "llama" or window is None:
         return "L", 0
     if kinds is None:
@@ -319,33 +309,17 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
 
 
 def computes(family: str, config: GPTConfig) -> bool:
-    """Whether a family's config.json can express everything in this config."""
+    """Whether a family's config.json can express everything in this config, except for a scalar head."""
+    if FAMILIES[family].has_experts != (config.experts > 0):
+        return False
     if family == "phi3" and config.rope_scaling is not None:
         return False  # it has only longrope
-    return to_config(from_config(config, family)) == config
+    return to_config(from_config(config, family)) == replace(config, scalar_head=False)
 
 
 def family_of(config: GPTConfig) -> str | None:
-    """The family that computes this config, the most widespread one; None: none does."""
-    windows = [config.window(layer) for layer in range(config.n_layer)]
-    plain = config.mlp == "swiglu" and config.norm_weight and not config.logit_cap
-    additions = config.embedding_norm or config.value_embeddings or config.residual_scales
-    additions = additions or config.lookback_heads or config.key_offset
-    if not plain or additions or (config.qk_norm != "none" and config.qk_scale != 1):
-        return None
-    if config.experts:
-        is_theirs = config.router == "softmax" and not config.shared_experts and not config.attention_bias
-        is_theirs = is_theirs and config.qk_norm == "before_rotary" and len(set(windows)) == 1
-        return "qwen3_moe" if is_theirs else None
-    if config.qk_norm == "before_rotary":
-        return None if config.attention_bias else "qwen3"
-    if config.qk_norm == "after_rotary":
-        return None
-    if config.attention_bias:
-        return "qwen2"
-    if any(windows):
-        return "mistral" if len(set(windows)) == 1 else None
-    return "llama"
+    """The first family in FAMILIES that computes this config; None: none does."""
+    return next((family for family in FAMILIES if computes(family, config)), None)
 
 
 def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
@@ -583,7 +557,8 @@ class FolderFormat(model_folder.FolderFormat):
     """Hugging Face's layout. A family with other names derives from it."""
 
     def is_folder(self, path: Path) -> bool:
-        return is_folder(path)
+        # Our own, exported folders have a manifest too.
+        return (path / "config.json").is_file() and not (path / "manifest.json").is_file()
 
     def settings(self, folder: Path) -> dict[str, Any]:
         """config.json, in the form for `to_config`."""
