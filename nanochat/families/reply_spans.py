@@ -69,13 +69,17 @@ class Conversation:
     def places(self) -> "Places | None":
         return Places.of(self)
 
+    def prompt(self, messages: Messages) -> str | None:
+        """The prompt that serving renders for a reply to these messages; None: the template refuses one of them."""
+        try:
+            return self.template.render(messages, self.tools, add_generation_prompt=True).text
+        except TemplateError:
+            return None
+
     def _is_served(self, number: int) -> bool:
         """Whether `whole` begins with the prompt that serving renders before message `number`."""
-        try:
-            prompt = self.template.render(self.messages[:number], self.tools, add_generation_prompt=True).text
-        except TemplateError:  # it refuses a part of this conversation
-            return False
-        return self.whole.text.startswith(prompt) and self._matches_mode(len(prompt), number)
+        prompt = self.prompt(self.messages[:number])
+        return prompt is not None and self.whole.text.startswith(prompt) and self._matches_mode(len(prompt), number)
 
     def _matches_mode(self, start: int, number: int) -> bool:
         """Whether a reply at `start` without a thought also follows the prompt of `enable_thinking=False`, for which it
@@ -105,10 +109,12 @@ class Conversation:
         #     the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
         #     with the turn  <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
         #     learned                                                               5.<|im_end|>
+        prompt = self.prompt(self.messages[:number])
+        if prompt is None:
+            return None
         try:
-            prompt = self.template.render(self.messages[:number], self.tools, add_generation_prompt=True).text
             turn = self.template.render(self.messages[: number + 1], self.tools)
-        except TemplateError:  # it refuses a part of this conversation
+        except TemplateError:
             return None
         start = len(prompt)
         ends = (end for first, end, name in turn.specials if first >= start and name in self.ends)
@@ -180,42 +186,27 @@ class Places:
 
     def _start(self, number: int, first: int, leaf: Leaf, before: tuple[int, int] | None) -> int | None:
         """Where a reply begins whose first leaf is at `first`; `before` is where which leaf ends before it."""
-        opening = None
         if before is not None and self.leaves[before[1]].message == number - 1:
-            opening = self._opening(number, before[1])
-        if before is not None and opening is not None:
             # From the question to the first leaf, and the same in the prompt:
             #
             #     Qwen3, a call     <|im_end|>\n<|im_start|>assistant\n<tool_call>\n{"name": "      the prompt, and more
             #     its prompt        <|im_end|>\n<|im_start|>assistant\n
             #     R1                <|Assistant|>                                         less than the prompt
             #     its prompt        <|Assistant|><think>\n
-            between = self.conversation.whole.text[before[0] : first]
-            if between.startswith(opening):
+            prompt = self.conversation.prompt(self.marked[:number]) or ""
+            _, mark, opening = prompt.rpartition(chr(ENDS + before[1]))
+            is_plain = mark and not MARK.search(opening)  # no other text comes between
+            if is_plain and self.conversation.whole.text.startswith(opening, before[0], first):
                 return before[0] + len(opening)
         # A text is the assistant's from its first character on. What comes before a name in a call may not be.
         return None if leaf.is_call else first
 
-    def _opening(self, number: int, before: int) -> str | None:
-        """What the prompt of message `number` has after leaf `before`, the last one of the message before it."""
-        try:
-            prompt = self.conversation.template.render(
-                self.marked[:number], self.conversation.tools, add_generation_prompt=True
-            ).text
-        except TemplateError:
-            return None
-        _, mark, opening = prompt.rpartition(chr(ENDS + before))
-        return None if not mark or MARK.search(opening) else opening
-
     def _end(self, last: int, leaf: Leaf, following: int | None) -> int | None:
         """Where a reply ends whose last leaf ends at `last`; `following` is where another message's text begins."""
-        special = next((special for special in self.conversation.whole.specials if special[0] >= last), None)
-        if (
-            special is not None
-            and special[2] in self.conversation.ends
-            and (following is None or special[1] <= following)
-        ):
-            return special[1]
+        specials = (special for special in self.conversation.whole.specials if special[0] >= last)
+        _, end, name = next(specials, (last, last, ""))
+        if name in self.conversation.ends and (following is None or end <= following):
+            return end
         return None if leaf.is_call else last
 
 
