@@ -260,7 +260,7 @@ def served_model(
     """A scheduler's model, or the adapter with this number, as the server's routes know it."""
     from nanochat.sampling import SamplingParams
     from nanochat.serve.state import LoadedModel
-    from nanochat.serve.updates import fingerprint_of, reader_of_updates
+    from nanochat.serve.weights import fingerprint_of, reader_of_updates
 
     engine = scheduler.engine
     # Only the names of data files: a path would reveal details of this machine.

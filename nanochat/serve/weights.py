@@ -1,6 +1,9 @@
-"""A model's weights as a server needs them: once, in the dtype of its products, on one device."""
+"""A model's weights as a server needs them: once, in the dtype of its products, on one device.
 
-from collections.abc import Sequence
+A trainer may replace the weights of a running server, by the path of a folder (`reader_of_updates`).
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -9,14 +12,17 @@ from typing import Any
 import torch
 
 from nanochat.adapters.lora import Adapters, ChosenAdapters
-from nanochat.checkpoint_manager import Preparation, load_folder
+from nanochat.checkpoint_manager import Preparation, load_folder, load_model
 from nanochat.device import Device
 from nanochat.engine import Engine
 from nanochat.gpt import GPT
+from nanochat.ground import paths
 from nanochat.ground.cli import UserError
+from nanochat.model_folder import weights_sha256
 from nanochat.run.decoding_flags import DecodingFlags
 from nanochat.run.long_context import NewContext
 from nanochat.scaling import parameter_counts
+from nanochat.serve.state import ReadUpdate
 
 
 def load_engine(
@@ -55,3 +61,32 @@ class ServedWeights(Preparation):
                 f"{free / 2**30:,.1f} GiB free. This server uses one device: `python -m scripts.export --to hf` writes "
                 "the model for vLLM or vllm-ascend, which divide it among several (docs/deploy.md)"
             )
+
+
+def fingerprint_of(folder: Path) -> str:
+    """An identifier of a checkpoint's weights, which every reply has as its `system_fingerprint`."""
+    return f"fp_{weights_sha256(folder)[:12]}"
+
+
+def reader_of_updates(engine: Engine, max_seq_len: int = 0) -> ReadUpdate:
+    """A function for `LoadedModel.read_update`, which reads weights of the same model for this engine.
+
+    It raises UserError: for a folder outside of NANOCHAT_BASE_DIR, or of another model or tokenizer.
+    """
+
+    engine.tempered_logprobs = True
+
+    def read(path: str) -> tuple[str, Callable[[], None]]:
+        folder = Path(path).resolve()
+        base = paths.base_dir().resolve()
+        if not folder.is_relative_to(base):
+            raise UserError(f"{path} is not below {base}, the NANOCHAT_BASE_DIR of this server: write it there")
+        model, tokenizer, _ = load_model(folder, engine.device, prepare=[NewContext(max_seq_len)])
+        unlike = {"sequence_len": 0}  # the trainer's rows may be shorter
+        if tokenizer.fingerprint() != engine.tokenizer.fingerprint():
+            raise UserError(f"{path} has another tokenizer than this server: start it with the trainer's --source")
+        if asdict(model.config) | unlike != asdict(engine.model.config) | unlike:
+            raise UserError(f"{path} is a model of another shape: start this server with the trainer's --source")
+        return fingerprint_of(folder), lambda: engine.update(model)
+
+    return read

@@ -41,7 +41,7 @@ from nanochat.sampling import SamplingParams, seed_of
 from nanochat.serve.app import create_app
 from nanochat.serve.scheduler import Scheduler
 from nanochat.serve.state import LoadedModel
-from nanochat.serve.updates import reader_of_updates
+from nanochat.serve.weights import reader_of_updates
 
 CONTEXT = 64
 KEY = "a-key-of-tests"
