@@ -26,8 +26,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.experts.loads import read_loads
-from nanochat.experts.router import Router, take_biases
+from nanochat.experts.router import Router, read_loads, take_biases
 from nanochat.gpt import MLP, GPTConfig
 from nanochat.ground.sharding import is_dtensor
 from nanochat.kernels.grouped import Groups, loop_product

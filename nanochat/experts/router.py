@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.gpt import GPTConfig
+from nanochat.device import Device
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import ParameterGroup
+from nanochat.ranks import sum_over_ranks
 
 # How far the bias of an expert moves in a step (source: DeepSeek-AI 2024, DeepSeek-V3): it falls if the expert had more
 # tokens in the step than the mean, and rises if it had fewer.
@@ -41,7 +43,7 @@ class Router(nn.Module):
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.experts, config.width))
         self.bias = nn.Parameter(torch.zeros(config.experts)) if config.router == "sigmoid" else None
-        # The tokens of each expert (E,), over the training steps since the last log line (loads.py); None: no step yet.
+        # The tokens of each expert (E,), over the training steps since `read_loads`; None: no step yet.
         self.loads: Tensor | None = None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,3 +109,38 @@ class _CountLoads(torch.autograd.Function):
             # In whole numbers, as the mean may be none: only then does the sum of an expert with its share give 0.
             surplus = (len(counts) * learning - learning.sum()) * SURPLUS
         return grads[0], surplus, None, None, None
+
+
+@torch.no_grad()
+def read_loads(model: GPT, device: Device) -> dict[str, Any]:
+    """The loads of all layers since the last call, over all ranks; empty if no step was taken.
+
+    expert_max_share, expert_min_share  share of the tokens' choices at the busiest and at the least busy expert of a
+                                        layer; 1 / experts each where loads are even
+    expert_max_tokens                   the tokens of the busiest expert, padding included
+    expert_entropy                      of the shares, the mean over the layers: 1 where loads are even, 0 where one
+                                        expert has all tokens
+    """
+    rows = []
+    for router in [module for module in model.modules() if isinstance(module, Router)]:
+        # No loads: no gradient has reached this layer, or no step was taken.
+        empty = torch.zeros(router.config.experts, device=device.torch_device)
+        rows.append(empty if router.loads is None else router.loads)
+        router.loads = None
+    loads = sum_over_ranks(torch.stack(rows), device)  # (layers, E)
+    totals = loads.sum(dim=1, keepdim=True)
+    shares = loads / totals.clamp(min=1)
+    even = torch.full_like(shares, 1 / shares.size(1))
+    shares = torch.where(totals > 0, shares, even)
+    entropy = -torch.xlogy(shares, shares).sum(dim=1).mean()
+    numbers = torch.stack((shares.max(), shares.min(), loads.max(), entropy, totals.sum())).tolist()
+    most, least, tokens, nats, total = numbers
+    if not total:
+        return {}
+    largest = torch.tensor(float(shares.size(1))).log().item()
+    return {
+        "expert_max_share": most,
+        "expert_min_share": least,
+        "expert_max_tokens": int(tokens),
+        "expert_entropy": nats / largest if largest else 1.0,
+    }
