@@ -18,10 +18,12 @@ The scheduler does not check requests. serve/prompts.py passes on only requests 
 import codecs
 import itertools
 import logging
+import statistics
 import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +42,7 @@ STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt tak
 LONGER = 0.5  # if that allows more, a piece takes at most this share longer than the shortest one
 CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
+RECENT_PASSES = 16  # over prompts, from which the time of the next pass is estimated
 
 
 # ---------------------------------------------------------------------- what goes in and comes out
@@ -360,8 +363,8 @@ class Scheduler:
         # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
         self.prompt_token_seconds = 0.0  # per token of a prompt
-        self.pass_times = _PassTimes()
-        self.last_pass = 0  # tokens of the last pass over prompts that others waited for
+        # (tokens, seconds) of the last passes over prompts for which others waited. Older ones are forgotten.
+        self.passes: deque[tuple[int, float]] = deque(maxlen=RECENT_PASSES)
         self.request_seconds = 0.0  # the time of a request, from `submit` to its end
         self.metrics = SchedulerMetrics()
         self.metrics.slots.set(slots)
@@ -490,8 +493,7 @@ class Scheduler:
         elif self.step_seconds:
             reading = max(0.0, seconds - self.step_seconds)
             self.prompt_token_seconds = _mean(self.prompt_token_seconds, reading / computed)
-            self.pass_times.add(computed, reading)
-            self.last_pass = computed
+            self.passes.append((computed, reading))
 
     def _read_prompts(self) -> int:
         """Continue with the prompts that have a slot, then with waiting ones; returns the number of tokens computed."""
@@ -558,14 +560,23 @@ class Scheduler:
     def _patience(self) -> int:
         """Tokens of prompts that others wait for, in whole pieces of CHUNK_STEP: they take no longer than STALL_STEPS
         steps, or hardly longer than the shortest piece does."""
+        if not self.passes:
+            return CHUNK_STEP
         most = CHUNK_STEP
         if self.prompt_token_seconds:
             most = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
-        further = self.pass_times.further(CHUNK_STEP, LONGER)
-        if further is None:  # try what further tokens cost
-            further = CHUNK_STEP if self.last_pass and len(self._rows("waiting")) > 1 else 0
+        further = 0.0
+        tokens, seconds = zip(*self.passes, strict=True)
+        if len(set(tokens)) > 1:
+            # How the time of a pass grows with its tokens. After a disturbed pass the line may not be plausible.
+            line = statistics.linear_regression(tokens, seconds)
+            shortest = line.intercept + line.slope * CHUNK_STEP
+            if line.slope > 0 and shortest > 0:
+                further = LONGER * shortest / line.slope
+        elif len(self._rows("waiting")) > 1:  # try what further tokens cost
+            further = CHUNK_STEP
         # At most twice as many as the last time, so that a wrong estimate costs only one turn.
-        most = max(most, min(CHUNK_STEP + further, 2 * self.last_pass))
+        most = max(most, min(CHUNK_STEP + further, 2 * tokens[-1]))
         return max(CHUNK_STEP, int(min(most, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
 
     def _take_slot(self, row: _RequestRow) -> bool:
@@ -699,39 +710,6 @@ class Scheduler:
                 row.kind = "text"
             limit = row.request.limit if reason == "length" else ""
             row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit, is_clients))
-
-
-class _PassTimes:
-    """How the time of a pass over prompts grows with its tokens: a running fit of a line. Old passes fade, so that one
-    that was disturbed is forgotten."""
-
-    def __init__(self) -> None:
-        # Running means.
-        self.tokens = 0.0
-        self.seconds = 0.0
-        self.token_variance = 0.0
-        self.covariance = 0.0  # between tokens and seconds
-
-    def add(self, tokens: int, seconds: float) -> None:
-        if not self.tokens:
-            self.tokens, self.seconds = tokens, seconds
-        more_tokens = tokens - self.tokens
-        more_seconds = seconds - self.seconds
-        self.tokens += SMOOTHING * more_tokens
-        self.seconds += SMOOTHING * more_seconds
-        self.token_variance = (1 - SMOOTHING) * (self.token_variance + SMOOTHING * more_tokens**2)
-        self.covariance = (1 - SMOOTHING) * (self.covariance + SMOOTHING * more_tokens * more_seconds)
-
-    def further(self, tokens: int, share: float) -> float | None:
-        """How many more tokens make a pass over `tokens` this share longer; 0: the line is not plausible, because a
-        pass was disturbed; None: unknown, because all recent passes had about as many tokens."""
-        if self.token_variance < 1:
-            return None
-        per_token = self.covariance / self.token_variance
-        shortest = self.seconds + per_token * (tokens - self.tokens)
-        if per_token <= 0 or shortest <= 0:
-            return 0
-        return share * shortest / per_token
 
 
 def _fit_one_pass(rows: Sequence[_RequestRow], most: int) -> bool:
