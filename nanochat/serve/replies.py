@@ -28,9 +28,9 @@ from starlette.types import Receive, Scope, Send
 from nanochat.conversation import text_of
 from nanochat.ground.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
-from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, encode
+from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, RequestBody, encode
 from nanochat.serve.state import LoadedModel
-from nanochat.serve.tools import Calls, FamilyCalls, make_writer
+from nanochat.serve.tools import make_writer
 
 CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
 ROUND_SECONDS = 0.005  # replies get their new tokens at most this often, which nobody sees; ends come at once
@@ -162,9 +162,9 @@ class ChoicesSerializer:
     returns_token_ids = False
     has_plain_text = True  # chunks of text have no calls in them
 
-    def __init__(self, model: LoadedModel, include_usage: bool = False):
+    def __init__(self, model: LoadedModel, body: RequestBody):
         self.tokenizer = model.tokenizer
-        self.include_usage = include_usage  # at the end of a stream
+        self.include_usage = body.include_usage  # at the end of a stream
         self.head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -229,7 +229,6 @@ class ChoicesSerializer:
         return before + encode(chunk.text).encode() + after
 
     def choices_event(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
-        """A server-sent event."""
         ending = f',"usage":{encode(usage)}}}\n\n' if self.include_usage else "}\n\n"
         return self.opening + (encode(choices) + ending).encode()
 
@@ -286,18 +285,11 @@ class ChatSerializer(ChoicesSerializer):
     object = "chat.completion"
     stream_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        include_usage: bool = False,
-        first_message_read: int | None = None,
-        calls: Calls = "own",
-        family: FamilyCalls | None = None,
-    ):
-        super().__init__(model, include_usage)
+    def __init__(self, model: LoadedModel, body: ChatBody, first_message_read: int | None = None):
+        super().__init__(model, body)
         self.first_message_read = first_message_read
-        self.calls: Calls = calls
-        self._make_writer = partial(make_writer, calls, family)
+        self.calls = body.calls
+        self._make_writer = partial(make_writer, body.calls, body.family_calls)
         self._writers = defaultdict(self._make_writer)  # by choice
         self.has_plain_text = self._make_writer().kind != "text"
 
@@ -366,9 +358,9 @@ class CompletionSerializer(ChoicesSerializer):
     object = "text_completion"
     stream_object = "text_completion"
 
-    def __init__(self, model: LoadedModel, include_usage: bool = False, returns_token_ids: bool = False):
-        super().__init__(model, include_usage)
-        self.returns_token_ids = returns_token_ids
+    def __init__(self, model: LoadedModel, body: CompletionBody):
+        super().__init__(model, body)
+        self.returns_token_ids = bool(body.return_token_ids)
         # For `text_offset`: the characters of each choice so far. A character may span several tokens.
         self._offsets: Counter[int] = Counter()
         self._decoders = defaultdict(partial(codecs.getincrementaldecoder("utf-8"), "replace"))
@@ -404,8 +396,8 @@ def make_serializer(
 ) -> ChoicesSerializer:
     """The serializer of the replies to a body; see `prompts.EncodedPrompt`."""
     if isinstance(body, ChatBody):
-        return ChatSerializer(model, body.include_usage, first_message_read, body.calls, body.family_calls)
-    return CompletionSerializer(model, body.include_usage, bool(body.return_token_ids))
+        return ChatSerializer(model, body, first_message_read)
+    return CompletionSerializer(model, body)
 
 
 @functools.lru_cache(maxsize=1 << 14)

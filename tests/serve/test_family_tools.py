@@ -220,7 +220,7 @@ def test_several_calls_are_several_fragments(model: LoadedModel, family: str):
         body = ChatBody(messages=QUESTION, tools=TOOLS, parallel_tool_calls=parallel)  # pyright: ignore
         prompts.encode_prompts(model, body)
         count = 1 if parallel is False or family == "llama" else 2
-        serializer = ChatSerializer(model, calls=body.calls, family=body.family_calls)
+        serializer = ChatSerializer(model, body)
         chunks = [Chunk((1,), character) for character in replies[family]] + [Chunk(finish_reason="stop")]
         deltas = [serializer.chunk(0, chunk)["delta"] for chunk in chunks]
         for chunk in chunks:

@@ -21,6 +21,7 @@ from nanochat.serve import app as server_app
 from nanochat.serve.app import create_app
 from nanochat.serve.replies import CompletionSerializer
 from nanochat.serve.scheduler import Chunk, Scheduler, TokenLogprob
+from nanochat.serve.schema import CompletionBody
 from nanochat.serve.state import LoadedModel
 
 openai = pytest.importorskip("openai", reason="the extra `dev` brings openai")
@@ -341,7 +342,7 @@ def test_several_prompts_and_choices_of_each(client: Any):
 
 def test_parts_of_a_character_have_names_and_places_of_their_own(engine: Engine):
     served = LoadedModel(cast(Any, None), engine.tokenizer, MODEL, CONTEXT, chats=True)
-    serializer = CompletionSerializer(served)
+    serializer = CompletionSerializer(served, CompletionBody(prompt="the"))  # pyright: ignore[reportCallIssue]
     tokens = [*"é!".encode(), 0xC3]  # bytes stand first in every vocabulary
     single = {engine.tokenizer.decode_bytes([token]): token for token in range(256)}
     ids = [single[bytes([byte])] for byte in tokens]

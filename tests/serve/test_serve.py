@@ -167,6 +167,11 @@ def loaded(scheduler: Any) -> LoadedModel:
     return LoadedModel(scheduler, tiny.tiny_tokenizer(), "tiny", CONTEXT, chats=True)
 
 
+def body_of(include_usage: bool = False, calls: str = "own") -> Any:
+    """What a serializer reads of a body."""
+    return SimpleNamespace(include_usage=include_usage, calls=calls, family_calls=None, return_token_ids=None)
+
+
 def make_app(scheduler: Any = None, model: LoadedModel | None = None, **settings: Any) -> Any:
     """An app over a fake scheduler that is ready as soon as it starts."""
     scheduler = scheduler or FakeScheduler()
@@ -1133,7 +1138,7 @@ def test_sigterm_ends_every_stream_with_a_final_event():
 @pytest.mark.parametrize("include_usage", [False, True])
 @pytest.mark.parametrize("serializer_type", [ChatSerializer, CompletionSerializer])
 def test_an_event_of_plain_text_is_written_as_every_other_one(serializer_type: Any, include_usage: bool):
-    serializer = serializer_type(loaded(FakeScheduler()), include_usage)
+    serializer = serializer_type(loaded(FakeScheduler()), body_of(include_usage=include_usage))
     texts = ["word ", '"quoted" \\ {}\n\t', "\x00\x1f\x7f", "\u2028 \u4f60\u597d \U0001f600", "null", '",":']
     for number, text in itertools.product((0, 1, 12), texts):
         chunk = Chunk((65,), text)
@@ -1142,7 +1147,7 @@ def test_an_event_of_plain_text_is_written_as_every_other_one(serializer_type: A
         (choice,) = json.loads(event.removeprefix(b"data: "))["choices"]
         assert choice["index"] == number and text in (choice.get("text"), choice.get("delta", {}).get("content"))
     assert serializer.event(0, Chunk((65,))) == b""  # half a character
-    schema = ChatSerializer(loaded(FakeScheduler()), calls="schema")
+    schema = ChatSerializer(loaded(FakeScheduler()), body_of(calls="schema"))
     assert b"content" not in schema.event(0, Chunk((65,), '{"name":"f","arguments":{"a":'))  # text that is a call
 
 
@@ -1221,7 +1226,7 @@ def test_only_a_silent_stream_has_heartbeats(monkeypatch: pytest.MonkeyPatch):
 
 def test_logprobs_of_a_chat_are_those_of_its_content():
     """A calculator call is in no content, so its tokens are in no list."""
-    serializer = ChatSerializer(loaded(FakeScheduler()))
+    serializer = ChatSerializer(loaded(FakeScheduler()), body_of())
     call, text = TokenLogprob(50, -1.0), TokenLogprob(65, -0.5)
     assert serializer.chunk(0, Chunk((50,), "2", kind="python", logprobs=(call,)))["logprobs"] is None
     for chunk in (Chunk((50,), "2", kind="python", logprobs=(call,)), Chunk((65,), "A", logprobs=(text,))):
@@ -1241,7 +1246,7 @@ def test_logprobs_of_a_chat_are_those_of_its_content():
     ],
 )
 def test_a_call_is_the_same_whole_and_streamed(text: str, finish_reason: str, arguments: str | None):
-    serializer = ChatSerializer(loaded(FakeScheduler()), calls="schema")
+    serializer = ChatSerializer(loaded(FakeScheduler()), body_of(calls="schema"))
     logprobs = (TokenLogprob(65, -0.5),)
     chunks = [Chunk((65,), character, logprobs=logprobs) for character in text]
     chunks.append(Chunk(finish_reason=finish_reason))
