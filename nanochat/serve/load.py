@@ -5,13 +5,13 @@ separate process, so that they do not share the server's Python lock.
 """
 
 import asyncio
-import contextlib
-import importlib.util
 import json
 import statistics
 import time
 from dataclasses import dataclass, field
 from typing import Any
+
+import uvloop
 
 
 @dataclass
@@ -21,8 +21,7 @@ class LoadStats:
     seconds: float = 0.0  # from the first request to the end of the last reply
     tokens: int = 0
     requests: int = 0
-    refused: int = 0  # with 429
-    failed: int = 0
+    failed: int = 0  # refused ones among them
     first_token: list[float] = field(default_factory=list)
     between_tokens: list[float] = field(default_factory=list)
 
@@ -36,8 +35,8 @@ class LoadStats:
             if len(times) > 1:
                 cuts = statistics.quantiles(times, n=20, method="inclusive")
                 parts.append(f"{name} {1e3 * cuts[9]:,.0f} ms (95%: {1e3 * cuts[18]:,.0f})")
-        if self.refused or self.failed:
-            parts.append(f"{self.refused} refused, {self.failed} failed")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
         return ", ".join(parts)
 
 
@@ -54,21 +53,12 @@ def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, reques
         await asyncio.gather(*(client() for _ in range(clients)))
 
     began = time.perf_counter()
-    with contextlib.closing(event_loop()) as loop:
-        loop.run_until_complete(run())
+    uvloop.run(run())  # the server's event loop, which takes half of asyncio's time per event
     stats.seconds = time.perf_counter() - began
     return stats
 
 
-def event_loop() -> asyncio.AbstractEventLoop:
-    """The server's kind of event loop, if it is installed: it takes half of asyncio's time per event."""
-    if importlib.util.find_spec("uvloop"):
-        return importlib.import_module("uvloop").new_event_loop()
-    return asyncio.new_event_loop()
-
-
 async def request(host: str, port: int, body: dict[str, Any], stats: LoadStats) -> None:
-    """One streamed completion."""
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(content)}\r\n"
     stats.requests += 1
@@ -119,8 +109,5 @@ class Client(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         # A refusal has no event: its headers are still here.
-        if self.pending.startswith(b"HTTP/"):
-            is_refused = self.pending.split()[1] == b"429"
-            self.stats.refused += is_refused
-            self.stats.failed += not is_refused
+        self.stats.failed += self.pending.startswith(b"HTTP/")
         self.ended.set_result(None)
