@@ -171,7 +171,6 @@ class Machine:
     cann_environment: str = "/usr/local/Ascend/ascend-toolkit/set_env.sh"
     cann_sourced: bool = False
     gpus: int = 0
-    nvidia_smi: str | None = None
 
     @property
     def kind(self) -> str:
@@ -199,7 +198,6 @@ def look(root: Path = Path("/"), arch: str | None = None) -> Machine:
         cann_environment=environment,
         cann_sourced=is_sourced(os.environ),
         gpus=gpus,
-        nvidia_smi=nvidia_smi,
     )
 
 
@@ -220,11 +218,11 @@ def find_program(root: Path, name: str) -> str | None:
     return shutil.which(name) if root == Path("/") else None
 
 
-def run_program(command: list[str], timeout: float = 30) -> str:
+def run_program(command: list[str]) -> str:
     """The program's output, also when it fails; the error if it could not run or did not end."""
     try:
         answer = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=timeout, stdin=subprocess.DEVNULL
+            command, capture_output=True, text=True, errors="replace", timeout=30, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -588,7 +586,10 @@ def check_everything(requested: str, machine: Machine, root: Path) -> int:
     report = Report(kind, machine.cann_environment)
 
     def npu_check(name: str, function: Callable[..., Any], *arguments: Any) -> None:
-        report.check(name, function if kind == "npu" else skip_because(reason), *arguments)
+        if kind == "npu":
+            report.check(name, function, *arguments)
+        else:
+            report.check(name, skip, reason)
 
     report.check("python", check_python, sys.version_info[:3])
     npu_check("device files", check_device_files, machine, root)
@@ -598,9 +599,9 @@ def check_everything(requested: str, machine: Machine, root: Path) -> int:
     report.check("torch", check_torch_version, installed("torch"))
     npu_check("versions match", check_match, machine, *map(installed, ("torch", "torch_npu", "numpy")))
     if not report.check("import torch", check_import, kind, machine):
-        report.check("computation", skip_because("needs torch"))
+        report.check("computation", skip, "needs torch")
     elif not (ROOT / "tests").is_dir():
-        report.check("computation", skip_because("needs the project: run this file in its folder"))
+        report.check("computation", skip, "needs the project: run this file in its folder")
     else:
         for name, check in from_tests("quick").checks(kind).items():
             if not report.check(name, check, kind) and name == f"{kind} devices":
@@ -614,11 +615,8 @@ def from_tests(name: str) -> Any:
     return importlib.import_module(f"on_device.{name}")
 
 
-def skip_because(reason: str) -> Callable[..., str]:
-    def skip(*_: Any) -> str:
-        raise Skip(reason)
-
-    return skip
+def skip(reason: str) -> None:
+    raise Skip(reason)
 
 
 def main(arguments: list[str] | None = None) -> int:

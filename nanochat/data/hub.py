@@ -40,8 +40,6 @@ from nanochat.model_folder import format_of
 TIMEOUT_SECONDS = 20.0
 MAX_LISTED_FILES = 200_000  # in one repo: a hub that lists more is broken or hostile
 MAX_PAGES = 1000  # pages of such a list, one request each
-
-
 Kind = Literal["dataset", "model"]  # the kind of a repository
 
 
@@ -180,8 +178,6 @@ def _any_dataset(name: str) -> Dataset:
 # The files of a model: its weights under transformers' names (some repositories have them again under other names), its
 # settings, and the files of its tokenizer.
 MODEL_FILES = re.compile(r"model(-\d+-of-\d+)?\.safetensors|[^/]+\.(json|jinja|model|tiktoken)|merges\.txt|vocab\.txt")
-
-
 # The files that describe a model's shape, which is all that a dry run reads.
 SHAPE_FILES = ("config.json", "generation_config.json")
 

@@ -32,11 +32,6 @@ def _without_filling(row: dict[str, Any]) -> dict[str, Any]:
     return {name: own(value) for name, value in row.items()}
 
 
-def _packed_bytes(group: Any) -> int:
-    """The compressed size of a row group's columns."""
-    return sum(group.column(place).total_compressed_size for place in range(group.num_columns))
-
-
 class ParquetFile(DataFile):
     """The rows of a parquet file as dictionaries of the wanted columns."""
 
@@ -60,10 +55,12 @@ class ParquetFile(DataFile):
                 if column not in names:
                     raise UserError(f"{path} has no column {column!r}: its columns are {', '.join(names)}")
             groups = [self.file.metadata.row_group(group) for group in range(self.file.num_row_groups)]
-        self.packed_bytes = [_packed_bytes(group) for group in groups]
-        for group, packed_bytes in zip(groups, self.packed_bytes, strict=True):
-            values = max((group.column(place).num_values for place in range(group.num_columns)), default=0)
-            refuse_bomb(path, max(group.total_byte_size, 8 * values), packed_bytes)
+        self.packed_bytes: list[int] = []
+        for group in groups:
+            chunks = [group.column(place) for place in range(group.num_columns)]
+            self.packed_bytes.append(sum(chunk.total_compressed_size for chunk in chunks))
+            values = max((chunk.num_values for chunk in chunks), default=0)
+            refuse_bomb(path, max(group.total_byte_size, 8 * values), self.packed_bytes[-1])
         # The size of a row group is the size of the one wanted column if all columns are flat, else of all columns.
         group_bytes = [group.total_byte_size for group in groups]
         if self.columns is not None and len(self.columns) == 1 and self.is_flat:

@@ -76,15 +76,13 @@ class FirstQuestions(RecordTask):
         if _has_any(rules["not"], text):
             return False
         numbers = NUMBER.findall(text)
-        if "number" in rules and numbers and numbers[-1] == rules["number"]:
-            return True
-        if "story" in rules and _tells(rules["story"], text):
-            return True
-        if "json" in rules and json_of(text) == rules["json"]:
-            return True
-        if rules.get("honest") and HONEST.search(text):
-            return True
-        return _has_any(rules.get("says", ()), text)
+        return (
+            ("number" in rules and numbers[-1:] == [rules["number"]])
+            or ("story" in rules and _tells(rules["story"], text))
+            or ("json" in rules and json_of(text) == rules["json"])
+            or ("honest" in rules and HONEST.search(text) is not None)
+            or _has_any(rules.get("says", ()), text)
+        )
 
 
 class SecondQuestions(FirstQuestions):

@@ -59,7 +59,6 @@ class Plot:
 
 @cache
 def plots() -> dict[str, Plot]:
-    """The plots by name."""
     found = [_read_plot(title) for title in sections(GRAMMAR) if title.startswith("plot ")]
     return {plot.name: plot for plot in found}
 

@@ -110,9 +110,7 @@ class ImportedTokenizer(Tokenizer):
         self.strips_space = any(_strips_space(part) for part in _parts(self._content.get("decoder")))
 
         # Where a space is put: before each text, also before what follows a special token?
-        first, after = self._probe()
-        self._adds_space = first
-        self._adds_space_after_special = after
+        self._adds_space, self._adds_space_after_special = self._probe()
 
         # What begins a document and ends a reply.
         self.names = {role: name for role in NAMES if (name := _name(self.config.get(role))) is not None}

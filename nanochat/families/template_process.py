@@ -133,7 +133,6 @@ def tojson(value: Any, ensure_ascii: bool = False, indent: Any = None, separator
 
 
 def raise_exception(message: str) -> None:
-    """A template's own complaint."""
     raise jinja2.TemplateError(message)
 
 

@@ -67,10 +67,6 @@ class CallForm:
     opening: str = ""  # from the end of the prompt to the JSON of a call
     is_single: bool = False  # a reply has one call at most
 
-    def opening_of(self, name: str) -> str:
-        """The beginning of a reply that calls a function."""
-        return self.opening.replace(PROBE_NAME, name)
-
     @property
     def names_first(self) -> bool:
         """Whether the name comes before the JSON, which has only the arguments."""
@@ -84,7 +80,6 @@ MISTRAL = CallForm("[TOOL_CALLS]", re.compile(MISTRAL_HEAD), "")
 
 
 def new_id() -> str:
-    """The id of a call."""
     return uuid.uuid4().hex[:9]
 
 

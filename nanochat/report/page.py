@@ -310,7 +310,6 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
 
 
 def to_html(summary: RunSummary) -> str:
-    """The whole page."""
     stages = summary.stages
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text

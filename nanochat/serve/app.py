@@ -29,7 +29,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics
+from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
@@ -133,7 +133,7 @@ def _add_server_routes(app: FastAPI, state: ServerState) -> None:
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         """The metrics, for Prometheus."""
-        return Response(state.metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
 
     @functools.cache  # making it takes 0.1 s, on the event loop
     def description() -> bytes:

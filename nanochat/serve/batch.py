@@ -191,7 +191,6 @@ class Batch:
                 results[place] = self.result(lines[place].record, json.loads(content))
 
     def result(self, record: Any, response: dict[str, Any]) -> dict[str, Any]:
-        """A line of the output."""
         if isinstance(record, dict) and "body" in record:
             return batch_line(record, 200, response)
         fields = {"prompt": record} if isinstance(record, str) else record

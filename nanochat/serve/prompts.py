@@ -6,7 +6,7 @@ from typing import Any
 
 from nanochat.conversation import Message, Part, fit_prompt, parts_of, render_prompt
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.families.tool_calls import MARKS, CallForm, opens_thought
+from nanochat.families.tool_calls import MARKS, opens_thought
 from nanochat.ground.cli import UserError
 from nanochat.serve.grammar import Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
@@ -54,18 +54,6 @@ def check_chats(model: LoadedModel) -> None:
     """Raises ApiError: 400 when the model has not learned to chat."""
     if not model.chats:
         raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
-
-
-def family_form(model: LoadedModel, tokenizer: ImportedTokenizer) -> CallForm:
-    """How a model of another family writes calls. Raises ApiError: 400 when this server does not read them."""
-    form = tokenizer.chat_format.call_form
-    if form is None:
-        message = (
-            f"tools: the chat template of {model.name} has no tools, or calls in a form that this server does not "
-            "read: it reads the forms of Qwen 2.5 and 3, Llama 3.1 and Mistral; leave them out"
-        )
-        raise ApiError(400, message, param="tools", code="unsupported_parameter")
-    return form
 
 
 def make_grammar(
@@ -127,16 +115,25 @@ def _encode_messages(
 
 
 def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: ChatBody) -> EncodedPrompt:
-    """The prompt in another family's format; with tools, the body learns how the model writes calls."""
+    """The prompt in another family's format; with tools, the body learns how the model writes calls.
+
+    Raises ApiError: 400 when this server does not read the form of these calls.
+    """
     messages, starts = body.family_conversation(tokenizer.chat_format.template.thought_field)
-    tools = None
     form = None
     if body.candidates or any(message["role"] == "tool" for message in messages):
-        form = family_form(model, tokenizer)
+        form = tokenizer.chat_format.call_form
+        if form is None:
+            message = (
+                f"tools: the chat template of {model.name} has no tools, or calls in a form that this server does not "
+                "read: it reads the forms of Qwen 2.5 and 3, Llama 3.1 and Mistral; leave them out"
+            )
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+    tools = None
     if body.candidates:
         tools = [{"type": "function", "function": one.described()} for one in body.listed_functions]
     prompt = _encode_messages(model, body, messages, starts, tools)
-    if form is None or not tools:
+    if form is None or tools is None:
         return prompt
     text = tokenizer.decode(prompt.ids[-64:])
     names = tuple(one.name for one in body.candidates)
@@ -193,12 +190,13 @@ def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
     else:
         if len(body.prompt) // model.longest_token > MAX_TOKENIZED:
             raise _too_many_tokens("prompt")
-        begin = None if body.add_special_tokens is False else tokenizer.get_bos_token_id()
         bos = tokenizer.get_bos_token_id()
-        if begin is None and body.prompt == tokenizer.decode([bos]):
+        if body.add_special_tokens is not False:
+            tokens = tokenizer.encode(body.prompt, prepend=bos)
+        elif body.prompt == tokenizer.decode([bos]):
             tokens = [bos]  # this is how lm-eval looks up its id
         else:
-            tokens = tokenizer.encode(body.prompt, prepend=begin)
+            tokens = tokenizer.encode(body.prompt)
     if len(tokens) > MAX_TOKENIZED:
         raise _too_many_tokens("prompt")
     strings = [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None

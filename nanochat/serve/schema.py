@@ -61,8 +61,6 @@ def encode(value: Any) -> str:
 
 
 class EncodedResponse(JSONResponse):
-    """A response in JSON."""
-
     def render(self, content: Any) -> bytes:
         return encode(content).encode()
 
@@ -167,7 +165,6 @@ class ChatMessage(Strict):
 
     @property
     def text(self) -> str:
-        """The content as one text."""
         return text_of(_joined(self.groups()))
 
     def groups(self) -> list[list[Part]]:
@@ -368,7 +365,6 @@ class ChatBody(RequestBody):
 
     @property
     def must_call(self) -> bool:
-        """Whether the reply must be a call."""
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 
 from nanochat.ground.cli import UserError
@@ -160,10 +160,6 @@ class ServerState:
         finally:
             self.updating = False
         return self.model
-
-    def metrics(self) -> bytes:
-        """The metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
 
     def collect(self) -> Iterable[Metric]:
         """Each metric of the models' schedulers once, for the registry; its samples have the label `model`. An adapter

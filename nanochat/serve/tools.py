@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nanochat.families.tool_calls import CallForm, CallReader, FunctionCall, new_id
+from nanochat.families.tool_calls import PROBE_NAME, CallForm, CallReader, FunctionCall, new_id
 from nanochat.ground.untrusted import json_of
 
 CALCULATOR = "calculator"
@@ -50,7 +50,7 @@ class FamilyCalls:
         """The beginning of a reply that must be a call, up to its JSON."""
         if self.form.names_first and not self.required_name:  # the older form, in which the model chooses the name
             return f"{self.form.mark}["
-        return self.form.opening_of(self.required_name)
+        return self.form.opening.replace(PROBE_NAME, self.required_name)
 
     def schema(self, tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str, Any]:
         """The schema of the JSON of a required call."""

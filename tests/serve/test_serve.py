@@ -32,6 +32,7 @@ import httpx
 import pytest
 import tiny
 import torch
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.routing import Route
 
@@ -652,7 +653,8 @@ def test_a_client_that_leaves_within_its_body_is_no_mistake_of_ours(capfd: pytes
             time.sleep(0.1)
         time.sleep(0.1)
         assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
-    assert [line for line in app.state.nanochat.metrics().splitlines() if b"responses_total{" in line] == [
+    metrics = generate_latest(app.state.nanochat.registry)
+    assert [line for line in metrics.splitlines() if b"responses_total{" in line] == [
         b'nanochat_http_responses_total{status="200"} 1.0'
     ]
     assert not "".join(capfd.readouterr())
