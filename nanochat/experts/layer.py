@@ -28,6 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from nanochat.experts.router import Router, read_loads, take_biases
 from nanochat.gpt import MLP, GPTConfig
+from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import is_dtensor
 from nanochat.kernels.grouped import Groups, loop_product
 from nanochat.operators import TorchKernels
@@ -119,13 +120,13 @@ class Experts(nn.Module):
 
 
 def require_possible(config: GPTConfig) -> None:
-    """Raises ValueError: when no such experts exist, naming the flag."""
+    """Raises UserError: when no such experts exist, naming the flag."""
     if not 1 <= config.experts_per_token <= config.experts:
-        raise ValueError(
+        raise UserError(
             f"--experts_per_token {config.experts_per_token} of --experts {config.experts}: from 1 to {config.experts}"
         )
     if config.shared_experts < 0:
-        raise ValueError(f"--shared_experts {config.shared_experts}: 0 or more")
+        raise UserError(f"--shared_experts {config.shared_experts}: 0 or more")
 
 
 # Both orders are permutations, whose gradients are the other permutation: reading by index. Autograd would add up rows

@@ -6,7 +6,6 @@ from typing import Any
 from nanochat import scaling
 from nanochat.experts.layer import require_possible
 from nanochat.gpt import GPTConfig
-from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0
 
 WIDTH_MULTIPLE = 16  # suits matrix units, and grouped products, whose rows begin at multiples of 16 bytes
@@ -32,10 +31,7 @@ def with_experts(config: GPTConfig, flags: Any) -> GPTConfig:
         # Transformers).
         router_normalized=flags.experts_per_token > 1 or flags.experts == 1,
     )
-    try:
-        require_possible(config)
-    except ValueError as error:  # it names the flags
-        raise UserError(str(error)) from error
+    require_possible(config)
     print0(
         f"experts: {config.experts} in each block, {width} wide, {config.experts_per_token} for each token, which is "
         f"multiplied by {scaling.scaling_parameters(config):,} parameters in all"

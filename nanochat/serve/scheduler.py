@@ -362,7 +362,6 @@ class Scheduler:
 
         # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
-        self.prompt_token_seconds = 0.0  # per token of a prompt
         # (tokens, seconds) of the last passes over prompts for which others waited. Older ones are forgotten.
         self.passes: deque[tuple[int, float]] = deque(maxlen=RECENT_PASSES)
         self.request_seconds = 0.0  # the time of a request, from `submit` to its end
@@ -491,9 +490,7 @@ class Scheduler:
         if not computed:
             self.step_seconds = _mean(self.step_seconds, seconds)
         elif self.step_seconds:
-            reading = max(0.0, seconds - self.step_seconds)
-            self.prompt_token_seconds = _mean(self.prompt_token_seconds, reading / computed)
-            self.passes.append((computed, reading))
+            self.passes.append((computed, max(0.0, seconds - self.step_seconds)))
 
     def _read_prompts(self) -> int:
         """Continue with the prompts that have a slot, then with waiting ones; returns the number of tokens computed."""
@@ -562,11 +559,9 @@ class Scheduler:
         steps, or hardly longer than the shortest piece does."""
         if not self.passes:
             return CHUNK_STEP
-        most = CHUNK_STEP
-        if self.prompt_token_seconds:
-            most = STALL_STEPS * self.step_seconds / self.prompt_token_seconds
-        further = 0.0
         tokens, seconds = zip(*self.passes, strict=True)
+        most = STALL_STEPS * self.step_seconds * sum(tokens) / max(sum(seconds), 1e-9)
+        further = 0.0
         if len(set(tokens)) > 1:
             # How the time of a pass grows with its tokens. After a disturbed pass the line may not be plausible.
             line = statistics.linear_regression(tokens, seconds)

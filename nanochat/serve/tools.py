@@ -69,14 +69,9 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]], key: str = "
     """The schema of a call to one of the tools, from their names and parameters; `key` is the name of the arguments."""
     branches = []
     for number, (name, parameters) in enumerate(tools):
-        branches.append(
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, key: _arguments_schema(parameters, number)},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-        )
+        properties = {"name": {"const": name}, key: _arguments_schema(parameters, number)}
+        closed = {"required": ["name", key], "additionalProperties": False}
+        branches.append({"type": "object", "properties": properties, **closed})
     return {"anyOf": branches}
 
 
