@@ -6,12 +6,10 @@ python -m scripts.bench train --depth 20 --steps 5
 
 python -m scripts.bench serve --json serve.json
 
-python -m scripts.bench compare before.json after.json
-
 `train` times whole steps, optimizer included, on random tokens. `serve` times the engine, then the same replies over
-HTTP, where each client waits for its reply. `compare` prints the ratios of the medians in two files of `--json`.
-Without flags the model is small on a CPU, and on an accelerator large enough that the device is busy. docs/bench.md
-explains how to read the output. `bench train --help` lists the flags of `train`.
+HTTP, where each client waits for its reply. Without flags the model is small on a CPU, and on an accelerator large
+enough that the device is busy. docs/bench.md explains how to read the output. `bench train --help` lists the flags of
+`train`.
 """
 
 import contextlib
@@ -31,8 +29,7 @@ import tyro
 
 from nanochat.ground import provenance
 from nanochat.ground.cli import Positive, Range, UserError, run
-from nanochat.ground.log import counted, print0, print_table
-from nanochat.ground.untrusted import read_json
+from nanochat.ground.log import counted, print0
 from nanochat.run.decoding_flags import DecodingFlags
 
 Made = TypeVar("Made")
@@ -85,26 +82,15 @@ class Serve(ModelFlags):
 
 
 @dataclass(frozen=True)
-class Compare:
-    """Compare two files of --json."""
-
-    files: tyro.conf.Positional[tuple[str, str]]  # the earlier one first
-
-
-@dataclass(frozen=True)
 class Config:
     what: tyro.conf.OmitArgPrefixes[
         Annotated[Train, tyro.conf.subcommand("train", prefix_name=False)]
         | Annotated[Serve, tyro.conf.subcommand("serve", prefix_name=False)]
-        | Annotated[Compare, tyro.conf.subcommand("compare", prefix_name=False)]
     ]
 
 
 def main(config: Config) -> None:
     measured = config.what
-    if isinstance(measured, Compare):
-        compare(*measured.files)
-        return
     if measured.source:
         for field in fields(ModelFlags):
             if field.name in ("depth", "head_dim", "vocab_size") and getattr(measured, field.name) != field.default:
@@ -114,7 +100,7 @@ def main(config: Config) -> None:
             Path(measured.json).open("ab").close()
         except OSError as error:
             raise UserError(f"--json {error.filename}: {error.strerror}: name a file that can be written") from error
-    from nanochat import device as devices  # here: --help and `compare` do without torch
+    from nanochat import device as devices  # here: --help answers at once
 
     sizes = CPU_SIZES if devices.kind_of(measured.device) == "cpu" else ACCELERATOR_SIZES
     missing = {name: size for name, size in sizes.items() if getattr(measured, name, size) == 0}
@@ -123,37 +109,6 @@ def main(config: Config) -> None:
     if measured.json is not None:
         about = {"what": what, "commit": provenance.commit(), "config": asdict(measured)}
         Path(measured.json).write_text(json.dumps(about | metrics, indent=1))
-
-
-def compare(before_path: str, after_path: str) -> None:
-    """Print the median of each measurement that both files have, and the ratio of the two.
-
-    Raises UserError: when a file is not from `bench --json`, or they have no measurement in common.
-    """
-    before, after = medians_of(before_path), medians_of(after_path)
-    rows = [
-        [name, f"{before[name]:,.5g}", f"{after[name]:,.5g}", f"{after[name] / before[name]:.3f}"]
-        for name in before if name in after
-    ]  # fmt: skip
-    if not rows:
-        raise UserError(f"{before_path} and {after_path} have no measurement in common: measure both with equal flags")
-    print_table(["median", "before", "after", "ratio"], rows)
-
-
-def medians_of(path: str) -> dict[str, float]:
-    """The median of each measurement in a file of --json, by name and unit."""
-    try:
-        medians = {}
-        for name, measured in read_json(Path(path))["measurements"].items():
-            medians[f"{name}, {measured['unit']}"] = statistics.median(map(float, measured["values"]))
-        if not all(0 < value < math.inf for value in medians.values()):
-            raise ValueError("a median is not a positive number")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        problem = f"{type(error).__name__}: {error}"
-        raise UserError(
-            f"{path} is not a file of `python -m scripts.bench --json` ({problem}): measure again"
-        ) from error
-    return medians
 
 
 def train(config: Train) -> dict[str, Any]:
@@ -338,7 +293,7 @@ def serve(config: Serve) -> dict[str, Any]:
 
 
 def in_unit(unit: str, values: list[float]) -> dict[str, Any]:
-    """A measurement in the form that `compare` reads."""
+    """A measurement for --json."""
     return {"unit": unit, "values": values}
 
 

@@ -1,8 +1,7 @@
-"""scripts.bench: what it measures and writes, and two of its files compared."""
+"""scripts.bench: what it measures and writes."""
 
 import contextlib
 import json
-import re
 from dataclasses import replace
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -25,74 +24,10 @@ TINY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def content(step: float, **changes: Any) -> dict[str, Any]:
-    """What `bench train --json` writes."""
-    measurements = {
-        "step": {"unit": "tokens/s", "values": [step - 9, step, step + 7]},
-        "warm-up": {"unit": "s", "values": [3.0]},
-    }
-    return {"what": "train", "measurements": measurements, **changes}
+# ---------------------------------------------------------------------- train
 
 
-@pytest.fixture
-def write(tmp_path):
-    """Writes contents or texts to files; returns their paths."""
-
-    def written(*contents) -> list[str]:
-        paths = [tmp_path / f"{number}.json" for number in range(len(contents))]
-        for path, one in zip(paths, contents, strict=True):
-            path.write_text(one if isinstance(one, str) else json.dumps(one))
-        return [str(path) for path in paths]
-
-    return written
-
-
-# ---------------------------------------------------------------------- two files
-
-
-def test_each_measurement_has_its_row(write, capsys):
-    bench.main(bench.Config(bench.Compare(tuple(write(content(1000), content(1100))))))
-    rows = {re.split(r"\s{2,}", line)[0]: line.split()[2:] for line in capsys.readouterr().out.splitlines()}
-    assert rows["step, tokens/s"] == ["1,000", "1,100", "1.100"] and rows["warm-up, s"][-1] == "1.000"
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        "not JSON",
-        "[1, 2]",
-        json.dumps({"tokens_per_second": 5}),
-        content(1000, measurements={"step": {"unit": "tokens/s", "values": []}}),
-        content(1000, measurements={"step": {"unit": "tokens/s", "values": [0.0, float("nan")]}}),
-        content(1000, measurements={"step": {"unit": "tokens/s", "values": "fast"}}),
-        content(1000, measurements={"step": {"unit": "tokens/s", "values": [10**400]}}),
-        content(1000, measurements={"step": {"unit": "s", "values": [1.0]}}),
-    ],
-    ids=[
-        "no JSON",
-        "a list",
-        "nothing",
-        "nothing measured",
-        "no number",
-        "a text",
-        "too large",
-        "another unit",
-    ],
-)
-def test_a_file_that_cannot_be_compared_is_one_line(write, other):
-    files = tuple(write(content(1000), other))
-    with pytest.raises(UserError, match=r"1\.json") as raised:
-        bench.main(bench.Config(bench.Compare(files)))
-    assert "\n" not in str(raised.value)
-
-
-def test_a_file_that_is_not_there_is_one_line(tmp_path):
-    for path in (tmp_path, tmp_path / "nosuch.json"):
-        with pytest.raises(UserError, match="bench --json"):
-            bench.medians_of(str(path))
-
-
-def test_a_file_of_bench_is_compared_with_itself(tmp_path, monkeypatch, capsys):
+def test_each_measurement_has_all_its_values(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "PRODUCT_FLOPS", 1e8)
     file = str(tmp_path / "bench.json")
     bench.main(bench.Config(bench.Train(**TINY, steps=3, json=file)))
@@ -100,8 +35,6 @@ def test_a_file_of_bench_is_compared_with_itself(tmp_path, monkeypatch, capsys):
     assert [len(one["values"]) for one in measured.values()] == [3, 3, 3, 1, 1]
     step, share, product = (np.median(measured[name]["values"]) for name in [*measured][:3])
     assert step > 0 and product > 0 and 0 < share < 100
-    bench.main(bench.Config(bench.Compare((file, file))))
-    assert capsys.readouterr().out.count(" 1.000\n") == 5
 
 
 # ---------------------------------------------------------------------- serve
@@ -156,11 +89,10 @@ def test_a_flag_that_does_nothing_or_cannot_work_is_refused_before_anything_is_m
         "train --batches 1",
         "serve --steps 3",
         "serve --optimizer muon",
-        "compare a.json b.json --json out.json",
-        *("compare", "compare a", "compare a.json b.json c.json", "train a.json"),
+        "train a.json",
     ],
 )
-def test_a_flag_of_another_measurement_or_another_number_of_files_is_refused(words, capsys):
+def test_a_flag_of_another_measurement_or_a_file_is_refused(words, capsys):
     with pytest.raises(SystemExit) as leaving:
         parse(bench.Config, words.split())
     assert leaving.value.code == 2 and capsys.readouterr().err.count("\n") == 1
