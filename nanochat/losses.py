@@ -134,15 +134,9 @@ def policy_loss(
     return -total, divisor
 
 
-# ---- What p is compared with
-
-
 def token_ratio(log_ratio: Tensor, rows: PackedBatch) -> Tensor:
     """r of each token."""
     return torch.exp(log_ratio)
-
-
-# ---- What a token gains
 
 
 def clipped_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
@@ -157,9 +151,6 @@ def clipped_objective(logp: Tensor, ratio: Tensor, advantages: Tensor, clip_low:
     #
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return torch.minimum(ratio * advantages, clipped * advantages)
-
-
-# ---- How the gains are averaged
 
 
 def over_samples(objective: Tensor, batch: PolicyBatch, max_tokens: int) -> tuple[Tensor, Tensor]:
@@ -364,8 +355,6 @@ def by_reply(values: Tensor, batch: PairBatch) -> Tensor:
     return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(batch.pairs, 2)
 
 
-# ---------------------------------------------------------------------- the flag --loss
-
 LOSSES: dict[str, dict[str, Any]] = {"policy losses": {"grpo": GRPO}, "pair losses": {"dpo": DPO}}
 
 
@@ -374,8 +363,7 @@ def find(seam: str, name: str) -> Any:
 
     Raises UserError: when neither has a loss of this name.
     """
-    if name in LOSSES[seam]:
-        return LOSSES[seam][name]
-    if name in rooms.names(seam):
-        return rooms.find(seam, name)
-    raise UserError(f"--loss {name}: one of {', '.join([*LOSSES[seam], *rooms.names(seam)])}")
+    names = [*LOSSES[seam], *rooms.names(seam)]
+    if name not in names:
+        raise UserError(f"--loss {name}: one of {', '.join(names)}")
+    return LOSSES[seam].get(name) or rooms.find(seam, name)

@@ -51,12 +51,11 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Callable[..., tuple
 
     Raises UserError: when a setting is not None, and the loss does not take it.
     """
-
     names = [*losses.LOSSES["pair losses"], *rooms.names("pair losses")]
     functions = {loss: losses.find("pair losses", loss).function for loss in names}
     chosen = {setting: value for setting, value in settings.items() if value is not None}
     for setting, value in chosen.items():
-        takers = [loss for loss in names if setting in inspect.signature(functions[loss]).parameters]
+        takers = [loss for loss in functions if setting in inspect.signature(functions[loss]).parameters]
         if name not in takers:
             raise UserError(f"--{setting} {value}: --loss {name} has none, {', '.join(takers)} has")
     return functools.partial(functions[name], **chosen)
