@@ -38,7 +38,6 @@ from nanochat.conversation import Message, Part, check_message, parts_of, text_o
 from nanochat.ground.cli import UserError
 
 LARGEST_REWARD = 1e9  # sums and squares of rewards are finite in fp32
-MAX_TURNS = 100  # the most turns of an episode by reference replies
 
 Split = Literal["train", "test"]
 # How a reply is graded: by its text, by the letter that the model prefers, or not at all.
@@ -77,22 +76,13 @@ class Pair:
     @property
     def conversations(self) -> tuple[list[Message], list[Message]]:
         """Both conversations. Only the replies that are compared are learned."""
-        return reply_alone([*self.question, self.chosen]), reply_alone([*self.question, self.rejected])
-
-
-def reply_alone(messages: Sequence[Message]) -> list[Message]:
-    """A conversation of which only the last message is learned."""
-    return [*({**message, "train": False} for message in messages[:-1]), messages[-1]]
+        question = [{**message, "train": False} for message in self.question]
+        return [*question, self.chosen], [*question, self.rejected]
 
 
 def turn(question: str, answer: str | list[Part]) -> list[Message]:
     """One question with its answer, as messages."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def chosen_letter(reply: Sequence[Part]) -> str:
-    """The letter that a reply to a multiple-choice question chose."""
-    return text_of(reply).strip()[:1]
 
 
 # ---------------------------------------------------------------------- episodes
@@ -138,11 +128,11 @@ def opening_of(environment: Environment, name: str) -> list[Message]:
 
     Raises UserError: when `start` returns anything else; `name` is the task's.
     """
-    messages = environment.start()
-    if not isinstance(messages, list | tuple) or not messages:
-        raise UserError(f"the environment of {name}: start returned {repr(messages)[:40]}: a list of messages")
-    _check(messages, f"the environment of {name}", "start")
-    return list(messages)
+    source = f"the environment of {name}: start"
+    messages = _checked(environment.start(), source, "a list of messages")
+    if not messages:
+        raise UserError(f"{source} returned no messages")
+    return messages
 
 
 def take_step(environment: Environment, reply: Sequence[Part], name: str) -> Step:
@@ -151,19 +141,23 @@ def take_step(environment: Environment, reply: Sequence[Part], name: str) -> Ste
     Raises UserError: when it is not a Step with messages and a finite reward; `name` is the task's.
     """
     step = environment.step(reply)
-    if not isinstance(step, Step) or not isinstance(step.messages, list | tuple):
-        shown = step if not isinstance(step, Step) else step.messages
-        raise UserError(f"the environment of {name} returned {repr(shown)[:40]}: a Step, with a list of messages")
-    _check(step.messages, f"the environment of {name}", "a step")
-    return Step(list(step.messages), checked_reward(step.reward, f"the environment or the reward of {name}"))
+    source = f"the environment of {name}"
+    wanted = "a Step, with a list of messages"
+    if not isinstance(step, Step):
+        raise UserError(f"{source} returned {repr(step)[:40]}: {wanted}")
+    messages = _checked(step.messages, source, wanted)
+    return Step(messages, checked_reward(step.reward, f"the environment or the reward of {name}"))
 
 
-def _check(messages: Sequence[Any], source: str, place: str) -> None:
+def _checked(messages: Any, source: str, wanted: str) -> list[Message]:
+    if not isinstance(messages, list | tuple):
+        raise UserError(f"{source} returned {repr(messages)[:40]}: {wanted}")
     try:
         for number, message in enumerate(messages):
             check_message(number, message)
     except ValueError as error:
-        raise UserError(f"{source}: {error} of {place}") from error
+        raise UserError(f"{source}: {error}") from error
+    return list(messages)
 
 
 def checked_reward(value: Any, source: str, place: str = "") -> float:
@@ -212,8 +206,8 @@ class Task:
         if example.answer is None:
             problem = "an example has no answer, by which a reply is graded"
             raise UserError(f'--tasks {self.name}: {problem}: set Example(answer=...), or kind = "dialogue"')
-        text = chosen_letter(reply) if self.kind == "choice" else text_of(reply).strip()
-        return text == example.answer
+        text = text_of(reply).strip()
+        return (text[:1] if self.kind == "choice" else text) == example.answer
 
     def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | tuple[int, int]]:
         """What else there is to say about an evaluation's replies, by name; often nothing. A number from 0 to 1, or a
@@ -273,25 +267,3 @@ class GeneratedTask(Task):
     def rng(self, index: int, purpose: str = "") -> random.Random:
         """The random numbers of one example."""
         return random.Random(f"{self.name}/{self.split}/{index}{purpose}")
-
-
-class EnvironmentTask(GeneratedTask):
-    """Episodes of an environment, each with its own random numbers."""
-
-    environment_class: type[Environment]
-
-    def example(self, index: int) -> Example:
-        """The episode of the environment's reference replies; only its question where it has none."""
-        environment = self.environment_class(self.rng(index))
-        messages = opening_of(environment, self.name)
-        for _ in range(MAX_TURNS):
-            reply = environment.reference_reply() or ""
-            messages.append({"role": "assistant", "content": reply})
-            step = take_step(environment, parts_of(reply), self.name) if reply else Step()
-            if not step.messages:
-                break
-            messages += step.messages
-        return Example(messages, answer=index, tools=environment.tools)
-
-    def environment(self, example: Example) -> Environment:
-        return self.environment_class(self.rng(example.answer))

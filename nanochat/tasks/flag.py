@@ -18,15 +18,17 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from nanochat.conversation import parts_of
 from nanochat.data.catalog import HUB_NAME
 from nanochat.ground import rooms, user_code
 from nanochat.ground.cli import UserError
 from nanochat.mixture import Mixture
-from nanochat.task import Environment, EnvironmentTask, Split, Task
+from nanochat.task import Environment, Example, GeneratedTask, Split, Step, Task, opening_of, take_step
 from nanochat.tasks.defaults import Stage, default_tasks
 
 FileForm = Literal["conversations", "prompts", "pairs"]  # what a file without a task's name holds
 FORMS: dict[Stage, FileForm] = {"sft": "conversations", "dpo": "pairs", "rl": "prompts"}
+MAX_TURNS = 100  # the most turns of an episode by reference replies
 LABEL = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")  # a name that --tasks gives to a PATH
 
 
@@ -210,6 +212,28 @@ def task_class(name: str) -> type[Task]:
     if missing:
         raise UserError(f"--tasks {entry}: a Task needs {', '.join(missing)}; GeneratedTask has all but `example`")
     return type(found.__name__, (found,), {"name": getattr(found, "name", name), "identity": identity})
+
+
+class EnvironmentTask(GeneratedTask):
+    """Episodes of an environment, each with its own random numbers."""
+
+    environment_class: type[Environment]
+
+    def example(self, index: int) -> Example:
+        """The episode of the environment's reference replies; only its question where it has none."""
+        environment = self.environment_class(self.rng(index))
+        messages = opening_of(environment, self.name)
+        for _ in range(MAX_TURNS):
+            reply = environment.reference_reply() or ""
+            messages.append({"role": "assistant", "content": reply})
+            step = take_step(environment, parts_of(reply), self.name) if reply else Step()
+            if not step.messages:
+                break
+            messages += step.messages
+        return Example(messages, answer=index, tools=environment.tools)
+
+    def environment(self, example: Example) -> Environment:
+        return self.environment_class(self.rng(example.answer))
 
 
 def open_task(spec: TaskSpec, split: Split, reading: Reading = DEFAULT_READING) -> Task:

@@ -15,8 +15,8 @@ from nanochat import rollout
 from nanochat.conversation import Message, Part, parts_of, render, render_prompt, text_of
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.rollout import Samples
-from nanochat.task import Environment, EnvironmentTask, Example, Step, Task
-from nanochat.tasks.flag import TaskSpec, open_mixture, open_task, parse_tasks, require_pairs
+from nanochat.task import Environment, Example, Step, Task
+from nanochat.tasks.flag import EnvironmentTask, TaskSpec, open_mixture, open_task, parse_tasks, require_pairs
 from nanochat.tasks.nim import MOVES, STONES, Nim
 from nanochat.tasks.tool_use import call_in, run_tool
 from nanochat.tokenizer import Tokenizer

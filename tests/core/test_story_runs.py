@@ -37,8 +37,7 @@ EXEMPT = {
     "in the training service": "optim.Optimizer.set_adamw checkpoint_manager.new_folder",
     "in a model that calls the tool": "engine.Engine.answer_call calculator.can_continue",
     "in other tasks": """
-        task.Environment.reference_reply task.Task.measures task.chosen_letter
-        tokenizer.Tokenizer.shrink
+        task.Environment.reference_reply task.Task.measures tokenizer.Tokenizer.shrink
     """,
     "at the end": "checkpoint_manager.clean_up loader.Loader.close",
     "in a message": """

@@ -33,7 +33,7 @@ from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.rollout import Reply
 from nanochat.sampling import seed_of
-from nanochat.task import Example, Task, chosen_letter
+from nanochat.task import Example, Task
 from nanochat.tasks.flag import generated_tasks, task_class
 from nanochat.tasks.recorded import choice_example
 
@@ -77,7 +77,7 @@ class Letters(Task):
         return choice_example("?" * (index + 1), letters, letters, letters[-1])
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
-        return chosen_letter(reply) == example.answer
+        return text_of(reply)[:1] == example.answer
 
 
 class Known:
