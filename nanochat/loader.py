@@ -185,8 +185,7 @@ class Loader:
         first = state.row if state else 0
         self._offset = (rank - first) % world_size
         self._row = first + self._offset
-        positions = {number: shard.copy() for number, shard in self._shards.items()}
-        self.start = LoaderState(first, positions, shard_count)  # the position before the first batch
+        self.start = self._state()  # the position before the first batch
 
         # The last rows of this rank, one of each of its shards: where two are alike, the text is too small.
         self._recent: deque[bytes] | None = deque(maxlen=max(batch_rows, len(self._shards)) - 1)
@@ -203,8 +202,7 @@ class Loader:
         while len(self._ahead) <= self._step_batches + PREFETCH_BATCHES:
             self._ahead.append(self._thread.submit(self._next_batch))
         batch = self._ahead[0].result()  # before popleft: a second call raises the same error again
-        error = self._ahead[self._step_batches].exception() if self._on_error else None
-        if error is not None and self._on_error is not None:
+        if self._on_error and (error := self._ahead[self._step_batches].exception()):
             self._on_error(error)
             self._on_error = None
         self._ahead.popleft()
@@ -223,18 +221,21 @@ class Loader:
             self._look_for_repeats(row)
         # The position travels with the batch. The thread is some batches ahead: with its current position a resumed run
         # would skip them.
-        tokens = torch.from_numpy(rows)
-        positions = {number: shard.copy() for number, shard in self._shards.items()}
-        state = LoaderState(self._row - self._offset, positions, self._shard_count)
+        state = self._state()
 
         # An epoch ends when the slowest shard has finished it.
         epochs = []
         for part, block_count in enumerate(self._block_counts):
             places = (shard.positions[part].block * self._shard_count + n for n, shard in self._shards.items())
             epochs.append(min(places) // block_count if block_count else 0)
+        tokens = torch.from_numpy(rows)
         inputs = tokens[:, :-1].contiguous()
         segments = segments_of(inputs, self._tokenizer.get_bos_token_id()) if self._document_mask else None
         return Batch(inputs, tokens[:, 1:].contiguous(), state, epochs, segments)
+
+    def _state(self) -> LoaderState:
+        positions = {number: shard.copy() for number, shard in self._shards.items()}
+        return LoaderState(self._row - self._offset, positions, self._shard_count)
 
     def _look_for_repeats(self, row: np.ndarray) -> None:
         """Warn once when a row is also one of the rows just before it."""

@@ -45,11 +45,11 @@ class PackedBatch:
         each rank joins the collectives of the others. Rows without a target fill up the last micro-batch. A micro-batch
         ends at its last target.
         """
-        missing = -len(self) % world_size
+        missing = (0, 0, 0, -len(self) % world_size)
         fill_values = [(self.inputs, 0), (self.targets, IGNORE), (self.segments.numbers, 0), (self.source, 0)]
         if self.values is not None:
             fill_values.append((self.values, 0))
-        fields = [torch.nn.functional.pad(field, (0, 0, 0, missing), value=value) for field, value in fill_values]
+        fields = [torch.nn.functional.pad(field, missing, value=value) for field, value in fill_values]
         # Example: 10 rows of 2,048 on 2 ranks, in micro-batches of 4. One row of each rank makes a group, and the last
         # group ends at place 700. Lengths are rounded up to an eighth of the row, so that only few shapes occur:
         #
@@ -151,13 +151,10 @@ def pack_pairs(
     free: list[list[int]] = []  # micro-batch -> row -> free places
     for first in sorted(range(0, len(ids), 2), key=lambda i: -max(needs[i], needs[i + 1])):
         pair = sorted((first, first + 1), key=lambda i: -needs[i])
-        placed = _place_pair(free, [needs[i] for i in pair])
-        if placed is None:
-            for _ in range(world_size):  # one for each rank
+        while (placed := _place_pair(free, [needs[i] for i in pair])) is None:
+            for _ in range(world_size):  # an empty micro-batch for each rank; it has room for any pair
                 micros.append([[] for _ in range(rows)])
                 free.append([row_tokens] * rows)
-            placed = _place_pair(free, [needs[i] for i in pair])
-            assert placed is not None  # an empty micro-batch has room for any pair
         micro, pair_rows = placed
         for i, row in zip(pair, pair_rows, strict=True):
             micros[micro][row].append(i)
