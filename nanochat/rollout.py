@@ -91,9 +91,6 @@ class EngineSampler:
         return replies
 
 
-# ---------------------------------------------------------------------- rewards
-
-
 @dataclass(frozen=True)
 class Reward:
     """A part of a sample's reward. This one is the reward of the task or its environment, such as 1 if right;
@@ -216,13 +213,6 @@ class Episode:
     turns: int = 0  # replies so far
     is_over: bool = False
 
-    @classmethod
-    def begin(cls, task: Task, example: Example, question: int, number: int, prompt: Sequence[int]) -> "Episode":
-        environment = task.environment(example)
-        opening = opening_of(environment, task.name)
-        sample = Sample(question, number, list(prompt), [0] * len(prompt), [0.0] * len(prompt))
-        return cls(task, example, environment, opening, list(opening), sample)
-
     def add(self, reply: Reply, tokenizer: Tokenizer, room: int) -> None:
         """Add the policy's reply, and the environment's answer to it if the context has room."""
         sample = self.sample
@@ -295,7 +285,11 @@ def play(
     mine = []
     for question, number in wanted[device.rank :: device.world_size]:
         task, example = questions[question]
-        mine.append(Episode.begin(task, example, question, number, prompts[question]))
+        environment = task.environment(example)
+        opening = opening_of(environment, task.name)
+        prompt = prompts[question]
+        sample = Sample(question, number, [*prompt], [0] * len(prompt), [0.0] * len(prompt))
+        mine.append(Episode(task, example, environment, opening, [*opening], sample))
 
     # 2. Sample. Each reply has its own seed: 1, 2 and 3 ranks sample the same replies in fp32. A turn of all episodes
     #    is one batch. The rank that has sampled an episode rewards it: the reward may run a program, so the ranks share
@@ -404,9 +398,10 @@ class OnPolicy:
         return self.draw(step)
 
 
-# ---------------------------------------------------------------------- pack
+# ---------------------------------------------------------------------- pack, compare
 
 
+@torch.no_grad()
 def policy_batches(
     samples: Samples,
     shape: tuple[int, int],
@@ -429,8 +424,8 @@ def policy_batches(
     batches = []
     for micro in packed.micro_batches(rows, device, device.data_rank, device.data_ranks):
         sample_share = spread(shares, micro, device)
-        old_logp = None if policy is None else logp_of(policy, micro, temperature)
-        reference_logp = None if reference is None else logp_of(reference, micro, temperature)
+        old_logp = None if policy is None else token_logp(policy, micro, temperature)
+        reference_logp = None if reference is None else token_logp(reference, micro, temperature)
         batches.append(PolicyBatch(micro, torch.zeros_like(sample_share), sample_share, old_logp, reference_logp))
     return batches
 
@@ -442,15 +437,6 @@ def spread(per_sample: np.ndarray, rows: PackedBatch, device: Device) -> torch.T
         numbers = torch.zeros(1)  # no questions: the batch is one row of padding, which has no sample
     # `source` (N, T) names the sample of each token. Padding has source 0 and no target: it is multiplied by 0.
     return (rows.targets != IGNORE) * device.to_device(numbers)[rows.source]
-
-
-@torch.no_grad()
-def logp_of(model: Any, rows: PackedBatch, temperature: float = 1.0) -> torch.Tensor:
-    """Log probabilities of a micro-batch's targets under a model, without a gradient."""
-    return token_logp(model, rows, temperature)
-
-
-# ---------------------------------------------------------------------- compare
 
 
 def with_advantages(

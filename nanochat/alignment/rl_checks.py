@@ -5,16 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from nanochat.alignment.rewards import FunctionReward
 from nanochat.alignment.value import ValuedBatch
 from nanochat.engine import Slots
 from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0
-from nanochat.losses import PolicyBatch, PolicyLoss
+from nanochat.losses import PolicyBatch, PolicyLoss, token_logp
 from nanochat.optim import Optimizer
 from nanochat.packing import PackedBatch
-from nanochat.rollout import ROWS_AT_ONCE, Reward, logp_of
+from nanochat.rollout import ROWS_AT_ONCE, Reward
 from nanochat.run.stage import Start
 from nanochat.task import Example, Task
 from nanochat.tasks.flag import parse_tasks, require_grades
@@ -103,13 +105,14 @@ def report_memory(flags: Any, start: Start, optimizer: Optimizer, loss_fn: Calla
     """Print the memory of a step, and the additional memory of sampling; the command ends here."""
     model = start.model
 
+    @torch.no_grad()
     def batch_of(rows: PackedBatch) -> PolicyBatch:
         rows = replace(rows, values=rows.targets.float())
         batch = PolicyBatch(rows, rows.targets.float(), rows.targets.float())
         if flags.updates > 1:
-            batch = replace(batch, old_logp=logp_of(model, rows, flags.temperature))
+            batch = replace(batch, old_logp=token_logp(model, rows, flags.temperature))
         if start.reference is not None:
-            batch = replace(batch, reference_logp=logp_of(start.reference, rows, flags.temperature))
+            batch = replace(batch, reference_logp=token_logp(start.reference, rows, flags.temperature))
         if flags.loss == "ppo":
             batch = ValuedBatch(**vars(batch), old_values=rows.values, returns=rows.values)
         return batch

@@ -15,14 +15,17 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
+
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground.cli import Failed
 from nanochat.ground.log import print0, warn
+from nanochat.losses import token_logp
 from nanochat.packing import pack_sequences
 from nanochat.ranks import gather_values
-from nanochat.rollout import RankSamples, Reply, Sample, Sampler, logp_of
+from nanochat.rollout import RankSamples, Reply, Sample, Sampler
 from nanochat.samplers.ahead import Ahead
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
@@ -44,6 +47,7 @@ def largest_gap(entropy: float, staleness: int = 0) -> float:
     return (ROUNDING_GAP + LARGEST_GAP * max(0.0, entropy)) * (1 + OLDER_GAP * staleness)
 
 
+@torch.no_grad()
 def measure(model: GPT, samples: Iterable[Sample], device: Device, temperature: float) -> tuple[float, float, int]:
     """Sums over the sampled tokens of |log p_trainer - log p_sampler| and of -log p_trainer in nats, and their number.
 
@@ -61,7 +65,7 @@ def measure(model: GPT, samples: Iterable[Sample], device: Device, temperature: 
     )  # fmt: skip
     rows = next(rows.micro_batches(len(rows), device))
     is_target = rows.targets != IGNORE
-    own = logp_of(model, rows, temperature)[is_target]
+    own = token_logp(model, rows, temperature)[is_target]
     assert rows.values is not None
     theirs = rows.values[is_target]
     return (own - theirs).abs().sum().item(), -own.sum().item(), len(own)

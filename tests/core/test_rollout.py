@@ -19,8 +19,9 @@ from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.ground.cli import Failed, UserError
+from nanochat.losses import token_logp
 from nanochat.packing import pack_sequences
-from nanochat.rollout import Sample, Samples, logp_of, policy_batches, with_advantages
+from nanochat.rollout import Sample, Samples, policy_batches, with_advantages
 from nanochat.sampling import seed_of
 from nanochat.task import Environment, Example, Step, Task, opening_of
 
@@ -267,7 +268,7 @@ def test_sampler_and_trainer_agree(engine):
     drawn = sample_episodes(engine, questions(3, Echoing()), samples=2, max_tokens=8, temperature=0.7, seed=3, rows=4)
     assert max(ids.count(engine.tokenizer.encode_special("<|assistant_start|>")) for ids in tokens_of(drawn)) > 1
     rows = pack_sequences(tokens_of(drawn), [sample.mask for sample in drawn], 64)
-    logp = logp_of(lively_model(engine.model.config), rows, 0.7)  # the engine's own is packed
+    logp = token_logp(lively_model(engine.model.config), rows, 0.7)  # the engine's own is packed
     for sample, (values, mask) in enumerate((one.logprobs, one.mask) for one in drawn):
         own = logp[(rows.source == sample) & (rows.targets != IGNORE)]
         expected = [value for value, m in zip(values, mask, strict=True) if m]
