@@ -83,7 +83,11 @@ class FunctionReward(Reward):
         print0(f"reward {self.place}: {found}")
         name = kind if source == kind else tag_of(folder)
         model, tokenizer, _ = load_folder(folder, device)
-        function = of_conversations(rating(model, tokenizer, device, folder))
+        rate = rating(model, tokenizer, device, folder)
+
+        def function(episodes: list[Episode]) -> list[float]:
+            return rate([episode.messages for episode in episodes])
+
         return replace(self, name=name, function=function, place=f"{kind}:{found}", sha256=weights_sha256(folder))
 
     def check(self, questions: Sequence[tuple[Task, Example]], seconds: float) -> None:
@@ -105,10 +109,6 @@ class FunctionReward(Reward):
             min(value, 0.0) if episode.sample.ending == "broken" else value
             for episode, value in zip(episodes, values, strict=True)
         ]
-
-
-def of_conversations(reward: Callable[[list[list[Message]]], list[float]]) -> Function:
-    return lambda episodes: reward([episode.messages for episode in episodes])
 
 
 def parse_rewards(text: str) -> list[Reward]:
@@ -223,15 +223,15 @@ def score(
 
 def _call(function: Function, episodes: list[Episode], outcome: "Future[Any]") -> None:
     """Call a function, wait for it if it is async, and keep its result or error."""
+
+    async def awaited() -> Any:
+        return await found
+
     try:
         found = function(episodes)
-        outcome.set_result(asyncio.run(_awaited(found)) if inspect.isawaitable(found) else found)
+        outcome.set_result(asyncio.run(awaited()) if inspect.isawaitable(found) else found)
     except BaseException as error:  # sys.exit() too, which would end only this thread
         outcome.set_exception(error)
-
-
-async def _awaited(work: Any) -> Any:
-    return await work
 
 
 def answer_of(example: Example) -> Any:

@@ -201,7 +201,9 @@ class Conversations(RecordTask):
                 cause = re.sub(r"\d+", "", problem)[:80]  # without the numbers of messages
                 if isinstance(error, UnknownForm):
                     cause = "unknown form"
-                    problem = f"cannot be used: {cause} ({contents(record)}){error}{self._absent(record)}"
+                    absent = ", ".join(absent_columns(record if isinstance(record, dict) else (), self.columns))
+                    hint = f"; it has no column {absent} of --columns" if absent else ""
+                    problem = f"cannot be used: {cause} ({contents(record)}){error}{hint}"
                     if file not in unknown:
                         unknown[file] = self.records.error(index, problem)
                 else:
@@ -228,19 +230,13 @@ class Conversations(RecordTask):
         if zeros:
             problem = f"{zeros:,} of {count:,} records have the label 0, and their replies are learned"
             warn(f"--tasks {source}: {problem}: leave them out of the file if it means a bad reply")
-        absent = self.seen.absent(self.columns)
-        if absent:
+        absent = absent_columns(self.seen.heads, self.columns)
+        if absent and self.seen.heads:
             heads = ", ".join(map(str, self.seen.heads))[:400]
             raise UserError(f"--columns: no record of {source} has {', '.join(absent)}: its columns are {heads}")
         if questions:
             warn(f"--tasks {source}: the last message of {questions:,} of {count:,} is a question: it is dropped")
         return used.nonzero()[0]
-
-    def _absent(self, record: Any) -> str:
-        """A hint that names the columns of --columns that a record does not have."""
-        heads = origins(record, {}).values() if isinstance(record, dict) else ()
-        absent = [name for name in self.columns.values() if name not in heads]
-        return f"; it has no column {', '.join(absent)} of --columns" if absent else ""
 
 
 class Prompts(Conversations):
@@ -341,13 +337,6 @@ class Seen:
         self.masked += sum(message.get("train") is False for message in replies)
         self.empty += sum(text_of(reply["content"]).strip() == "" and not reply.get("tool_calls") for reply in replies)
 
-    def absent(self, columns: Mapping[str, str]) -> list[str]:
-        """The columns of --columns that no record has."""
-        if not self.heads:
-            return []
-        found = origins(self.heads, columns)
-        return [column for role, column in columns.items() if NAMES[role][0] not in found]
-
     def report(self, path: str, task: Conversations) -> None:
         """Print what is read, and warn of what would be easy to miss."""
         roles = []
@@ -385,6 +374,12 @@ class Seen:
         if self.masked:
             counts = f"{self.masked:,} of {self.reply_count:,} replies"
             print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
+
+
+def absent_columns(heads: Iterable[Any], columns: Mapping[str, str]) -> list[str]:
+    """The columns of --columns that are not among these."""
+    found = origins(heads, columns)
+    return [column for role, column in columns.items() if NAMES[role][0] not in found]
 
 
 def names_read(fields: Mapping[str, Any], roles: Iterable[str]) -> dict[str, str]:
