@@ -125,11 +125,10 @@ def evaluate(
     questions = draw_questions(task, engine.tokenizer, context, count)
     if task.kind == "choice":
         samples = 1
-        answers = choose_letters(task, questions, model, engine, batch_rows)
-    elif type(task).environment is not Task.environment:
+    if type(task).environment is not Task.environment:
         answers = play_episodes(task, questions, engine, batch_rows, sampling, samples, max_tokens, context)
     else:
-        answers = write_replies(task, questions, engine, batch_rows, sampling, samples, max_tokens)
+        answers = answer_questions(task, questions, model, engine, batch_rows, sampling, samples, max_tokens)
 
     # Add up over the ranks. A question that does not fit counts as wrong.
     correct = [answer for answer in answers if answer.graded.correct]
@@ -174,12 +173,14 @@ class Question:
     number: int  # among the task's examples in their order
     example: Example
     prompt: list[int]
+    letters: list[int]  # the token of each of its letters
 
 
 def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -> list[Question]:
     """The first `count` of a task's shuffled examples, without those that do not fit the context.
 
     The longest is first: where memory runs out, it does so at once.
+    Raises UserError: when a letter is not one token.
     """
     order = list(range(len(task)))
     random.Random(ORDER_SEED).shuffle(order)
@@ -191,38 +192,15 @@ def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -
         environment = task.environment(example)
         prompt = render_prompt(tokenizer, environment.start(), tools=environment.tools)
         if len(prompt) <= room:
-            fitting.append(Question(number, example, prompt))
+            fitting.append(Question(number, example, prompt, _letter_ids(task, example, tokenizer)))
     fitting.sort(key=lambda question: -len(question.prompt))
     return fitting
 
 
-def choose_letters(
-    task: Task, questions: Sequence[Question], model: GPT, engine: Engine, batch_rows: int
-) -> list[Answer]:
-    """This rank's share of multiple-choice questions, answered with the most likely letter as the first token.
-
-    Raises UserError: when a letter is not one token.
-    """
-    device = engine.device
-    letters = [_letter_ids(task, question.example, engine.tokenizer) for question in questions]
-    answers = []
-    # Every world_size-th batch, so that a batch is the same at any number of ranks.
-    firsts = range(0, len(questions), batch_rows)
-    for first in track(firsts[device.rank :: device.world_size], "batches"):
-        batch = questions[first : first + batch_rows]
-        prompts = [question.prompt for question in batch]
-        preferred = preferred_letters(model, prompts, letters[first : first + batch_rows], device)
-        for question, letter in zip(batch, preferred, strict=True):
-            example = question.example
-            reply: list[Part] = [{"type": "text", "text": example.letters[letter]}]
-            graded = Graded(example.question, reply, task.grade(example, reply))
-            answers.append(Answer(question.number, "complete", graded))
-    return answers
-
-
-def write_replies(
+def answer_questions(
     task: Task,
     questions: Sequence[Question],
+    model: GPT,
     engine: Engine,
     batch_rows: int,
     sampling: SamplingParams,
@@ -233,20 +211,37 @@ def write_replies(
     device = engine.device
     rows = [question for question in questions for _ in range(samples)]
     answers = []
+    # Every world_size-th batch, so that a batch is the same at any number of ranks.
     firsts = range(0, len(rows), batch_rows)
     for first in track(firsts[device.rank :: device.world_size], "batches"):
         batch = rows[first : first + batch_rows]
-        # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
-        settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
-        prompts = [question.prompt for question in batch]
-        sequences, masks = engine.generate(prompts, max_tokens=max_tokens, sampling=settings, keep_stop=True)
-        for question, ids, mask in zip(batch, sequences, masks, strict=True):
-            reply = parse_reply(engine.tokenizer, ids)
-            ending = engine.ending(ids, mask)
+        if task.kind == "choice":
+            replies = choose_letters(batch, model, device)
+        else:
+            # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
+            settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
+            replies = write_replies(batch, engine, settings, max_tokens)
+        for question, (reply, ending) in zip(batch, replies, strict=True):
             is_right = ending != "broken" and task.grade(question.example, reply)
-            graded = Graded(question.example.question, reply, is_right)
-            answers.append(Answer(question.number, ending, graded))
+            answers.append(Answer(question.number, ending, Graded(question.example.question, reply, is_right)))
     return answers
+
+
+def choose_letters(batch: Sequence[Question], model: GPT, device: Device) -> list[tuple[list[Part], Ending]]:
+    """The most likely letter as the first token of the reply to each multiple-choice question."""
+    preferred = preferred_letters(model, [one.prompt for one in batch], [one.letters for one in batch], device)
+    texts = [question.example.letters[place] for question, place in zip(batch, preferred, strict=True)]
+    return [([{"type": "text", "text": text}], "complete") for text in texts]
+
+
+def write_replies(
+    batch: Sequence[Question], engine: Engine, settings: Sequence[SamplingParams], max_tokens: int
+) -> list[tuple[list[Part], Ending]]:
+    """A reply to each question, and how it ended."""
+    prompts = [question.prompt for question in batch]
+    sequences, masks = engine.generate(prompts, max_tokens=max_tokens, sampling=settings, keep_stop=True)
+    replies = zip(sequences, masks, strict=True)
+    return [(parse_reply(engine.tokenizer, ids), engine.ending(ids, mask)) for ids, mask in replies]
 
 
 def play_episodes(
@@ -275,10 +270,8 @@ def play_episodes(
     for episode in played:
         *messages, last = episode.messages
         ending = episode.sample.ending
-        is_right = ending != "broken" and episode.reward >= 1
-        number = questions[episode.sample.question].number
-        graded = Graded(messages, parts_of(last["content"]), is_right)
-        answers.append(Answer(number, ending, graded))
+        graded = Graded(messages, parts_of(last["content"]), ending != "broken" and episode.reward >= 1)
+        answers.append(Answer(questions[episode.sample.question].number, ending, graded))
     return answers
 
 
