@@ -98,32 +98,9 @@ def text_of(content: str | Sequence[Part]) -> str:
     return "".join(part["text"] for part in parts_of(content) if part["type"] == "text")
 
 
-def check_messages(messages: Any) -> None:
-    """Raises ValueError: for anything that is not a conversation; names the message and the mistake."""
-    # Others write data sets and requests. This finds a mistake and names its message, before rendering would fail with
-    # a KeyError.
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("a conversation is a non-empty list of messages")
-    for number, message in enumerate(messages):
-        check_message(number, message)
-
-    # Whose turn it is follows from the place: a model trained on strict turns has never seen two of one role in a row.
-    has_system = messages[0]["role"] == "system"
-    if len(messages) == has_system:
-        raise ValueError("there is a system message and nothing else")
-    expected = ["user"]
-    for number, message in enumerate(messages[has_system:], start=has_system):
-        role = message["role"]
-        if role not in expected:
-            raise ValueError(f"message {number} is by {role}, where {' or '.join(expected)} is expected")
-        if role == "assistant":
-            expected = ["tool"] if message.get("tool_calls") else ["user"]
-        else:
-            expected = ["assistant"] if role == "user" else ["assistant", "tool"]
-
-
 def check_message(number: int, message: Any) -> None:
     """Raises ValueError: for anything that is not a message; `number` is its place in the conversation."""
+    # Others write data, requests and environments. This names the mistake, before rendering would fail with a KeyError.
     if not isinstance(message, dict):
         raise ValueError(f"message {number} is not an object with role and content")
     role = message.get("role")

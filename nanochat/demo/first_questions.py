@@ -20,13 +20,14 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nanochat.conversation import Part, check_messages, text_of
+from nanochat.conversation import Part, text_of
 from nanochat.data.records import open_records
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import SLOT, plots
 from nanochat.ground.cli import UserError
 from nanochat.ground.untrusted import json_of
 from nanochat.task import Example, Split, turn
+from nanochat.tasks.messages import check_messages
 from nanochat.tasks.recorded import RecordTask
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")

@@ -26,12 +26,13 @@ from pydantic import (
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from nanochat.conversation import Message, Part, check_messages, text_of
+from nanochat.conversation import Message, Part, text_of
 from nanochat.families.tool_calls import template_id
 from nanochat.ground.cli import Range
 from nanochat.ground.untrusted import json_of
 from nanochat.sampling import SamplingParams
 from nanochat.serve.tools import Calls, FamilyCalls, call_schema, call_text, is_calculator
+from nanochat.tasks.messages import check_messages
 
 MAX_CHOICES = 128
 MAX_MESSAGES = 5_000

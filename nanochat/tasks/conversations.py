@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.conversation import Message, check_messages, text_of
+from nanochat.conversation import Message, text_of
 from nanochat.data.records import open_part
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0, warn
@@ -56,6 +56,7 @@ from nanochat.tasks.columns import (
 )
 from nanochat.tasks.flag import DEFAULT_READING, Reading
 from nanochat.tasks.messages import (
+    check_messages,
     given,
     listed,
     parsed,

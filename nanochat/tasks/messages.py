@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from nanochat.conversation import Message, parts_of, text_of
+from nanochat.conversation import Message, check_message, parts_of, text_of
 from nanochat.ground.untrusted import json_of
 from nanochat.tasks.columns import MEDIA
 
@@ -43,6 +43,28 @@ LISTED = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages as JSO
 # Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
 ASKED = ("human", "user", "input")
 REPLIED = ("assistant", "gpt", "bot", "output")
+
+
+def check_messages(messages: Any) -> None:
+    """Raises ValueError: for anything that is not a conversation; names the message and the mistake."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("a conversation is a non-empty list of messages")
+    for number, message in enumerate(messages):
+        check_message(number, message)
+
+    # Whose turn it is follows from the place: a model trained on strict turns has never seen two of one role in a row.
+    has_system = messages[0]["role"] == "system"
+    if len(messages) == has_system:
+        raise ValueError("there is a system message and nothing else")
+    expected = ["user"]
+    for number, message in enumerate(messages[has_system:], start=has_system):
+        role = message["role"]
+        if role not in expected:
+            raise ValueError(f"message {number} is by {role}, where {' or '.join(expected)} is expected")
+        if role == "assistant":
+            expected = ["tool"] if message.get("tool_calls") else ["user"]
+        else:
+            expected = ["assistant"] if role == "user" else ["assistant", "tool"]
 
 
 def plain_messages(messages: Any) -> Any:

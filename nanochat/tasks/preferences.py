@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanochat.conversation import Message, check_messages
+from nanochat.conversation import Message
 from nanochat.task import Example, Pair
 from nanochat.tasks.columns import first_of, has, tidied
 from nanochat.tasks.conversations import (
@@ -30,7 +30,7 @@ from nanochat.tasks.conversations import (
     tools_of,
     with_system,
 )
-from nanochat.tasks.messages import plain_messages
+from nanochat.tasks.messages import check_messages, plain_messages
 
 KNOWN = (
     '{"chosen": [...], "rejected": [...]}, {"prompt", "chosen", "rejected"}, {"conversations", "chosen", "rejected"}, '

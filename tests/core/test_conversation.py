@@ -3,8 +3,9 @@
 import pytest
 from tiny import learned, tiny_tokenizer
 
-from nanochat.conversation import check_messages, fit_prompt, parse_reply, parts_of, render, render_prompt, text_of
+from nanochat.conversation import fit_prompt, parse_reply, parts_of, render, render_prompt, text_of
 from nanochat.ground.cli import UserError
+from nanochat.tasks.messages import check_messages
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 CALL = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tiny import complaint, tiny_tokenizer
 
-from nanochat.conversation import check_messages, parts_of, render, text_of
+from nanochat.conversation import parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
 from nanochat.ground.cli import UserError
@@ -30,6 +30,7 @@ from nanochat.tasks.flag import (
     task_class,
     task_names,
 )
+from nanochat.tasks.messages import check_messages
 
 
 class Numbers(Task):

@@ -12,7 +12,7 @@ import pytest
 from tiny import complaint, write_rows
 
 from nanochat.calculator import calculate
-from nanochat.conversation import Part, check_messages, parts_of, text_of
+from nanochat.conversation import Part, parts_of, text_of
 from nanochat.data import catalog, hub
 from nanochat.demo.writer import held_out
 from nanochat.ground.cli import UserError
@@ -21,6 +21,7 @@ from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
 from nanochat.tasks.humaneval import HumanEval, complete_program
+from nanochat.tasks.messages import check_messages
 from nanochat.tasks.mmlu import Mmlu
 from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
 from nanochat.tasks.spelling import LetterCount, Spelling
