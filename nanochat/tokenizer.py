@@ -311,13 +311,8 @@ def bytes_per_token(encode: Callable[[str], list[int]], texts: Iterable[str]) ->
     """UTF-8 bytes per token over all texts together."""
     # It measures how well a vocabulary compresses. More bytes per token put more text into a training step and into a
     # context.
-    total_bytes = 0
-    total_tokens = 0
-    for text in texts:
-        text = replace_surrogates(text)
-        total_bytes += len(text.encode())
-        total_tokens += len(encode(text))
-    return total_bytes / max(total_tokens, 1)
+    texts = [replace_surrogates(text) for text in texts]
+    return sum(len(text.encode()) for text in texts) / max(1, sum(len(encode(text)) for text in texts))
 
 
 # ---------------------------------------------------------------------- text that breaks encoders
