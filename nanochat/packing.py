@@ -1,7 +1,7 @@
 """Packs sequences into rows of one length: several in a row, none cut, none attending to another.
 
-SFT packs conversations, RL packs samples, DPO packs pairs of replies. Their lengths differ so much that one sequence
-per row would spend most of the compute on padding.
+SFT packs conversations, RL packs samples, DPO packs pairs of replies (alignment/preferences.py). Their lengths differ
+so much that one sequence per row would spend most of the compute on padding.
 
 Legend: N rows, T tokens per row, S sequences.
 """
@@ -99,7 +99,7 @@ def pack_sequences(
     rows: list[list[int]] = []  # the sequences in each row
     free: list[tuple[int, int]] = []  # (free places, row) in order, so that bisect finds the best fit
     for i in sorted(range(len(ids)), key=lambda i: -len(ids[i])):
-        need = _places_of(ids[i], row_tokens)
+        need = places_of(ids[i], row_tokens)
         found = bisect.bisect_left(free, (need,))
         if found < len(free):
             room, row = free.pop(found)
@@ -120,75 +120,13 @@ def pack_sequences(
         for i in sorted(sequences, key=lambda i: -len(ids[i])):
             emptiest = filled.index(min(filled))
             spread[emptiest].append(i)
-            filled[emptiest] += _places_of(ids[i], row_tokens)
+            filled[emptiest] += places_of(ids[i], row_tokens)
         if max(filled) <= row_tokens:
             rows[-left_over:] = spread
-    return _fill(rows or [[]], ids, masks, row_tokens, values)
+    return fill_rows(rows or [[]], ids, masks, row_tokens, values)
 
 
-def pack_pairs(
-    ids: Sequence[Sequence[int]],
-    masks: Sequence[Sequence[int]],
-    row_tokens: int,
-    rows: int,
-    device: Device,
-    rank: int = 0,
-    world_size: int = 1,
-) -> Iterator[tuple[PackedBatch, int]]:
-    """Pack S sequences of which 2i and 2i + 1 are a pair: one rank's share in micro-batches of `rows` rows.
-
-    A preference loss compares the two replies of a pair, so both go into the same micro-batch (into any of its rows).
-    All ranks get the same number of micro-batches; some may hold only padding. Each comes with the number of its pairs,
-    at least 1. Its `source` numbers the sequences of this micro-batch: 2p and 2p + 1 are its pair p.
-
-    Raises ValueError: when a sequence is longer than row_tokens + 1.
-    """
-    assert rows > 1 and len(ids) % 2 == 0
-    # Give each pair its micro-batch and rows. Pairs with the longest reply go first, each to the micro-batch with the
-    # most room. So the pairs spread evenly, and all ranks compute about the same amount.
-    needs = [_places_of(sequence, row_tokens) for sequence in ids]
-    micros: list[list[list[int]]] = []  # micro-batch -> row -> its sequences
-    free: list[list[int]] = []  # micro-batch -> row -> free places
-    for first in sorted(range(0, len(ids), 2), key=lambda i: -max(needs[i], needs[i + 1])):
-        pair = sorted((first, first + 1), key=lambda i: -needs[i])
-        while (placed := _place_pair(free, [needs[i] for i in pair])) is None:
-            for _ in range(world_size):  # an empty micro-batch for each rank; it has room for any pair
-                micros.append([[] for _ in range(rows)])
-                free.append([row_tokens] * rows)
-        micro, pair_rows = placed
-        for i, row in zip(pair, pair_rows, strict=True):
-            micros[micro][row].append(i)
-            free[micro][row] -= needs[i]
-
-    # Fill the micro-batches of this rank with their sequences.
-    empty: list[list[int]] = [[] for _ in range(rows)]
-    for members in micros[rank::world_size] or [empty]:
-        # Number the sequences again: a pair's two numbers stay neighbours.
-        present = sorted(i for row in members for i in row)
-        number = {i: n for n, i in enumerate(present)}
-        renumbered = [[number[i] for i in row] for row in members]
-        batch = _fill(renumbered, [ids[i] for i in present], [masks[i] for i in present], row_tokens)
-        yield batch.to(device), max(1, len(present) // 2)
-
-
-def _place_pair(free: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int, list[int]] | None:
-    """The emptiest micro-batch with room for both sequences, the longer first, and the row for each."""
-    for micro in sorted(range(len(free)), key=lambda micro: -sum(free[micro])):
-        left = list(free[micro])
-        rows = []
-        for need in needs:
-            fitting = [row for row, room in enumerate(left) if room >= need]
-            if not fitting:
-                break
-            best = min(fitting, key=lambda row: left[row])
-            left[best] -= need
-            rows.append(best)
-        if len(rows) == len(needs):
-            return micro, rows
-    return None
-
-
-def _places_of(sequence: Sequence[int], row_tokens: int) -> int:
+def places_of(sequence: Sequence[int], row_tokens: int) -> int:
     """Places of a row that a sequence takes: one less than its tokens, because the last token is only a target."""
     places = max(len(sequence) - 1, 0)
     if places > row_tokens:
@@ -196,7 +134,7 @@ def _places_of(sequence: Sequence[int], row_tokens: int) -> int:
     return places
 
 
-def _fill(
+def fill_rows(
     rows: Sequence[Sequence[int]],
     ids: Sequence[Sequence[int]],
     masks: Sequence[Sequence[int]],

@@ -22,7 +22,7 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.losses import PairBatch, reply_logp
 from nanochat.mixture import Mixture, RenderedPair, is_learned
-from nanochat.packing import pack_pairs
+from nanochat.packing import PackedBatch, fill_rows, places_of
 from nanochat.tokenizer import Tokenizer
 
 
@@ -68,11 +68,65 @@ def token_count(pairs: Iterable[RenderedPair]) -> int:
 def pair_batches(pairs: Iterable[RenderedPair], row_tokens: int, rows: int, device: Device) -> Iterator[PairBatch]:
     """This rank's share of pairs, in micro-batches of `rows` rows."""
     replies = [reply for pair in pairs for reply in pair]
-    for micro, count in pack_pairs(
-        [reply.ids for reply in replies], [reply.mask for reply in replies], row_tokens, rows,
-        device, device.data_rank, device.data_ranks,
-    ):  # fmt: skip
+    ids = [reply.ids for reply in replies]
+    for micro, count in pack_pairs(ids, [reply.mask for reply in replies], row_tokens, rows, device):
         yield PairBatch(micro, count)
+
+
+def pack_pairs(
+    ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int, rows: int, device: Device
+) -> Iterator[tuple[PackedBatch, int]]:
+    """Pack S sequences of which 2i and 2i + 1 are a pair: this rank's share in micro-batches of `rows` rows.
+
+    A preference loss compares the two replies of a pair, so both go into the same micro-batch (into any of its rows).
+    All ranks get the same number of micro-batches; some may hold only padding. Each comes with the number of its pairs,
+    at least 1. Its `source` numbers the sequences of this micro-batch: 2p and 2p + 1 are its pair p.
+
+    Raises ValueError: when a sequence is longer than row_tokens + 1.
+    """
+    assert rows > 1 and len(ids) % 2 == 0
+    # Give each pair its micro-batch and rows. Pairs with the longest reply go first, each to the micro-batch with the
+    # most room. So the pairs spread evenly, and all ranks compute about the same amount.
+    needs = [places_of(sequence, row_tokens) for sequence in ids]
+    micros: list[list[list[int]]] = []  # micro-batch -> row -> its sequences
+    free: list[list[int]] = []  # micro-batch -> row -> free places
+    for first in sorted(range(0, len(ids), 2), key=lambda i: -max(needs[i], needs[i + 1])):
+        pair = sorted((first, first + 1), key=lambda i: -needs[i])
+        while (placed := _place_pair(free, [needs[i] for i in pair])) is None:
+            for _ in range(device.data_ranks):  # an empty micro-batch for each rank; it has room for any pair
+                micros.append([[] for _ in range(rows)])
+                free.append([row_tokens] * rows)
+        micro, pair_rows = placed
+        for i, row in zip(pair, pair_rows, strict=True):
+            micros[micro][row].append(i)
+            free[micro][row] -= needs[i]
+
+    # Fill the micro-batches of this rank with their sequences.
+    empty: list[list[int]] = [[] for _ in range(rows)]
+    for members in micros[device.data_rank :: device.data_ranks] or [empty]:
+        # Number the sequences again: a pair's two numbers stay neighbours.
+        present = sorted(i for row in members for i in row)
+        number = {i: n for n, i in enumerate(present)}
+        renumbered = [[number[i] for i in row] for row in members]
+        batch = fill_rows(renumbered, [ids[i] for i in present], [masks[i] for i in present], row_tokens)
+        yield batch.to(device), max(1, len(present) // 2)
+
+
+def _place_pair(free: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int, list[int]] | None:
+    """The emptiest micro-batch with room for both sequences, the longer first, and the row for each."""
+    for micro in sorted(range(len(free)), key=lambda micro: -sum(free[micro])):
+        left = list(free[micro])
+        rows = []
+        for need in needs:
+            fitting = [row for row, room in enumerate(left) if room >= need]
+            if not fitting:
+                break
+            best = min(fitting, key=lambda row: left[row])
+            left[best] -= need
+            rows.append(best)
+        if len(rows) == len(needs):
+            return micro, rows
+    return None
 
 
 @torch.no_grad()

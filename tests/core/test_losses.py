@@ -45,7 +45,7 @@ from nanochat.losses import (
     token_logp,
 )
 from nanochat.mixture import RenderedPair
-from nanochat.packing import PackedBatch, pack_pairs, pack_sequences
+from nanochat.packing import PackedBatch, pack_sequences
 
 METHODS = all_losses("policy losses")
 PAIR_ROWS = all_losses("pair losses")
@@ -648,7 +648,7 @@ def rendered_pairs(ids: list[list[int]], masks: list[list[int]]) -> list[Rendere
 
 def test_a_micro_batch_of_padding_adds_nothing():
     model = lively_model(tiny_config())
-    (rows, pairs), *more = pack_pairs([], [], 32, 2, cpu_device())
+    (rows, pairs), *more = preferences.pack_pairs([], [], 32, 2, cpu_device())
     assert not more
     batch = PairBatch(rows, pairs)
     batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())

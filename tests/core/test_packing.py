@@ -1,13 +1,16 @@
 """Packed rows: every sequence once and whole, none attending to another, the same loss as each by itself."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from tiny import cpu_device, lively_model, tiny_config
 
+from nanochat.alignment.preferences import pack_pairs
 from nanochat.cross_entropy import IGNORE
 from nanochat.losses import masked_loss
-from nanochat.packing import pack_pairs, pack_sequences
+from nanochat.packing import pack_sequences
 
 
 def sequences(count: int, longest: int, seed: int = 0) -> tuple[list[list[int]], list[list[int]]]:
@@ -135,7 +138,8 @@ def test_a_sequence_that_does_not_fit_is_an_error():
 def test_both_replies_of_a_pair_are_in_one_micro_batch(world_size):
     ids, masks = sequences(60, 30)
     masks = [[0, *[1] * (len(i) - 1)] for i in ids]
-    shares = [list(pack_pairs(ids, masks, 32, 3, cpu_device(), rank, world_size)) for rank in range(world_size)]
+    devices = [replace(cpu_device(), rank=rank, world_size=world_size) for rank in range(world_size)]
+    shares = [list(pack_pairs(ids, masks, 32, 3, device)) for device in devices]
     assert len({len(share) for share in shares}) == 1
     found = []
     for rows, pairs in (micro for share in shares for micro in share):
