@@ -129,6 +129,7 @@ def main(config: Config) -> None:
     from nanochat.alignment.value import ValueFunction
     from nanochat.mixture import FIRST_EXAMPLES
     from nanochat.run.loop import Run
+    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.tasks.flag import open_tasks
     from nanochat.train import StepStats, train_step
@@ -172,7 +173,18 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ run
     fingerprints = {"what --tasks names": train.fingerprint(), **reward_fingerprints(rewards)}
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.task_names)
-    compiled, compiled_reference = compile_models(config, start, run)
+    compiled = start.model
+    compiled_reference = start.reference
+    # In the demo, replies have half of the maximum length, and half of the computed tokens are in full micro-batches.
+    replies = examples * config.num_samples
+    step_flops = scaling.flops_per_token(start.model.config) * replies * config.max_tokens // 4
+    if should_compile(run, step_flops, forward_alone=True):
+        from nanochat.kernels.compiling import compile_model
+
+        # Micro-batches of samples have many shapes, unknown before sampling: only the full shape is compiled.
+        shape = (config.device_batch_size, row_tokens)
+        compiled = compile_model(run, compiled, shape)
+        compiled_reference = compile_model(run, compiled_reference, shape, "reference")
     if config.profile:
         from nanochat.kernels.profiling import Recorder
 
@@ -277,24 +289,6 @@ def method_of(config: Config) -> "PolicyLoss":
     method = losses.find("policy losses", config.loss)
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     return replace(method, **{name: clip for name, clip in clips.items() if clip is not None})
-
-
-def compile_models(config: Config, start: "Start", run: "Run") -> tuple[Any, Any]:
-    """The policy and the reference, compiled if that pays."""
-    from nanochat import scaling
-    from nanochat.run.speed import should_compile
-
-    model = start.model
-    replies = config.examples_per_step * config.num_samples
-    step_flops = scaling.flops_per_token(model.config) * replies * config.max_tokens // 4
-    if not should_compile(run, step_flops, forward_alone=True):
-        return model, start.reference
-    from nanochat.kernels.compiling import compile_model
-
-    # Micro-batches of samples have many shapes, unknown before sampling, so only the full shape is compiled. In the
-    # demo, half of the computed tokens are in full micro-batches, and replies have half of the maximum length.
-    shape = (config.device_batch_size, model.config.sequence_len)
-    return compile_model(run, model, shape), compile_model(run, start.reference, shape, "reference")
 
 
 def open_rollouts(config: Config, start: "Start", run: "Run", draw: Any) -> Any:

@@ -27,8 +27,7 @@ If rewards need no right answer (chat_rl --reward), a question is enough, under 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -120,9 +119,6 @@ class Conversations(RecordTask):
     def read(self, record: Any) -> Example:
         return Example(self.chosen_thoughts(messages_of(record)), tools=tools_of(record))
 
-    def read_with_fields(self, record: Any) -> Example:
-        return replace(self.read(self.tidy(record)), fields=record if isinstance(record, dict) else {})
-
     def check(self, record: Any) -> bool:
         """Whether the last question of a tidied record is dropped. Raises ValueError: when it is not a conversation."""
         refuse_labels(record)
@@ -132,7 +128,6 @@ class Conversations(RecordTask):
         return len(answered(messages)) < len(messages)
 
     def tidy(self, record: Any) -> Any:
-        """A record with the names of its columns as this room knows them."""
         return tidied(record, self.columns)
 
     def chosen_thoughts(self, messages: list[Message]) -> list[Message]:
@@ -140,9 +135,8 @@ class Conversations(RecordTask):
         return without_thoughts(messages) if self.thoughts == "drop" else messages
 
     @staticmethod
-    def is_known(names: Iterable[str]) -> bool:
+    def is_known(names: Collection[str]) -> bool:
         """Whether records with these names are in a known form."""
-        names = list(names)
         return has(names, "messages") or has(names, "question", "answer") or ("input" in names and has(names, "answer"))
 
     def columns_to_read(self, names: list[str]) -> list[str] | None:
@@ -247,8 +241,7 @@ class Prompts(Conversations):
     rest = "and, for rewards,"
 
     @staticmethod
-    def is_known(names: Iterable[str]) -> bool:
-        names = list(names)
+    def is_known(names: Collection[str]) -> bool:
         return has(names, "messages") or has(names, "question") or "input" in names
 
     def columns_to_read(self, names: list[str]) -> list[str] | None:

@@ -13,7 +13,7 @@ of a field, and how an unusable row is handled.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from nanochat.conversation import Message
@@ -54,8 +54,7 @@ class Preferences(Conversations):
         return False
 
     @staticmethod
-    def is_known(names: Iterable[str]) -> bool:
-        names = list(names)
+    def is_known(names: Collection[str]) -> bool:
         return has(names, "rejected") and (has(names, "chosen") or Conversations.is_known(names))
 
     def roles_of(self, fields: Mapping[str, Any]) -> list[str]:

@@ -31,7 +31,11 @@ class RecordTask(Task):
 
     def read_with_fields(self, record: Any) -> Example:
         """The example of a record, with the record's other fields."""
-        return replace(self.read(record), fields=record if isinstance(record, dict) else {})
+        return replace(self.read(self.tidy(record)), fields=record if isinstance(record, dict) else {})
+
+    def tidy(self, record: Any) -> Any:
+        """A record with the names of its columns as `read` knows them."""
+        return record
 
     def where(self, index: int) -> str:
         return self.records.where(int(self.numbers[index]))
