@@ -1,12 +1,9 @@
 """The loss functions of the chat stages, for `train_step`: each returns a sum of losses and its divisor.
 
 SFT: the cross-entropy of the assistant's tokens. RL (GRPO): the log probability of sampled tokens, weighted by how much
-better their sample was than the others. Preferences (DPO): how much more likely the better of two replies has become
-than the worse one.
+better their sample was than the others. alignment/ has other methods of RL, and preferences.
 
-alignment/ has other methods; --loss finds them by name.
-
-Legend: N rows, T tokens a row, S samples, P pairs, R replies of a batch, Q questions, G samples of a question.
+Legend: N rows, T tokens a row, S samples, Q questions, G samples of a question.
 """
 
 from collections.abc import Callable
@@ -238,132 +235,10 @@ def mean_policy_stats(stats: Tensor, device: Device) -> dict[str, float]:
     return {name: total / max(1, tokens) for name, total in zip(POLICY_STATS[1:], sums, strict=True)}
 
 
-# ---------------------------------------------------------------------- preferences
-
-
-@dataclass(frozen=True)
-class PairBatch:
-    """Packed pairs of replies: sequence 2p is the chosen one of pair p, 2p + 1 the rejected one. A pair counts where
-    both have a target."""
-
-    rows: PackedBatch
-    pairs: int
-    reference_logp: Tensor | None = None  # (P, 2): sum over each reply's targets, under the frozen reference model
-
-
-@dataclass(frozen=True)
-class PairLoss:
-    """A way to learn from preferences."""
-
-    function: Callable[..., tuple[Tensor, Tensor]]  # (model, batch, *, settings with their defaults)
-    source: str  # authors, year, title
-    has_reference: bool = False  # compares with a frozen reference model
-
-
-def dpo_loss(
-    model: Any,
-    batch: PairBatch,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    sft_weight: float = 0.0,
-    stats: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """-log sigmoid(beta x (gain of the chosen reply - gain of the rejected one)), where a gain is log p - log
-    p_reference.
-
-    `label_smoothing` is the share of pairs taken to be the wrong way round (source: Mitchell 2023, conservative DPO).
-    `sft_weight`, of every loss of pairs, adds the chosen reply's mean cross-entropy (source: Pang et al. 2024,
-    Iterative RPO). The sums of PAIR_STATS are added to `stats` (4,); a reply's reward is beta x its gain, a tie counts
-    half as accurate.
-    """
-    # Gain of each reply: how much more likely it is now than under the reference, in nats. Only differences count, so
-    # a reply that was likely from the start has no advantage.
-    logp = reply_logp(model, batch)
-    assert batch.reference_logp is not None
-    rewards = beta * (logp - batch.reference_logp)  # (P, 2)
-    margin = rewards[:, 0] - rewards[:, 1]
-    # The model of Bradley and Terry: the chosen reply wins with probability sigmoid(margin). The reward is the gain
-    # itself, so that no reward model is trained.
-    #
-    #     loss = -log sigmoid(beta (gain of chosen - gain of rejected))
-    #
-    #     gains  0 and  0: margin 0,   loss 0.69: ln 2, the loss of every pair before the first update
-    #     gains +2 and -3: margin 0.5, loss 0.47: with beta = 0.1
-    #
-    # The gradient is sigmoid(-margin) times beta: a pair that the model already separates hardly moves it. Nothing
-    # keeps the chosen reply's own probability up. At too high a rate both replies become less likely and stories get
-    # worse: 32 of 100 hold together at five times the default rate, 48 at the default, 44 before (2026-11-21).
-    right = torch.nn.functional.logsigmoid(margin)
-    wrong = torch.nn.functional.logsigmoid(-margin)
-    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
-    return sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
-
-
-DPO = PairLoss(dpo_loss, "Rafailov et al. 2023, DPO", has_reference=True)
-
-PAIR_STATS = ("pairs", "accurate", "chosen_reward", "rejected_reward")
-
-
-def sum_over_pairs(
-    losses: Tensor, rewards: Tensor, logp: Tensor, batch: PairBatch, sft_weight: float, stats: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The sum over the pairs that count, and their number. losses (P,), rewards and logp (P, 2)."""
-    targets = reply_targets(batch)
-    # Padding may hold pairs without a target; they count neither in the sum nor in its divisor.
-    counts = (targets.amin(dim=1) > 0).float()  # (P,)
-    if sft_weight:
-        # The mean cross-entropy of the chosen reply holds its probability up.
-        losses = losses - sft_weight * logp[:, 0] / targets[:, 0].clamp(min=1)
-    if stats is not None:
-        chosen, rejected = rewards.detach().unbind(dim=1)
-        accurate = torch.sign(chosen - rejected) + 1  # both replies, none, or one for a tie
-        stats += (counts * torch.stack((counts, accurate, chosen, rejected))).sum(dim=1)
-    return (losses * counts).sum(), counts.sum()
-
-
-def mean_pair_stats(stats: Tensor, device: Device) -> dict[str, float]:
-    """The share of replies on the right side, and the mean reward of each kind; empty without a pair. `stats` (4,) are
-    one rank's sums of PAIR_STATS."""
-    pairs, accurate, chosen_reward, rejected_reward = sum_over_ranks(stats, device).tolist()
-    if not pairs:
-        return {}
-    return {
-        "accuracy": accurate / (2 * pairs),
-        "margin": chosen_reward / pairs - rejected_reward / pairs,
-        "chosen_reward": chosen_reward / pairs,
-        "rejected_reward": rejected_reward / pairs,
-    }
-
-
-def reply_logp(model: Any, batch: PairBatch) -> Tensor:
-    """Log probability in nats of each reply's targets together: (P, 2)."""
-    return by_reply(token_logp(model, batch.rows), batch)
-
-
-def reply_targets(batch: PairBatch) -> Tensor:
-    """The number of targets of each reply: (P, 2)."""
-    return by_reply((batch.rows.targets != IGNORE).float(), batch)
-
-
-def by_reply(values: Tensor, batch: PairBatch) -> Tensor:
-    """Sum values (N, T), which are 0 where there is no target, over each reply: (P, 2)."""
-    # One mask for each reply, then a plain sum. index_add would do it without the masks, but adds in a changing order:
-    # two runs of one seed would differ in their last digits.
-    numbers = torch.arange(2 * batch.pairs, device=values.device)
-    own = batch.rows.source == numbers[:, None, None]  # (R, N, T)
-    return torch.where(own, values, 0.0).sum(dim=(1, 2)).view(batch.pairs, 2)
-
-
-LOSSES: dict[str, dict[str, Any]] = {"policy losses": {"grpo": GRPO}, "pair losses": {"dpo": DPO}}
-
-
-def find(seam: str, name: str) -> Any:
-    """The PolicyLoss or PairLoss of a --loss flag, from this file or from a room.
-
-    Raises UserError: when neither has a loss of this name.
-    """
-    names = [*LOSSES[seam], *rooms.names(seam)]
-    if name not in names:
-        raise UserError(f"--loss {name}: one of {', '.join(names)}")
-    return LOSSES[seam].get(name) or rooms.find(seam, name)
+def find(name: str) -> PolicyLoss:
+    """The method of a --loss flag, from this file or from a room. Raises UserError: when neither has this name."""
+    if name == "grpo":
+        return GRPO
+    if name in rooms.names("policy losses"):
+        return rooms.find("policy losses", name)
+    raise UserError(f"--loss {name}: one of {', '.join(['grpo', *rooms.names('policy losses')])}")

@@ -61,8 +61,9 @@ def main(config: Config) -> None:
 
     import torch
 
-    from nanochat import losses, scaling
+    from nanochat import scaling
     from nanochat.alignment import preferences
+    from nanochat.alignment.pair_losses import PAIR_STATS, PairBatch, mean_pair_stats
     from nanochat.alignment.reward_model import NewScalarHead
     from nanochat.mixture import Horizon, Mixture, RenderedPair
     from nanochat.run.loop import Run
@@ -72,7 +73,7 @@ def main(config: Config) -> None:
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss
-    loss = losses.find("pair losses", config.loss)
+    loss = preferences.find(config.loss)
     settings = {name: getattr(config, name) for name in ("beta", "gamma", "label_smoothing", "sft_weight")}
     loss_fn = preferences.with_settings(config.loss, settings)
     print0(f"loss: {config.loss} ({loss.source})")
@@ -87,10 +88,10 @@ def main(config: Config) -> None:
     row_tokens = model.config.sequence_len
     if start.ledger is not None:  # --dry_run, which needs no data: any rates take the same memory
         optimizer, _ = open_optimizer(config, start, scaling.rates(model.config, batch=1, tokens=1))
-        reply_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
+        reply_stats = torch.zeros(len(PAIR_STATS), device=device.torch_device)
         start.ledger.report(
             model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
-            batch_of=lambda rows: preferences.with_reference(losses.PairBatch(rows, len(rows.inputs) // 2), reference),
+            batch_of=lambda rows: preferences.with_reference(PairBatch(rows, len(rows.inputs) // 2), reference),
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return
@@ -103,7 +104,7 @@ def main(config: Config) -> None:
     def draw(mixture: Mixture, numbers: range) -> list[RenderedPair]:
         return preferences.draw_pairs(mixture, start.tokenizer, numbers, max_tokens)
 
-    def micro_batches(examples: Sequence[RenderedPair], frozen: Any = reference) -> Iterator[losses.PairBatch]:
+    def micro_batches(examples: Sequence[RenderedPair], frozen: Any = reference) -> Iterator[PairBatch]:
         """This rank's micro-batches, each with the log probabilities of the reference model, which may be compiled."""
         if config.is_reward_model:
             from nanochat.alignment.reward_model import with_places
@@ -164,12 +165,12 @@ def main(config: Config) -> None:
             # ---- `step` steps are finished: evaluate, save or leave if that is due
             if run.must_evaluate:
                 with run.interruptible("evaluation"):
-                    reply_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
+                    reply_stats = torch.zeros(len(PAIR_STATS), device=device.torch_device)
                     val_loss_fn = functools.partial(loss_fn, stats=reply_stats)
                     val_loss = mean_loss(model, micro_batches(val_examples), val_loss_fn, device, run.should_stop)
                     metrics = {}
                     if not math.isnan(val_loss):  # otherwise every held-out pair was left out
-                        means = losses.mean_pair_stats(reply_stats, device)
+                        means = mean_pair_stats(reply_stats, device)
                         metrics = {"val_loss": val_loss} | {f"val_{name}": value for name, value in means.items()}
                     run.log_evaluation(**metrics)
             if run.must_save:
@@ -183,7 +184,7 @@ def main(config: Config) -> None:
                 examples = draw(train, numbers)
             if run.stopped:
                 continue  # the data could not be read; the next pass through the loop saves and leaves
-            reply_stats = torch.zeros(len(losses.PAIR_STATS), device=device.torch_device)
+            reply_stats = torch.zeros(len(PAIR_STATS), device=device.torch_device)
             # Both models are compiled, or neither is: otherwise the margin contains the difference of their rounding.
             policy = compiled if step else model
             frozen = compiled_reference if step else reference
@@ -195,7 +196,7 @@ def main(config: Config) -> None:
             run.count(stats, preferences.token_count(examples))
             left_out += len(numbers) - len(examples)
             if run.must_log:
-                means = losses.mean_pair_stats(reply_stats, device)
+                means = mean_pair_stats(reply_stats, device)
                 run.log_step(lr=peak_lr * schedule.lr(step), left_out=left_out, **means)
     run.finish()
 

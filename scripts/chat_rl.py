@@ -286,7 +286,7 @@ def method_of(config: Config) -> "PolicyLoss":
     """The method that --loss names, with the clips of the flags."""
     from nanochat import losses
 
-    method = losses.find("policy losses", config.loss)
+    method = losses.find(config.loss)
     clips = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     return replace(method, **{name: clip for name, clip in clips.items() if clip is not None})
 

@@ -25,6 +25,7 @@ from tiny import cpu_device, lively_model, run_command, save_checkpoint, tiny_co
 from torch._dynamo.utils import counters
 
 from nanochat import scaling
+from nanochat.alignment.pair_losses import PairBatch, dpo_loss, reply_logp
 from nanochat.alignment.preferences import pack_pairs
 from nanochat.attention import Segments
 from nanochat.checkpoint_manager import load_model
@@ -36,7 +37,7 @@ from nanochat.gpt import Block
 from nanochat.ground import paths
 from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.losses import GRPO, PairBatch, PolicyBatch, dpo_loss, policy_loss, reply_logp, token_logp
+from nanochat.losses import GRPO, PolicyBatch, policy_loss, token_logp
 from nanochat.mixture import FAR_DRAW, Mixture
 from nanochat.run import stage as stages
 from nanochat.run.loop import Run

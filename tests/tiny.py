@@ -82,7 +82,8 @@ def sample_episodes(sampler: Any, tokenizer: Tokenizer, device: Device, question
 
 def all_losses(seam: str) -> dict[str, Any]:
     """The losses that --loss of chat_rl or chat_dpo may name."""
-    return {name: losses.find(seam, name) for name in [*losses.LOSSES[seam], *rooms.names(seam)]}
+    own = {"grpo": losses.GRPO} if seam == "policy losses" else {}
+    return own | {name: rooms.find(seam, name) for name in rooms.names(seam)}
 
 
 class ReferenceKernels(WrittenKernels):

@@ -1,4 +1,4 @@
-"""Preferences and RL beyond the core: further losses, rewards and advantages."""
+"""Preferences, and RL beyond the core: losses, rewards and advantages."""
 
 PLUGS = {
     "policy losses": {
@@ -13,6 +13,7 @@ PLUGS = {
         "distill": "nanochat.alignment.policy_losses:DISTILL",
     },
     "pair losses": {
+        "dpo": "nanochat.alignment.pair_losses:DPO",
         "ipo": "nanochat.alignment.pair_losses:IPO",
         "simpo": "nanochat.alignment.pair_losses:SIMPO",
         "cpo": "nanochat.alignment.pair_losses:CPO",

@@ -1,9 +1,9 @@
-"""Preferences: turn examples with a better and a worse reply into micro-batches for losses.py.
+"""Preferences: turn examples with a better and a worse reply into micro-batches for pair_losses.py.
 
 1. draw       an example's replies as tokens                           `draw_pairs`
 2. pack       both replies of a pair into one micro-batch              `pair_batches`
 3. compare    add the log probabilities of a frozen reference model    `with_reference`
-4. learn      `dpo_loss` in losses.py, pair_losses.py
+4. learn      `dpo_loss` and others in pair_losses.py
 """
 
 import functools
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat import losses
+from nanochat.alignment.pair_losses import PairBatch, PairLoss, reply_logp
 from nanochat.device import Device
 from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
-from nanochat.losses import PairBatch, reply_logp
 from nanochat.mixture import Mixture, RenderedPair, is_learned
 from nanochat.packing import PackedBatch, fill_rows, places_of
 from nanochat.tokenizer import Tokenizer
@@ -46,13 +45,19 @@ def report_first(pairs: Sequence[RenderedPair], row_tokens: int) -> None:
         )
 
 
+def find(name: str) -> PairLoss:
+    """The loss of a --loss flag. Raises UserError: when no room has this name."""
+    if name not in rooms.names("pair losses"):
+        raise UserError(f"--loss {name}: one of {', '.join(rooms.names('pair losses'))}")
+    return rooms.find("pair losses", name)
+
+
 def with_settings(name: str, settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor]]:
     """The loss of --loss with the settings of its flags; a setting of None keeps the loss's default.
 
     Raises UserError: when a setting is not None, and the loss does not take it.
     """
-    names = [*losses.LOSSES["pair losses"], *rooms.names("pair losses")]
-    functions = {loss: losses.find("pair losses", loss).function for loss in names}
+    functions = {loss: find(loss).function for loss in rooms.names("pair losses")}
     chosen = {setting: value for setting, value in settings.items() if value is not None}
     for setting, value in chosen.items():
         takers = [loss for loss in functions if setting in inspect.signature(functions[loss]).parameters]

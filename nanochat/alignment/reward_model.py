@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from nanochat import device as devices
+from nanochat.alignment.pair_losses import PairBatch, PairLoss, by_reply, sum_over_pairs
 from nanochat.checkpoint_manager import Preparation, load_model
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground.cli import UserError
-from nanochat.losses import PairBatch, PairLoss, by_reply, sum_over_pairs
 from nanochat.mixture import RenderedPair
 from nanochat.packing import pack_sequences
 from nanochat.tokenizer import Tokenizer

@@ -40,7 +40,7 @@ SEAMS = {
     "tasks",
     # Methods of `chat_rl --loss` beyond grpo: `PolicyLoss` of losses.py.
     "policy losses",
-    # Losses of `chat_dpo --loss` beyond dpo: `PairLoss` of losses.py.
+    # Losses of `chat_dpo --loss`: `PairLoss` of alignment/pair_losses.py.
     "pair losses",
     # The beginning of --sampler, for samples from outside this process: (flags, Start of run/stage.py, should_stop) ->
     # an object with the methods of EngineSampler (rollout.py). The class also has `check_flag`.

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanochat.alignment import preferences
 from nanochat.alignment.advantages import leave_one_out
-from nanochat.alignment.pair_losses import orpo_loss
+from nanochat.alignment.pair_losses import PAIR_STATS, PairBatch, mean_pair_stats, orpo_loss, reply_logp
 from nanochat.alignment.reward_model import reward_loss
 from nanochat.alignment.value import ValuedBatch, ValueFunction
 from nanochat.attention import Segments
@@ -31,17 +31,13 @@ from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
 from nanochat.ground.cli import UserError
 from nanochat.losses import (
-    PAIR_STATS,
     POLICY_STATS,
-    PairBatch,
     PolicyBatch,
     group_deviation,
     group_mean,
     kl_estimate,
-    mean_pair_stats,
     mean_policy_stats,
     policy_loss,
-    reply_logp,
     token_logp,
 )
 from nanochat.mixture import RenderedPair

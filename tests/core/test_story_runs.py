@@ -30,8 +30,7 @@ EXEMPT = {
         train.make_adamw engine.Slots.choose checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape
     """,
     "with a flag": """
-        gpt.GPT.recompute_activations optim.Mean.store losses.PairLoss.takes
-        device.Device.set_rng_state
+        gpt.GPT.recompute_activations optim.Mean.store device.Device.set_rng_state
     """,
     "in the server": "engine.Slots.copy engine.Slots.reset engine.Slots.score engine.Slots.shrink",
     "in the training service": "optim.Optimizer.set_adamw checkpoint_manager.new_folder",
