@@ -42,17 +42,18 @@ class Schedule:
     momentum_steps: int = 300
 
     @classmethod
-    def for_run(cls, steps: int, warmup_ratio: float | None = None, **changes: Any) -> "Schedule":
+    def for_run(cls, steps: int, warmdown: float = 0.65, warmup: float | None = None, **changes: Any) -> "Schedule":
         """The default shape. In a short run the rate warms up for a tenth of the steps, the momentum for a fifth.
 
-        With a `warmup_ratio` the rate warms up for this part of the run, and falls in the rest at most.
+        `warmdown` is the part of the run in which the rate falls. With a `warmup` it rises in this part of the run, and
+        falls in the rest at most.
         """
-        short: dict[str, Any] = {"warmup_steps": min(40, steps // 10), "momentum_steps": min(300, steps // 5)}
-        schedule = cls(steps, **{**short, **changes})
-        if warmup_ratio is None:
-            return schedule
-        fall = min(schedule.warmdown_fraction, 1 - warmup_ratio)
-        return replace(schedule, warmup_steps=round(warmup_ratio * steps), warmdown_fraction=fall)
+        warmup_steps = min(40, steps // 10)
+        if warmup is not None:
+            warmup_steps = round(warmup * steps)
+            warmdown = min(warmdown, 1 - warmup)
+        shape = {"warmup_steps": warmup_steps, "momentum_steps": min(300, steps // 5), **changes}
+        return cls(steps, warmdown_fraction=warmdown, **shape)
 
     def lr(self, step: int) -> float:
         """Multiple of the peak learning rate: a linear rise, a plateau, a fall (with a linear one a "trapezoid")."""

@@ -129,7 +129,7 @@ def main(config: Config) -> None:
         rates = replace(rates, weight_decay=config.weight_decay)
     optimizer = make_optimizer(model, rates, device, config.optimizer, layout, config.kept_as)
     # A new model has nothing to lose: a short warmup is enough (3 steps for 25: -0.8% bits per byte, 2026-11-23).
-    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction, warmup_steps=min(40, steps // 40))
+    schedule = Schedule.for_run(steps, config.warmdown_fraction, warmup_steps=min(40, steps // 40))
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
     document_mask = config.document_mask == "on"

@@ -122,9 +122,7 @@ def main(config: Config) -> None:
         lr_scale = 0.1 if config.is_reward_model else 0.02
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
-    schedule = Schedule.for_run(
-        steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
-    )
+    schedule = Schedule.for_run(steps, config.warmdown_fraction, config.warmup_ratio, fall=config.lr_schedule)
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} pairs")
 
     # ------------------------------------------------------------------ train

@@ -78,9 +78,7 @@ def main(config: Config) -> None:
     batch_tokens = horizon.examples * row_tokens  # approximate: a conversation is shorter than a row
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
-    schedule = Schedule.for_run(
-        steps, config.warmup_ratio, warmdown_fraction=config.warmdown_fraction, fall=config.lr_schedule
-    )
+    schedule = Schedule.for_run(steps, config.warmdown_fraction, config.warmup_ratio, fall=config.lr_schedule)
     print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations")
 
     # ------------------------------------------------------------------ train

@@ -135,7 +135,7 @@ def main(config: Config) -> None:
         steps = config.num_iterations or max(1, round(pretraining["tokens"] / 10 / batch_tokens))
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
-    schedule = Schedule.for_run(steps, warmdown_fraction=config.warmdown_fraction)
+    schedule = Schedule.for_run(steps, config.warmdown_fraction)
     print0(f"horizon: {counted(steps, 'step')} of {batch_tokens:,} tokens; micro-batches a step: {accumulation}")
 
     # ------------------------------------------------------------------ train

@@ -398,7 +398,7 @@ def test_learning_rate_rises_stays_and_falls() -> None:
 
 
 def test_learning_rate_falls_in_three_ways() -> None:
-    linear, cosine, constant = (Schedule.for_run(100, 0.2, warmdown_fraction=1.0, fall=f) for f in get_args(Fall))
+    linear, cosine, constant = (Schedule.for_run(100, 1.0, 0.2, fall=f) for f in get_args(Fall))
     rise = [(step + 1) / 21 for step in range(20)]
     assert [linear.lr(step) for step in range(20)] == [cosine.lr(step) for step in range(20)] == rise
     # From the warm-up's end, where it is 1, to 0.05 at the run's.
@@ -406,7 +406,7 @@ def test_learning_rate_falls_in_three_ways() -> None:
     assert [cosine.lr(step) for step in (20, 60, 100)] == pytest.approx([1, 0.525, 0.05])
     assert cosine.lr(40) == pytest.approx(0.05 + 0.95 * (1 + math.cos(math.pi / 4)) / 2)
     assert {constant.lr(step) for step in range(20, 101)} == {1.0}
-    plateau = Schedule.for_run(100, 0.2, warmdown_fraction=0.5)
+    plateau = Schedule.for_run(100, 0.5, 0.2)
     assert (plateau.lr(50), plateau.lr(75)) == (1.0, pytest.approx(0.525))
 
 
@@ -430,6 +430,6 @@ def test_the_shortest_runs_have_a_schedule(steps: int) -> None:
 def test_warm_ups_are_cut_for_short_runs_and_not_for_long() -> None:
     assert (Schedule.for_run(100).warmup_steps, Schedule.for_run(100).momentum_steps) == (10, 20)
     assert (Schedule.for_run(10_000).warmup_steps, Schedule.for_run(10_000).momentum_steps) == (40, 300)
-    changed = Schedule.for_run(100, warmup_steps=3, warmdown_fraction=0.0)
+    changed = Schedule.for_run(100, 0.0, warmup_steps=3)
     assert (changed.warmup_steps, changed.momentum_steps, changed.warmdown_fraction) == (3, 20, 0.0)
     assert changed.lr(99) == 1.0
