@@ -21,12 +21,12 @@ import torch
 from runs import call, exactly_resumed, forget_after, lasting, losses, metrics, mistake, process, refused, sha256
 from safetensors.torch import load_file
 from test_scripts import base  # noqa: F401 (base is a fixture)
-from tiny import cpu_device, lively_model, run_command, save_checkpoint, tiny_config, tiny_tokenizer
+from tiny import cpu_device, lively_model, rendered_pairs, run_command, save_checkpoint, tiny_config, tiny_tokenizer
 from torch._dynamo.utils import counters
 
 from nanochat import scaling
-from nanochat.alignment.pair_losses import PairBatch, dpo_loss, reply_logp
-from nanochat.alignment.preferences import pack_pairs
+from nanochat.alignment.pair_losses import dpo_loss
+from nanochat.alignment.preferences import pair_batches, with_reference
 from nanochat.attention import Segments
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import Part, text_of
@@ -507,7 +507,8 @@ def test_one_program_for_one_shape(compiler, dtype):
     random = torch.Generator().manual_seed(0)
     ids = [torch.randint(100, (length,), generator=random).tolist() for length in (5, 17, 9, 12, 20, 8, 30, 25)]
     masks = [[0] + [1] * (len(one) - 1) for one in ids]
-    ((rows, pairs),) = pack_pairs(ids, masks, 32, 5, device)
+    (pair_batch,) = pair_batches(rendered_pairs(ids, masks), 32, 5, device)
+    rows = pair_batch.rows
     config = tiny_config(n_layer=1)
     model, reference, eager = (lively_model(config, kernels=device.kernels) for _ in range(3))
     compute = torch.compile(Block.compute, dynamic=False)
@@ -523,7 +524,7 @@ def test_one_program_for_one_shape(compiler, dtype):
     assert torch.equal(token_logp(policy, few), token_logp(eager, few))
 
     # Steps of both losses. A reference like the policy gives ln 2 to the last bit.
-    pair_batch = PairBatch(rows, pairs, reply_logp(frozen, PairBatch(rows, pairs)).detach())
+    pair_batch = with_reference(pair_batch, frozen)
     advantages = torch.where(rows.source % 2 == 0, 1.0, -0.5) * (rows.targets != IGNORE)
     policy_batch = PolicyBatch(rows, advantages, (rows.targets != IGNORE).float() / 10, sampled)
     rates = scaling.rates(model.config, batch=1, tokens=1)

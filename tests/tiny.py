@@ -36,6 +36,7 @@ from nanochat.engine import Engine
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import cli, rooms
 from nanochat.kernels.gradients import WrittenKernels
+from nanochat.mixture import RenderedPair
 from nanochat.operators import TorchKernels
 from nanochat.run import saver
 from nanochat.tokenizer import Tokenizer
@@ -84,6 +85,12 @@ def all_losses(seam: str) -> dict[str, Any]:
     """The losses that --loss of chat_rl or chat_dpo may name."""
     own = {"grpo": losses.GRPO} if seam == "policy losses" else {}
     return own | {name: rooms.find(seam, name) for name in rooms.names(seam)}
+
+
+def rendered_pairs(ids: list[list[int]], masks: list[list[int]]) -> list[RenderedPair]:
+    """Pairs of replies, of which neighbours are a pair."""
+    replies = [Rendered(one, mask, cut=False) for one, mask in zip(ids, masks, strict=True)]
+    return list(zip(replies[0::2], replies[1::2], strict=True))
 
 
 class ReferenceKernels(WrittenKernels):

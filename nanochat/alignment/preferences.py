@@ -21,7 +21,7 @@ from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.mixture import Mixture, RenderedPair, is_learned
-from nanochat.packing import PackedBatch, fill_rows, places_of
+from nanochat.packing import fill_rows, places_of
 from nanochat.tokenizer import Tokenizer
 
 
@@ -71,31 +71,21 @@ def token_count(pairs: Iterable[RenderedPair]) -> int:
 
 
 def pair_batches(pairs: Iterable[RenderedPair], row_tokens: int, rows: int, device: Device) -> Iterator[PairBatch]:
-    """This rank's share of pairs, in micro-batches of `rows` rows."""
-    replies = [reply for pair in pairs for reply in pair]
-    ids = [reply.ids for reply in replies]
-    for micro, count in pack_pairs(ids, [reply.mask for reply in replies], row_tokens, rows, device):
-        yield PairBatch(micro, count)
-
-
-def pack_pairs(
-    ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], row_tokens: int, rows: int, device: Device
-) -> Iterator[tuple[PackedBatch, int]]:
-    """Pack S sequences of which 2i and 2i + 1 are a pair: this rank's share in micro-batches of `rows` rows.
+    """This rank's share of the pairs, in micro-batches of `rows` rows, at least 2.
 
     A preference loss compares the two replies of a pair, so both go into the same micro-batch (into any of its rows).
-    All ranks get the same number of micro-batches; some may hold only padding. Each comes with the number of its pairs,
-    at least 1. Its `source` numbers the sequences of this micro-batch: 2p and 2p + 1 are its pair p.
+    All ranks get the same number of micro-batches; some may hold only padding, which counts as a pair.
 
-    Raises ValueError: when a sequence is longer than row_tokens + 1.
+    Raises ValueError: when a reply is longer than row_tokens + 1.
     """
-    assert rows > 1 and len(ids) % 2 == 0
+    assert rows > 1
+    replies = [reply for pair in pairs for reply in pair]
     # Give each pair its micro-batch and rows. Pairs with the longest reply go first, each to the micro-batch with the
     # most room. So the pairs spread evenly, and all ranks compute about the same amount.
-    needs = [places_of(sequence, row_tokens) for sequence in ids]
-    micros: list[list[list[int]]] = []  # micro-batch -> row -> its sequences
+    needs = [places_of(reply.ids, row_tokens) for reply in replies]
+    micros: list[list[list[int]]] = []  # micro-batch -> row -> its replies
     free: list[list[int]] = []  # micro-batch -> row -> free places
-    for first in sorted(range(0, len(ids), 2), key=lambda i: -max(needs[i], needs[i + 1])):
+    for first in sorted(range(0, len(replies), 2), key=lambda i: -max(needs[i], needs[i + 1])):
         pair = sorted((first, first + 1), key=lambda i: -needs[i])
         while (placed := _place_pair(free, [needs[i] for i in pair])) is None:
             for _ in range(device.data_ranks):  # an empty micro-batch for each rank; it has room for any pair
@@ -106,15 +96,16 @@ def pack_pairs(
             micros[micro][row].append(i)
             free[micro][row] -= needs[i]
 
-    # Fill the micro-batches of this rank with their sequences.
+    # Fill the micro-batches of this rank with their replies.
     empty: list[list[int]] = [[] for _ in range(rows)]
     for members in micros[device.data_rank :: device.data_ranks] or [empty]:
-        # Number the sequences again: a pair's two numbers stay neighbours.
+        # Number the replies again: a pair's two numbers stay neighbours.
         present = sorted(i for row in members for i in row)
         number = {i: n for n, i in enumerate(present)}
         renumbered = [[number[i] for i in row] for row in members]
-        batch = fill_rows(renumbered, [ids[i] for i in present], [masks[i] for i in present], row_tokens)
-        yield batch.to(device), max(1, len(present) // 2)
+        ids = [replies[i].ids for i in present]
+        batch = fill_rows(renumbered, ids, [replies[i].mask for i in present], row_tokens)
+        yield PairBatch(batch.to(device), max(1, len(present) // 2))
 
 
 def _place_pair(free: Sequence[Sequence[int]], needs: Sequence[int]) -> tuple[int, list[int]] | None:

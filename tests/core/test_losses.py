@@ -18,16 +18,15 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
-from tiny import all_losses, cpu_device, lively_model, tiny_config
+from tiny import all_losses, cpu_device, lively_model, rendered_pairs, tiny_config
 from torch import Tensor
 
 from nanochat.alignment import preferences
 from nanochat.alignment.advantages import leave_one_out
-from nanochat.alignment.pair_losses import PAIR_STATS, PairBatch, mean_pair_stats, orpo_loss, reply_logp
+from nanochat.alignment.pair_losses import PAIR_STATS, PairBatch, mean_pair_stats, orpo_loss
 from nanochat.alignment.reward_model import reward_loss
 from nanochat.alignment.value import ValuedBatch, ValueFunction
 from nanochat.attention import Segments
-from nanochat.conversation import Rendered
 from nanochat.cross_entropy import IGNORE
 from nanochat.ground.cli import UserError
 from nanochat.losses import (
@@ -40,7 +39,6 @@ from nanochat.losses import (
     policy_loss,
     token_logp,
 )
-from nanochat.mixture import RenderedPair
 from nanochat.packing import PackedBatch, pack_sequences
 
 METHODS = all_losses("policy losses")
@@ -637,17 +635,10 @@ def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
     return ids, [[0] * 4 + [1] * (len(i) - 4) for i in ids]
 
 
-def rendered_pairs(ids: list[list[int]], masks: list[list[int]]) -> list[RenderedPair]:
-    replies = [Rendered(one, mask, cut=False) for one, mask in zip(ids, masks, strict=True)]
-    return list(zip(replies[0::2], replies[1::2], strict=True))
-
-
 def test_a_micro_batch_of_padding_adds_nothing():
     model = lively_model(tiny_config())
-    (rows, pairs), *more = preferences.pack_pairs([], [], 32, 2, cpu_device())
-    assert not more
-    batch = PairBatch(rows, pairs)
-    batch = PairBatch(rows, pairs, reply_logp(model, batch).detach())
+    (batch,) = preferences.pair_batches([], 32, 2, cpu_device())
+    batch = preferences.with_reference(batch, model)
     stats = torch.zeros(len(PAIR_STATS))
     for row in (PAIR_ROWS[name] for name in OF_REPLIES):
         loss, count = row.function(model, batch, sft_weight=1.0, stats=stats)

@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import cpu_device, lively_model, tiny_config
+from tiny import cpu_device, lively_model, rendered_pairs, tiny_config
 
-from nanochat.alignment.preferences import pack_pairs
+from nanochat.alignment.preferences import pair_batches
 from nanochat.cross_entropy import IGNORE
 from nanochat.losses import masked_loss
 from nanochat.packing import pack_sequences
@@ -139,10 +139,10 @@ def test_both_replies_of_a_pair_are_in_one_micro_batch(world_size):
     ids, masks = sequences(60, 30)
     masks = [[0, *[1] * (len(i) - 1)] for i in ids]
     devices = [replace(cpu_device(), rank=rank, world_size=world_size) for rank in range(world_size)]
-    shares = [list(pack_pairs(ids, masks, 32, 3, device)) for device in devices]
+    shares = [list(pair_batches(rendered_pairs(ids, masks), 32, 3, device)) for device in devices]
     assert len({len(share) for share in shares}) == 1
     found = []
-    for rows, pairs in (micro for share in shares for micro in share):
+    for rows, pairs in ((micro.rows, micro.pairs) for share in shares for micro in share):
         assert rows.inputs.shape == (3, 32)
         numbers = rows.source[rows.targets != IGNORE].unique().tolist()
         assert numbers == list(range(2 * pairs)) or not numbers
@@ -160,7 +160,7 @@ def test_both_replies_of_a_pair_are_in_one_micro_batch(world_size):
 
 def test_two_long_replies_take_two_rows():
     long = [1] * 33
-    ((rows, pairs),) = pack_pairs([long, long], [[0, *[1] * 32]] * 2, 32, 2, cpu_device())
-    assert pairs == 1 and rows.source.tolist() == [[0] * 32, [1] * 32]
+    (batch,) = pair_batches(rendered_pairs([long, long], [[0, *[1] * 32]] * 2), 32, 2, cpu_device())
+    assert batch.pairs == 1 and batch.rows.source.tolist() == [[0] * 32, [1] * 32]
     with pytest.raises(ValueError, match="34 tokens does not fit a row of 32"):
-        list(pack_pairs([long, [*long, 1]], [long, [*long, 1]], 32, 2, cpu_device()))
+        list(pair_batches(rendered_pairs([long, [*long, 1]], [long, [*long, 1]]), 32, 2, cpu_device()))
