@@ -131,6 +131,7 @@ def main(config: Config) -> None:
     from nanochat.run.loop import Run
     from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
+    from nanochat.sampling import seed_of
     from nanochat.tasks.flag import open_tasks
     from nanochat.train import StepStats, train_step
 
@@ -194,7 +195,17 @@ def main(config: Config) -> None:
         context=row_tokens, rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,
         temperature=config.temperature, top_k=config.top_k,
     )  # fmt: skip
-    rollouts = open_rollouts(config, start, run, functools.partial(draw, config, questions_of, sample_on_rank))
+
+    def draw(sampler: Any, step: int, refill: int = 0, count: int = examples) -> "RankSamples":
+        """This rank's samples of a step, with the sampler's present weights. With `refill` (1, 2, ...) of `count`
+        questions instead, which replace some of the step's."""
+        # The step decides which questions come next, refills included.
+        first = (step * (1 + config.most_refills) + refill) * examples
+        seed = seed_of(config.seed, step, refill) if refill else seed_of(config.seed, step)
+        questions = questions_of(range(first, first + count))
+        return sample_on_rank(sampler, questions=questions, samples=config.num_samples, seed=seed)
+
+    rollouts = open_rollouts(config, start, run, draw)
     reward_before = math.nan  # mean reward on held-out questions before the first step
     reward_after = math.nan  # the same at the last evaluation
     last_kl = math.nan  # KL to the reference or the teacher in the last logged step
@@ -316,22 +327,6 @@ def open_rollouts(config: Config, start: "Start", run: "Run", draw: Any) -> Any:
 
 
 # ---------------------------------------------------------------------- in a step
-
-
-def draw(
-    config: Config, questions_of: Any, sample_on_rank: Any, sampler: Any, step: int, refill: int = 0, count: int = 0
-) -> "RankSamples":
-    """This rank's samples of a step, drawn with the sampler's present weights.
-
-    With `refill` (1, 2, ...) of `count` questions instead, which replace some of the step's.
-    """
-    from nanochat.sampling import seed_of
-
-    # The step decides which questions come next, refills included.
-    first = (step * (1 + config.most_refills) + refill) * config.examples_per_step
-    questions = questions_of(range(first, first + (count or config.examples_per_step)))
-    seed = seed_of(config.seed, step, refill) if refill else seed_of(config.seed, step)
-    return sample_on_rank(sampler, questions=questions, samples=config.num_samples, seed=seed)
 
 
 def compare(
