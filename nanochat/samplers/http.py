@@ -39,6 +39,7 @@ from nanochat.ground.cli import Failed, Interrupted, UserError
 from nanochat.ground.log import print0, warn
 from nanochat.ground.paths import run_dir
 from nanochat.ground.screen import Bar
+from nanochat.ground.untrusted import json_of
 from nanochat.ranks import decide_on_rank_zero, gather_values
 from nanochat.rollout import ROWS_AT_ONCE, Reply
 from nanochat.run import saver
@@ -481,10 +482,8 @@ def _require(server: Server, status: int, content: bytes, what: str, hint: str =
 
 def _is_refusal(content: bytes) -> bool:
     """Whether vLLM says that it has not dropped its cached prompts, with status 200: a running request holds them."""
-    with contextlib.suppress(ValueError, RecursionError):
-        answer = json.loads(content)
-        return isinstance(answer, dict) and answer.get("success") is False
-    return False
+    answer = json_of(content)
+    return isinstance(answer, dict) and answer.get("success") is False
 
 
 def _words(error: BaseException) -> str:
