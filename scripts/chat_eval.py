@@ -113,7 +113,9 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ merge with earlier tasks of this step
     stage = config.source.partition("/")[0]  # of sft/TAG/step_100, too
     if device.is_main:
-        samples = [{"task": name, **asdict(graded)} for name, graded in shown]
+        samples = [
+            {"task": name, "messages": one.messages, "reply": one.reply, "correct": one.correct} for name, one in shown
+        ]
         report: dict[str, Any] = {"step": meta["step"], "tasks": results, "samples": samples}
         path = run_dir(stage, tag) / "chat_eval.json" if stage in STAGES else None
         if path:

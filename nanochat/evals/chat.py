@@ -65,15 +65,8 @@ class Graded:
     messages: list[Message]
     reply: list[Part]
     correct: bool
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A graded reply."""
-
-    number: int  # its question's number among the task's examples in their order
+    number: int  # the question's number among the task's examples in their order
     ending: Ending
-    graded: Graded
 
 
 # ---------------------------------------------------------------------- which tasks
@@ -131,7 +124,7 @@ def evaluate(
         answers = answer_questions(task, questions, model, engine, batch_rows, sampling, samples, max_tokens)
 
     # Add up over the ranks. A question that does not fit counts as wrong.
-    correct = [answer for answer in answers if answer.graded.correct]
+    correct = [answer for answer in answers if answer.correct]
     counts = [len(correct), len([answer for answer in answers if answer.ending == "cut off"])]
     counts_here = torch.tensor(counts, dtype=torch.float32, device=engine.device.torch_device)
     right, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
@@ -140,7 +133,7 @@ def evaluate(
     measures: dict[str, float] = {}
     if type(task).measures is not Task.measures:  # most tasks have none: their replies stay on their ranks
         examples = {question.number: question.example for question in questions}
-        replies = [(answer.number, answer.graded.reply) for answer in answers]
+        replies = [(answer.number, answer.reply) for answer in answers]
         everywhere = [reply for rank in gather_values(replies, engine.device) for reply in rank]
         everywhere.sort(key=lambda found: found[0])
         measures = with_intervals(task.measures([(examples[number], reply) for number, reply in everywhere]))
@@ -151,7 +144,7 @@ def evaluate(
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
     for answer in sorted(answers, key=lambda answer: answer.number):
-        first_replies.setdefault(answer.number, answer.graded)
+        first_replies.setdefault(answer.number, answer)
     return result, list(first_replies.values())[:keep]
 
 
@@ -206,7 +199,7 @@ def answer_questions(
     sampling: SamplingParams,
     samples: int,
     max_tokens: int,
-) -> list[Answer]:
+) -> list[Graded]:
     """This rank's share of `samples` replies to each question, graded by the task."""
     device = engine.device
     rows = [question for question in questions for _ in range(samples)]
@@ -223,7 +216,7 @@ def answer_questions(
             replies = write_replies(batch, engine, settings, max_tokens)
         for question, (reply, ending) in zip(batch, replies, strict=True):
             is_right = ending != "broken" and task.grade(question.example, reply)
-            answers.append(Answer(question.number, ending, Graded(question.example.question, reply, is_right)))
+            answers.append(Graded(question.example.question, reply, is_right, question.number, ending))
     return answers
 
 
@@ -253,7 +246,7 @@ def play_episodes(
     samples: int,
     max_tokens: int,
     context: int,
-) -> list[Answer]:
+) -> list[Graded]:
     """This rank's share of `samples` episodes of each question; one is right from a reward of 1 on.
 
     Raises UserError: when the environment fails.
@@ -270,8 +263,9 @@ def play_episodes(
     for episode in played:
         *messages, last = episode.messages
         ending = episode.sample.ending
-        graded = Graded(messages, parts_of(last["content"]), ending != "broken" and episode.reward >= 1)
-        answers.append(Answer(questions[episode.sample.question].number, ending, graded))
+        is_right = ending != "broken" and episode.reward >= 1
+        number = questions[episode.sample.question].number
+        answers.append(Graded(messages, parts_of(last["content"]), is_right, number, ending))
     return answers
 
 
