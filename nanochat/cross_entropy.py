@@ -9,6 +9,7 @@ Legend: N tokens, n tokens of a chunk, W width, V vocab.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,39 +46,24 @@ def linear_cross_entropy(
     chunk_tokens: int,
     slice_tokens: int | None = None,
     in_fp32: bool = True,
+    reduction: str = "sum",
 ) -> Tensor:
-    """Sum in nats of the cross-entropy of softmax(soft_cap(hidden @ weight.T)) against targets.
+    """The cross-entropy in nats of softmax(soft_cap(hidden @ weight.T)) against targets, in fp32.
 
-    hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. Differentiable once, in hidden
-    and weight. If every target is ignored, the sum and its gradients are 0. The logits of `chunk_tokens` tokens are in
-    memory at a time. The steps between the products pass over `slice_tokens` tokens at a time (None: over all), in
-    fp32. Without `in_fp32` they are in the dtype of the products where a gradient is needed.
-    """
-    # Evaluation needs no gradient: then a chunk costs one matrix product instead of three.
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _SummedLoss.apply(  # type: ignore[no-any-return]
-            hidden, weight, targets, cap, chunk_tokens, slice_tokens, in_fp32
-        )
-    return token_losses(hidden, weight, targets, cap, chunk_tokens, slice_tokens).sum()
-
-
-def token_losses(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    cap: float,
-    chunk_tokens: int,
-    slice_tokens: int | None = None,
-) -> Tensor:
-    """Per-token cross-entropy in nats, (N,) in fp32, 0 where the target is IGNORE.
-
-    For losses that weigh each token (RL, DPO). The backward pass computes each chunk's logits a second time.
+    hidden (N, W), weight (V, W), targets (N,) with IGNORE where nothing is predicted. It is a sum, or with the
+    reduction "none" (N,), 0 where the target is IGNORE: for losses that weigh each token (RL, DPO). Differentiable
+    once, in hidden and weight. The logits of `chunk_tokens` tokens are in memory at a time. The steps between the
+    products pass over `slice_tokens` tokens at a time (None: over all), in fp32. Without `in_fp32` they are in the
+    dtype of the products where a sum needs a gradient.
     """
     # Check this here: inside `forward` autograd is off, and `needs_input_grad` is True in an evaluation as well.
     has_backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _TokenLosses.apply(  # type: ignore[no-any-return]
-        hidden, weight, targets, cap, chunk_tokens, slice_tokens, has_backward
-    )
+    inputs = (hidden, weight, targets, cap, chunk_tokens, slice_tokens)
+    if has_backward and reduction == "sum":
+        return _SummedLoss.apply(*inputs, in_fp32)  # type: ignore[no-any-return]
+    # Evaluation needs no gradient: then a chunk costs one matrix product instead of three.
+    losses: Tensor = _TokenLosses.apply(*inputs, has_backward)  # type: ignore[assignment]
+    return losses.sum() if reduction == "sum" else losses
 
 
 @dataclass
@@ -160,6 +146,30 @@ def _chunk_loss(
     return all_losses, logits if weights is None else logits.to(h.dtype)
 
 
+def _chunk_gradients(
+    ctx: Any, hidden: Tensor, matrix: Tensor, targets: Tensor, weights: Tensor, cap: float, chunk_tokens: int,
+    slice_tokens: int | None, in_fp32: bool = True,
+) -> tuple[list[Tensor], Tensor, Tensor | None]:  # fmt: skip
+    """The losses of each chunk, and the gradients of the sum of weights (N,) x losses in hidden and in the matrix."""
+    # A frozen head (lora.py) needs no gradient, which would be as large as the head in fp32.
+    grad_weight = torch.zeros(matrix.shape, device=matrix.device) if ctx.needs_input_grad[1] else None
+    all_losses = []
+    grad_hidden = []
+    # The device decides the sizes of chunks and slices (`loss_tokens` in kernels/). An accelerator gets a few large
+    # ones. On a CPU, products are faster with 1,024 rows than with 256 (0.86 and 0.72 of a bare product's speed, on
+    # an AMD EPYC, 2026-11-23). The passes between them are faster with 128 rows, which stay in the caches.
+    parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), weights.split(chunk_tokens))
+    for h, t, w in zip(*parts, strict=True):
+        losses, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, w, in_fp32)
+        all_losses.append(losses)
+        # Back through the product h @ W.T: one product for the gradient of h, one for the gradient of W. The chunks
+        # share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
+        grad_hidden.append(grad @ matrix)  # (n, W)
+        if grad_weight is not None:
+            grad_weight += grad.T @ h  # (V, W)
+    return all_losses, torch.cat(grad_hidden), grad_weight
+
+
 class _SummedLoss(torch.autograd.Function):
     """Computes the gradients in forward, while a chunk's logits are in memory; backward only scales them.
 
@@ -169,30 +179,15 @@ class _SummedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, cap: float, chunk_tokens: int, slice_tokens: int | None,
-        in_fp32: bool,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> Tensor:
         matrix = weight.to(hidden.dtype)  # (V, W) in the dtype of the products; sums stay in fp32
-        loss = torch.zeros((), device=hidden.device)
-        # A frozen head (lora.py) needs no gradient, which would be as large as the head in fp32.
-        grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
-        grad_hidden = []
-        # The device decides the sizes of chunks and slices (`loss_tokens` in kernels/). An accelerator gets a few large
-        # ones. On a CPU, products are faster with 1,024 rows than with 256 (0.86 and 0.72 of a bare product's speed, on
-        # an AMD EPYC, 2026-11-23). The passes between them are faster with 128 rows, which stay in the caches.
         ones = torch.ones(targets.shape, device=targets.device)
-        parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), ones.split(chunk_tokens))
-        for h, t, weights in zip(*parts, strict=True):
-            losses, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, weights, in_fp32)
-            loss = loss + losses.sum()
-            # Back through the product h @ W.T: one product for the gradient of h, one for the gradient of W. The chunks
-            # share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
-            grad_hidden.append(grad @ matrix)  # (n, W)
-            if grad_weight is not None:
-                grad_weight += grad.T @ h  # (V, W)
-        ctx.save_for_backward(torch.cat(grad_hidden), grad_weight)
+        chunks, grad_hidden, grad_weight = _chunk_gradients(ctx, hidden, matrix, targets, ones, *options)
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
+        loss = torch.zeros((), device=hidden.device)
+        for losses in chunks:
+            loss = loss + losses.sum()
         return loss
 
     @staticmethod
@@ -232,16 +227,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        hidden, matrix, targets = ctx.saved_tensors
-        cap, chunk_tokens, slice_tokens = ctx.options
-        grad_weight = torch.zeros(matrix.shape, device=matrix.device) if ctx.needs_input_grad[1] else None
-        grad_hidden = []
-        parts = (hidden.split(chunk_tokens), targets.split(chunk_tokens), grads[0].split(chunk_tokens))
-        for h, t, weights in zip(*parts, strict=True):
-            _, grad = _chunk_loss(h, matrix, t, cap, slice_tokens, weights)
-            grad_hidden.append(grad @ matrix)  # (n, W)
-            if grad_weight is not None:
-                grad_weight += grad.T @ h  # (V, W)
+        _, grad_hidden, grad_weight = _chunk_gradients(ctx, *ctx.saved_tensors, grads[0], *ctx.options)
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.weight_dtype)
-        return torch.cat(grad_hidden), grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nanochat import device as devices
 from nanochat.attention import KVCache, Segments, offset_masks
-from nanochat.cross_entropy import linear_cross_entropy, soft_cap, token_losses
+from nanochat.cross_entropy import linear_cross_entropy, soft_cap
 from nanochat.ground.sharding import fill, is_dtensor
 from nanochat.operators import TorchKernels
 from nanochat.rotary import RopeScaling, rotary_tables
@@ -391,11 +391,9 @@ class Head(nn.Linear):
         self.config = config
         self.kernels = kernels
 
-    def forward(
-        self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, *loss: Any) -> Tensor:
         # The loss is computed here because it reads the weight, which FSDP gathers only while this forward runs.
-        return read_out(hidden, self.weight, targets, reduction, self.config, self.kernels, temperature)
+        return read_out(self.config, self.kernels, self.weight, hidden, *loss)
 
 
 class ScalarHead(nn.Module):
@@ -412,34 +410,29 @@ class ScalarHead(nn.Module):
 
 
 def read_out(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor | None,
-    reduction: str,
-    config: GPTConfig,
-    kernels: TorchKernels,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Hidden states (..., C) and the head's weight (V, C) -> soft-capped logits (..., V) in fp32.
+    config: GPTConfig, kernels: TorchKernels, weight: Tensor, hidden: Tensor,
+    targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """The head's weight (V, C) and hidden states (..., C) -> soft-capped logits (..., V) in fp32.
 
     With targets (B, T) it returns the cross-entropy in nats instead: the sum, or (B, T) with the reduction "none". The
     cross-entropy is of the logits divided by `temperature`.
-    """  # fmt: skip
+    """
     if config.vocab_size < len(weight):  # the gradient of a slice is a copy of the whole table
         weight = weight[: config.vocab_size]  # without the padding
+    cap = config.logit_cap
     if targets is None:
         # In fp32: the 8 bits of precision of bf16 are too few for a softmax over the vocabulary.
-        return soft_cap(F.linear(hidden, weight.to(hidden.dtype)).float(), config.logit_cap)
-    # Head and loss in one, chunk by chunk, so that the logits of all tokens are never in memory (cross_entropy.py).
-    chunk, part = kernels.loss_tokens(config.vocab_size)
-    cap = config.logit_cap
+        return soft_cap(F.linear(hidden, weight.to(hidden.dtype)).float(), cap)
     if temperature != 1:  # cap tanh(x / cap) / t is a cap of cap / t on x / t
         hidden = hidden / temperature
         cap = cap / temperature
-    inputs = (hidden.flatten(0, 1), weight, targets.flatten(), cap, chunk, part)
-    if reduction == "sum":
-        return linear_cross_entropy(*inputs, kernels.loss_in_fp32)
-    return token_losses(*inputs).view_as(targets)
+    # Head and loss in one, chunk by chunk, so that the logits of all tokens are never in memory (cross_entropy.py).
+    sizes = kernels.loss_tokens(config.vocab_size)
+    loss = linear_cross_entropy(
+        hidden.flatten(0, 1), weight, targets.flatten(), cap, *sizes, kernels.loss_in_fp32, reduction
+    )
+    return loss if reduction == "sum" else loss.view_as(targets)
 
 
 class Extension(Protocol):
@@ -639,7 +632,7 @@ class GPT(nn.Module):
         if scalars:
             assert self.scalar_head is not None
             return self.scalar_head(hidden)
-        return self._read_out(hidden, targets, reduction, temperature)
+        return self.logits(hidden) if targets is None else self._read_out(hidden, targets, reduction, temperature)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., C) -> soft-capped logits (..., V) in fp32."""
@@ -708,15 +701,11 @@ class GPT(nn.Module):
                 context.masks[window] = self.kernels.prepare_mask(mask)
         return context
 
-    def _read_out(
-        self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0
-    ) -> Tensor:
+    def _read_out(self, hidden: Tensor, *loss: Any) -> Tensor:
         # A tied head is the embedding's weight. FSDP keeps it gathered, because it belongs to the root module.
         if self.head is None:
-            return read_out(hidden, self.embedding.weight, targets, reduction, self.config, self.kernels, temperature)
-        if targets is None:
-            return self.head(hidden)
-        return self.head(hidden, targets, reduction, temperature)
+            return read_out(self.config, self.kernels, self.embedding.weight, hidden, *loss)
+        return self.head(hidden, *loss)
 
     def head_weight(self) -> Tensor:
         """(vocab_size, C), without the padding."""

@@ -127,13 +127,11 @@ class HeadAdaptedGPT(GPT):
             self.head_adapter.lora_A.copy_((torch.rand(shape, generator=generator) * 2 - 1) * bound)
             self.head_adapter.lora_B.zero_()
 
-    def _read_out(
-        self, hidden: Tensor, targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0
-    ) -> Tensor:
+    def _read_out(self, hidden: Tensor, *loss: Any) -> Tensor:
         """All logits and losses of a model pass through this method."""
         adapter = self.head_adapter
         head = self.head_weight().to(hidden.dtype)
-        if targets is None:
+        if not loss:
             logits = nn.functional.linear(hidden, head) + adapter(hidden)
             return soft_cap(logits.float(), self.config.logit_cap)
         # W h + B (s A h) is one product, of the matrix (W, B) and the vector (h, s A h): the fused loss accepts it as
@@ -141,7 +139,7 @@ class HeadAdaptedGPT(GPT):
         inner = nn.functional.linear(hidden, adapter.lora_A.to(hidden.dtype)) * adapter.scale  # (..., r)
         weight = torch.cat((head, adapter.lora_B.to(hidden.dtype)), dim=1)
         hidden = torch.cat((hidden, inner), dim=-1)
-        return read_out(hidden, weight, targets, reduction, self.config, self.kernels, temperature)
+        return read_out(self.config, self.kernels, weight, hidden, *loss)
 
 
 # ---------------------------------------------------------------------- a model in training
