@@ -423,18 +423,18 @@ class Optimizer:
         self.exchange = exchange or Exchange()
         self.groups = [group for group in groups if group.parameters]
         # Muon comes first: its new weights travel while AdamW updates the tables.
-        self._rules: list[Rule] = []
+        self.rules: list[Rule] = []
         for group in self.groups:
             if group.kind == "muon":
-                self._rules.append(Muon(group, self.exchange, dtype, kept_as))
+                self.rules.append(Muon(group, self.exchange, dtype, kept_as))
         adamw = [group for group in self.groups if group.kind == "adamw"]
         if adamw:
-            self._rules.append(AdamW(adamw, self.exchange, kernels or TorchKernels(), kept_as))
+            self.rules.append(AdamW(adamw, self.exchange, kernels or TorchKernels(), kept_as))
 
         # All ranks start their collectives in one order, because backends match them by it. Names outside `order` go
         # last.
         shares: dict[str, Share] = {}
-        for rule in self._rules:
+        for rule in self.rules:
             shares.update(rule.shares)
         held = sum(len(group.parameters) for group in self.groups)
         assert len(shares) == held, "a parameter is in two groups, or a group has no rule"
@@ -490,21 +490,13 @@ class Optimizer:
             divisor = divisor / self.exchange.divided_by
         portion = (1 - momentum) * ok
         settings = Settings(divisor, ok, ok == 0, portion, lr_scale, momentum, weight_decay_scale)
-        for rule in self._rules:
+        for rule in self.rules:
             rule.update(settings)
             # The new weights travel while the next rule computes.
             for share in rule.shares.values():
                 share.grad = share.grad.new_empty(0)  # the update has used it
                 self.exchange.send_weight(share)
         self.exchange.receive_weights()
-
-    def set_adamw(self, betas: tuple[float, float], eps: float) -> None:
-        """Change AdamW's constants from the next step on. Its running means stay."""
-        for rule in self._rules:
-            if isinstance(rule, AdamW):
-                for batch in rule.batches:
-                    batch.betas = betas
-                    batch.eps = [eps] * len(batch.shares)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The state by name, over the memory that the optimizer uses: a DTensor where each rank has a part, a plain
@@ -514,7 +506,7 @@ class Optimizer:
         State in main memory may still be on its way there: synchronize the device before reading it.
         """
         state: dict[str, Tensor] = {}
-        for rule in self._rules:
+        for rule in self.rules:
             state.update(rule.state)
         return state
 

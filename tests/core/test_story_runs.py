@@ -33,7 +33,7 @@ EXEMPT = {
         gpt.GPT.recompute_activations optim.Mean.store device.Device.set_rng_state
     """,
     "in the server": "engine.Slots.copy engine.Slots.reset engine.Slots.score engine.Slots.shrink",
-    "in the training service": "optim.Optimizer.set_adamw checkpoint_manager.new_folder",
+    "in the training service": "checkpoint_manager.new_folder",
     "in a model that calls the tool": "engine.Engine.answer_call calculator.can_continue",
     "in other tasks": """
         task.Environment.reference_reply task.Task.measures tokenizer.Tokenizer.shrink
