@@ -8,7 +8,6 @@ cannot be compiled.
 Legend: N tokens, n tokens of a chunk, W width, V vocab.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,24 +65,15 @@ def linear_cross_entropy(
     return losses.sum() if reduction == "sum" else losses
 
 
-@dataclass
-class _Slice:
-    """The state of some tokens after `_slice_loss`. `_slice_gradient` reuses its memory."""
+def _slice_loss(logits: Tensor, targets: Tensor, cap: float, weights: Tensor | None) -> Tensor:
+    """The losses (n,) of n tokens, from logits (n, V), which are overwritten, and targets (n,).
 
-    losses: Tensor  # (n,)
-    exps: Tensor  # (n, V): exp of the capped logits, up to one factor per row
-    total: Tensor  # (n, 1): the sums of the rows of exps; exps / total is the softmax, whatever the factor
-    tanh: Tensor | None  # (n, V), for the gradient of the cap
-    target: Tensor  # (n, 1): the target's index; 0 if it is ignored
-    target_exp: Tensor  # (n, 1): its exp
-    counts: Tensor  # (n, 1): 1 for a target, 0 if it is ignored
-
-
-def _slice_loss(logits: Tensor, targets: Tensor, cap: float) -> _Slice:
-    """The losses of n tokens, and the tensors for their gradient; logits (n, V), overwritten; targets (n,)."""
+    With weights (n,) the gradient of the sum of weights x losses, with respect to the logits before the cap, takes the
+    place of the logits.
+    """
     # A chunk's logits are the largest tensors of a step, so each pass over them counts. Operators work in place where
-    # they can: from here to the end of `_slice_gradient`, 7 operators read and write 14 numbers per logit, or 56 bytes
-    # in fp32. What is small, one number per token, is in fp32 in any case: above all the sums of exps.
+    # they can: 7 operators read and write 14 numbers per logit, or 56 bytes in fp32. What is small, one number per
+    # token, is in fp32 in any case: above all the sums of exps.
     tanh = None
     if cap:
         tanh = logits.div_(cap).tanh_()
@@ -100,29 +90,26 @@ def _slice_loss(logits: Tensor, targets: Tensor, cap: float) -> _Slice:
         shift = logits.amax(dim=1, keepdim=True)  # (n, 1)
         logits -= shift
         target_logit -= shift
-    exps = logits.exp_()
+    exps = logits.exp_()  # (n, V), up to one factor per row
     # The target's exp is often most of the sum. So the sum has its exact value, where bf16 has rounded it.
     target_exp = target_logit.exp()
     rounded = exps.gather(1, target)  # (n, 1)
     total = exps.sum(dim=1, keepdim=True, dtype=torch.float32) - rounded + target_exp  # (n, 1)
 
     # Cross-entropy is log(sum of exp) - logit of the target, and a shift of both cancels out.
-    losses = (total.log() - target_logit) * counts
-    return _Slice(losses[:, 0], exps, total, tanh, target, target_exp, counts)
+    losses = (total.log() - target_logit) * counts  # (n, 1)
 
-
-def _slice_gradient(part: _Slice, weights: Tensor) -> None:
-    """Write the gradient of the sum of weights (n, 1) x losses, with respect to the logits before the cap (n, V), into
-    the logits' memory. Call it once per slice."""
     # The gradient with respect to the capped logits is softmax - one-hot(target), times the token's weight. One pass
     # multiplies exps by weight / total, which gives the weighted softmax. The target's own is written over it.
     # The cap multiplies it by the derivative of cap tanh(x / cap), which is 1 - tanh^2.
-    weights = weights * part.counts
-    scale = weights / part.total
-    grad = part.exps.mul_(scale.to(part.exps.dtype))
-    grad.scatter_(1, part.target, (part.target_exp * scale - weights).to(grad.dtype))
-    if part.tanh is not None:
-        torch.ops.aten.tanh_backward.grad_input(grad, part.tanh, grad_input=part.tanh)
+    if weights is not None:
+        weights = weights[:, None] * counts
+        scale = weights / total
+        grad = exps.mul_(scale.to(exps.dtype))
+        grad.scatter_(1, target, (target_exp * scale - weights).to(grad.dtype))
+        if tanh is not None:
+            torch.ops.aten.tanh_backward.grad_input(grad, tanh, grad_input=tanh)
+    return losses[:, 0]
 
 
 def _chunk_loss(
@@ -138,10 +125,7 @@ def _chunk_loss(
     size = slice_tokens or len(logits)
     for start in range(0, len(logits), size):
         tokens = slice(start, start + size)
-        part = _slice_loss(logits[tokens], targets[tokens], cap)
-        if weights is not None:
-            _slice_gradient(part, weights[tokens, None])
-        losses.append(part.losses)
+        losses.append(_slice_loss(logits[tokens], targets[tokens], cap, None if weights is None else weights[tokens]))
     all_losses = torch.cat(losses) if len(losses) > 1 else losses[0]
     return all_losses, logits if weights is None else logits.to(h.dtype)
 
