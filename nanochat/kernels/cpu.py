@@ -14,8 +14,7 @@ from nanochat.attention import Segments, blockwise_attention
 from nanochat.cross_entropy import soft_cap
 from nanochat.device import Runtime
 from nanochat.ground.cli import UserError
-from nanochat.kernels import gradients
-from nanochat.kernels.gradients import NO_FP16, WrittenKernels, cached_products
+from nanochat.kernels.gradients import NO_FP16, RMSNorm, Rotation, WrittenKernels, apply, cached_products
 from nanochat.operators import WeightFormat
 
 # Longest row for attention by matrix products: the scores still fit the processor's caches.
@@ -52,11 +51,11 @@ class CpuKernels(WrittenKernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         if weight is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return gradients.rms_norm(x, eps)
+            return RMSNorm.apply(x, eps)
         return super().rms_norm(x, weight, eps)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return super().rotate(x, cos, sin) if torch.compiler.is_compiling() else gradients.rotate(x, cos, sin)
+        return super().rotate(x, cos, sin) if torch.compiler.is_compiling() else apply(Rotation, x, cos, sin)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None

@@ -29,19 +29,19 @@ class WrittenKernels(TorchKernels):
     def stacked_products(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Three products in one: x (..., inputs), weight (3 x outputs, inputs) -> the first two (2, ..., outputs), one
         after the other in memory, and the third (..., outputs)."""
-        return _StackedProducts.apply(x, weight, cast)  # type: ignore[no-any-return]
+        return _Product.apply(x, weight, cast, True)  # type: ignore[no-any-return]
 
     def qkv_linear(self, has_equal_heads: bool) -> Any:
         return StackedLinear if has_equal_heads else None
 
     def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
-        return _apply(_OffsetKeys, k, *masks)  # type: ignore[no-any-return]
+        return apply(_OffsetKeys, k, *masks)  # type: ignore[no-any-return]
 
     def relu_squared(self, x: Tensor) -> Tensor:
-        return _apply(_ReluSquared, x)  # type: ignore[no-any-return]
+        return apply(_ReluSquared, x)  # type: ignore[no-any-return]
 
     def mix(self, x: Tensor, first: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        return _apply(_Mix, x, first, a, b)  # type: ignore[no-any-return]
+        return apply(_Mix, x, first, a, b)  # type: ignore[no-any-return]
 
     def swiglu(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -136,52 +136,19 @@ def cached_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Te
 def product(x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
     """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs). The weight is cast to the dtype of x,
     unless `cast` is the weight in that dtype."""
-    return _Product.apply(x, weight, cast)  # type: ignore[no-any-return]
-
-
-def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) over the last axis."""
-    return _RMSNorm.apply(x, eps)  # type: ignore[no-any-return]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`TorchKernels.rotate` with fewer passes over memory; x (B, T, heads, D)."""
-    return _apply(_Rotation, x, cos, sin)  # type: ignore[no-any-return]
+    return _Product.apply(x, weight, cast, False)  # type: ignore[no-any-return]
 
 
 class _Product(torch.autograd.Function):
+    """One product, or with `is_stacked` three in one, as `WrittenKernels.stacked_products` returns them."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None, is_stacked: bool) -> Any:
         matrix = weight.to(x.dtype) if cast is None else cast
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
         ctx.weight_dtype = weight.dtype
-        return F.linear(x, matrix)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        return _product_gradients(ctx, grads[0])
-
-
-def _product_gradients(ctx, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-    """The gradients of x and of the weight, and None for the cast, from the gradient of the product."""
-    # y = x W^T. So the gradient of x is dy W, and the gradient of W is dy^T x, summed over all tokens.
-    x, matrix = ctx.saved_tensors
-    grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
-    grad_weight = None
-    if ctx.needs_input_grad[1]:
-        # In this order the result has the weight's memory layout. Autograd computes x^T dy, transposes it as a view and
-        # copies it into the weight's layout: 54 launches of a step at depth 12.
-        grad_weight = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
-    return grad_x, grad_weight, None
-
-
-class _StackedProducts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None) -> tuple[Tensor, Tensor]:
-        matrix = weight.to(x.dtype) if cast is None else cast
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrix)  # a frozen weight needs no x (lora.py)
-        ctx.weight_dtype = weight.dtype
+        if not is_stacked:
+            return F.linear(x, matrix)
         y = x.flatten(0, -2)[None] @ matrix.unflatten(0, (3, -1)).mT  # (3, tokens, outputs)
         y = y.unflatten(1, x.shape[:-1])
         return y[:2], y[2]
@@ -189,7 +156,16 @@ class _StackedProducts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor):
-        return _product_gradients(ctx, torch.cat((*grads[0], grads[1]), dim=-1))
+        # y = x W^T. So the gradient of x is dy W, and the gradient of W is dy^T x, summed over all tokens.
+        x, matrix = ctx.saved_tensors
+        grad = grads[0] if len(grads) == 1 else torch.cat((*grads[0], grads[1]), dim=-1)
+        grad_x = grad @ matrix if ctx.needs_input_grad[0] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            # In this order the result has the weight's memory layout. Autograd computes x^T dy, transposes it as a view
+            # and copies it into the weight's layout: 54 launches of a step at depth 12.
+            grad_weight = (grad.flatten(0, -2).T @ x.flatten(0, -2)).to(ctx.weight_dtype)
+        return grad_x, grad_weight, None, None
 
 
 class _KeepsNothing:
@@ -198,7 +174,7 @@ class _KeepsNothing:
     save_for_backward = staticmethod(lambda *tensors: None)
 
 
-def _apply(function: Any, *inputs: Tensor) -> Any:
+def apply(function: Any, *inputs: Tensor) -> Any:
     """Call an autograd function. Without gradients, call only its operators: autograd takes 8 us a call, 3 a layer."""
     return function.apply(*inputs) if torch.is_grad_enabled() else function.forward(_KeepsNothing, *inputs)
 
@@ -233,7 +209,7 @@ def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.zeros((), dtype=dtype, device=device)
 
 
-class _RMSNorm(torch.autograd.Function):
+class RMSNorm(torch.autograd.Function):
     """y = r x with r = 1 / sqrt(mean(x^2) + eps), so that dx = r (dy - y mean(y dy)), the mean over a row.
 
     Autograd's backward takes 13 passes over memory in fp32, and keeps x in fp32 for them. This one rounds y, r and the
@@ -259,8 +235,8 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(grads[0], y, mean, value=-1).mul_(r), None
 
 
-class _Rotation(torch.autograd.Function):
-    """A rotation by rows of angles; the backward pass rotates by the opposite angles."""
+class Rotation(torch.autograd.Function):
+    """`TorchKernels.rotate` with fewer passes over memory; the backward pass rotates by the opposite angles."""
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

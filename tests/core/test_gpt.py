@@ -332,8 +332,8 @@ def test_norms_and_rotations_on_a_cpu_have_the_gradients_of_their_formulas() -> 
     cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
     x = torch.randn(2, 5, 2, 6, dtype=torch.float64, requires_grad=True)
     eps = 0.1  # large enough to be seen
-    assert torch.autograd.gradcheck(lambda x: gradients.rms_norm(x, eps), x)
-    assert torch.autograd.gradcheck(lambda x: gradients.rotate(x, cos, sin), x)
+    assert torch.autograd.gradcheck(lambda x: gradients.RMSNorm.apply(x, eps), x)
+    assert torch.autograd.gradcheck(lambda x: gradients.Rotation.apply(x, cos, sin), x)
     plain, ours = ReferenceKernels(), CpuKernels()
     torch.testing.assert_close(ours.rms_norm(x, None, eps), plain.rms_norm(x, None, eps))
     torch.testing.assert_close(ours.rotate(x, cos, sin), plain.rotate(x, cos, sin))
@@ -347,8 +347,8 @@ def test_written_out_gradients_refuse_to_have_gradients() -> None:
         lambda x: gradients.product(x, weight),
         lambda x: WRITTEN.stacked_products(x, weight)[0],
         lambda x: WRITTEN.mix(x, x, scale, scale)[0],
-        lambda x: gradients.rms_norm(x, 0.1),
-        lambda x: gradients.rotate(x, table, table),
+        lambda x: gradients.RMSNorm.apply(x, 0.1),
+        lambda x: gradients.Rotation.apply(x, table, table),
         lambda x: WRITTEN.offset_keys(x, (scale, scale)),
     ):
         first = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)[0]
