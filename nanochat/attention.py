@@ -115,13 +115,6 @@ def causal_mask(
     return mask
 
 
-def fused_cached_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
-    """torch's fused attention to a cache: q (B, T, H, D), k and v (B, K, S, D) -> (B, T, H, D)."""
-    grouped = q.size(2) != k.size(1)
-    out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
 def blockwise_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int, segments: Segments | None,
     attend: Callable[..., Tensor],

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import Segments, fused_cached_attention
+from nanochat.attention import Segments
 
 # The format of the weights with which the engine decodes; auto: the dtype of the products.
 WeightFormat = Literal["auto", "fp16"]
@@ -144,7 +144,9 @@ class TorchKernels:
 
     def cached_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """Attention to a cache: q (B, T, H, D), k and v (B, K, S, D), prepared mask (B, 1, T, S) -> (B, T, H, D)."""
-        return fused_cached_attention(q, k, v, scale=scale, mask=mask)
+        grouped = q.size(2) != k.size(1)
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+        return out.transpose(1, 2)
 
     def recorded_attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, mask: Tensor) -> Tensor:
         """`cached_attention` for a pass whose launches are recorded."""

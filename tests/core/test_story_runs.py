@@ -47,7 +47,7 @@ EXEMPT = {
 }
 # A simulated NPU replaces the operators that call these, and packs no weights.
 ONLY_ON_A_CPU = """
-    attention.Segments.first_key attention.blockwise_attention attention.causal_mask attention.fused_cached_attention
+    attention.Segments.first_key attention.blockwise_attention attention.causal_mask
     gpt.GPT.head_weight
 """
 REFUSALS = ("require_", "check_")  # functions that do nothing but raise
