@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.nn as nn
@@ -250,7 +250,26 @@ class Attention(nn.Module):
         K = c.n_kv_head
         D = c.head_dim
 
-        q, k, v = self.queries_keys_values(x, context.cos, context.sin)
+        # Queries (what each token looks for), keys (how it is found) and values (what it passes on). The norm and the
+        # rotation treat queries and keys alike. Both stay in one tensor, qk, so that each operator is one launch.
+        qkv = self.qkv(x)
+        if isinstance(qkv, tuple):  # `kernels.qkv_linear`: q, k and v lie one after the other in memory
+            qk = qkv[0].view(2, B, T, H, D)
+            v = qkv[1].view(B, T, K, D)
+        else:  # each token's q, k and v lie side by side
+            qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # qk (B, T, H + K, D)
+        if self.lookback is not None:
+            qk = qk + self.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
+        if c.qk_norm == "before_rotary":
+            qk = self._norm_heads(qk)
+        # After the rotation a product q k depends on the distance of the two tokens, not on where they are (rotary.py).
+        # The operator takes (rows, T, heads, D) and T angles. With a cache, whose rows are at different positions, all
+        # tokens form one row and have B T angles.
+        rows = qk.view(-1, len(context.cos), *qk.shape[-2:])
+        qk = self.kernels.rotate(rows, context.cos, context.sin).view(qk.shape)
+        if c.qk_norm == "after_rotary":
+            qk = self._norm_heads(qk)
+        q, k = self._heads(qk)  # q (B, T, H, D), k and v (B, T, K, D)
 
         # The value embedding enters through a gate per head, between 0 and 3: the token's state decides how much of
         # the token's identity its values carry.
@@ -274,36 +293,6 @@ class Attention(nn.Module):
             attend = kernels.recorded_attention if context.cache.is_recorded else kernels.cached_attention
             y = attend(q, keys, values, scale=self.scale, mask=context.masks[self.window])
         return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
-
-    def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (what each token looks for), keys (how it is found) and values (what it passes on): x (B, T, C) ->
-        q (B, T, H, D), k and v (B, T, K, D)."""
-        c = self.config
-        B, T, _ = x.shape
-        H = c.n_head
-        K = c.n_kv_head
-        D = c.head_dim
-        # The norm and the rotation treat queries and keys alike. Both stay in one tensor, qk, so that each operator is
-        # one launch.
-        qkv = self.qkv(x)
-        if isinstance(qkv, tuple):  # `kernels.qkv_linear`: q, k and v lie one after the other in memory
-            qk = qkv[0].view(2, B, T, H, D)
-            v = qkv[1].view(B, T, K, D)
-        else:  # each token's q, k and v lie side by side
-            qk, v = qkv.view(B, T, H + 2 * K, D).split((H + K, K), dim=2)  # qk (B, T, H + K, D)
-        if self.lookback is not None:
-            qk = qk + self.lookback.to(qk.dtype).view((2, 1, 1, H, D) if qk.ndim == 5 else (H + K, D))
-        if c.qk_norm == "before_rotary":
-            qk = self._norm_heads(qk)
-        # After the rotation a product q k depends on the distance of the two tokens, not on where they are (rotary.py).
-        # The operator takes (rows, T, heads, D) and T angles. With a cache, whose rows are at different positions, all
-        # tokens form one row and have B T angles.
-        rows = qk.view(-1, cos.size(0), *qk.shape[-2:])
-        qk = self.kernels.rotate(rows, cos, sin).view(qk.shape)
-        if c.qk_norm == "after_rotary":
-            qk = self._norm_heads(qk)
-        q, k = self._heads(qk)
-        return q, k, v
 
     def _norm_heads(self, qk: Tensor) -> Tensor:
         """Norm each head of the queries and keys in qk, in either layout."""
@@ -435,31 +424,6 @@ def read_out(
     return loss if reduction == "sum" else loss.view_as(targets)
 
 
-class Extension(Protocol):
-    """An addition by a room to a model's layers, which is trained in their place, such as adapters."""
-
-    def add_to(self, model: "GPT") -> None:
-        """Add the same to another model, which may be on the meta device."""
-        ...
-
-    def without(self, model: Any) -> Any:
-        """The model without the addition, as a function: the reference of DPO and GRPO. Its `model` is the model
-        inside, and `over(compiled)` is the same over a compiled model."""
-        ...
-
-    def cast_weights(self, model: "GPT", dtype: torch.dtype) -> AbstractContextManager[None]:
-        """A context in which its own products share one cast of all its weights, see `TorchKernels.cast_weights`."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """Its settings, for a checkpoint's meta data."""
-        ...
-
-    def describe(self, model: "GPT") -> str:
-        """One line for the log."""
-        ...
-
-
 class GPT(nn.Module):
     """The whole model. `kernels` are the operators of the device that it will run on, `device.kernels`; None: the
     operators of a CPU."""
@@ -492,8 +456,8 @@ class GPT(nn.Module):
             self.embedding_scales = nn.Parameter(torch.zeros(config.n_layer))
         # It comes last, so that adding it to a model leaves the order of the other parameters.
         self.scalar_head = ScalarHead(config) if config.scalar_head else None
-        # An addition by a room to the layers, such as adapters (adapters/lora.py); None: the model is as written here.
-        self.extension: Extension | None = None
+        # What a room has added to the layers, to train it in their place: `adapters.lora.Attached`; None: nothing.
+        self.extension: Any = None
         # The rotary tables are computed from the config, so checkpoints do not hold them.
         self.rotary: Tensor  # (2, sequence_len, D): cosines and sines
         self.register_buffer("rotary", torch.empty(2, config.sequence_len, config.head_dim), persistent=False)

@@ -395,13 +395,16 @@ class Attached:
         self.lora = lora
 
     def add_to(self, model: GPT) -> None:
+        """Add the same to another model, which may be on the meta device."""
         attach(model, self.lora)
 
     def without(self, model: Any) -> "without_adapters":
+        """The model without adapters, as a function: the reference of DPO and GRPO."""
         return without_adapters(model)
 
     @contextlib.contextmanager
     def cast_weights(self, model: GPT, dtype: torch.dtype) -> Iterator[None]:
+        """A context in which the adapters' products share one cast of all their weights."""
         found: list[LinearAdapters] = []
         for path in stacked_matrices(model.config):
             layers = [block.get_submodule(path) for block in model.blocks]
