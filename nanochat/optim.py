@@ -218,22 +218,19 @@ class Muon:
     def update(self, settings: Settings) -> None:
         """Move the weights of this group's shares."""
         for stack in self.stacks:
-            self._update_stack(stack, settings)
-
-    def _update_stack(self, stack: Stack, settings: Settings) -> None:
-        # An update needs its whole matrix. Where a rank has only rows of each matrix, the rows travel there and back.
-        update, size = self.direction(stack, self.exchange.to_owners(stack), settings)
-        held, update, size = self.exchange.to_holders(stack, update, size)
-        if not held:
-            return
-        # The rows of a wide update have norm 1. The rows of a tall one are shorter: about 1/2 for 4C x C, where the
-        # columns have norm 1. This factor gives them norm 1 too, so that every output moves by as much.
-        rows, columns = stack.shape
-        rate = self.group.learning_rate * settings.lr_scale * max(1.0, rows / columns) ** 0.5
-        decay = self.group.weight_decay * settings.weight_decay_scale
-        weights = [part.weight() for part in held]
-        moved = _move(torch.cat(weights).view_as(update), update, size, rate * settings.ok, decay)
-        copy_each(weights, moved.view(-1, columns).split([len(weight) for weight in weights]))
+            # An update needs its whole matrix. Where a rank has only rows of each, the rows travel there and back.
+            update, size = self.direction(stack, self.exchange.to_owners(stack), settings)
+            held, update, size = self.exchange.to_holders(stack, update, size)
+            if not held:
+                continue
+            # The rows of a wide update have norm 1. The rows of a tall one are shorter: about 1/2 for 4C x C, where
+            # the columns have norm 1. This factor gives them norm 1 too, so that every output moves by as much.
+            rows, columns = stack.shape
+            rate = self.group.learning_rate * settings.lr_scale * max(1.0, rows / columns) ** 0.5
+            decay = self.group.weight_decay * settings.weight_decay_scale
+            weights = [part.weight() for part in held]
+            moved = _move(torch.cat(weights).view_as(update), update, size, rate * settings.ok, decay)
+            copy_each(weights, moved.view(-1, columns).split([len(weight) for weight in weights]))
 
     def direction(self, stack: Stack, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """The updates of this rank's matrices (owned, rows, columns), and the mean size of each (owned, 1, 1)."""
