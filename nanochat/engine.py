@@ -25,7 +25,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,30 +65,15 @@ ONE_THREAD_WIDTH = 256
 Ending = Literal["complete", "cut off", "broken"]
 
 
-def ending(
-    tokens: Sequence[int], mask: Sequence[int], stop_ids: Collection[int], reply_ends: Collection[int]
-) -> Ending:
+def ending(tokens: Sequence[int], mask: Sequence[int], tokenizer: Tokenizer) -> Ending:
     """How a reply has ended, by all its tokens, the last included; `mask` has 1 where the model chose the token."""
     # The tool's answer ends with a stop token too, which the model has not chosen: the reply was cut off there.
-    if not tokens or not mask[-1] or tokens[-1] not in stop_ids:
+    if not tokens or not mask[-1] or tokens[-1] not in tokenizer.stop_ids:
         return "cut off"
-    return "complete" if tokens[-1] in reply_ends else "broken"
+    return "complete" if tokens[-1] in tokenizer.reply_ends else "broken"
 
 
 # ---------------------------------------------------------------------- a row and its tokens
-
-
-class Grammar(Protocol):
-    """The grammar of one reply: which tokens it may contain (serve/grammar.py)."""
-
-    def allowed(self) -> Tensor:
-        """The tokens that may come next, (V,) of bool on the host."""
-        ...
-
-    def accept(self, token: int) -> int:
-        """Advance by the token that the row has sampled. Returns the token that the row takes in its place: usually
-        the same one, but few tokens before the end of the reply it may be one that completes the text in time."""
-        ...
 
 
 @dataclass(eq=False)
@@ -102,7 +87,7 @@ class Row:
     answers_calls: bool = True  # False: a tool call gets no answer
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: Collection[int] = ()  # further tokens that end the reply
-    grammar: Grammar | None = None  # the grammar that its tokens must follow
+    grammar: Any = None  # the grammar that its tokens must follow (serve/grammar.py)
     adapter: int = 0  # which of the engine's adapters it runs with, from 1 on; 0: none
     slot: int = -1  # its row of the cache
     made: int = 0  # new tokens so far
@@ -298,10 +283,6 @@ class Engine:
                     masks[new.row.number].append(int(new.by_model))
                 replies.done += new.finish_reason is not None
         return sequences, masks
-
-    def ending(self, tokens: Sequence[int], mask: Sequence[int]) -> Ending:
-        """How a reply has ended that `generate` returned with `keep_stop`."""
-        return ending(tokens, mask, self.stop_ids, self.tokenizer.reply_ends)
 
     def generate_batch(
         self, tokens: Sequence[int], num_samples: int = 1, max_tokens: int = 256, **sampling: Any

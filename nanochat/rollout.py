@@ -20,7 +20,7 @@ import torch
 from nanochat.conversation import Message, chat_format, parse_reply, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
-from nanochat.engine import Ending, Engine
+from nanochat.engine import Ending, Engine, ending
 from nanochat.gpt import GPT
 from nanochat.ground import user_code
 from nanochat.ground.cli import Failed, Interrupted, UserError
@@ -87,7 +87,7 @@ class EngineSampler:
                 reply.logprobs.append(new.logprobs[0] if new.by_model else 0.0)
                 progress.done += new.finish_reason is not None
         for reply in replies:
-            reply.ending = self.engine.ending(reply.tokens, reply.mask)
+            reply.ending = ending(reply.tokens, reply.mask, self.engine.tokenizer)
         return replies
 
 

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nanochat.chat import Chat
 from nanochat.conversation import Message, Part, parse_reply, parts_of, render_prompt, text_of
 from nanochat.device import Device
-from nanochat.engine import Ending, Engine
+from nanochat.engine import Ending, Engine, ending
 from nanochat.evals.core import wilson_interval
 from nanochat.gpt import GPT
 from nanochat.ground.cli import Failed, UserError
@@ -214,9 +214,9 @@ def answer_questions(
             # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
             settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
             replies = write_replies(batch, engine, settings, max_tokens)
-        for question, (reply, ending) in zip(batch, replies, strict=True):
-            is_right = ending != "broken" and task.grade(question.example, reply)
-            answers.append(Graded(question.example.question, reply, is_right, question.number, ending))
+        for question, (reply, ended) in zip(batch, replies, strict=True):
+            is_right = ended != "broken" and task.grade(question.example, reply)
+            answers.append(Graded(question.example.question, reply, is_right, question.number, ended))
     return answers
 
 
@@ -234,7 +234,7 @@ def write_replies(
     prompts = [question.prompt for question in batch]
     sequences, masks = engine.generate(prompts, max_tokens=max_tokens, sampling=settings, keep_stop=True)
     replies = zip(sequences, masks, strict=True)
-    return [(parse_reply(engine.tokenizer, ids), engine.ending(ids, mask)) for ids, mask in replies]
+    return [(parse_reply(engine.tokenizer, ids), ending(ids, mask, engine.tokenizer)) for ids, mask in replies]
 
 
 def play_episodes(
@@ -262,10 +262,10 @@ def play_episodes(
     answers = []
     for episode in played:
         *messages, last = episode.messages
-        ending = episode.sample.ending
-        is_right = ending != "broken" and episode.reward >= 1
+        ended = episode.sample.ending
+        is_right = ended != "broken" and episode.reward >= 1
         number = questions[episode.sample.question].number
-        answers.append(Graded(messages, parts_of(last["content"]), is_right, number, ending))
+        answers.append(Graded(messages, parts_of(last["content"]), is_right, number, ended))
     return answers
 
 

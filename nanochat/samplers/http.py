@@ -426,7 +426,7 @@ class HttpSampler:
             raise Failed(f"--sampler {server.address}: {wrong}")
         # The calculator's answers have no logprob: the policy did not choose them.
         mask = [int(logp is not None) for logp in logprobs]
-        how = ending(tokens, mask, self.tokenizer.stop_ids, self.tokenizer.reply_ends)
+        how = ending(tokens, mask, self.tokenizer)
         reply = Reply(list(tokens), mask, [0.0 if logp is None else float(logp) for logp in logprobs], how)
         return reply, str(weights)[:100]
 

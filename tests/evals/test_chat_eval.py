@@ -89,8 +89,6 @@ class Known:
         self.reply_end = self.tokenizer.encode_special("<|assistant_end|>")
         self.stop_ids = {self.reply_end, self.tokenizer.get_bos_token_id()}
 
-    ending = Engine.ending
-
     def generate(self, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
         start, end = (self.tokenizer.encode_special(f"<|user_{edge}|>") for edge in ("start", "end"))
         questions = [
@@ -561,7 +559,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert "ChatCORE: 0.0000, the mean over 2 tasks\n" in out
 
     monkeypatch.setattr(task_class("spelling"), "grade", always_right)
-    monkeypatch.setattr(Engine, "ending", lambda self, tokens, mask: "complete")
+    monkeypatch.setattr("nanochat.evals.chat.ending", lambda *reply: "complete")
     call("--tasks=letters,spelling", "--max_examples=5", "--show=2")
     both, out = written(), capsys.readouterr().out
     assert list(both["tasks"]) == ["addition", "spelling", "letters"]

@@ -15,7 +15,7 @@ from tiny import complaint, cpu_device, learned, lively_model, tiny_config, tiny
 from tiny_families import FAMILIES, random_string, save_family
 
 from nanochat.conversation import fit_prompt, parse_reply, render, render_prompt, text_of
-from nanochat.engine import Engine
+from nanochat.engine import Engine, ending
 from nanochat.families.chat_template import ChatTemplate, TemplateError
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.ground.cli import UserError
@@ -342,7 +342,9 @@ def engine(request, family_tokenizers) -> Engine:
 def test_a_reply_ends_with_any_of_the_models_own_ends(engine):
     tokenizer = engine.tokenizer
     assert engine.stop_ids == set(tokenizer.stop_ids) and engine.call_start == -1
-    assert [engine.ending([7, end], [1, 1]) for end in tokenizer.reply_ends] == ["complete"] * len(tokenizer.reply_ends)
+    assert [ending([7, end], [1, 1], tokenizer) for end in tokenizer.reply_ends] == ["complete"] * len(
+        tokenizer.reply_ends
+    )
     prompt = render_prompt(tokenizer, HELLO[:1])
     (plain,), _ = engine.generate([prompt], max_tokens=30, sampling=SamplingParams(temperature=0))
     (kept,), (mask,) = engine.generate([prompt], max_tokens=30, sampling=SamplingParams(temperature=0), keep_stop=True)
