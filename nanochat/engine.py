@@ -51,7 +51,6 @@ CACHE_STEP = 64  # a cache has room for a multiple of this many tokens
 ATTENDED_STEP = 16  # attended_len is a multiple of this: whole vectors, and few keys that no row has yet
 CHUNK_STEP = 16  # a piece of a prompt is padded to a multiple of this, so that shapes repeat
 PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a larger mask and takes as long per token
-SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
 PREFILL_TOKENS = 8192  # read at once over all prompts: bounds the memory of their activations
 # Up to this many rows of a model up to this wide, one thread of a CPU decodes as fast as two in bf16, and a tenth
 # slower in fp32. Two threads wait for each other at every operator: beside a busy program one thread is 3.9 times as
@@ -468,25 +467,10 @@ class Slots:
         Returns the number of tokens computed, padding included.
         """
         # Only keys and values: the logits of a prompt's tokens are not wanted.
-        B, T, _ = self._read(slot, pieces, filled).shape
+        B, T, _ = self.read(slot, pieces, filled).shape
         return B * T
 
-    @torch.inference_mode()
-    def score(self, slot: int, tokens: Sequence[int], filled: int, logprobs: int) -> list[list[float]]:
-        """Read all but the last of these tokens as `prefill` does; returns numbers as in `NewToken.logprobs` for each
-        token after the first."""
-        hidden = self._read(slot, [tokens[:-1]], filled)[0]  # (T, C)
-        following = torch.zeros(len(hidden), dtype=torch.long)
-        following[: len(tokens) - 1] = torch.tensor(tokens[1:])
-        following = self.engine.device.to_device(following)
-        # A slice at a time: the logits of 256 tokens over a vocabulary of 150,000 would take 150 MB, twice.
-        rows: list[list[float]] = []
-        for begin in range(0, len(hidden), SCORED_AT_ONCE):
-            part = slice(begin, begin + SCORED_AT_ONCE)
-            rows += _logprob_table(self.engine.model.logits(hidden[part]), following[part], logprobs).tolist()
-        return rows[: len(tokens) - 1]
-
-    def _read(self, slot: int, pieces: Sequence[Sequence[int]], filled: int) -> Tensor:
+    def read(self, slot: int, pieces: Sequence[Sequence[int]], filled: int) -> Tensor:
         """Feed a piece to each of the slots from `slot` on; returns hidden states (B, T, C), those of padding too."""
         # Pad to one length. A padding token's keys and values are overwritten before anything attends to them: a query
         # attends to positions up to its own, and the row's next tokens take these positions.
@@ -633,7 +617,7 @@ class Slots:
         else:
             if self.engine.tempered_logprobs and "temperature" in self._settings.in_use:
                 logits = logits / self._settings["temperature"]
-            columns = (tokens[:, None].float(), _logprob_table(logits, tokens, logprobs))
+            columns = (tokens[:, None].float(), logprob_table(logits, tokens, logprobs))
             table = torch.cat(columns, dim=1).tolist()
             chosen = [int(numbers[0]) for numbers in table]
             likely = [numbers[1:] for numbers in table]
@@ -651,7 +635,7 @@ class Slots:
                 taken = row.grammar.accept(taken)
                 if taken != token and numbers:  # rare, so a wait for the device
                     id_on_device = self._index([taken])
-                    numbers = _logprob_table(logits[row.slot, None], id_on_device, logprobs)[0].tolist()
+                    numbers = logprob_table(logits[row.slot, None], id_on_device, logprobs)[0].tolist()
             if taken != token:
                 replaced[row.slot] = taken
             kind, finish_reason = self.engine.advance_row(row, taken, is_forced)
@@ -711,7 +695,7 @@ class Slots:
         return self.engine.device.to_device(torch.tensor(numbers))
 
 
-def _logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
+def logprob_table(logits: Tensor, tokens: Tensor, alternatives: int) -> Tensor:
     """For each row of logits (B, V): the logprob of its token, the n largest logprobs, and their ids, (B, 1 + 2n)."""
     logprob = logits.log_softmax(dim=-1)
     best = logprob.topk(min(alternatives, logprob.size(-1)), dim=-1)

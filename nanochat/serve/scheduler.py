@@ -30,7 +30,19 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Literal, NamedTuple, cast
 
-from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots, round_up
+import torch
+
+from nanochat.engine import (
+    CACHE_STEP,
+    CHUNK_STEP,
+    PREFILL_CHUNK,
+    Engine,
+    NewToken,
+    Row,
+    Slots,
+    logprob_table,
+    round_up,
+)  # fmt: skip
 from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.ground.log import print0
 from nanochat.sampling import SamplingParams
@@ -43,6 +55,7 @@ LONGER = 0.5  # if that allows more, a piece takes at most this share longer tha
 CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
 RECENT_PASSES = 16  # over prompts, from which the time of the next pass is estimated
+SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
 
 
 # ---------------------------------------------------------------------- what goes in and comes out
@@ -229,6 +242,22 @@ class _RequestRow(Row):
     def unread(self) -> tuple[int, ...]:
         """The rest of the prompt; its last token is decoded, not read."""
         return self.request.prompt[self.filled : -1]
+
+
+@torch.inference_mode()
+def score(slots: Slots, slot: int, tokens: Sequence[int], filled: int, logprobs: int) -> list[list[float]]:
+    """Read all but the last of these tokens as `Slots.prefill` does; returns numbers as in `NewToken.logprobs` for each
+    token after the first."""
+    hidden = slots.read(slot, [tokens[:-1]], filled)[0]  # (T, C), with padding
+    following = torch.zeros(len(hidden), dtype=torch.long)
+    following[: len(tokens) - 1] = torch.tensor(tokens[1:])
+    following = slots.engine.device.to_device(following)
+    # A slice at a time: the logits of 256 tokens over a vocabulary of 150,000 would take 150 MB, twice.
+    rows: list[list[float]] = []
+    for begin in range(0, len(hidden), SCORED_AT_ONCE):
+        part = slice(begin, begin + SCORED_AT_ONCE)
+        rows += logprob_table(slots.engine.model.logits(hidden[part]), following[part], logprobs).tolist()
+    return rows[: len(tokens) - 1]
 
 
 def fitting_context(engine: Engine, slots: int, num_models: int = 1) -> int:
@@ -529,7 +558,7 @@ class Scheduler:
         """
         piece = row.prompt[row.filled : row.filled + count + 1]
         hidden = len(row.prompt) - row.request.echo  # tokens before the echoed ones
-        for place, numbers in enumerate(self.slots.score(row.slot, piece, row.filled, row.request.logprobs)):
+        for place, numbers in enumerate(score(self.slots, row.slot, piece, row.filled, row.request.logprobs)):
             if row.filled + 1 + place > hidden:
                 one = _logprob(piece[1 + place], numbers, row.request.logprobs)
                 row.echoed.append(one)

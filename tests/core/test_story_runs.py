@@ -32,7 +32,7 @@ EXEMPT = {
     "with a flag": """
         gpt.GPT.recompute_activations optim.Mean.store device.Device.set_rng_state
     """,
-    "in the server": "engine.Slots.copy engine.Slots.reset engine.Slots.score engine.Slots.shrink",
+    "in the server": "engine.Slots.copy engine.Slots.reset engine.Slots.shrink",
     "in the training service": "checkpoint_manager.new_folder",
     "in a model that calls the tool": "engine.Engine.answer_call calculator.can_continue",
     "in other tasks": """

@@ -229,7 +229,7 @@ def echo_of(stream: Stream) -> tuple[str, list[TokenLogprob]]:
 @torch.no_grad()
 def test_an_echo_has_the_models_logprobs_of_the_prompt(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in pieces, alone, next to running rows, and copied for a second choice: the same numbers."""
-    monkeypatch.setattr(engines, "SCORED_AT_ONCE", 5)
+    monkeypatch.setattr(schedulers, "SCORED_AT_ONCE", 5)
     engine = make_engine()
     scheduler = running(engine)
     prompt = prompt_of(50)
