@@ -298,12 +298,9 @@ class AdamWBatch:
     """Parameters of groups that share their betas and their decay: an accelerator updates them in a few launches."""
 
     shares: dict[str, Share]  # by name
-    learning_rates: list[float]  # one per share
-    eps: list[float]  # likewise
+    groups: list[ParameterGroup]  # the group of each share
     first_moment: Mean  # flat: the elements of all shares in a row
     second_moment: Mean  # likewise
-    betas: tuple[float, float]  # the same for all
-    weight_decay: float
 
 
 class AdamW:
@@ -337,26 +334,21 @@ class AdamW:
         self.batches = [self._make_batch(alike) for alike in together.values()]
 
     def _make_batch(self, members: Sequence[tuple[ParameterGroup, str, nn.Parameter]]) -> AdamWBatch:
-        shares: dict[str, Share] = {}
-        learning_rates = []
-        eps = []
-        for group, name, parameter in members:
-            shares[name] = self.exchange.share(parameter, is_matrix=False)
-            learning_rates.append(group.learning_rate)
-            eps.append(group.eps)
+        shares = {name: self.exchange.share(parameter, is_matrix=False) for _, name, parameter in members}
         self.shares.update(shares)
+        groups = [group for group, _, _ in members]
         # AdamW keeps two running means per element, the gradient's and its square's: twice as much memory as the
         # weights take. A rank holds only the means of its shares: this is what ZeRO saves.
         weights = [share.weight() for share in shares.values()]
-        one = members[0][0]
         shape = (sum(weight.numel() for weight in weights),)
-        first_moment, second_moment = (Mean(shape, 1 - beta, self.steps.device, self.kept_as) for beta in one.betas)
+        portions = [1 - beta for beta in groups[0].betas]
+        first_moment, second_moment = (Mean(shape, portion, self.steps.device, self.kept_as) for portion in portions)
         for kind, mean in (("first_moment", first_moment), ("second_moment", second_moment)):
             for (name, share), part in zip(shares.items(), split_like(mean.kept, weights), strict=True):
                 if share.is_part:
                     part = self.exchange.as_part(part, tuple(share.parameter.shape))
                 self.state[f"adamw.{name}.{kind}"] = part
-        return AdamWBatch(shares, learning_rates, eps, first_moment, second_moment, one.betas, one.weight_decay)
+        return AdamWBatch(shares, groups, first_moment, second_moment)
 
     def update(self, settings: Settings) -> None:
         """Move the weights of all shares."""
@@ -383,10 +375,10 @@ class AdamW:
                 grads=[share.grad for share in batch.shares.values()],
                 first_moment=first_moment,
                 second_moment=second_moment,
-                learning_rates=[rate * settings.lr_scale for rate in batch.learning_rates],
-                eps=batch.eps,
-                betas=batch.betas,
-                weight_decay=batch.weight_decay * settings.weight_decay_scale,
+                learning_rates=[group.learning_rate * settings.lr_scale for group in batch.groups],
+                eps=[group.eps for group in batch.groups],
+                betas=batch.groups[0].betas,
+                weight_decay=batch.groups[0].weight_decay * settings.weight_decay_scale,
             )
             batch.first_moment.store(first_moment)
             batch.second_moment.store(second_moment)
@@ -420,18 +412,18 @@ class Optimizer:
         self.exchange = exchange or Exchange()
         self.groups = [group for group in groups if group.parameters]
         # Muon comes first: its new weights travel while AdamW updates the tables.
-        self.rules: list[Rule] = []
+        self._rules: list[Rule] = []
         for group in self.groups:
             if group.kind == "muon":
-                self.rules.append(Muon(group, self.exchange, dtype, kept_as))
+                self._rules.append(Muon(group, self.exchange, dtype, kept_as))
         adamw = [group for group in self.groups if group.kind == "adamw"]
         if adamw:
-            self.rules.append(AdamW(adamw, self.exchange, kernels or TorchKernels(), kept_as))
+            self._rules.append(AdamW(adamw, self.exchange, kernels or TorchKernels(), kept_as))
 
         # All ranks start their collectives in one order, because backends match them by it. Names outside `order` go
         # last.
         shares: dict[str, Share] = {}
-        for rule in self.rules:
+        for rule in self._rules:
             shares.update(rule.shares)
         held = sum(len(group.parameters) for group in self.groups)
         assert len(shares) == held, "a parameter is in two groups, or a group has no rule"
@@ -487,7 +479,7 @@ class Optimizer:
             divisor = divisor / self.exchange.divided_by
         portion = (1 - momentum) * ok
         settings = Settings(divisor, ok, ok == 0, portion, lr_scale, momentum, weight_decay_scale)
-        for rule in self.rules:
+        for rule in self._rules:
             rule.update(settings)
             # The new weights travel while the next rule computes.
             for share in rule.shares.values():
@@ -503,7 +495,7 @@ class Optimizer:
         State in main memory may still be on its way there: synchronize the device before reading it.
         """
         state: dict[str, Tensor] = {}
-        for rule in self.rules:
+        for rule in self._rules:
             state.update(rule.state)
         return state
 

@@ -272,11 +272,9 @@ class TrainedModel:
         if adam.grad_clip_norm > 0:
             divisor = ((norm + 1e-6) / adam.grad_clip_norm).clamp(min=1.0)
         finite = torch.isfinite(squares).float()
-        # The constants of this step. The running means stay.
-        adamw: Any = self.optimizer.rules[0]
-        for batch in adamw.batches:
-            batch.betas = (adam.beta1, adam.beta2)
-            batch.eps = [adam.eps] * len(batch.shares)
+        (group,) = self.optimizer.groups
+        group.betas = (adam.beta1, adam.beta2)  # for this step; the running means stay
+        group.eps = adam.eps
         self.optimizer.step(divisor, finite, lr_scale=adam.learning_rate, weight_decay_scale=adam.weight_decay)
         if not finite.item():
             raise UserError("optim_step: the gradients were not finite, so they are dropped and no weight has changed")

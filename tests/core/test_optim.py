@@ -240,7 +240,7 @@ def test_adamw_of_several_rates_and_epsilons_is_one_update_and_torchs(kernels: T
         reference.step()
     for (_, one), other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one.detach(), other.detach(), rtol=1e-5, atol=1e-6)
-    (rule,) = optimizer.rules
+    (rule,) = optimizer._rules
     assert isinstance(rule, optim.AdamW)
     assert len(rule.batches) == 1
 
@@ -356,7 +356,7 @@ def test_an_update_in_parts_changes_no_bit(kernels: TorchKernels, monkeypatch: p
         optimizer, parameters = make_optimizer(kernels=kernels)
         run_steps(optimizer, parameters, range(6), [0])
         results.append({**values(parameters), **copied(optimizer.state_dict())})
-        (adamw,) = [rule for rule in optimizer.rules if isinstance(rule, optim.AdamW)]
+        (adamw,) = [rule for rule in optimizer._rules if isinstance(rule, optim.AdamW)]
         elements.append(max(batch.first_moment.kept.numel() for batch in adamw.batches))
     assert_same_bytes(*results)
     assert elements[1] < elements[0]
