@@ -211,7 +211,8 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        _, grad_hidden, grad_weight = _chunk_gradients(ctx, *ctx.saved_tensors, grads[0], *ctx.options)
+        hidden, matrix, targets = ctx.saved_tensors
+        _, grad_hidden, grad_weight = _chunk_gradients(ctx, hidden, matrix, targets, grads[0], *ctx.options)
         if grad_weight is not None:
             grad_weight = grad_weight.to(ctx.weight_dtype)
         return grad_hidden, grad_weight, None, None, None, None, None

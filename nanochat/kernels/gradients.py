@@ -26,11 +26,6 @@ class WrittenKernels(TorchKernels):
     def product(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
         return product(x, weight, cast)
 
-    def stacked_products(self, x: Tensor, weight: Tensor, cast: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Three products in one: x (..., inputs), weight (3 x outputs, inputs) -> the first two (2, ..., outputs), one
-        after the other in memory, and the third (..., outputs)."""
-        return _Product.apply(x, weight, cast, True)  # type: ignore[no-any-return]
-
     def qkv_linear(self, has_equal_heads: bool) -> Any:
         return StackedLinear if has_equal_heads else None
 
@@ -80,20 +75,16 @@ class WrittenKernels(TorchKernels):
         return Experts(config, self)
 
 
-# ---------------------------------------------------------------------- queries, keys and values
-
-
 class StackedLinear(Linear):
-    """Three linear layers of one input and one shape: x (..., inputs) -> (2, ..., outputs) and (..., outputs).
+    """Three linear layers of one input and one shape: x (..., inputs) -> the first two (2, ..., outputs), and the third
+    (..., outputs).
 
     Their products are one operator, and the results lie in memory one after the other. As columns of a single product
     they would be strided views, which an NPU's operators copy before they read them.
     """
 
-    kernels: WrittenKernels
-
     def forward(self, x: Tensor) -> Any:
-        return self.kernels.stacked_products(x, self.weight, self.cast)
+        return Product.apply(x, self.weight, self.cast, True)
 
 
 # ---------------------------------------------------------------------- attention
@@ -136,11 +127,11 @@ def cached_products(q: Tensor, k: Tensor, v: Tensor, *, scale: float, hidden: Te
 def product(x: Tensor, weight: Tensor, cast: Tensor | None = None) -> Tensor:
     """x (..., inputs), weight (outputs, inputs) -> x @ weight.T (..., outputs). The weight is cast to the dtype of x,
     unless `cast` is the weight in that dtype."""
-    return _Product.apply(x, weight, cast, False)  # type: ignore[no-any-return]
+    return Product.apply(x, weight, cast, False)  # type: ignore[no-any-return]
 
 
-class _Product(torch.autograd.Function):
-    """One product, or with `is_stacked` three in one, as `WrittenKernels.stacked_products` returns them."""
+class Product(torch.autograd.Function):
+    """One product, or with `is_stacked` three in one, as `StackedLinear` returns them."""
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, cast: Tensor | None, is_stacked: bool) -> Any:

@@ -345,7 +345,7 @@ def test_written_out_gradients_refuse_to_have_gradients() -> None:
     for op in (
         WRITTEN.relu_squared,
         lambda x: gradients.product(x, weight),
-        lambda x: WRITTEN.stacked_products(x, weight)[0],
+        lambda x: gradients.Product.apply(x, weight, None, True)[0],
         lambda x: WRITTEN.mix(x, x, scale, scale)[0],
         lambda x: gradients.RMSNorm.apply(x, 0.1),
         lambda x: gradients.Rotation.apply(x, table, table),
