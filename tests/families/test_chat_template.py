@@ -342,9 +342,7 @@ def engine(request, family_tokenizers) -> Engine:
 def test_a_reply_ends_with_any_of_the_models_own_ends(engine):
     tokenizer = engine.tokenizer
     assert engine.stop_ids == set(tokenizer.stop_ids) and engine.call_start == -1
-    assert [ending([7, end], [1, 1], tokenizer) for end in tokenizer.reply_ends] == ["complete"] * len(
-        tokenizer.reply_ends
-    )
+    assert {ending([7, end], [1, 1], tokenizer) for end in tokenizer.reply_ends} == {"complete"}
     prompt = render_prompt(tokenizer, HELLO[:1])
     (plain,), _ = engine.generate([prompt], max_tokens=30, sampling=SamplingParams(temperature=0))
     (kept,), (mask,) = engine.generate([prompt], max_tokens=30, sampling=SamplingParams(temperature=0), keep_stop=True)
