@@ -32,17 +32,7 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 
-from nanochat.engine import (
-    CACHE_STEP,
-    CHUNK_STEP,
-    PREFILL_CHUNK,
-    Engine,
-    NewToken,
-    Row,
-    Slots,
-    logprob_table,
-    round_up,
-)  # fmt: skip
+from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots, logprob_table, round_up
 from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.ground.log import print0
 from nanochat.sampling import SamplingParams
