@@ -49,7 +49,7 @@ def read_tokenizer(path: Path, content: Any) -> "ImportedTokenizer":
             raise ValueError(f"it has format version {content['version']}, this code reads 2")
         return ImportedTokenizer.from_checkpoint(path, content)
     except ModuleNotFoundError as error:
-        raise rooms.explain_missing(error) from error
+        raise rooms.explain_missing(error) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} cannot be used ({str(error)[:500]}): download it again") from error
 
