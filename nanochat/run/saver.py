@@ -368,7 +368,10 @@ def resume(
             warn(f"--resume found nothing in {folder}; the tags that could be resumed are {', '.join(others)}")
         return Progress(), []
     step_folder = Path(found)
-    saved = json.loads((step_folder / "meta.json").read_text(encoding="utf-8"))
+    shape, saved = model_folder.OURS.describe(step_folder)
+    # A flag or a field of the model that the saving code lacked counts as its default.
+    saved["model"] = dataclasses.asdict(shape)
+    saved["config"] = dataclasses.asdict(type(config)()) | saved["config"]
     meta = {"model": dataclasses.asdict(start.model.config), "tokenizer": start.tokenizer.fingerprint(), **meta}
     changes = _refuse_changes(saved, meta, frozen_flags(type(config)), step_folder)
     progress = Progress(**saved["progress"])

@@ -3,6 +3,7 @@
 A kill is real: a forked process ends by os._exit before, or in the middle of, its k-th file operation, for every k.
 """
 
+import contextlib
 import dataclasses
 import errno
 import gc
@@ -581,6 +582,22 @@ def test_a_resume_that_cannot_be_is_one_line(tmp_path):
         (path / "manifest.json").write_text(json.dumps(manifest))
         with pytest.raises(UserError, match="--resume: .*step_000005"):
             begin(cpu_device(), str(tmp_path / name), 9)
+    # Code that has another flag, and a field of the model: in a new run both have their defaults. The other way round
+    # the model of the checkpoint is not one that this code can make.
+    for change, refused in ((lambda meta: meta["model"].pop("logit_cap"), False),
+                            (lambda meta: meta["config"].pop("seed"), False),
+                            (lambda meta: meta["model"].update(gate=True), True)):  # fmt: skip
+        path = tmp_path / "other" / "step_000005"
+        shutil.copytree(folder / "step_000005", path)
+        meta = json.loads((path / "meta.json").read_text())
+        change(meta)
+        (path / "meta.json").write_text(json.dumps(meta))
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["meta.json"] = storage.facts(path / "meta.json")
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(UserError, match="saved by other code.*'gate'") if refused else contextlib.nullcontext():
+            begin(cpu_device(), str(path.parent), 9)
+        shutil.rmtree(path.parent)
     for file in (folder / "step_000005").iterdir():
         file.write_bytes(b"")
     with pytest.raises(UserError, match="no checkpoint in .* is whole"):
