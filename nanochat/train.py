@@ -80,6 +80,8 @@ class Schedule:
             left = 1.0
         elif self.fall == "cosine":  # flat at both ends (source: Loshchilov and Hutter 2017, SGDR)
             left = (1 - math.cos(math.pi * left)) / 2
+        else:
+            assert self.fall == "linear", f"Schedule.lr does not know the fall {self.fall!r}"
         return left + (1 - left) * self.final_lr
 
     def momentum(self, step: int) -> float:

@@ -157,6 +157,8 @@ def _parse_entry(entry: str) -> TaskSpec:
         if (source == "file" or equals) and not path:
             raise UserError(f"--tasks {entry}: there is no path: {name}=PATH")
         return TaskSpec(name, path or None, weight)
+    if rest.endswith(".py"):
+        raise UserError(f"--tasks {entry}: name the class of a task or an environment in it: {rest}:CLASS")
     if _is_here(rest):
         return TaskSpec("conversations", rest, weight)
     if HUB_NAME.fullmatch(rest.partition("@")[0]):
@@ -201,17 +203,32 @@ def task_class(name: str) -> type[Task]:
     else:
         found = rooms.find("tasks", entry)
     if isinstance(found, type) and issubclass(found, Environment):
+        require_methods(entry, found, Environment, "start", "step")
         facts = {"name": name, "identity": identity, "environment_class": found}
         return type(found.__name__, (EnvironmentTask,), facts)
     if not isinstance(found, type) or not issubclass(found, Task):
         raise UserError(f"--tasks {entry}: this is neither a subclass of Environment nor of Task")
     if not identity:
         return found
-    methods = ("__init__", "__len__", "example")
-    missing = [method for method in methods if getattr(found, method) is getattr(Task, method)]
+    require_methods(entry, found, Task, "__init__", "__len__", "example")
+
+    def example(self: Task, index: int) -> Example:
+        one = found.example(self, index)
+        if not isinstance(one, Example) or not one.messages or (found.kind == "choice" and not one.letters):
+            needed = "an Example with messages" + (", and letters for a choice" if found.kind == "choice" else "")
+            raise UserError(f"--tasks {entry}: example({index}) returned {repr(one)[:80]}: {needed}")
+        return one
+
+    facts = {"name": getattr(found, "name", name), "identity": identity, "example": example}
+    return type(found.__name__, (found,), facts)
+
+
+def require_methods(entry: str, found: type, base: type, *methods: str) -> None:
+    """Raises UserError: when the user's class `found` leaves out methods that its `base` only names."""
+    missing = [method for method in methods if getattr(found, method) is getattr(base, method)]
     if missing:
-        raise UserError(f"--tasks {entry}: a Task needs {', '.join(missing)}; GeneratedTask has all but `example`")
-    return type(found.__name__, (found,), {"name": getattr(found, "name", name), "identity": identity})
+        hint = "; GeneratedTask has all but `example`" if base is Task else ""
+        raise UserError(f"--tasks {entry}: a subclass of {base.__name__} needs {', '.join(missing)}{hint}")
 
 
 class EnvironmentTask(GeneratedTask):

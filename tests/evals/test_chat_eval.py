@@ -628,7 +628,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
 
 
 USERS = """
-from nanochat.task import Example, GeneratedTask, Task, turn
+from nanochat.task import Environment, Example, GeneratedTask, Task, turn
 class Sum(GeneratedTask):
     def example(self, index): return Example(turn("1+1?", "2"))
 class Lost(Sum):
@@ -637,6 +637,10 @@ class Odd(Sum):
     def grade(self, example, reply): return 1 / 0
 class Endless(Task):
     def example(self, index): ...
+class Plain(Sum):
+    def example(self, index): return turn("1+1?", "2")
+class Guess(Environment):
+    def strat(self): ...
 """
 
 
@@ -646,7 +650,10 @@ class Endless(Task):
         (["--tasks=mine.py:Sum"], "--tasks sum: an example has no answer", 1),
         (["--tasks=mine.py:Lost"], "mine.py:6 `def example(self, index): return {}[index]`: KeyError", 1),
         (["--tasks=mine.py:Odd"], "mine.py:8 `def grade(self, example, reply): return 1 / 0`: ZeroDivisionError", 1),
-        (["--tasks=mine.py:Endless"], "mine.py:Endless: a Task needs __init__, __len__", 1),
+        (["--tasks=mine.py:Endless"], "mine.py:Endless: a subclass of Task needs __init__, __len__;", 1),
+        (["--tasks=mine.py:Plain"], "mine.py:Plain: example(", 1),
+        (["--tasks=mine.py:Guess"], "mine.py:Guess: a subclass of Environment needs start, step", 1),
+        (["--tasks=mine.py"], "--tasks mine.py: name the class of a task or an environment in it: mine.py:CLASS", 1),
         (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer", 1),
         (["--tasks=nosuch"], "--tasks nosuch: no such task", 1),
         (["--samples=4", "--temperature=0"], "--samples 4: greedy replies are all the same; set --temperature", 1),
