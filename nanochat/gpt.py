@@ -11,7 +11,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -337,18 +337,17 @@ class Block(nn.Module):
         self.mlp: Any = kernels.experts(config) if config.experts else MLP(config, kernels)
         self.is_recomputed = False  # see GPT.recompute_activations
 
-    def forward(
-        self, x: Tensor, value: Tensor | None, context: ForwardContext, compute: Callable[..., Tensor]
-    ) -> Tensor:
-        """x (B, T, C) -> (B, T, C), by the function `compute` of the block and its inputs, `GPT.compute_block`."""
+    def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
+        """x (B, T, C) -> (B, T, C)"""
         if not self.is_recomputed:
-            return compute(self, x, value, context)
+            return self.compute(x, value, context)
         # Dropout must draw the same again, and only adapters have it. Nothing else in a block is random, and keeping
         # the generators' states would wait for the device.
         is_random = any(getattr(module, "dropout", 0) for module in self.modules())
-        return checkpoint(compute, self, x, value, context, use_reentrant=False, preserve_rng_state=is_random)
+        return checkpoint(self.compute, x, value, context, use_reentrant=False, preserve_rng_state=is_random)
 
     def compute(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
+        """What a block computes; kernels/compiling.py has a compiled form take its place."""
         # The norms come before attention and MLP, not after: the stream stays an unbroken sum, and gradients reach
         # every layer at full size (source: Xiong et al. 2020, On Layer Normalization in the Transformer Architecture).
         normed, x = self.mlp_norm(x, self.attention(self.attention_norm(x), value, context))
@@ -434,8 +433,6 @@ class GPT(nn.Module):
         # The caller chooses them, once, not the device of the weights: a model is often built on another device than it
         # runs on, such as the meta device or main memory. `_context` refuses tokens on a device that does not match.
         self.kernels = kernels or devices.runtime_of("cpu").kernels(torch.float32, "")
-        # The function that computes a block. A compiled form may take its place (kernels/compiling.py).
-        self.compute_block: Callable[..., Tensor] = Block.compute
         V = config.padded_vocab_size
         C = config.width
         # Token ids to vectors, and the stack of blocks that refines them.
@@ -629,7 +626,7 @@ class GPT(nn.Module):
                 # x passes through unchanged (ValueEmbedding says why).
                 value, x = self.value_embeddings[str(i)](tokens, x)
                 value = value.to(x.dtype)
-            x = block(x, value, context, self.compute_block)
+            x = block(x, value, context)
         return self.norm(x)
 
     def _context(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -125,7 +126,8 @@ class CompiledBlocks:
         # One program for any number of documents; without the mark there is one program per number.
         if segments is not None:
             torch._dynamo.maybe_mark_dynamic(segments.bounds, 0)  # pyright: ignore[reportPrivateImportUsage]
-        model.compute_block = self._compute
+        for block in model.blocks:
+            vars(block)["compute"] = MethodType(self._compute, block)
         try:
             # Always use autograd, even if the caller needs no gradient. Without it the compiler makes another program,
             # which rounds elsewhere: in bf16 the ratio of a policy to itself is then 0.97 to 1.03 (two cores of an
@@ -134,7 +136,8 @@ class CompiledBlocks:
             with torch.enable_grad():
                 result = model(tokens, targets, segments=segments, **options)
         finally:
-            model.compute_block = Block.compute
+            for block in model.blocks:
+                del vars(block)["compute"]
         return result if torch.is_grad_enabled() else result.detach()
 
 
