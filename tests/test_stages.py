@@ -24,7 +24,7 @@ from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import cpu_device, lively_model, rendered_pairs, run_command, save_checkpoint, tiny_config, tiny_tokenizer
 from torch._dynamo.utils import counters
 
-from nanochat import scaling
+from nanochat import rollout, scaling
 from nanochat.alignment.pair_losses import dpo_loss
 from nanochat.alignment.preferences import pair_batches, with_reference
 from nanochat.attention import Segments
@@ -32,7 +32,6 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import Part, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.demo.arithmetic import Addition
-from nanochat.engine import Engine
 from nanochat.gpt import Block
 from nanochat.ground import paths
 from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
@@ -737,7 +736,7 @@ def test_minibatches_of_a_step_clip(taught, monkeypatch, capsys):
 )
 def test_a_step_whose_replies_are_equally_good_changes_no_weight(start, monkeypatch, flags, steps):
     monkeypatch.setattr(Addition, "reward", lambda self, example, reply: 0.3)
-    monkeypatch.setattr(Engine, "ending", lambda self, tokens, mask: "complete")
+    monkeypatch.setattr(rollout, "ending", lambda tokens, mask, tokenizer: "complete")
     call("chat_rl", *RL, "--source=base", f"--num_iterations={steps}", *flags.split())
     assert [line["idle_steps"] for line in metrics(start, "rl")] == [*range(1, steps + 1)]
     before = load_file(start / "checkpoints/base/d1/step_000020/model.safetensors")

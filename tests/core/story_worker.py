@@ -4,7 +4,7 @@ python tests/core/story_worker.py DEVICE FILE ...     # breaks the FILEs' functi
 
 Commands of every stage run in this process, small. First each runs once, watched: which functions does it call? Then
 for every function copies of this process run commands that call it, with the function broken: it returns another
-result, or does nothing where it has no result. A line of JSON for each function: its name, and what became of them:
+result, or where that has no effect, does nothing. A line of JSON for each function: its name, and what became of them:
 
     changes        the weights, metrics or replies of a command are others
     fails          none of that, and a command ends with an error
@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 
+from nanochat.chat import Chat
 from nanochat.checkpoint_manager import load_model
 from nanochat.device import init as device_of
 from nanochat.engine import Engine
@@ -140,7 +141,8 @@ def replies(device: str, dtype: str) -> list[Any]:
     prompts = [tokens, [*tokens, engine.call_start, *tokenizer.encode("2+3")]]
     sampling = SamplingParams(temperature=0.7, top_p=0.9, seed=1, repetition_penalty=1.1)
     streamed = engine.stream(prompts, max_tokens=8, sampling=sampling, logprobs=2)
-    return [generated, [(new.id, new.kind, new.logprobs) for new in streamed]]
+    said = Chat("sft", device=device).say("Hello", temperature=0.0)
+    return [generated, [(new.id, new.kind, new.logprobs) for new in streamed], said]
 
 
 def without_noise(record: Any) -> Any:
@@ -261,8 +263,8 @@ def broken_or_same(value: Any) -> Any:
         return value
 
 
-def break_function(function: types.FunctionType) -> None:
-    """From now on the function returns another result; one without a result does nothing at all."""
+def break_function(function: types.FunctionType, runs: bool) -> None:
+    """From now on the function returns another result, or does nothing at all if it no longer `runs`."""
     original = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
@@ -271,7 +273,7 @@ def break_function(function: types.FunctionType) -> None:
     line = f"import __main__; return __main__.REPLACED[{function.__qualname__!r}](*args, **kwargs)"
     if is_context(function):
         line = "yield None"
-    elif function.__annotations__.get("return", "") is None:
+    elif not runs:
         line = "pass"
     names: dict[str, Any] = {}
     exec(f"def stub(*args, **kwargs): {line}", names)
@@ -333,17 +335,24 @@ def in_a_copy(base: Path, work: Callable[[], str]) -> str:
     return answer
 
 
-def verdict_of(users: list[str], expected: dict[str, str], answer: Callable[[str], str]) -> str:
-    """What becomes of the commands `users` with a function broken; `answer(user)` is the outcome of one."""
+def verdict_of(
+    function: types.FunctionType, users: list[str], expected: dict[str, str], answer: Callable[[str, bool], str]
+) -> str:
+    """What becomes of the commands `users` with a function broken; `answer(user, runs)` is the outcome of one."""
     verdict = "nothing" if users else "is not called"
-    for number, user in enumerate(users):
-        if verdict == "fails" and number >= MOST_USERS:
+    for runs in (True, False):
+        # A caller of a function with a result fails without one, which says nothing of the result.
+        has_none = function.__annotations__.get("return", "") is None or is_context(function)
+        for number, user in enumerate(users):
+            if verdict == "fails" and number >= MOST_USERS:
+                break
+            ended = answer(user, runs)
+            if ended != expected[user] and not ended.startswith(FAILED):
+                return "changes"
+            if ended != expected[user] and (runs or has_none):
+                verdict = "fails"
+        if verdict == "fails":
             break
-        ended = answer(user)
-        if ended != expected[user] and not ended.startswith(FAILED):
-            return "changes"
-        if ended != expected[user]:
-            verdict = "fails"
     return verdict
 
 
@@ -375,14 +384,14 @@ def main() -> None:
         for name, function in found.items():
             users = sorted((command for command in COMMANDS if name in calls[command]), key=lambda user: seconds[user])
 
-            def answer(user: str, function: types.FunctionType = function) -> str:
+            def answer(user: str, runs: bool, function: types.FunctionType = function) -> str:
                 def work() -> str:
-                    break_function(function)
+                    break_function(function, runs)
                     return outcome(device, user)
 
                 return in_a_copy(before[user], work)
 
-            print(json.dumps([name, verdict_of(users, expected, answer)]), flush=True)
+            print(json.dumps([name, verdict_of(function, users, expected, answer)]), flush=True)
 
 
 if __name__ == "__main__":

@@ -321,8 +321,7 @@ def test_losses_and_gradients_are_those_of_trl():
     gains = packed(advantages[:, None].expand(4, 7))
     targets = torch.ones_like(numbers)
     rows = PackedBatch(targets, targets, Segments.from_numbers(numbers), numbers, packed(sampler))
-    unknown = torch.zeros_like(share)  # values and returns: TRL has none, and they weigh nothing here
-    batch = PolicyBatch(rows, gains, share, packed(old), packed(reference), unknown, unknown)
+    batch = PolicyBatch(rows, gains, share, packed(old), packed(reference))
 
     def compare(name: str, loss_fn: Any, trainer: TrlTrainer, **settings: Any) -> tuple[Tensor, Tensor]:
         trainer.logps = logps.clone().requires_grad_()

@@ -17,33 +17,39 @@ EXEMPT = {
         device.Device.free_memory device.Device.synchronize device.Device.total_memory device.Runtime.decoders
         device.Runtime.peak_flops device.Runtime.records
     """,
+    "without --num_iterations and --total_batch_size": """
+        scaling.scaling_parameters scaling.training_tokens scaling.reference_tokens scaling.batch_tokens
+    """,
     "without --dtype": "device.Runtime.has_bfloat16 device.Runtime.may_round",
-    "between processes": "device.shutdown optim.Optimizer.before_backward rollout.OnPolicy.forget rollout.sampler_kind",
+    "between processes": "device.shutdown optim.Optimizer.before_backward",
     "in what a run costs": """
-        device.Device.peak_memory gpt.Embedding.reset_parameters attention.KVCache.capacity attention.KVCache.places_for
-        attention.KVCache.spare operators.TorchKernels.loss_tokens
+        device.Device.peak_memory device.Runtime.start gpt.Embedding.reset_parameters attention.KVCache.capacity
+        attention.KVCache.places_for attention.KVCache.spare operators.TorchKernels.loss_tokens engine.round_up
+        scaling.flops_per_token
     """,
     "in models of other families": """
         gpt.Norm.gain tokenizer.Tokenizer.encode_continuation tokenizer.Tokenizer.with_chat_template
     """,
     "with adapters": """
-        train.make_adamw engine.Slots.choose checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape
+        train.make_adamw engine.Slots.choose checkpoint_manager.Preparation.configure
+        checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape
     """,
     "with a flag": """
         gpt.GPT.recompute_activations optim.Mean.store device.Device.set_rng_state
     """,
-    "in the server": "engine.Slots.copy engine.Slots.reset engine.Slots.shrink",
-    "in the training service": "checkpoint_manager.new_folder",
+    "in the server": """
+        engine.Slots.bytes_per_slot engine.Slots.copy engine.Slots.read engine.Slots.reset engine.Slots.shrink
+    """,
     "in a model that calls the tool": "engine.Engine.answer_call calculator.can_continue",
     "in other tasks": """
-        task.Environment.reference_reply task.Task.measures tokenizer.Tokenizer.shrink
+        task.Environment.reference_reply task.Task.measures task.Task.wrong tokenizer.Tokenizer.shrink
     """,
-    "at the end": "checkpoint_manager.clean_up loader.Loader.close",
+    "at the end": "loader.Loader.close",
     "in a message": """
-        checkpoint_manager.explained_full_disk device.Device.versions device.Runtime.versions device.explain
-        losses.all_rows optim.Optimizer.state_bytes task.Task.where
+        conversation.Rendered.target_count device.Device.versions device.Runtime.versions device.explain
+        optim.Optimizer.state_bytes task.Task.where
     """,
-    "refuses or is never true": "rollout.Reward.check rollout.never mixture.MixtureCorpus.block_count",
+    "is never true": "mixture.MixtureCorpus.block_count",
 }
 # A simulated NPU replaces the operators that call these, and packs no weights.
 ONLY_ON_A_CPU = """

@@ -46,6 +46,7 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import local, whole, whole_weights
 from nanochat.kernels.compiling import CompiledBlocks, compile_blocks
 from nanochat.optim import Optimizer, ParameterGroup, StateFormat
+from nanochat.parallel import ddp, fsdp
 from nanochat.parallel.ddp import DdpExchange
 from nanochat.parallel.mesh import Place
 from nanochat.ranks import Layout, lay_out
@@ -329,7 +330,7 @@ def shares(device: Device) -> list[int]:
 
 def torch_that_sums(device: Device) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.distributed, "reduce_scatter_single", lambda mean, whole, **_: mean.fill_(2), raising=False)
+        patch.setattr(fsdp, "reduce_scatter", lambda mean, whole, **_: mean.fill_(2))
         try:
             make_run(device, "fsdp")
         except UserError as error:
@@ -448,6 +449,8 @@ def exchanges(device: Device, how: str, compiled: bool) -> tuple[list[str], tupl
             for kind in ("all_gather", "reduce_scatter", "all_reduce"):
                 if name in (kind, f"{kind}_single", f"{kind}_tensor", f"{kind}_into_tensor"):
                     patch.setattr(dist, name, functools.partial(noted, getattr(dist, name), kind))
+        for kind in ("all_gather", "reduce_scatter"):  # two of these names, as ddp.py knows them
+            patch.setattr(ddp, kind, functools.partial(noted, getattr(ddp, kind), kind))
         stats = numbers(train_step(*run, batches, next_token_loss, device=device))
     return seen, stats
 
