@@ -133,7 +133,7 @@ def build(
     prepare: Sequence[Preparation],
     weights: Weights | None = None,
 ) -> tuple[GPT, dict[str, torch.Size]]:
-    """The model as it will be used, prepared and sharded, on the meta device; and the shapes of its own parameters.
+    """The model, prepared and sharded, on the meta device, and the shapes of the parameters that its weights fill.
 
     Raises ValueError: when the `weights` are of another model.
     """

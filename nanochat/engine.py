@@ -471,7 +471,7 @@ class Slots:
         return B * T
 
     def read(self, slot: int, pieces: Sequence[Sequence[int]], filled: int) -> Tensor:
-        """Feed a piece to each of the slots from `slot` on; returns hidden states (B, T, C), those of padding too."""
+        """Feed a piece to each of the slots from `slot` on; returns hidden states (B, T, C), padding included."""
         # Pad to one length. A padding token's keys and values are overwritten before anything attends to them: a query
         # attends to positions up to its own, and the row's next tokens take these positions.
         size = round_up(max(len(piece) for piece in pieces), CHUNK_STEP)

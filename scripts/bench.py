@@ -135,7 +135,8 @@ def train(config: Train) -> dict[str, Any]:
         optimizer = make_optimizer(model, learning_rates, device, config.optimizer)
     model_config = model.config
     reason = eager_reason(device, model_config, config.compile, math.inf)
-    compiled, how = model, f"eager ({reason})"
+    compiled: Any = model
+    how = f"eager ({reason})"
     if reason is None:
         from nanochat.kernels.compiling import compile_blocks
 

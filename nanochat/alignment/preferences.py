@@ -57,13 +57,14 @@ def with_settings(name: str, settings: Mapping[str, Any]) -> Callable[..., tuple
 
     Raises UserError: when a setting is not None, and the loss does not take it.
     """
-    functions = {loss: find(loss).function for loss in rooms.names("pair losses")}
+    function = find(name).function
     chosen = {setting: value for setting, value in settings.items() if value is not None}
     for setting, value in chosen.items():
-        takers = [loss for loss in functions if setting in inspect.signature(functions[loss]).parameters]
-        if name not in takers:
+        if setting not in inspect.signature(function).parameters:
+            losses = rooms.names("pair losses")
+            takers = [loss for loss in losses if setting in inspect.signature(find(loss).function).parameters]
             raise UserError(f"--{setting} {value}: --loss {name} has none, {', '.join(takers)} has")
-    return functools.partial(functions[name], **chosen)
+    return functools.partial(function, **chosen)
 
 
 def token_count(pairs: Iterable[RenderedPair]) -> int:

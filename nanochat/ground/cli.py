@@ -34,7 +34,7 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 
 
-# Each explains errors of its own kind in one line, or returns None: a device runtime's, those of a user's file.
+# Functions that explain an error in one line, or return None. Devices, the compiler and users' files add theirs.
 explainers: set[Callable[[BaseException], str | None]] = set()
 
 

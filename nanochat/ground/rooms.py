@@ -77,7 +77,7 @@ def find(seam: str, name: str) -> Any:
     try:
         return pkgutil.resolve_name(place)
     except ModuleNotFoundError as error:
-        raise explain_missing(error) from None  # from itself, its causes would never end
+        raise explain_missing(error) from None  # `from error` could make it its own cause
 
 
 def explain_missing(error: ModuleNotFoundError) -> Exception:

@@ -38,7 +38,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SEPARATOR_LINE = re.compile(
     rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
 )
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")  # of text
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")  # the formats in which --data reads text
 
 T = TypeVar("T")
 Fields = Mapping[str, type]  # the fields that each record must have, with their types

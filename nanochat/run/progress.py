@@ -48,8 +48,8 @@ class Meter:
         self.bad_in_a_row = torch.zeros((), device=device.torch_device)
         self.since_good = 0  # steps since the last finite one, as of the last line; three or more end a run
         self.since_update = 0  # steps that changed nothing, in the last lines that had no other steps
-        self.read_step = progress.step  # of the last line
-        self.compiling = 0.0  # seconds of torch.compile so far; they are no part of the speed, later steps have none
+        self.read_step = progress.step  # the step of the last line
+        self.compiling = 0.0  # seconds of torch.compile so far, which the speed leaves out
         self.restart()
 
     def restart(self) -> None:

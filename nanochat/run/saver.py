@@ -41,7 +41,7 @@ from nanochat.run.stage import Start
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
 
-ROOM = 1.02  # of the bytes of a checkpoint's tensors: also for its JSON files and the file system
+ROOM = 1.02  # the tensors of a checkpoint, and 2% for its JSON files and the file system
 
 # ---------------------------------------------------------------------- saving
 

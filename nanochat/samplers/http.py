@@ -80,7 +80,7 @@ class HttpSampler:
     """
 
     def __init__(self, config: Any, start: Start, should_stop: Callable[[], bool]):
-        self.sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)  # of the probe
+        self.sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)  # for the probe
         self.tokenizer = start.tokenizer
         self.device = start.device
         self.folder = run_dir("rl", start.tag) / "weights"

@@ -39,7 +39,7 @@ class Reading:
     files: FileForm = "conversations"
     hub: str = "hf"
     bad_records: Literal["skip", "fail"] = "skip"  # leave out and count a record that is not a conversation, or fail
-    val_share: float | None = None  # of a file without a test split, this share is its test split; default: a tenth
+    val_share: float | None = None  # held out of a file without a test split; default: a tenth
     columns: str = ""
     thoughts: Literal["keep", "drop"] = "keep"  # what becomes of the thoughts in a file's replies
 

@@ -259,7 +259,7 @@ def broken_items(values: Any) -> list[Any]:
 def broken_or_same(value: Any) -> Any:
     try:
         return broken(value)
-    except Exception:  # an error of the breaking is no outcome
+    except Exception:  # an error in the breaking does not count as an outcome
         return value
 
 
@@ -340,16 +340,16 @@ def verdict_of(
 ) -> str:
     """What becomes of the commands `users` with a function broken; `answer(user, runs)` is the outcome of one."""
     verdict = "nothing" if users else "is not called"
+    # Without its result a caller fails, which says nothing of the value that the function returns.
+    has_result = function.__annotations__.get("return", "") is not None and not is_context(function)
     for runs in (True, False):
-        # A caller of a function with a result fails without one, which says nothing of the result.
-        has_none = function.__annotations__.get("return", "") is None or is_context(function)
         for number, user in enumerate(users):
             if verdict == "fails" and number >= MOST_USERS:
                 break
             ended = answer(user, runs)
             if ended != expected[user] and not ended.startswith(FAILED):
                 return "changes"
-            if ended != expected[user] and (runs or has_none):
+            if ended != expected[user] and (runs or not has_result):
                 verdict = "fails"
         if verdict == "fails":
             break

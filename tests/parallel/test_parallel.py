@@ -631,9 +631,9 @@ def test_two_ranks_learn_as_one() -> None:
     for how in ("ddp", "fsdp"):
         check_equal([rank[how] for rank in ranks], norms=NORMS)
     for rank in ranks:
-        ddp, fsdp, exact = rank["bfloat16"]
-        assert fsdp == pytest.approx(ddp, rel=1e-2)
-        assert max(abs(a / b - 1) for a, b in zip(ddp, exact, strict=True)) > 1e-4  # it is another arithmetic
+        by_ddp, by_fsdp, exact = rank["bfloat16"]
+        assert by_fsdp == pytest.approx(by_ddp, rel=1e-2)
+        assert max(abs(a / b - 1) for a, b in zip(by_ddp, exact, strict=True)) > 1e-4  # it is another arithmetic
         assert "--parallel ddp" in rank["refused"]
         # Compiled blocks exchange as eager ones: a block's gradients travel before the next one's backward ends, and
         # under fsdp its weights are gathered before it begins.
