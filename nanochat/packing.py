@@ -1,6 +1,6 @@
 """Packs sequences into rows of one length: several in a row, none cut, none attending to another.
 
-SFT packs conversations, RL packs samples, DPO packs pairs of replies (alignment/preferences.py). Their lengths differ
+SFT packs conversations, RL packs samples, DPO packs pairs of replies (alignment/reply_pairs.py). Their lengths differ
 so much that one sequence per row would spend most of the compute on padding.
 
 Legend: N rows, T tokens per row, S sequences.

@@ -62,7 +62,7 @@ def main(config: Config) -> None:
     import torch
 
     from nanochat import scaling
-    from nanochat.alignment import preferences
+    from nanochat.alignment import reply_pairs
     from nanochat.alignment.pair_losses import PAIR_STATS, PairBatch, mean_pair_stats
     from nanochat.alignment.reward_model import NewScalarHead
     from nanochat.mixture import Horizon, Mixture, RenderedPair
@@ -73,9 +73,9 @@ def main(config: Config) -> None:
     from nanochat.train import Schedule, mean_loss, train_step
 
     # ------------------------------------------------------------------ loss
-    loss = preferences.find(config.loss)
+    loss = reply_pairs.find(config.loss)
     settings = {name: getattr(config, name) for name in ("beta", "gamma", "label_smoothing", "sft_weight")}
-    loss_fn = preferences.with_settings(config.loss, settings)
+    loss_fn = reply_pairs.with_settings(config.loss, settings)
     print0(f"loss: {config.loss} ({loss.source})")
 
     # ------------------------------------------------------------------ model, data
@@ -91,7 +91,7 @@ def main(config: Config) -> None:
         reply_stats = torch.zeros(len(PAIR_STATS), device=device.torch_device)
         start.ledger.report(
             model, optimizer, functools.partial(loss_fn, stats=reply_stats), config.device_batch_size,
-            batch_of=lambda rows: preferences.with_reference(PairBatch(rows, len(rows.inputs) // 2), reference),
+            batch_of=lambda rows: reply_pairs.with_reference(PairBatch(rows, len(rows.inputs) // 2), reference),
             max_grad_norm=config.largest_norm,
         )  # fmt: skip
         return
@@ -102,7 +102,7 @@ def main(config: Config) -> None:
     max_tokens = row_tokens if config.is_reward_model else row_tokens + 1
 
     def draw(mixture: Mixture, numbers: range) -> list[RenderedPair]:
-        return preferences.draw_pairs(mixture, start.tokenizer, numbers, max_tokens)
+        return reply_pairs.draw_pairs(mixture, start.tokenizer, numbers, max_tokens)
 
     def micro_batches(examples: Sequence[RenderedPair], frozen: Any = reference) -> Iterator[PairBatch]:
         """This rank's micro-batches, each with the log probabilities of the reference model, which may be compiled."""
@@ -110,8 +110,8 @@ def main(config: Config) -> None:
             from nanochat.alignment.reward_model import with_places
 
             examples = with_places(examples)
-        for batch in preferences.pair_batches(examples, row_tokens, config.device_batch_size, device):
-            yield preferences.with_reference(batch, frozen)
+        for batch in reply_pairs.pair_batches(examples, row_tokens, config.device_batch_size, device):
+            yield reply_pairs.with_reference(batch, frozen)
 
     # ------------------------------------------------------------------ horizon, optimizer
     horizon = Horizon.of(train, config.target_examples_per_step, config.num_iterations, config.num_epochs)
@@ -140,10 +140,10 @@ def main(config: Config) -> None:
             f"the prompts are longer than the context of {row_tokens} tokens; name other --tasks, or a .jsonl of pairs "
             "with two different replies"
         )
-    preferences.report_first(first_examples, row_tokens)
+    reply_pairs.report_first(first_examples, row_tokens)
     if not val_examples:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
-    step_flops = token_flops * preferences.token_count(first_examples)
+    step_flops = token_flops * reply_pairs.token_count(first_examples)
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
     compiled = model
     compiled_reference = reference
@@ -191,7 +191,7 @@ def main(config: Config) -> None:
                 functools.partial(loss_fn, stats=reply_stats), device=device, lr=schedule.lr(step),
                 momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
-            run.count(stats, preferences.token_count(examples))
+            run.count(stats, reply_pairs.token_count(examples))
             left_out += len(numbers) - len(examples)
             if run.must_log:
                 means = mean_pair_stats(reply_stats, device)

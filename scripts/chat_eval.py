@@ -49,7 +49,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model
     from nanochat.conversation import parts_of
     from nanochat.engine import Engine
-    from nanochat.evals.chat import Graded, chat_core, evaluate, good_chat, graded_choices, readable
+    from nanochat.evals.chat_tasks import Graded, chat_core, evaluate, good_chat, graded_choices, readable
     from nanochat.model_folder import tag_of
     from nanochat.tasks.flag import Reading, open_task
 

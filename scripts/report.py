@@ -16,10 +16,10 @@ class Config:
 
 
 def main(config: Config) -> None:
-    from nanochat.report import page, summary  # here: --help stays quick
+    from nanochat.report import report_page, summary  # here: --help stays quick
 
     tag = safe_tag(config.model_tag or summary.newest_tag())
-    html = page.to_html(summary.collect(tag))
+    html = report_page.to_html(summary.collect(tag))
     path = base_dir() / "runs" / "report" / tag / "report.html"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(html, encoding="utf-8")

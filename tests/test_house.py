@@ -333,13 +333,13 @@ def test_a_planted_violation_is_found(rule: Callable[[Source], Iterator[str]], p
 
 
 ALLOWED = [
-    (rings_hold, "nanochat/evals/chat.py", "from nanochat import bpb\nfrom nanochat.engine import Engine"),
+    (rings_hold, "nanochat/evals/chat_tasks.py", "from nanochat import bpb\nfrom nanochat.engine import Engine"),
     (rings_hold, "nanochat/novelty.py", "from nanochat import device as devices\nfrom nanochat.gpt import GPT"),
     (rings_hold, "nanochat/novelty.py", "from nanochat.ground import cli\nfrom nanochat.ground.log import warn"),
     (rings_hold, "nanochat/ground/novelty.py", "import nanochat\nfrom nanochat.ground import log\nfrom . import paths"),
     (rings_hold, "nanochat/run/novelty.py", "from nanochat import train\nfrom nanochat.ground import log"),
     (rings_hold, "nanochat/kernels/novelty.py", "from nanochat.run.progress import Attendant"),
-    (rings_hold, "nanochat/evals/chat.py", "from nanochat.run.flags import TrainFlags"),
+    (rings_hold, "nanochat/evals/chat_tasks.py", "from nanochat.run.flags import TrainFlags"),
     (rings_hold, "scripts/base_train.py", "from nanochat.parallel import mesh\nfrom nanochat.run import speed"),
     (vendor_words, "nanochat/engine.py", '"""Runs on NPU and CUDA."""\n# npu\nx = 1'),
     (vendor_words, "nanochat/device.py", "torch.npu.synchronize()"),

@@ -26,7 +26,7 @@ from torch._dynamo.utils import counters
 
 from nanochat import rollout, scaling
 from nanochat.alignment.pair_losses import dpo_loss
-from nanochat.alignment.preferences import pair_batches, with_reference
+from nanochat.alignment.reply_pairs import pair_batches, with_reference
 from nanochat.attention import Segments
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import Part, text_of

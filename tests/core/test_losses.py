@@ -21,7 +21,7 @@ import torch
 from tiny import all_losses, cpu_device, lively_model, rendered_pairs, tiny_config
 from torch import Tensor
 
-from nanochat.alignment import preferences
+from nanochat.alignment import reply_pairs
 from nanochat.alignment.advantages import leave_one_out
 from nanochat.alignment.pair_losses import PAIR_STATS, PairBatch, mean_pair_stats, orpo_loss
 from nanochat.alignment.reward_model import reward_loss
@@ -527,10 +527,10 @@ def test_a_certain_reply_has_finite_odds():
 
 
 def test_settings_that_a_loss_has_not_are_refused():
-    loss = preferences.with_settings("simpo", {"gamma": 1.5, "label_smoothing": None})
+    loss = reply_pairs.with_settings("simpo", {"gamma": 1.5, "label_smoothing": None})
     assert (loss.func, loss.keywords) == (PAIR_ROWS["simpo"].function, {"gamma": 1.5})
     with pytest.raises(UserError, match="--gamma 1.0: --loss dpo has none, simpo has"):
-        preferences.with_settings("dpo", {"gamma": 1.0})
+        reply_pairs.with_settings("dpo", {"gamma": 1.0})
 
 
 def trl_trainer(**settings: Any) -> Any:
@@ -599,9 +599,9 @@ def test_losses_of_preferences_are_those_of_trl():
         settings: dict[str, Any] = {"beta": 0.3, "sft_weight": 0.0, "gamma": 0.7}
         if name == "cdpo":
             settings["label_smoothing"] = 0.2
-        batches = preferences.pair_batches(examples, 32, 3, device)
+        batches = reply_pairs.pair_batches(examples, 32, 3, device)
         frozen = reference if row.has_reference else None
-        batches = [preferences.with_reference(batch, frozen) for batch in batches]
+        batches = [reply_pairs.with_reference(batch, frozen) for batch in batches]
         parts = [bound(row, settings)(model, batch) for batch in batches]
         assert len(parts) > 1
         ours = sum(loss for loss, _ in parts) / sum(count for _, count in parts)
@@ -636,8 +636,8 @@ def random_pairs(count: int) -> tuple[list[list[int]], list[list[int]]]:
 
 def test_a_micro_batch_of_padding_adds_nothing():
     model = lively_model(tiny_config())
-    (batch,) = preferences.pair_batches([], 32, 2, cpu_device())
-    batch = preferences.with_reference(batch, model)
+    (batch,) = reply_pairs.pair_batches([], 32, 2, cpu_device())
+    batch = reply_pairs.with_reference(batch, model)
     stats = torch.zeros(len(PAIR_STATS))
     for row in (PAIR_ROWS[name] for name in OF_REPLIES):
         loss, count = row.function(model, batch, sft_weight=1.0, stats=stats)

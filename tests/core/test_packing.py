@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import cpu_device, lively_model, rendered_pairs, tiny_config
 
-from nanochat.alignment.preferences import pair_batches
+from nanochat.alignment.reply_pairs import pair_batches
 from nanochat.cross_entropy import IGNORE
 from nanochat.losses import masked_loss
 from nanochat.packing import pack_sequences

@@ -18,7 +18,7 @@ from nanochat.chat import Chat
 from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
-from nanochat.evals.chat import (
+from nanochat.evals.chat_tasks import (
     Graded,
     Result,
     chat_core,
@@ -165,7 +165,7 @@ def test_the_chat_of_the_report_is_the_first_good_one(
             self.messages += [{"role": "user", "content": question}]
             self.messages += [{"role": "assistant", "content": next(self.replies)}]
 
-    monkeypatch.setattr("nanochat.evals.chat.Chat", Replied)
+    monkeypatch.setattr("nanochat.evals.chat_tasks.Chat", Replied)
     engine: Any = None
     chat, number = good_chat(engine, SamplingParams(seed=5))
     assert number == expected
@@ -335,7 +335,7 @@ def test_the_episodes_of_an_environment_are_played(is_best: bool, accuracy: floa
             replies.append(Reply(ids, [1] * len(ids), [0.0] * len(ids), "complete"))
         return replies
 
-    monkeypatch.setattr("nanochat.evals.chat.EngineSampler", lambda *_: sampler)
+    monkeypatch.setattr("nanochat.evals.chat_tasks.EngineSampler", lambda *_: sampler)
     result, replies = grade(task_class("nim")("test"), Known(str), max_examples=100, model=tiny_model(300))
     assert result.questions == 100 and result.accuracy == pytest.approx(accuracy, abs=0.06)
     assert all(reply.messages[0]["content"].startswith("Nim with") for reply in replies)
@@ -559,7 +559,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert "ChatCORE: 0.0000, the mean over 2 tasks\n" in out
 
     monkeypatch.setattr(task_class("spelling"), "grade", always_right)
-    monkeypatch.setattr("nanochat.evals.chat.ending", lambda *reply: "complete")
+    monkeypatch.setattr("nanochat.evals.chat_tasks.ending", lambda *reply: "complete")
     call("--tasks=letters,spelling", "--max_examples=5", "--show=2")
     both, out = written(), capsys.readouterr().out
     assert list(both["tasks"]) == ["addition", "spelling", "letters"]

@@ -17,7 +17,7 @@ from tiny import complaint
 
 from nanochat.ground import provenance
 from nanochat.ground.paths import SCRIPTS, STAGES
-from nanochat.report import page as report_page
+from nanochat.report import report_page
 from nanochat.report import summary as report
 from scripts import report as script
 
@@ -543,7 +543,7 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
 
 def test_a_report_needs_no_torch_and_no_pyplot(whole):
     code = (
-        "import sys; from nanochat.report import page as report_page, summary as report; "
+        "import sys; from nanochat.report import report_page, summary as report; "
         "summary = report.collect(sys.argv[1]); "
         "report_page.to_html(summary); assert 'torch' not in sys.modules; "
         "assert 'matplotlib.pyplot' not in sys.modules; print(len(summary.stages))"
