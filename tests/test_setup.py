@@ -5,11 +5,13 @@ seen by --dry_run.
 """
 
 import contextlib
+import functools
 import importlib.metadata
 import io
 import itertools
 import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
@@ -31,12 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLD_HOME, NEW_HOME = "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann"
 
-# Written out by hand, apart from the table in check_npu.py: CANN -> torch, torch_npu.
+# Written out by hand, apart from the table in check_npu.py: CANN -> torch, torch_npu, the Pythons with its wheels.
 PAIRS = {
-    "8.3.RC1": ("2.7.1", "2.7.1"),
-    "8.5.0": ("2.9.0", "2.9.0"),
-    "9.0.0": ("2.9.0", "2.9.0.post2"),
-    "9.1.0": ("2.12.0", "2.12.0"),
+    "8.3.RC1": ("2.7.1", "2.7.1", "3.11 3.10"),
+    "8.5.0": ("2.9.0", "2.9.0", "3.11 3.12 3.10"),
+    "9.0.0": ("2.9.0", "2.9.0.post2", "3.11 3.12 3.13 3.10"),
+    "9.1.0": ("2.12.0", "2.12.0", "3.11 3.12 3.13 3.10"),
 }
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
@@ -134,14 +136,28 @@ class FakeMachine:
         lines = answer.stdout.replace(str(self.venv), "VENV").replace(sys.executable, "PYTHON").splitlines()
         return answer.returncode, [" ".join(line.split()) for line in lines], answer.stderr.strip()
 
+    def steps(self, *flags: str, **options: str) -> list[str]:
+        """What a dry run would do; nothing may go wrong."""
+        code, lines, error = self.setup(*flags, **options)
+        assert (code, error) == (0, "")
+        return [line for line in lines if line.startswith(("plan", "or else"))]
+
 
 @pytest.fixture
 def machine(tmp_path: Path) -> FakeMachine:
     return FakeMachine(tmp_path)
 
 
-def pip_arguments(torch: str, torch_npu: str, arch: str) -> list[str]:
+def put_program(file: Path, script: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+    return file
+
+
+def pip_arguments(cann: str, arch: str = "aarch64") -> list[str]:
     """The installs of the pair, in their order, as one who knows the indexes would try them."""
+    torch, torch_npu, _ = PAIRS[cann]
     plain = f"torch=={torch} torch_npu=={torch_npu}"
     labelled = f"torch=={torch}+cpu torch_npu=={torch_npu}"
     if arch == "aarch64" and torch != "2.12.0":  # below 2.11 the package index has CPU builds for aarch64
@@ -159,36 +175,40 @@ CPU_INSTALL = ["torch==2.13.0+cpu", f"--extra-index-url {CPU_INDEX} torch==2.13.
 @pytest.mark.parametrize("arch", ["aarch64", "x86_64"])
 @pytest.mark.parametrize("cann", PAIRS)
 def test_the_plan_for_every_cann(machine: FakeMachine, cann: str, arch: str):
-    torch, torch_npu = PAIRS[cann]
+    torch, torch_npu, pythons = PAIRS[cann]
     home = NEW_HOME if cann >= "8.5" else OLD_HOME
     plan = machine.with_npus().with_cann(cann, arch, home).sourced(home).plan(arch=arch)
     assert (plan["problem"], plan["missing"], plan["kind"]) == ([], [], ["npu"])
-    assert plan["found"] == [
-        f"Linux {arch}", "NPU: 8 (/dev/davinci0 ...), driver 25.2.0", f"CANN {cann} in {home}"
-    ]  # fmt: skip
-    assert plan["install"] == pip_arguments(torch, torch_npu, arch)
+    found = [f"Linux {arch}", "NPU: 8 (/dev/davinci0 ...), driver 25.2.0", f"CANN {cann} in {home}"]
+    assert plan["found"] == found and plan["pythons"] == [pythons]
+    assert plan["install"] == pip_arguments(cann, arch)
     numpy = ["numpy<2"] if cann < "9" else []  # the vendor's lists of dependencies
     assert plan["constraint"] == [f"torch=={torch}", f"torch_npu=={torch_npu}", *numpy]
 
 
-@pytest.mark.parametrize(
-    ("cann", "release", "way_out"),
-    [
-        *((old, None, "install CANN 8.3.RC1") for old in ("8.0.RC3", "8.1.RC1", "8.2.RC1")),
-        *(("8.4.0", None, "--cann 8.3.RC1"), ("9.3.0", None, "--cann 9.1.0"), ("10.0.RC1", None, "--cann 9.1.0")),
-        # of a known series: its row
-        *(("8.3.RC2", "8.3.RC1", ""), ("8.3.RC1.alpha001", "8.3.RC1", ""), ("8.5.2", "8.5.0", "")),
-        *(("9.0.0-beta.2", "9.0.0", ""), ("9.1.1", "9.1.0", "")),
-    ],
-)
-def test_a_cann_that_the_table_lacks(machine: FakeMachine, cann: str, release: str | None, way_out: str):
+# CANN -> the row that is used for it; or the flag or release that the problem names.
+OTHER_CANNS = {
+    **dict.fromkeys(("8.0.RC3", "8.1.RC1", "8.2.RC1"), "install CANN 8.3.RC1"),
+    **{"8.4.0": "--cann 8.3.RC1", "9.3.0": "--cann 9.1.0", "10.0.RC1": "--cann 9.1.0"},
+    **{
+        "8.3.RC2": "8.3.RC1",
+        "8.3.RC1.alpha001": "8.3.RC1",
+        "8.5.2": "8.5.0",
+        "9.0.0-beta.2": "9.0.0",
+        "9.1.1": "9.1.0",
+    },
+}
+
+
+@pytest.mark.parametrize(("cann", "outcome"), OTHER_CANNS.items())
+def test_a_cann_that_the_table_lacks(machine: FakeMachine, cann: str, outcome: str):
     plan = machine.with_npus().with_cann(cann).sourced().plan()
-    if release:
-        assert plan["install"] == pip_arguments(*PAIRS[release], "aarch64") and not plan["problem"]
-        assert release in plan["found"][-1] and cann in plan["found"][-1]
+    if outcome in PAIRS:
+        assert plan["install"] == pip_arguments(outcome) and not plan["problem"]
+        assert outcome in plan["found"][-1] and cann in plan["found"][-1]
     else:
         (problem,) = plan["problem"]
-        assert not plan["install"] and f"CANN {cann} " in problem and way_out in problem
+        assert not plan["install"] and cann in problem and outcome in problem
 
 
 def test_what_is_missing_is_named(machine: FakeMachine):
@@ -205,8 +225,7 @@ def test_what_is_missing_is_named(machine: FakeMachine):
     assert "source /usr/local/Ascend/ascend-toolkit/set_env.sh" in missing
     plan = machine.with_cann("9.0.0", home=NEW_HOME).plan()
     (missing,) = plan["missing"]
-    assert f"source {NEW_HOME}/set_env.sh" in missing
-    assert plan["install"] == pip_arguments(*PAIRS["9.0.0"], "aarch64")
+    assert f"source {NEW_HOME}/set_env.sh" in missing and plan["install"] == pip_arguments("9.0.0")
 
 
 @pytest.mark.parametrize("driver", [False, True])
@@ -219,24 +238,25 @@ def test_cann_without_device_files_is_a_cpu_unless_requested(machine: FakeMachin
     assert plan["kind"] == ["cpu"] and plan["install"] == CPU_INSTALL
     assert "/dev/davinci" in plan["missing"][0] and "--device npu" in plan["missing"][0]
     plan = machine.plan("--device", "npu")
-    assert plan["kind"] == ["npu"] and plan["install"] == pip_arguments(*PAIRS["9.0.0"], "aarch64")
+    assert plan["kind"] == ["npu"] and plan["install"] == pip_arguments("9.0.0")
 
 
+INFO = "ascend_toolkit_install.info"
 INFO_9 = TOOLKIT_INFO.format(version="9.0.0")
 
 
 @pytest.mark.parametrize(
     ("home", "file", "text"),
     [
-        (OLD_HOME, "ascend_toolkit_install.info", "version=9.0.0\n"),
-        (OLD_HOME, "x86_64-linux/ascend_toolkit_install.info", INFO_9),
+        (OLD_HOME, INFO, "version=9.0.0\n"),
+        (OLD_HOME, f"x86_64-linux/{INFO}", INFO_9),
         (OLD_HOME, "version.cfg", VERSION_CFG),
         (OLD_HOME, "version.cfg", "runtime_running_version=[1:8.0.0]\ntoolkit_running_version=[9.0.0]\n"),
         (OLD_HOME, "version.cfg", "# version: 1.0\nruntime_running_version=[7.7.0.1.238:9.0.0]\n"),
-        (NEW_HOME, "aarch64-linux/ascend_toolkit_install.info", INFO_9),
+        (NEW_HOME, f"aarch64-linux/{INFO}", INFO_9),
         ("/usr/local/Ascend/cann-9.0.0", "set_env.sh", ""),
         ("/usr/local/Ascend/ascend-toolkit/9.0.0", "opp/x", ""),
-        ("/home/me2/Ascend/cann", "aarch64-linux/ascend_toolkit_install.info", INFO_9),
+        ("/home/me2/Ascend/cann", f"aarch64-linux/{INFO}", INFO_9),
         ("/home/me2/Ascend/ascend-toolkit/latest", "version.cfg", VERSION_CFG),
         ("/home/me2/Ascend/cann-9.0.0", "set_env.sh", ""),
     ],
@@ -251,31 +271,23 @@ def test_a_cann_without_a_version(machine: FakeMachine):
     assert machine.cann() == f"CANN unknown in {NEW_HOME}"
     (problem,) = machine.plan()["problem"]
     assert "--cann VERSION" in problem and "9.1.0" in problem
-    assert machine.plan("--cann=9.0.0")["install"] == pip_arguments(*PAIRS["9.0.0"], "aarch64")
-
-
-@pytest.mark.parametrize("latest", ["8.5.0", "9.0.0"])
-def test_of_several_canns_the_linked_one_counts(machine: FakeMachine, latest: str):
-    """Below ascend-toolkit `latest` is a folder of links, or a link itself."""
-    base = "/usr/local/Ascend/ascend-toolkit"
-    for version in ("8.5.0", "9.0.0"):
-        machine.with_cann(version, home=f"{base}/{version}")
-    machine.with_npus().link(f"{base}/latest/aarch64-linux", f"../{latest}/aarch64-linux")
-    assert machine.cann() == f"CANN {latest} in {base}/latest"
-    (machine.root / base[1:] / "latest/aarch64-linux").unlink()
-    (machine.root / base[1:] / "latest").rmdir()
-    machine.link(f"{base}/latest", f"./{latest}")
-    assert machine.cann() == f"CANN {latest} in {base}/latest"
+    assert machine.plan("--cann=9.0.0")["install"] == pip_arguments("9.0.0")
 
 
 def test_which_of_several_canns_counts(machine: FakeMachine):
     machine.with_npus()
     for version in ("8.5.0", "9.0.0", "10.0.0"):
         machine.with_cann(version, home=f"/usr/local/Ascend/cann-{version}")
-    machine.with_cann("8.3.RC1", home="/usr/local/Ascend/ascend-toolkit/8.3.RC1")
+    base = "/usr/local/Ascend/ascend-toolkit"
+    for version in ("8.3.RC1", "9.0.0"):
+        machine.with_cann(version, home=f"{base}/{version}")
     assert machine.cann() == "CANN 10.0.0 in /usr/local/Ascend/cann-10.0.0"  # the newest
-    machine.with_cann("8.3.RC1")
-    assert machine.cann() == f"CANN 8.3.RC1 in {OLD_HOME}"  # `latest` says that it is in use
+    # Below ascend-toolkit `latest` says what is in use: a folder of links, or a link itself.
+    machine.link(f"{base}/latest/aarch64-linux", "../8.3.RC1/aarch64-linux")
+    assert machine.cann() == f"CANN 8.3.RC1 in {OLD_HOME}"
+    shutil.rmtree(machine.root / base[1:] / "latest")
+    machine.link(f"{base}/latest", "./9.0.0")
+    assert machine.cann() == f"CANN 9.0.0 in {OLD_HOME}"
     machine.link(NEW_HOME, "cann-8.5.0")
     assert machine.cann() == f"CANN 8.5.0 in {NEW_HOME}"
     machine.with_cann("9.1.0", home="/opt/cann").sourced("/opt/cann")
@@ -297,11 +309,30 @@ def test_no_accelerator_a_gpu_and_a_mirror(machine: FakeMachine):
     assert machine.plan("--device=cpu", arch="x86_64")["install"] == CPU_INSTALL
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(
+            ("--cann", value)
+            for value in ("9.0.0\nkind cpu\ninstall --index-url http://x/ torch", "9.0.0 evil", "$(id)")
+        ),
+        *(("TORCH_INDEX_URL", value) for value in ("https://x/cpu --pre evil", "https://x/cpu\ninstall evil", "a\tb")),
+        ("TORCH_INDEX_URL", "--index-url=http://x"),
+    ],
+)
+def test_a_value_adds_no_line_to_the_plan_and_no_argument_to_pip(machine: FakeMachine, flag: str, value: str):
+    machine.with_npus()
+    plan = machine.plan(flag, value) if flag == "--cann" else machine.plan(**{flag: value})
+    assert flag in plan.pop("problem")[0] and not any(plan.values())
+
+
 # ---------------------------------------------------------------------- what the script does with a plan
 
 
 ROOMS = ("chat", "families", "hub", "report", "samplers", "serve")
+EXTRAS = "chat,dev,families,hub,report,samplers,serve"
 LOCKED = "plan VENV/bin/pip install --require-hashes --no-deps --no-build-isolation --only-binary :all: -r "
+THIS = f"{sys.version_info[0]}.{sys.version_info[1]}"
 
 
 def locked(*extras: str) -> list[str]:
@@ -313,50 +344,25 @@ def checksum_of(*names: str) -> str:
     return subprocess.run(["cksum"], input=text, capture_output=True).stdout.decode().strip()
 
 
-def plan_of(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.startswith(("plan", "or else"))]
-
-
 def test_a_plan_is_carried_out(machine: FakeMachine):
-    code, lines, error = machine.with_npus().with_cann("9.0.0", "x86_64").sourced().setup("--extras=dev", arch="x86_64")
-    assert (code, error) == (0, "")
+    evil = "toolkit_running_version=[9.0.0\ninstall evil\nkind cpu]\n"  # adds no line to the plan
+    machine.with_npus().put(f"{OLD_HOME}/version.cfg", evil).sourced()
     pair = "torch==2.9.0+cpu torch_npu==2.9.0.post2"
-    assert plan_of(lines) == [
+    assert machine.steps("--extras=dev", arch="x86_64") == [
         "plan PYTHON -m venv VENV",
         *locked(*ROOMS, "dev"),
         f"plan VENV/bin/pip install {pair}",
         f"or else VENV/bin/pip install --extra-index-url {CPU_INDEX} {pair}",
-        "plan VENV/bin/pip install -c VENV/constraints.txt -e .[chat,dev,families,hub,npu,report,samplers,serve] "
+        f"plan VENV/bin/pip install -c VENV/constraints.txt -e .[{EXTRAS.replace('hub', 'hub,npu')}] "
         "# torch==2.9.0 torch_npu==2.9.0.post2",
     ]
-    code, _, error = machine.setup("--cann", "8.4.0")
-    assert code == 1 and "--cann 8.3.RC1" in error and error.count("\n") == 0
-
-
-def test_numpy_below_2_is_a_constraint_before_cann_9(machine: FakeMachine):
-    code, lines, error = machine.with_npus().with_cann("8.5.0").sourced().setup("--rooms=none")
-    assert (code, error) == (0, "")
-    assert plan_of(lines)[-1] == (
+    steps = machine.steps("--cann", "8.5.0", "--rooms=none")
+    assert steps[-1] == (
         "plan VENV/bin/pip install -c VENV/constraints.txt -e .[npu] # torch==2.9.0 torch_npu==2.9.0 numpy<2"
     )
-
-
-def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_path: Path):
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    for name in (*(f"python{version}" for version in PYTHONS), "python"):
-        (folder / name).write_text("#!/bin/sh\necho not installed >&2\nexit 127\n")
-        (folder / name).chmod(0o755)
-    (folder / "python3").symlink_to(sys.executable)
-    path = f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin"
-    code, lines, error = machine.setup(PYTHON="", PATH=path)
-    assert (code, error) == (0, "")
-    assert "plan python3 -m venv VENV" in lines
-    (folder / "python3").unlink()
-    (folder / "python3").symlink_to(folder / "python")
-    code, _, error = machine.setup(PYTHON="", PATH=path)
-    assert code == 1
-    assert error.startswith("error: no Python 3.10 to 3.14 that") and error.count("\n") == 0
+    # Some clients need older packages than the rest: the lock that is installed last decides.
+    steps = machine.steps("--device=cpu", "--rooms=serve,chat", "--extras=dev,clients,ray,track")
+    assert steps[1:7] == locked("chat", "serve", "ray", "dev", "clients")
 
 
 @pytest.mark.parametrize(
@@ -366,119 +372,69 @@ def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_pa
         (["--device", "tpu"], "tpu", 2),
         (["--cann"], "--cann", 2),
         (["--rooms", "hub,x"], "--rooms x", 2),
-        # a value adds no line to the plan
-        *(
-            (["--cann", version], "--cann", 1)
-            for version in ("9.0.0\nkind cpu\ninstall --index-url http://x/ torch", "9.0.0 evil", "$(id)")
-        ),
+        (["--cann", "8.4.0"], "--cann 8.3.RC1", 1),  # a problem of the plan
     ],
 )
 def test_bad_flags(machine: FakeMachine, flags: list[str], word: str, expected: int):
     code, lines, error = machine.with_npus().setup(*flags)
-    assert code == expected and plan_of(lines) == []
+    assert code == expected and not any(line.startswith("plan") for line in lines)
     assert word in error and error.count("\n") == 0
 
 
-def test_a_version_file_adds_no_line_to_the_plan(machine: FakeMachine):
-    machine.with_npus().put(f"{OLD_HOME}/version.cfg", "toolkit_running_version=[9.0.0\ninstall evil\nkind cpu]\n")
-    code, lines, error = machine.sourced().setup()
-    assert (code, error) == (0, "") and "torch_npu==2.9.0.post2" in plan_of(lines)[-1]
-    assert [line for line in lines if "evil" in line and not line.startswith("found CANN")] == []
+def test_stubs_of_a_version_manager_are_passed_over(machine: FakeMachine, tmp_path: Path):
+    folder = tmp_path / "bin"
+    for name in (*(f"python{version}" for version in PYTHONS), "python"):
+        put_program(folder / name, "echo not installed >&2\nexit 127")
+    (folder / "python3").symlink_to(sys.executable)
+    path = f"{folder}:/usr/bin:/bin"
+    assert machine.steps(PYTHON="", PATH=path)[0] == "plan python3 -m venv VENV"
+    (folder / "python3").unlink()
+    (folder / "python3").symlink_to(folder / "python")
+    code, _, error = machine.setup(PYTHON="", PATH=path)
+    assert code == 1
+    assert error.startswith("error: no Python 3.10 to 3.14 that") and error.count("\n") == 0
 
 
-@pytest.mark.parametrize(
-    "index", ["https://x/cpu --pre evil", "https://x/cpu\ninstall evil", "--index-url=http://x", "a\tb"]
-)
-def test_an_address_adds_no_argument_to_pip(machine: FakeMachine, index: str):
-    code, lines, error = machine.setup(arch="x86_64", TORCH_INDEX_URL=index)
-    assert code == 1 and "TORCH_INDEX_URL" in error and error.count("\n") == 0
-    assert plan_of(lines) == []
+@pytest.mark.parametrize(("version", "refused"), [("3.12", "8.3.RC1"), ("3.14", "9.1.0")])
+def test_a_python_without_wheels_of_torch_npu_is_refused(machine: FakeMachine, tmp_path: Path, version, refused):
+    """The version is made up, the rest is this interpreter's."""
+    lie = f'if [ "$1" = -c ]; then echo {version}; else exec {sys.executable} "$@"; fi'
+    python = str(put_program(tmp_path / "python", lie))
+    assert machine.steps("--device=cpu", PYTHON=python)[1] == locked()[0]
+    code, _, error = machine.with_npus().with_cann(refused).setup(PYTHON=python)
+    assert code == 1 and "3.11" in error
 
 
-def test_a_finished_setup_is_left_alone(machine: FakeMachine):
+def test_a_finished_setup_is_left_as_it_is(machine: FakeMachine):
     """The stamp of the same plan, with the same or fewer extras, leaves nothing to do; another stamp does."""
-    python = machine.venv / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    _, lines, _ = machine.setup("--device=cpu", "--extras=dev", arch="x86_64")
+    put_program(machine.venv / "bin/python", f'exec {sys.executable} "$@"')
     first = "plan VENV/bin/pip install torch==2.13.0+cpu"
-    before = locked(*ROOMS, "dev")
-    assert plan_of(lines)[:9] == [*before, first]  # no venv: the user's folder is used
-
     checksum = checksum_of("pyproject.toml")
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    text = f"project {ROOT}\nkind cpu\npython {version}\ntorch torch==2.13.0\n"
-    text += f"extras chat,dev,families,hub,report,samplers,serve\npyproject {checksum}\n"
+    text = f"project {ROOT}\nkind cpu\npython {THIS}\ntorch torch==2.13.0\nextras {EXTRAS}\npyproject {checksum}\n"
     text += f"locks {checksum_of(*(f'locks/{name}.lock' for name in ('core', *ROOMS, 'dev')))}\n"
     stamp = machine.venv / "nanochat_setup.txt"
     stamp.write_text(text)
     if importlib.metadata.version("torch").startswith("2.13.0"):
-        for rooms in (",".join(ROOMS), "hub,serve"):
-            _, lines, _ = machine.setup("--device=cpu", f"--rooms={rooms}", arch="x86_64")
-            assert lines[-1].startswith("ready VENV")
-    _, lines, _ = machine.setup("--device=cpu", "--unlocked", arch="x86_64")
-    assert plan_of(lines)[0] == first
-    _, lines, _ = machine.setup("--device=cpu", "--extras=track", arch="x86_64")
-    assert plan_of(lines)[-1].endswith("-e .[chat,dev,families,hub,report,samplers,serve,track] # torch==2.13.0")
+        _, lines, _ = machine.setup("--device=cpu", "--rooms=hub,serve", arch="x86_64")
+        assert lines[-1].startswith("ready VENV")
+    assert machine.steps("--device=cpu", "--unlocked", arch="x86_64")[0] == first
+    steps = machine.steps("--device=cpu", "--extras=track", arch="x86_64")
+    assert steps[-1].endswith(f"-e .[{EXTRAS},track] # torch==2.13.0")
     stamp.write_text(text.replace(checksum, "0 0"))
-    _, lines, _ = machine.setup("--device=cpu", arch="x86_64")
-    assert plan_of(lines)[:9] == [*before, first]
+    assert machine.steps("--device=cpu", arch="x86_64")[:9] == [*locked(*ROOMS, "dev"), first]
     stamp.write_text(text.replace("kind cpu", "kind cuda"))
-    _, lines, _ = machine.setup("--device=cpu", "--rooms=none", arch="x86_64")
-    assert plan_of(lines)[0].startswith("plan rm -r VENV") and plan_of(lines)[1] == "plan PYTHON -m venv VENV"
-    assert plan_of(lines)[-1].endswith("-e . # torch==2.13.0")  # the old folder's extras went with it
+    steps = machine.steps("--device=cpu", "--rooms=none", arch="x86_64")
+    assert steps[0].startswith("plan rm -r VENV") and steps[1] == "plan PYTHON -m venv VENV"
+    assert steps[-1].endswith("-e . # torch==2.13.0")  # the old folder's extras went with it
 
 
 def test_a_venv_of_another_kind_does_not_make_the_one_that_replaces_it(machine: FakeMachine):
     """Its interpreter goes with it; the one it was made with stays."""
     venv.create(machine.venv, with_pip=False)
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    (machine.venv / "nanochat_setup.txt").write_text(f"project x\nkind cpu\npython {version}\n")
-    code, lines, error = machine.with_npus().with_cann("8.5.0").setup(PYTHON="")
-    assert code == 0, error
-    removal = next(i for i, line in enumerate(lines) if line.startswith("plan rm -r VENV"))
-    maker = lines[removal + 1].removeprefix("plan ").removesuffix(" -m venv VENV")
-    assert Path(maker).is_file() and not maker.startswith("VENV")
-
-
-def test_extras_have_their_locks_and_clients_come_last(machine: FakeMachine):
-    """Some clients need older packages than the rest: the lock that is installed last decides."""
-    _, lines, _ = machine.setup("--device=cpu", "--rooms=serve,chat", "--extras=dev,clients,ray,track")
-    assert plan_of(lines)[1:7] == locked("chat", "serve", "ray", "dev", "clients")
-
-
-# CANN -> the Pythons that its torch_npu has no wheels for.
-REFUSED = {"8.3.RC1": "3.12 3.13 3.14", "8.5.0": "3.13 3.14", "9.0.0": "3.14", "9.1.0": "3.14"}
-
-
-@pytest.mark.parametrize("cann", PAIRS)
-def test_the_plan_has_the_pythons_of_its_wheels(machine: FakeMachine, cann: str):
-    (pythons,) = machine.with_npus().with_cann(cann).plan()["pythons"]
-    assert set(pythons.split()) == {*PYTHONS} - {*REFUSED[cann].split()} and pythons.startswith("3.11")
-
-
-@pytest.mark.parametrize(
-    ("version", "canns"),
-    [
-        *(("3.10", ["8.3.RC1"]), ("3.11", []), ("3.12", ["8.3.RC1", "8.5.0"])),
-        *(("3.13", ["8.5.0", "9.0.0"]), ("3.14", ["9.1.0"])),
-    ],
-)
-def test_every_python_of_the_table_makes_a_venv(machine: FakeMachine, tmp_path: Path, version: str, canns: list[str]):
-    """With that version only: a CPU takes all of them, and an NPU those that its torch_npu has wheels for."""
-    python = tmp_path / "python"
-    # The version is made up, the rest is this interpreter's.
-    lie = f'if [ "$1" = -c ]; then echo {version}; else exec {sys.executable} "$@"; fi'
-    python.write_text(f"#!/bin/sh\n{lie}\n")
-    python.chmod(0o755)
-    code, lines, error = machine.setup("--device=cpu", PYTHON=str(python))
-    assert (code, error) == (0, "")
-    assert any(line.startswith(f"found Python {version} ") for line in lines) and locked()[0] in lines
-    for cann in canns:
-        code, lines, error = machine.with_npus().with_cann(cann).setup(PYTHON=str(python))
-        assert code == (version in REFUSED[cann]), f"CANN {cann}: {lines} {error}"
-        assert not code or "3.11" in error
+    (machine.venv / "nanochat_setup.txt").write_text(f"project x\nkind cpu\npython {THIS}\n")
+    removal, making, *_ = machine.with_npus().with_cann("8.5.0").steps(PYTHON="")
+    maker = making.removeprefix("plan ").removesuffix(" -m venv VENV")
+    assert removal.startswith("plan rm -r VENV") and Path(maker).is_file() and not maker.startswith("VENV")
 
 
 # ---------------------------------------------------------------------- locks
@@ -489,46 +445,40 @@ UNLOCKED = {"npu", "track", "modelscope"}  # what an accelerator or an account o
 PLACES = list(itertools.product(PYTHONS, (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))))
 
 
+@functools.cache
+def requirements(name: str) -> list[Requirement]:
+    lines = (ROOT / f"locks/{name}.lock").read_text().splitlines()
+    return [Requirement(line.rstrip(" \\")) for line in lines if "==" in line]
+
+
 def pins(name: str, python: str, machine: tuple[str, str]) -> dict[str, str]:
     """package -> version, on one Python, system and processor."""
-    lines = [line for line in (ROOT / f"locks/{name}.lock").read_text().split("\n") if "==" in line]
-    place = {
-        "python_version": python,
-        "python_full_version": f"{python}.4",
-        "platform_machine": machine[1],
-        "sys_platform": machine[0],
-    }
-    found = [Requirement(line.rstrip(" \\")) for line in lines]
-    return {one.name: str(one.specifier)[2:] for one in found if not one.marker or one.marker.evaluate(place)}
+    system, processor = machine
+    place = {"python_version": python, "python_full_version": f"{python}.4", "sys_platform": system}
+    place["platform_machine"] = processor
+    found = [one for one in requirements(name) if not one.marker or one.marker.evaluate(place)]
+    return {one.name: str(one.specifier)[2:] for one in found}
 
 
-@pytest.mark.parametrize("name", sorted(NEEDS.keys() - UNLOCKED))
-def test_a_lock_has_what_its_extra_needs_with_hashes(name: str):
-    """Every package but torch, in a version that pyproject.toml allows, on every Python, system and processor."""
-    text = (ROOT / f"locks/{name}.lock").read_text()
-    assert not re.search(r"^(torch|triton|nvidia\S*|cuda\S*)==", text, re.MULTILINE)
-    packages = re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]
-    assert packages and all("--hash=sha256:" in package for package in packages)
-    needs = [need for need in map(Requirement, NEEDS[name]) if need.name != "torch"]
-    assert needs
+def test_locks_have_what_the_extras_need_with_hashes_and_agree():
+    """Every package but torch, in a version that pyproject.toml allows, on every Python, system and processor; one
+    package has one version in all locks, but for the clients, whose lock comes last."""
+    names = sorted(path.stem for path in (ROOT / "locks").glob("*.lock"))
+    assert set(names) == NEEDS.keys() - UNLOCKED
+    for name in names:
+        packages = re.split(r"^(?=[a-z0-9])", (ROOT / f"locks/{name}.lock").read_text(), flags=re.MULTILINE)[1:]
+        assert packages and all("--hash=sha256:" in package for package in packages)
+        assert not [one.name for one in requirements(name) if re.match("(torch$|triton$|nvidia|cuda)", one.name)]
     for python, machine in PLACES:
-        chosen = pins("core", python, machine) | pins(name, python, machine)
-        for need in needs:
-            if not need.marker or need.marker.evaluate({"python_version": python, "sys_platform": machine[0]}):
-                version = chosen[need.name.replace("_", "-")]
-                assert need.specifier.contains(version), f"{need} on Python {python}: the lock has {version}"
-
-
-def test_locks_agree_and_every_extra_has_one():
-    """One package has one version in all locks, but for the clients, whose lock comes last."""
-    files = {path.stem for path in (ROOT / "locks").glob("*.lock")}
-    assert files == NEEDS.keys() - UNLOCKED
-    for place in PLACES:
         agreed: dict[str, str] = {}
-        for name in sorted(files - {"clients"}):
-            for package, version in pins(name, *place).items():
-                assert agreed.setdefault(package, version) == version, f"{package} in {name}.lock on {place}"
+        for name in names:
+            chosen = pins(name, python, machine)
+            for package, version in chosen.items() if name != "clients" else ():
+                assert agreed.setdefault(package, version) == version, f"{package} in {name}.lock"
+            chosen = pins("core", python, machine) | chosen
+            for need in map(Requirement, NEEDS[name]):
+                here = not need.marker or need.marker.evaluate({"python_version": python, "sys_platform": machine[0]})
+                if here and need.name != "torch":
+                    assert need.specifier.contains(chosen[need.name.replace("_", "-")]), f"{need} on Python {python}"
     assert [f"Programming Language :: Python :: {version}" for version in PYTHONS] == PROJECT["classifiers"]
-    assert len(PROJECT["dependencies"]) == 8
-    named = set(extras.EXTRAS)
-    assert named <= NEEDS.keys() and set(ROOMS) <= named
+    assert set(extras.EXTRAS) <= NEEDS.keys() and set(ROOMS) <= set(extras.EXTRAS)
