@@ -202,7 +202,7 @@ stages() {
 # should be found before it. So the commands of the run are rehearsed with the same model, batch and processes, for two
 # steps: memory is fullest in the second, which also has the state of the optimizer.
 
-rehearse() ( # a subshell: what it sets and defines ends with it
+rehearse() { # `attend` runs it in a subshell: what it sets and defines ends with that, and so do its traps
   folder=$run_folder/rehearsal log=$run_folder/rehearsal.log
   trap '(($? < 129)) || rm -f "$log"; rm -rf "$folder"' EXIT # above 128: it was stopped by a signal
   child=''
@@ -245,7 +245,7 @@ run this again, or add --rehearsal off"
   pretrain # resumes
   run "$python" -m scripts.chat_cli --prompt Hello --max_tokens 16
   rm "$log"
-)
+}
 
 # ---- Run -----------------------------------------------------------------------------------------------
 

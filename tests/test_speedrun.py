@@ -213,7 +213,7 @@ def test_the_variables_are_those_of_the_full_report():
 
 
 def test_runs_of_minutes_do_not_rehearse_unless_they_are_asked_to(speedrun):
-    """And ~ in the folder's name is the home folder: the scripts expand it, and speedrun_npu.sh writes there as well."""
+    """A ~ in the name of the folder is the home folder, for the scripts and for speedrun_npu.sh itself."""
     speedrun.environment |= {"NANOCHAT_BASE_DIR": "~/base", "HOME": str(speedrun.folder)}
 
     def rehearses(*flags: str) -> bool:
