@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from whole_files import pytest_xdist_make_scheduler  # noqa: F401 (a hook)
+from whole_files import longest_first, pytest_xdist_make_scheduler  # noqa: F401 (the second is a hook)
 
 from nanochat.gpt import GPTConfig
 from nanochat.ground import host
@@ -23,10 +22,8 @@ from nanochat.tokenizer import Tokenizer
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A soak runs where `-m` names it, and nowhere else: `-m "not slow"` does not. The files with the most slow tests
-    come first: two workers that take file after file then end at about the same time."""
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    """A soak runs where `-m` names it, and nowhere else: `-m "not slow"` does not. The longest files come first."""
+    longest_first(items)
     if "soak" not in config.option.markexpr:
         soaks = [item for item in items if item.get_closest_marker("soak")]
         config.hook.pytest_deselected(items=soaks)
