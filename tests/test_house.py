@@ -6,6 +6,7 @@ planted violation, so that no rule passes because it looks at nothing.
 
 import ast
 import functools
+import graphlib
 import importlib
 import os
 import re
@@ -76,7 +77,7 @@ class Source:
     path: str
     text: str
 
-    @property
+    @functools.cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
@@ -97,6 +98,7 @@ def ring_of(module: str) -> str:
     return top if top != "nanochat" else folder if folder in PACKAGES else "story"
 
 
+@functools.cache
 def tree_of_the_project() -> list[Source]:
     files = sorted([*ROOT.glob("nanochat/**/*.py"), *ROOT.glob("scripts/**/*.py")])
     return [Source(file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8")) for file in files]
@@ -280,19 +282,13 @@ PLANTED = [
     (rings_hold, "nanochat/novelty.py", "def f():\n    from nanochat.families.hf import read"),
     (rings_hold, "nanochat/novelty.py", "if TYPE_CHECKING:\n    from .parallel.mesh import Layout"),
     (rings_hold, "nanochat/novelty.py", "import importlib\nimportlib.import_module('nanochat.data.hub')"),
-    (rings_hold, "nanochat/novelty.py", "from nanochat import gpt, run"),
     (rings_hold, "nanochat/novelty.py", "def f():\n    from nanochat.run.flags import TrainFlags"),
-    (rings_hold, "nanochat/novelty.py", "if TYPE_CHECKING:\n    from .run import stage"),
-    (rings_hold, "nanochat/ground/novelty.py", "from nanochat import device"),
     (rings_hold, "nanochat/ground/novelty.py", "def f():\n    from nanochat.gpt import GPT"),
-    (rings_hold, "nanochat/ground/novelty.py", "if TYPE_CHECKING:\n    from ..device import Device"),
     (rings_hold, "nanochat/ground/novelty.py", "import nanochat.run.stop"),
-    (rings_hold, "nanochat/ground/novelty.py", "import importlib\nimportlib.import_module('nanochat.kernels.cpu')"),
     (rings_hold, "nanochat/run/novelty.py", "def f():\n    from nanochat.kernels import compiling"),
     (rings_hold, "nanochat/evals/__init__.py", "from nanochat import bpb"),
     (rings_hold, "nanochat/train.py", "from scripts import base_train"),
     (rings_hold, "scripts/mid_train.py", "from scripts.base_train import main"),
-    (vendor_words, "nanochat/engine.py", "torch.cuda.synchronize()"),
     (vendor_words, "nanochat/engine.py", "import torch_npu"),
     (vendor_words, "nanochat/train.py", "backend = 'nccl'"),
     (vendor_words, "nanochat/train.py", "os.environ['HCCL_CONNECT_TIMEOUT'] = '1'"),
@@ -302,24 +298,17 @@ PLANTED = [
     (work_at_import, "nanochat/train.py", "import torch\ndevice = torch.device('cpu')"),
     (work_at_import, "nanochat/train.py", "import os\nBASE = os.environ.get('BASE')"),
     (work_at_import, "nanochat/train.py", "TEXT = open('file').read()"),
-    (work_at_import, "nanochat/train.py", "import logging\nlogging.basicConfig()"),
     (work_at_import, "nanochat/train.py", "class A:\n    mask = torch.ones(3)"),
     (work_at_import, "nanochat/train.py", "def f(x=torch.zeros(1)): ..."),
     (work_at_import, "nanochat/train.py", "for i in range(3):\n    pass"),
     (work_at_import, "nanochat/__init__.py", "if True:\n    os.environ['OMP_NUM_THREADS'] = '1'"),
     (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept Exception:\n    pass"),
     (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept:\n    pass"),
-    (
-        swallowed_errors,
-        "nanochat/train.py",
-        "for x in y:\n    try:\n        f()\n    except (OSError, Exception):\n        continue",
-    ),
-    (unsafe_loading, "nanochat/engine.py", "torch.load(path)"),
+    (swallowed_errors, "nanochat/train.py", "for x in y:\n  try: f()\n  except (OSError, Exception): continue"),
     (unsafe_loading, "nanochat/engine.py", "torch.load(path, weights_only=False)"),
     (unsafe_loading, "nanochat/engine.py", "def f():\n    import pickle"),
     (unsafe_loading, "nanochat/engine.py", "tiktoken.get_encoding('gpt2')"),
     (unsafe_loading, "nanochat/engine.py", "dist.all_gather_object(values, value)"),
-    (unsafe_loading, "nanochat/engine.py", "torch.distributed.broadcast_object_list(values)"),
     (docstrings, "nanochat/engine.py", "x = 1"),
     (docstrings, "scripts/bench.py", '"""Measures."""'),
     (names, "nanochat/utils.py", "x = 1"),
@@ -327,37 +316,21 @@ PLANTED = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "path", "text"), PLANTED, ids=lambda value: getattr(value, "__name__", None))
-def test_a_planted_violation_is_found(rule: Callable[[Source], Iterator[str]], path: str, text: str):
-    assert list(rule(Source(path, text)))
-
-
 ALLOWED = [
     (rings_hold, "nanochat/evals/chat_tasks.py", "from nanochat import bpb\nfrom nanochat.engine import Engine"),
-    (rings_hold, "nanochat/novelty.py", "from nanochat import device as devices\nfrom nanochat.gpt import GPT"),
-    (rings_hold, "nanochat/novelty.py", "from nanochat.ground import cli\nfrom nanochat.ground.log import warn"),
     (rings_hold, "nanochat/ground/novelty.py", "import nanochat\nfrom nanochat.ground import log\nfrom . import paths"),
     (rings_hold, "nanochat/run/novelty.py", "from nanochat import train\nfrom nanochat.ground import log"),
     (rings_hold, "nanochat/kernels/novelty.py", "from nanochat.run.progress import Attendant"),
-    (rings_hold, "nanochat/evals/chat_tasks.py", "from nanochat.run.flags import TrainFlags"),
     (rings_hold, "scripts/base_train.py", "from nanochat.parallel import mesh\nfrom nanochat.run import speed"),
     (vendor_words, "nanochat/engine.py", '"""Runs on NPU and CUDA."""\n# npu\nx = 1'),
     (vendor_words, "nanochat/device.py", "torch.npu.synchronize()"),
     (
         vendor_words,
         "scripts/bench.py",
-        "f('run `python check_npu.py`')\nadd('--device', help='npu or cpu')\ninput = 'unput'",
+        "f('run `python check_npu.py`')\nadd('--d', help='npu or cpu')\ninput = 'unput'",
     ),
-    (
-        work_at_import,
-        "nanochat/train.py",
-        "import re\nX = re.compile('a')\nDTYPES = {'a': torch.float32}\nF = lambda: torch.ones(1)",
-    ),
-    (
-        work_at_import,
-        "nanochat/train.py",
-        "@torch.no_grad()\ndef f(): torch.ones(1)\nif __name__ == '__main__':\n    f()",
-    ),
+    (work_at_import, "nanochat/train.py", "X = re.compile('a')\nD = {'a': torch.float32}\nF = lambda: torch.ones(1)"),
+    (work_at_import, "nanochat/a.py", "@torch.no_grad()\ndef f(): torch.ones(1)\nif __name__ == '__main__':\n    f()"),
     (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept OSError:\n    pass"),
     (unsafe_loading, "nanochat/engine.py", "torch.load(path, weights_only=True)"),
     (docstrings, "scripts/bench.py", '"""Measures.\n\n    python -m scripts.bench train\n"""'),
@@ -365,9 +338,11 @@ ALLOWED = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "path", "text"), ALLOWED, ids=lambda value: getattr(value, "__name__", None))
-def test_what_is_allowed_passes(rule: Callable[[Source], Iterator[str]], path: str, text: str):
-    assert not list(rule(Source(path, text)))
+def test_planted_violations_are_found_and_what_is_allowed_passes():
+    for rule, path, text in PLANTED:
+        assert list(rule(Source(path, text))), (rule.__name__, path, text)
+    for rule, path, text in ALLOWED:
+        assert not list(rule(Source(path, text))), (rule.__name__, path, text)
 
 
 # ---- What plugs in ---------------------------------------------------------------------------------------
@@ -380,24 +355,17 @@ PLUGS = [
 ]
 
 
-@pytest.mark.parametrize(("room", "seam", "name", "place"), PLUGS)
-def test_every_row_names_a_seam_and_something_of_its_room(room: str, seam: str, name: str, place: str):
-    module, _, attribute = place.partition(":")
-    assert seam in rooms.SEAMS and module.startswith(f"nanochat.{room}.")
-    tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-    defined = set()
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.Assign):
-            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-    assert attribute.partition(".")[0] in defined
-
-
-def test_no_name_has_two_places_and_every_seam_is_used():
+def test_every_row_names_a_seam_and_something_of_its_room_once():
     assert {seam for _, seam, _, _ in PLUGS} == rooms.SEAMS
-    keys = [(seam, name) for _, seam, name, _ in PLUGS]
-    assert len(keys) == len(set(keys))
+    assert len({(seam, name) for _, seam, name, _ in PLUGS}) == len(PLUGS)
+    for room, _, name, place in PLUGS:
+        module, _, attribute = place.partition(":")
+        assert module.startswith(f"nanochat.{room}."), name
+        body = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")).body
+        defined = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+        defined |= {target.id for target in targets if isinstance(target, ast.Name)}
+        assert attribute.partition(".")[0] in defined, place
 
 
 # ---- The imports as a graph ------------------------------------------------------------------------------
@@ -416,20 +384,8 @@ def import_graph() -> dict[str, set[str]]:
     return graph
 
 
-def closure(graph: dict[str, set[str]], module: str) -> set[str]:
-    reached = {module}
-    waiting = [module]
-    while waiting:
-        new = graph[waiting.pop()] - reached
-        reached |= new
-        waiting += new
-    return reached
-
-
 def test_no_import_circles():
-    graph = import_graph()
-    reached = {module: set().union(*(closure(graph, other) for other in graph[module])) for module in graph}
-    assert not sorted(module for module in graph if module in reached[module])
+    graphlib.TopologicalSorter(import_graph()).prepare()  # raises CycleError
 
 
 # ---- The budget ------------------------------------------------------------------------------------------
@@ -486,21 +442,26 @@ sys.argv[1:] = (
     "--eval_tokens=32"
 ).split()
 cli.run(main, Config, shows_progress=True)
-ours = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in ("nanochat", "scripts")}
-print("imported", *{module.__file__ for module in ours.values()})
+print("imported", *(f"{name}={getattr(module, '__file__', None)}" for name, module in sys.modules.items()))
 """
 
 
 @functools.cache
-def imported_files() -> list[Path]:
-    """Our files that a default `base_train` on a CPU has imported when it ends."""
+def imported() -> dict[str, str]:
+    """The modules that a default `base_train` on a CPU has imported when it ends, with their files."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", TINY_RUN, folder]
         ended = subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True)
     output = ended.stdout.decode()
-    assert ended.returncode == 0 and list(Path(folder).glob("*")) == [], ended.stderr.decode()
+    assert ended.returncode == 0, ended.stderr.decode()
     (line,) = [line for line in output.splitlines() if line.startswith("imported ")]
-    return [Path(name) for name in line.split()[1:]]
+    return dict(word.split("=", 1) for word in line.split()[1:])
+
+
+def imported_files() -> set[str]:
+    """Our files among them."""
+    ours = [file for module, file in imported().items() if module.partition(".")[0] in ("nanochat", "scripts")]
+    return {Path(file).relative_to(ROOT).as_posix() for file in ours}
 
 
 def story_and_ground() -> tuple[int, int]:
@@ -518,7 +479,7 @@ def spent() -> dict[str, int]:
         ground,
         len(flags()),
         len(rooms.SEAMS),
-        lines(*(str(file.relative_to(ROOT)) for file in imported_files())),
+        lines(*imported_files()),
         lines("tests/**/*.py"),
         words("docs/*.md", "README.md", "CONTRIBUTING.md", "tests/README.md"),
     )
@@ -537,20 +498,16 @@ def test_the_budget_only_falls():
             warnings.warn(f"{row}: {value} today: lower its row in BUDGET, which says {BUDGET[row]}", stacklevel=1)
 
 
-@pytest.mark.parametrize("row", BUDGET)
-def test_a_budget_that_is_overspent_fails(row: str):
+def test_the_budget_counts_what_it_names_and_notices_what_is_overspent():
     assert not overspent(BUDGET)
-    assert overspent({**BUDGET, row: round(SLACK * BUDGET[row]) + 1})
-
-
-def test_the_budget_counts_what_it_names():
+    for row in BUDGET:
+        assert len(overspent({**BUDGET, row: round(SLACK * BUDGET[row]) + 1})) == 1
     assert all((ROOT / f"nanochat/{name}.py").is_file() for name in STORY.split())
     assert {"depth", "top_p", "batches", "lora_rank", "port"} <= flags()
     assert not {"what", "sampling", "decoding", "message"} & flags()
-    imported = {file.relative_to(ROOT).as_posix() for file in imported_files()}
     # A room that the run reaches by name, and one that it does not.
-    assert {"scripts/base_train.py", "nanochat/gpt.py", "nanochat/kernels/cpu.py"} <= imported
-    assert "nanochat/serve/app.py" not in imported
+    assert {"scripts/base_train.py", "nanochat/gpt.py", "nanochat/kernels/cpu.py"} <= imported_files()
+    assert "nanochat/serve/app.py" not in imported_files()
 
 
 if __name__ == "__main__":

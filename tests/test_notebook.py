@@ -52,7 +52,7 @@ def read() -> dict[str, Any]:
 
 
 def stored(notebook: dict[str, Any]) -> list[tuple[str, bool, list[str]]]:
-    """Of each code cell: the text that it prints, whether it varies, and the kinds of its outputs."""
+    """The text that each code cell prints, whether it varies, and the kinds of its outputs."""
     found = []
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -82,14 +82,9 @@ def test_the_cells_run_and_print_what_is_stored() -> None:
 
     # What the text around them says.
     assert names["losses"][0] == pytest.approx(6.24, abs=0.05) and names["losses"][-1] < 2.6
-    in_order, shuffled, other = (
-        names["bits_per_byte"](text)
-        for text in (
-            names["sentence"],
-            "A was there cat Lily named time a upon Once.",
-            "The committee approved the annual budget.",
-        )
-    )
+    shuffled = "A was there cat Lily named time a upon Once."
+    sentences = (names["sentence"], shuffled, "The committee approved the annual budget.")
+    in_order, shuffled, other = map(names["bits_per_byte"], sentences)
     assert 2 * in_order < shuffled < other
     assert names["change"][names["advantages"] > 0].mean() > 0 > names["change"][names["advantages"] < 0].mean()
     assert names["rewards_after"].mean() > 1.2 * names["reward_before"]
@@ -98,7 +93,6 @@ def test_the_cells_run_and_print_what_is_stored() -> None:
 def test_the_notebook_is_whole_and_from_no_machine() -> None:
     text = PATH.read_text(encoding="utf-8")
     notebook = json.loads(text)
-    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     cells = notebook["cells"]
     assert len({cell["id"] for cell in cells}) == len(cells)
     code = [cell for cell in cells if cell["cell_type"] == "code"]
