@@ -65,6 +65,7 @@ def stored(notebook: dict[str, Any]) -> list[tuple[str, bool, list[str]]]:
 NUMBER = re.compile(r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
 
 
+@pytest.mark.slow
 def test_the_cells_run_and_print_what_is_stored() -> None:
     notebook = read()
     before = stored(notebook)
