@@ -44,80 +44,72 @@ PAIRS = {
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 
 # What the files hold on machines in use.
-TOOLKIT_INFO = """\
-package_name=Ascend-cann-toolkit
-version={version}
-innerversion=V100R001C23SPC002B210
-compatible_version=[V100R001C15],[V100R001C23]
-"""
+INFO = "ascend_toolkit_install.info"
+TOOLKIT_INFO = (
+    "package_name=Ascend-cann-toolkit\nversion={}\ninnerversion=V100R001C23\ncompatible_version=[V100R001C15]\n"
+)
 VERSION_CFG = """\
 # version: 1.0
 toolkit_running_version=[7.6.0.1.220:9.0.0]
 opp_kernel_running_version=[7.5.0.1.129:8.0.RC3]
 toolkit_upgrade_version=[7.6.0.1.220:8.0.0]
 """
-DRIVER_INFO = "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22SPC001B231\n"
-Plan = dict[str, list[str]]  # the lines of check_npu.py --plan by their first word
+DRIVER = {
+    "/usr/local/bin/npu-smi": "",
+    "/usr/local/Ascend/driver/version.info": "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22\n",
+}
+NPUS = dict.fromkeys(f"/dev/{name}" for name in ("davinci12", "davinci5", "davinci_manager", "devmm_svm", "hisi_hdc"))
+GPUS = dict.fromkeys(("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/usr/bin/nvidia-smi"))
+
+
+def cann(version: str, home: str = OLD_HOME, arch: str = "aarch64") -> dict[str, str]:
+    environment = f"{Path(home).parent if home == OLD_HOME else home}/set_env.sh"
+    return {f"{home}/{arch}-linux/{INFO}": TOOLKIT_INFO.format(version), environment: ""}
+
+
+def sourced(home: str = OLD_HOME) -> dict[str, str]:
+    return {"ASCEND_HOME_PATH": home, "LD_LIBRARY_PATH": f"{home}/lib64:/usr/lib"}
 
 
 class FakeMachine:
-    """Files below a folder, and a shell environment."""
+    """Files below a folder."""
 
     def __init__(self, root: Path):
         self.root = root / "machine"
         self.venv = root / "venv"
-        self.environment: dict[str, str] = {}
         self.root.mkdir()
 
-    def put(self, path: str, text: str = "") -> "FakeMachine":
-        file = self.root / path.lstrip("/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+    def put(self, files: dict[str, str]) -> "FakeMachine":
+        for path, text in files.items():
+            file = self.root / path.lstrip("/")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text or "")
         return self
 
-    def with_npus(self, *numbers: int, driver: bool = True) -> "FakeMachine":
-        for number in numbers or range(8):
-            self.put(f"/dev/davinci{number}")
-        for name in ("davinci_manager", "devmm_svm", "hisi_hdc"):
-            self.put(f"/dev/{name}")
-        return self.with_driver() if driver else self
-
-    def with_driver(self) -> "FakeMachine":
-        return self.put("/usr/local/bin/npu-smi").put("/usr/local/Ascend/driver/version.info", DRIVER_INFO)
-
-    def with_cann(self, version: str, arch: str = "aarch64", home: str = OLD_HOME) -> "FakeMachine":
-        self.put(f"{home}/{arch}-linux/ascend_toolkit_install.info", TOOLKIT_INFO.format(version=version))
-        return self.put(f"{Path(home).parent if home == OLD_HOME else home}/set_env.sh")
-
-    def link(self, path: str, target: str) -> "FakeMachine":
+    def link(self, path: str, target: str) -> None:
         """A relative link, as the installer makes them."""
         link = self.root / path.lstrip("/")
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(target)
-        return self
-
-    def sourced(self, home: str = OLD_HOME) -> "FakeMachine":
-        self.environment |= {"ASCEND_HOME_PATH": home, "LD_LIBRARY_PATH": f"{home}/lib64:/usr/lib"}
-        return self
 
     def clean_environment(self) -> dict[str, str]:
         ours = ("ASCEND", "LD_LIBRARY", "TORCH_", "PIP_")
         kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        return {**kept, "HOME": "/root", **self.environment}
+        return {**kept, "HOME": "/root"}
 
-    def plan(self, *flags: str, arch: str = "aarch64", **environment: str) -> Plan:
+    def plan(self, *flags: str, arch: str = "aarch64", **environment: str) -> dict[str, list[str]]:
+        """The lines of the plan by their first word."""
         out = io.StringIO()
         variables = {**self.clean_environment(), **environment}
         with mock.patch.dict(os.environ, variables, clear=True), contextlib.redirect_stdout(out):
             assert check_npu.main(["--plan", "--root", str(self.root), "--arch", arch, *flags]) == 0
-        plan: Plan = {"problem": [], "missing": [], "install": [], "constraint": []}
+        plan: dict[str, list[str]] = {"problem": [], "missing": [], "install": [], "constraint": []}
         for line in out.getvalue().splitlines():
             key, _, value = line.partition(" ")
             plan.setdefault(key, []).append(value)
         return plan
 
     def cann(self, **environment: str) -> str:
-        """The line of the plan about CANN."""
         (line,) = [line for line in self.plan(**environment)["found"] if line.startswith("CANN")]
         return line
 
@@ -173,76 +165,86 @@ CPU_INSTALL = ["torch==2.13.0+cpu", f"--extra-index-url {CPU_INDEX} torch==2.13.
 
 
 @pytest.mark.parametrize("arch", ["aarch64", "x86_64"])
-@pytest.mark.parametrize("cann", PAIRS)
-def test_the_plan_for_every_cann(machine: FakeMachine, cann: str, arch: str):
-    torch, torch_npu, pythons = PAIRS[cann]
-    home = NEW_HOME if cann >= "8.5" else OLD_HOME
-    plan = machine.with_npus().with_cann(cann, arch, home).sourced(home).plan(arch=arch)
-    assert (plan["problem"], plan["missing"], plan["kind"]) == ([], [], ["npu"])
-    found = [f"Linux {arch}", "NPU: 8 (/dev/davinci0 ...), driver 25.2.0", f"CANN {cann} in {home}"]
-    assert plan["found"] == found and plan["pythons"] == [pythons]
-    assert plan["install"] == pip_arguments(cann, arch)
-    numpy = ["numpy<2"] if cann < "9" else []  # the vendor's lists of dependencies
-    assert plan["constraint"] == [f"torch=={torch}", f"torch_npu=={torch_npu}", *numpy]
+@pytest.mark.parametrize("version", PAIRS)
+def test_the_plan_for_every_cann(machine: FakeMachine, version: str, arch: str):
+    torch, torch_npu, pythons = PAIRS[version]
+    home = NEW_HOME if version >= "8.5" else OLD_HOME
+    plan = machine.put(NPUS | DRIVER | cann(version, home, arch)).plan(arch=arch, **sourced(home))
+    numpy = ["numpy<2"] if version < "9" else []  # the vendor's lists of dependencies
+    assert plan == {
+        "found": [f"Linux {arch}", "NPU: 2 (/dev/davinci5 ...), driver 25.2.0", f"CANN {version} in {home}"],
+        "missing": [],
+        "problem": [],
+        "kind": ["npu"],
+        "pythons": [pythons],
+        "install": pip_arguments(version, arch),
+        "constraint": [f"torch=={torch}", f"torch_npu=={torch_npu}", *numpy],
+        "extra": ["npu"],
+    }
 
 
-# CANN -> the row that is used for it; or the flag or release that the problem names.
-OTHER_CANNS = {
-    **dict.fromkeys(("8.0.RC3", "8.1.RC1", "8.2.RC1"), "install CANN 8.3.RC1"),
-    **{"8.4.0": "--cann 8.3.RC1", "9.3.0": "--cann 9.1.0", "10.0.RC1": "--cann 9.1.0"},
-    **{
-        "8.3.RC2": "8.3.RC1",
-        "8.3.RC1.alpha001": "8.3.RC1",
-        "8.5.2": "8.5.0",
-        "9.0.0-beta.2": "9.0.0",
-        "9.1.1": "9.1.0",
-    },
-}
+MIRROR = {"TORCH_INDEX_URL": "https://mirror.example/cpu"}
+CARD = NPUS | DRIVER
+READY = CARD | cann("9.0.0")
+UNREADABLE = CARD | {f"{NEW_HOME}/lib64/libascendcl.so": ""}
+# The files, the environment, the flags; and by key of the plan a list, or words. No other line may be missing or a
+# problem, and nothing else is installed.
+PLANS: list[tuple[dict, dict, list[str], dict]] = [
+    # The devices without the driver's folders, as in a container; without CANN; CANN that is not sourced.
+    (NPUS, {}, [], {"problem": "CANN --device cpu", "missing": "npu-smi"}),
+    (NPUS, {}, ["--device", "cpu"], {"install": CPU_INSTALL, "missing": "npu-smi"}),
+    (
+        NPUS | cann("9.0.0"),
+        sourced(),
+        [],
+        {"found": "unknown", "missing": "npu-smi --device=/dev/davinci_manager", "install": pip_arguments("9.0.0")},
+    ),
+    (READY, {}, [], {"missing": "/ascend-toolkit/set_env.sh", "install": pip_arguments("9.0.0")}),
+    (CARD | cann("9.0.0", NEW_HOME), {}, [], {"missing": f"{NEW_HOME}/set_env.sh", "install": pip_arguments("9.0.0")}),
+    # No device files: a container image that is built, or a driver whose kernel module is not loaded.
+    (cann("9.0.0"), sourced(), [], {"kind": "cpu", "install": CPU_INSTALL, "missing": "/dev/davinci --device npu"}),
+    (DRIVER, {}, [], {"kind": "cpu", "install": CPU_INSTALL, "missing": "/dev/davinci --device npu"}),
+    (
+        cann("9.0.0"),
+        sourced(),
+        ["--device", "npu"],
+        {"kind": "npu", "install": pip_arguments("9.0.0"), "missing": "/dev/davinci"},
+    ),
+    # No file names the version.
+    (UNREADABLE, sourced(NEW_HOME), [], {"found": "CANN unknown", "problem": "--cann VERSION 9.1.0"}),
+    (UNREADABLE, sourced(NEW_HOME), ["--cann=9.0.0"], {"install": pip_arguments("9.0.0")}),
+    # No accelerator, a GPU, a mirror.
+    ({}, {}, [], {"kind": "cpu", "found": ["Linux aarch64"], "install": CPU_INSTALL, "missing": "NPU GPU"}),
+    ({}, MIRROR, [], {"install": "--extra-index-url https://mirror.example/cpu torch==2.13.0+cpu", "missing": "NPU"}),
+    (GPUS, {}, [], {"kind": "cuda", "found": "GPU: 2", "install": ["torch==2.13.0"]}),
+    (GPUS, MIRROR, [], {"install": ["--extra-index-url https://mirror.example/cpu torch==2.13.0"]}),
+    (GPUS, {}, ["--device=cpu"], {"install": CPU_INSTALL}),
+]
+# A CANN that the table lacks: the row that is used for it, or the flag or release that the problem names.
+for version in ("8.0.RC3", "8.1.RC1", "8.2.RC1"):
+    PLANS.append((CARD | cann(version), sourced(), [], {"problem": f"{version} install CANN 8.3.RC1"}))
+for version, near in (("8.4.0", "8.3.RC1"), ("9.3.0", "9.1.0"), ("10.0.RC1", "9.1.0")):
+    PLANS.append((CARD | cann(version), sourced(), [], {"problem": f"{version} --cann {near}"}))
+for version, row in (("8.3.RC2", "8.3.RC1"), ("8.5.2", "8.5.0"), ("9.0.0-beta.2", "9.0.0"), ("9.1.1", "9.1.0")):
+    PLANS.append((CARD | cann(version), sourced(), [], {"found": f"{version} {row}", "install": pip_arguments(row)}))
+# A value adds no line to the plan, and no argument to pip.
+for version in ("9.0.0\nkind cpu\ninstall --index-url http://x/ torch", "9.0.0 evil", "$(id)"):
+    PLANS.append((READY, sourced(), ["--cann", version], {"kind": [], "problem": "--cann"}))
+for index in ("https://x/cpu --pre evil", "https://x/cpu\ninstall evil", "a\tb", "--index-url=http://x"):
+    PLANS.append((READY, {"TORCH_INDEX_URL": index}, [], {"kind": [], "problem": "TORCH_INDEX_URL"}))
 
 
-@pytest.mark.parametrize(("cann", "outcome"), OTHER_CANNS.items())
-def test_a_cann_that_the_table_lacks(machine: FakeMachine, cann: str, outcome: str):
-    plan = machine.with_npus().with_cann(cann).sourced().plan()
-    if outcome in PAIRS:
-        assert plan["install"] == pip_arguments(outcome) and not plan["problem"]
-        assert outcome in plan["found"][-1] and cann in plan["found"][-1]
-    else:
-        (problem,) = plan["problem"]
-        assert not plan["install"] and cann in problem and outcome in problem
+@pytest.mark.parametrize(("files", "environment", "flags", "expected"), PLANS)
+def test_a_machine_has_its_plan(machine: FakeMachine, files: dict, environment: dict, flags: list[str], expected: dict):
+    plan = machine.put(files).plan(*flags, **environment)
+    for key, value in ({"problem": [], "missing": [], "install": []} | expected).items():
+        if isinstance(value, str):
+            assert all(word in "\n".join(plan[key]) for word in value.split()), plan
+        else:
+            assert plan.get(key, []) == value, plan
 
 
-def test_what_is_missing_is_named(machine: FakeMachine):
-    """The devices without the driver's folders, as in a container; without CANN; CANN that is not sourced."""
-    (problem,) = machine.with_npus(12, 5, driver=False).plan()["problem"]
-    assert "CANN" in problem and "--device cpu" in problem
-    assert machine.plan("--device", "cpu")["install"] == CPU_INSTALL
-    plan = machine.with_cann("9.0.0").sourced().plan()
-    assert plan["found"][1] == "NPU: 2 (/dev/davinci5 ...), driver unknown"
-    (missing,) = plan["missing"]
-    assert missing.startswith("npu-smi") and "--device=/dev/davinci_manager" in missing
-    machine.with_driver().environment.clear()
-    (missing,) = machine.plan()["missing"]
-    assert "source /usr/local/Ascend/ascend-toolkit/set_env.sh" in missing
-    plan = machine.with_cann("9.0.0", home=NEW_HOME).plan()
-    (missing,) = plan["missing"]
-    assert f"source {NEW_HOME}/set_env.sh" in missing and plan["install"] == pip_arguments("9.0.0")
-
-
-@pytest.mark.parametrize("driver", [False, True])
-def test_cann_without_device_files_is_a_cpu_unless_requested(machine: FakeMachine, driver: bool):
-    """As while a container image is built, or where the driver's kernel module is not loaded."""
-    machine.with_cann("9.0.0").sourced()
-    if driver:
-        machine.with_driver()
-    plan = machine.plan()
-    assert plan["kind"] == ["cpu"] and plan["install"] == CPU_INSTALL
-    assert "/dev/davinci" in plan["missing"][0] and "--device npu" in plan["missing"][0]
-    plan = machine.plan("--device", "npu")
-    assert plan["kind"] == ["npu"] and plan["install"] == pip_arguments("9.0.0")
-
-
-INFO = "ascend_toolkit_install.info"
-INFO_9 = TOOLKIT_INFO.format(version="9.0.0")
+INFO_9 = TOOLKIT_INFO.format("9.0.0")
 
 
 @pytest.mark.parametrize(
@@ -262,25 +264,17 @@ INFO_9 = TOOLKIT_INFO.format(version="9.0.0")
     ],
 )
 def test_where_the_cann_version_is_read(machine: FakeMachine, home: str, file: str, text: str):
-    machine.with_npus().put(f"{home}/{file}", text)
+    machine.put(NPUS | {f"{home}/{file}": text})
     assert machine.cann(HOME="/home/me2") == f"CANN 9.0.0 in {home}"
 
 
-def test_a_cann_without_a_version(machine: FakeMachine):
-    machine.with_npus().put(f"{NEW_HOME}/lib64/libascendcl.so").sourced(NEW_HOME)
-    assert machine.cann() == f"CANN unknown in {NEW_HOME}"
-    (problem,) = machine.plan()["problem"]
-    assert "--cann VERSION" in problem and "9.1.0" in problem
-    assert machine.plan("--cann=9.0.0")["install"] == pip_arguments("9.0.0")
-
-
 def test_which_of_several_canns_counts(machine: FakeMachine):
-    machine.with_npus()
+    machine.put(NPUS)
     for version in ("8.5.0", "9.0.0", "10.0.0"):
-        machine.with_cann(version, home=f"/usr/local/Ascend/cann-{version}")
+        machine.put(cann(version, f"/usr/local/Ascend/cann-{version}"))
     base = "/usr/local/Ascend/ascend-toolkit"
     for version in ("8.3.RC1", "9.0.0"):
-        machine.with_cann(version, home=f"{base}/{version}")
+        machine.put(cann(version, f"{base}/{version}"))
     assert machine.cann() == "CANN 10.0.0 in /usr/local/Ascend/cann-10.0.0"  # the newest
     # Below ascend-toolkit `latest` says what is in use: a folder of links, or a link itself.
     machine.link(f"{base}/latest/aarch64-linux", "../8.3.RC1/aarch64-linux")
@@ -290,40 +284,10 @@ def test_which_of_several_canns_counts(machine: FakeMachine):
     assert machine.cann() == f"CANN 9.0.0 in {OLD_HOME}"
     machine.link(NEW_HOME, "cann-8.5.0")
     assert machine.cann() == f"CANN 8.5.0 in {NEW_HOME}"
-    machine.with_cann("9.1.0", home="/opt/cann").sourced("/opt/cann")
-    assert machine.cann() == "CANN 9.1.0 in /opt/cann" and not machine.plan()["missing"]
-    machine.sourced("/opt/gone")  # left over from a CANN that was removed
-    assert machine.cann() == f"CANN 8.5.0 in {NEW_HOME}"
-
-
-def test_no_accelerator_a_gpu_and_a_mirror(machine: FakeMachine):
-    plan = machine.plan(arch="x86_64")
-    assert (plan["kind"], plan["found"], plan["install"]) == (["cpu"], ["Linux x86_64"], CPU_INSTALL)
-    assert len(plan["missing"]) == 1
-    mirror = "https://mirror.example/cpu"
-    assert f"--extra-index-url {mirror} torch==2.13.0+cpu" in machine.plan(TORCH_INDEX_URL=mirror)["install"]
-    machine.put("/dev/nvidia0").put("/dev/nvidia1").put("/dev/nvidiactl").put("/usr/bin/nvidia-smi")
-    plan = machine.plan(arch="x86_64")
-    assert plan["kind"] == ["cuda"] and "NVIDIA GPU: 2" in plan["found"] and plan["install"] == ["torch==2.13.0"]
-    assert machine.plan(TORCH_INDEX_URL=mirror)["install"] == [f"--extra-index-url {mirror} torch==2.13.0"]
-    assert machine.plan("--device=cpu", arch="x86_64")["install"] == CPU_INSTALL
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        *(
-            ("--cann", value)
-            for value in ("9.0.0\nkind cpu\ninstall --index-url http://x/ torch", "9.0.0 evil", "$(id)")
-        ),
-        *(("TORCH_INDEX_URL", value) for value in ("https://x/cpu --pre evil", "https://x/cpu\ninstall evil", "a\tb")),
-        ("TORCH_INDEX_URL", "--index-url=http://x"),
-    ],
-)
-def test_a_value_adds_no_line_to_the_plan_and_no_argument_to_pip(machine: FakeMachine, flag: str, value: str):
-    machine.with_npus()
-    plan = machine.plan(flag, value) if flag == "--cann" else machine.plan(**{flag: value})
-    assert flag in plan.pop("problem")[0] and not any(plan.values())
+    machine.put(cann("9.1.0", "/opt/cann"))
+    assert machine.cann(**sourced("/opt/cann")) == "CANN 9.1.0 in /opt/cann"
+    # Left over from a CANN that was removed.
+    assert machine.cann(**sourced("/opt/gone")) == f"CANN 8.5.0 in {NEW_HOME}"
 
 
 # ---------------------------------------------------------------------- what the script does with a plan
@@ -346,7 +310,7 @@ def checksum_of(*names: str) -> str:
 
 def test_a_plan_is_carried_out(machine: FakeMachine):
     evil = "toolkit_running_version=[9.0.0\ninstall evil\nkind cpu]\n"  # adds no line to the plan
-    machine.with_npus().put(f"{OLD_HOME}/version.cfg", evil).sourced()
+    machine.put(NPUS | {f"{OLD_HOME}/version.cfg": evil})
     pair = "torch==2.9.0+cpu torch_npu==2.9.0.post2"
     assert machine.steps("--extras=dev", arch="x86_64") == [
         "plan PYTHON -m venv VENV",
@@ -376,7 +340,7 @@ def test_a_plan_is_carried_out(machine: FakeMachine):
     ],
 )
 def test_bad_flags(machine: FakeMachine, flags: list[str], word: str, expected: int):
-    code, lines, error = machine.with_npus().setup(*flags)
+    code, lines, error = machine.put(NPUS).setup(*flags)
     assert code == expected and not any(line.startswith("plan") for line in lines)
     assert word in error and error.count("\n") == 0
 
@@ -401,7 +365,7 @@ def test_a_python_without_wheels_of_torch_npu_is_refused(machine: FakeMachine, t
     lie = f'if [ "$1" = -c ]; then echo {version}; else exec {sys.executable} "$@"; fi'
     python = str(put_program(tmp_path / "python", lie))
     assert machine.steps("--device=cpu", PYTHON=python)[1] == locked()[0]
-    code, _, error = machine.with_npus().with_cann(refused).setup(PYTHON=python)
+    code, _, error = machine.put(NPUS | cann(refused)).setup(PYTHON=python)
     assert code == 1 and "3.11" in error
 
 
@@ -432,7 +396,7 @@ def test_a_venv_of_another_kind_does_not_make_the_one_that_replaces_it(machine: 
     """Its interpreter goes with it; the one it was made with stays."""
     venv.create(machine.venv, with_pip=False)
     (machine.venv / "nanochat_setup.txt").write_text(f"project x\nkind cpu\npython {THIS}\n")
-    removal, making, *_ = machine.with_npus().with_cann("8.5.0").steps(PYTHON="")
+    removal, making, *_ = machine.put(NPUS | cann("8.5.0")).steps(PYTHON="")
     maker = making.removeprefix("plan ").removesuffix(" -m venv VENV")
     assert removal.startswith("plan rm -r VENV") and Path(maker).is_file() and not maker.startswith("VENV")
 
