@@ -116,7 +116,7 @@ class FakeMachine:
     def setup(self, *flags: str, arch: str = "aarch64", **environment: str) -> tuple[int, list[str], str]:
         """The exit code, the lines of a dry run of the script with folders shortened, and the error line."""
         variables = {"PYTHON": sys.executable, "VENV": str(self.venv), "ARCH": arch}
-        command = ["bash", str(ROOT / "setup_ascend.sh"), "--dry_run", "--root", str(self.root), *flags]
+        command = ["bash", "--posix", str(ROOT / "setup_ascend.sh"), "--dry_run", "--root", str(self.root), *flags]
         answer = subprocess.run(
             command,
             env={**self.clean_environment(), **variables, **environment},

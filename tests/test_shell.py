@@ -1,10 +1,9 @@
-"""The shell scripts start by `sh`, on the bash 3.2 of macOS, and in a checkout made on Windows.
+"""The shell scripts run on the bash 3.2 of macOS, and in a checkout made on Windows.
 
-A bash older than 4.4 is not to be had here, so what it cannot read is looked for in the text. Each pattern has a line
-that it must find.
+test_speedrun.py and test_setup.py start them by `sh` and in bash's POSIX mode. A bash older than 4.4 is not to be had
+here, so what it cannot read is looked for in the text. Each pattern has a line that it must find.
 """
 
-import os
 import re
 import shutil
 import subprocess
@@ -74,27 +73,6 @@ def test_help_of_a_shell_script_does_nothing(script: str, tmp_path: Path):
     assert f"bash {script}" in result.stdout or "speedrun.sh is the same script" in result.stdout
     assert len(result.stdout.splitlines()) > 4 and "set -e" not in result.stdout
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dirname", "sed"]
-
-
-@pytest.mark.parametrize("shell", [["sh"], ["bash", "--posix"], ["bash"]])
-@pytest.mark.parametrize("script", ["setup_ascend.sh", "speedrun_npu.sh"])
-def test_sh_becomes_bash(script: str, shell: list[str]):
-    """Debian's sh is dash, elsewhere it is bash in its POSIX mode, and a variable can choose that mode, too."""
-    environment = {**os.environ, "POSIXLY_CORRECT": "1"} if shell == ["bash"] else dict(os.environ)
-    flags = subprocess.run([*shell, script, "--profil=x"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert flags.returncode == 2 and flags.stderr.startswith("error: unknown flag --profil=x") and not flags.stdout
-
-
-def test_sh_reads_a_process_substitution(tmp_path: Path):
-    """The scripts use one, which bash refuses in its POSIX mode: the mode has to end before that line is read."""
-    head = re.search(r"^\[ -n .*\n.*\n", (ROOT / "speedrun_npu.sh").read_text(), re.MULTILINE)
-    assert head
-    script = tmp_path / "script"
-    script.write_text(f"#!/usr/bin/env bash\n{head[0]}read -r word < <(echo bash)\necho $word $1\n")
-    (tmp_path / "sh").symlink_to("/bin/bash")
-    for shell in ("sh", str(tmp_path / "sh")):
-        answer = subprocess.run([shell, str(script), "one"], capture_output=True, text=True, timeout=60)
-        assert answer.stdout == "bash one\n", answer.stderr
 
 
 def test_every_text_has_unix_line_ends():

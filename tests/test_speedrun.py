@@ -81,12 +81,15 @@ class Speedrun:
         (project / "setup_ascend.sh").write_text('echo "set up in $VENV"\n')
         self.script = shutil.copy(ROOT / "speedrun_npu.sh", project)
         mine = {name: value for name, value in os.environ.items() if not name.startswith("NANOCHAT")}
+        mine["POSIXLY_CORRECT"] = (
+            "1"  # `sh` is dash or bash in its POSIX mode, and this variable chooses that mode, too
+        )
         places = {"VENV": folder / "venv", "NANOCHAT_BASE_DIR": self.base, "RECORD": self.record}
         self.environment = {**mine, **{name: str(path) for name, path in places.items()}}
 
     def start(self, *flags: str, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
-            ["bash", self.script, *flags],
+            ["sh", self.script, *flags],
             env={**self.environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
