@@ -28,7 +28,7 @@ SERVED = {**MODEL, "vocab_size": 400, "batches": (2,)}
 def test_the_measurements_of_training_follow_from_the_seconds(tmp_path, monkeypatch):
     """By a clock on which the work of each round takes 2 s for the step and 4 s for the product."""
     now = itertools.accumulate(itertools.cycle([0, 2, 0, 4]))
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     monkeypatch.setattr(bench, "PRODUCT_FLOPS", 1e8)  # two products a round
     file = tmp_path / "bench.json"
     bench.main(bench.Config(bench.Train(**TINY, steps=3, json=str(file))))
@@ -52,12 +52,14 @@ def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_pat
     monkeypatch.setattr(bench, "serving", lambda engine, slots: contextlib.nullcontext(0))
     monkeypatch.setattr(bench.multiprocessing, "get_context", lambda _: SimpleNamespace(Pool=ThreadPool))
     monkeypatch.setattr(bench, "NEW_TOKENS", 2)
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=itertools.count(0, 8).__next__))
     config = bench.Serve(**SERVED, json=str(tmp_path / "serve.json"))
     bench.main(bench.Config(config))
     assert f"{counted(torch.get_num_threads(), 'thread')}, depth 1," in capsys.readouterr().out
     written = json.loads((tmp_path / "serve.json").read_text())
     names = ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
     assert [*written] == names
+    assert written["measurements"]["engine, batch 2"] == {"unit": "tokens/s", "values": [2 * 2 / 8] * 5}
     assert written["measurements"]["HTTP, 2 clients"] == {"unit": "tokens/s", "values": [8.0] * 5}
     stats.failed = 1
     with pytest.raises(UserError, match="--batches 2: 5 of 15"):

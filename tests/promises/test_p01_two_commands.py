@@ -91,4 +91,4 @@ def test_both_commands_in_a_clean_clone(tmp_path: Path):
     environment |= {"NANOCHAT_BASE_DIR": str(tmp_path / "base"), "HF_ENDPOINT": "http://127.0.0.1:9"}
     for script in ("speedrun_npu.sh", "tests/run.sh"):
         assert subprocess.run(["bash", script], cwd=clone, env=environment).returncode == 0, script
-    assert (tmp_path / "base/runs/report/cpu/report.html").is_file()
+    assert list((tmp_path / "base/runs/report").glob("*/report.html"))
