@@ -1,4 +1,4 @@
-"""P1. Two commands.
+"""P1. Two commands: one makes a model from a clean clone, the other one passes the tests.
 
 `bash speedrun_npu.sh` sets up and runs the whole pipeline, `bash tests/run.sh` sets up and passes the tests. Here both
 scripts run with programs that only record what they are to do, and the first one downloads nothing on a CPU. The soak
