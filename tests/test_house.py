@@ -157,23 +157,10 @@ def vendor_words(source: Source) -> Iterator[str]:
         if isinstance(node, ast.Call):
             silent |= {id(part) for key in node.keywords if key.arg == "help" for part in ast.walk(key.value)}
     for node in ast.walk(tree):
-        texts: list[str | None] = []
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in silent:
-            texts = [OUR_FILES.sub("", node.value)]
-        elif isinstance(node, ast.Name):
-            texts = [node.id]
-        elif isinstance(node, ast.Attribute):
-            texts = [node.attr]
-        elif isinstance(node, ast.arg | ast.keyword):
-            texts = [node.arg]
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            texts = [node.name]
-        elif isinstance(node, ast.alias):
-            texts = [node.name, node.asname]
-        elif isinstance(node, ast.ImportFrom):
-            texts = [node.module]
-        for text in texts:
-            if text and (match := VENDOR_WORD.search(text)):
+        # The string fields of a node are a constant's text, and the names of what is defined, read, passed or imported.
+        texts = [value for _, value in ast.iter_fields(node) if isinstance(value, str)]
+        for text in () if isinstance(node, ast.Constant) and id(node) in silent else texts:
+            if match := VENDOR_WORD.search(OUR_FILES.sub("", text)):
                 line = getattr(node, "lineno", "?")
                 yield f"{source.path}:{line} says {match[0]!r}: only nanochat/device.py knows vendors"
 
