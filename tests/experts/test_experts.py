@@ -1,4 +1,7 @@
-"""Mixtures of experts: what each token computes, how experts are balanced, and one process as several."""
+"""Mixtures of experts: what each token computes, and how experts are balanced.
+
+That several processes learn as one is promise T8.
+"""
 
 import dataclasses
 from typing import Any
@@ -7,21 +10,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_train import RATES, make_batch, rows_of
-from tiny import EXPERT_SHAPES, PLAIN, cpu_device, lively_model, make_engine, run_ranks, tiny_config
+from tiny import EXPERT_SHAPES, PLAIN, cpu_device, lively_model, make_engine, tiny_config
 from tiny import FOUR_EXPERTS as FOUR
 from torch import Tensor
 
 from nanochat import scaling
 from nanochat.cross_entropy import IGNORE
-from nanochat.device import Device
 from nanochat.experts.layer import Experts
 from nanochat.experts.router import BIAS_RATE
 from nanochat.gpt import GPT, MLP, GPTConfig
-from nanochat.ground.sharding import fill, whole
 from nanochat.kernels.gradients import product
 from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
 from nanochat.optim import Optimizer, ParameterGroup
-from nanochat.ranks import lay_out
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
@@ -46,7 +46,7 @@ def experts_of(model: GPT) -> list[Experts]:
 
 @pytest.mark.parametrize("mlp", ["relu2", "swiglu"])
 def test_one_expert_is_the_mlp_to_the_bit(mlp):
-    """In its output, its gradients and ten steps of Muon and AdamW."""
+    """In its output, its gradients and four steps of Muon and AdamW."""
     dense = lively_model(tiny_config(sequence_len=16, mlp=mlp))
     config = dataclasses.replace(dense.config, experts=1, experts_per_token=1)
     sparse = GPT(config)
@@ -58,7 +58,7 @@ def test_one_expert_is_the_mlp_to_the_bit(mlp):
             assert experts.router.bias is not None
             experts.router.bias.fill_(0.5)
     optimizers = [make_optimizer(model, RATES, cpu_device()) for model in (dense, sparse)]
-    for step in range(10):
+    for step in range(4):
         batches = rows_of(make_batch(step), slice(0, 3), slice(3, 8))
         losses = [
             train_step(model, optimizer, batches, next_token_loss, device=cpu_device())
@@ -142,10 +142,10 @@ def test_the_loop_is_the_grouped_product_to_the_bit(dtype, counts, frozen):
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_with_a_cache_are_those_without(case):
-    """64 greedy tokens, each from a cache; the model without one would have chosen the same."""
-    engine = make_engine(**{**CASES[case], "sequence_len": 96, "window_pattern": "L"})
-    generated = engine.generate_batch([3, 1, 4, 1, 5], max_tokens=64, temperature=0.0)[0][0]
-    assert len(generated) == 69
+    """24 greedy tokens, each from a cache; the model without one would have chosen the same."""
+    engine = make_engine(**{**CASES[case], "sequence_len": 32, "window_pattern": "L"})
+    generated = engine.generate_batch([3, 1, 4, 1, 5], max_tokens=24, temperature=0.0)[0][0]
+    assert len(generated) == 29
     with torch.no_grad():
         best = engine.model(torch.tensor([generated]))[0].argmax(dim=-1)
     assert best[4:-1].tolist() == generated[5:]
@@ -201,8 +201,7 @@ def loads(model: GPT, tokens: Tensor, learns: Tensor | None = None) -> list[Tens
     return [torch.bincount(one.flatten(), minlength=model.config.experts) for one in chosen]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("by", ["muon", "adamw", "sft"])
+@pytest.mark.parametrize(("by", "recompute"), [("muon", True), ("adamw", False), ("sft", True)])
 def test_a_bias_moves_once_a_step_against_its_surplus(by, recompute):
     """By the rule of the paper, whatever the number of micro-batches; a step that is skipped does not move it."""
     config = tiny_config(sequence_len=16, **FOUR)
@@ -245,18 +244,6 @@ def test_a_bias_moves_once_a_step_against_its_surplus(by, recompute):
     for loss_fn in (broken, idle):
         assert not train_step(model, optimizer, [make_batch(9)], loss_fn, device=device).updated
         assert all(torch.equal(model.state_dict()[name], weight) for name, weight in weights.items())
-
-
-def test_the_mean_of_a_bias_does_not_matter():
-    """It drifts, because the surpluses of experts have a mean and their signs have none."""
-    model = lively_model(tiny_config(**FOUR))
-    tokens = make_batch(0)[0]
-    with torch.no_grad():
-        expected = model(tokens)
-        for experts in experts_of(model):
-            assert experts.router.bias is not None
-            experts.router.bias += 3.0
-        torch.testing.assert_close(model(tokens), expected, rtol=0, atol=1e-5)
 
 
 def test_a_bias_does_not_show_in_the_norm_of_the_gradients():
@@ -306,53 +293,3 @@ def test_sizes_count_what_a_token_passes_through():
     for changes in ({"experts_per_token": 9}, {"experts_per_token": 0}, {"shared_experts": -1}):
         with pytest.raises(ValueError, match="--"):
             GPT(dataclasses.replace(config, **changes))
-
-
-# ---------------------------------------------------------------------- several processes
-
-
-def twenty_steps(device: Device, case: str, parallel: str, matrices: str, context: int = 1) -> dict[str, Tensor]:
-    """Losses and weights of twenty steps, each rank with its rows, or its part of rows that `context` ranks share."""
-    device = dataclasses.replace(device, context_ranks=context)
-    config = tiny_config(sequence_len=16, **CASES[case])
-    layout = lay_out(device, parallel, 1)  # type: ignore[arg-type]
-    model = lively_model(config)
-    weights = model.state_dict()
-    if layout.sharded:
-        with torch.device("meta"):
-            model = GPT(config, device.kernels)
-        model.recompute_activations()
-        layout.shard(model, device)
-        model.to_empty(device="cpu")
-        model.fill_rotary()
-        for name, parameter in model.named_parameters():
-            fill(parameter, weights[name])
-    else:
-        layout.shard(model, device)
-    optimizer = make_optimizer(model, RATES, device, matrices, layout=layout)  # type: ignore[arg-type]
-    each = 8 // device.data_ranks
-    rows = slice(device.data_rank * each, (device.data_rank + 1) * each)
-    losses = []
-    for step in range(20):
-        batch = make_batch(step)
-        stats = train_step(model, optimizer, rows_of(batch, rows), next_token_loss, device=device)
-        losses.append(stats.loss)
-    return {"losses": torch.stack(losses), **{name: whole(p) for name, p in model.named_parameters()}}
-
-
-@pytest.mark.parametrize(
-    ("case", "parallel", "matrices", "context"),
-    [
-        (THREE, "ddp", "muon", 1),
-        (THREE, "fsdp", "muon", 1),
-        ("shared", "fsdp", "muon", 2),
-        ("qwen3_moe", "fsdp", "adamw", 1),
-    ],
-)
-def test_four_ranks_are_one_process(case, parallel, matrices, context):
-    alone = twenty_steps(cpu_device(), case, "ddp", matrices)
-    for results in run_ranks(twenty_steps, case, parallel, matrices, context, world_size=4):
-        torch.testing.assert_close(results["losses"], alone["losses"], rtol=1e-6, atol=0)
-        for name, weight in alone.items():
-            if name.endswith("router.bias"):  # moves in steps of BIAS_RATE
-                torch.testing.assert_close(results[name], weight, rtol=0, atol=1e-7, msg=name)

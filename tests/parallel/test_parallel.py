@@ -1,4 +1,5 @@
-"""Sharding changes nothing: ddp, fsdp and hybrid learn as one process does on the same global batch (promise T8).
+"""Runs that are sharded: what their ranks hold, send and refuse. That they learn as one process is promise T8
+(tests/promises/test_t08_sharding_changes_nothing.py), which uses the runs of this file.
 
 Starting ranks is what takes long, so each number of ranks starts once for all tests.
 """
@@ -21,6 +22,7 @@ from tiny import (
     EXPERT_SHAPES,
     FOUR_EXPERTS,
     LIVELY_ADAPTERS,
+    PLAIN,
     SHAPES,
     adapt,
     cpu_device,
@@ -49,7 +51,7 @@ from nanochat.optim import Optimizer, ParameterGroup, StateFormat
 from nanochat.parallel import ddp, fsdp
 from nanochat.parallel.ddp import DdpExchange
 from nanochat.parallel.mesh import Place
-from nanochat.ranks import Layout, lay_out
+from nanochat.ranks import lay_out
 from nanochat.run.saver import load_trained
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
@@ -64,6 +66,9 @@ def of_experts(**changes: Any) -> GPTConfig:
 SHAPED: dict[str, dict[str, Any]] = {
     name: {"config": tiny_config(sequence_len=16, **changes)} for name, changes in SHAPES.items()
 }
+THREE_EXPERTS: dict[str, Any] = {
+    **PLAIN, "qk_norm": "none", "experts": 3, "experts_per_token": 3, "shared_experts": 2, "mlp_width": 16,
+}  # fmt: skip
 QWEN3_MOE = of_experts(**EXPERT_SHAPES["qwen3_moe"])
 # A router's bias decides where tokens go, whatever its scores, which lie between 0 and 1.
 UNEVEN: dict[str, dict[str, Any]] = {
@@ -84,12 +89,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared experts": {"config": of_experts(shared_experts=1), "recompute": True},
     "adamw of experts": {"config": QWEN3_MOE, "matrices": "adamw"},
     "adapters of experts": {"config": QWEN3_MOE, "adapters": LIVELY_ADAPTERS},
+    "three experts": {"config": of_experts(**THREE_EXPERTS)},
     **UNEVEN,
 }
 # Between equal losses the norm of a few shapes parts by 4e-5, on two replicated ranks as on shards.
 NORMS = 1e-4
 CLIPPED = {"tuned": 0.5, "adamw of experts": 0.5, "adapters": 0.1}
-slow = pytest.mark.slow
 Run = tuple[GPT, Optimizer]
 Stats = list[tuple[float, ...]]
 
@@ -197,11 +202,6 @@ def check_equal(everywhere: list[dict[str, Any]], context_ranks: int = 1, norms:
             assert same_bits(rank[variant]["weights"], first["weights"]), variant
 
 
-@pytest.mark.soak
-def test_compiled_it_learns_the_same() -> None:
-    check_equal(run_ranks(functools.partial(trained, compiled=True, recompute=True), "fsdp", 1, {"muon": 20}))
-
-
 def in_bfloat16(device: Device) -> list[list[float]]:
     """Losses under ddp and fsdp with bf16 products, and in fp32."""
     low = replace(device, dtype=torch.bfloat16)
@@ -262,7 +262,7 @@ def by_token(device: Device, how: str) -> Stats:
     share = slice(device.data_rank, None, device.data_ranks)
     return [
         numbers(train_step(*run, rows_of(make_batch(step), share), loss_fn, device=device, momentum=0.9))
-        for step in range(4)
+        for step in range(2)
     ]
 
 
@@ -318,6 +318,13 @@ def generated(device: Device, how: str, config: GPTConfig = CONFIG, **options: A
         steps(run, device, 3)
         engine.update(run[0])
     return [tokens[:12] for tokens in drawn]
+
+
+READERS = {"fsdp": ("fsdp", 1), "shared rows": ("fsdp", 2)}  # --parallel and --context_parallel
+
+
+def read_as(device: Device, how: str) -> tuple[Stats, list[float], list[list[int]]]:
+    return by_token(device, how), evaluated(device, how), generated(device, how)
 
 
 def shares(device: Device) -> list[int]:
@@ -488,15 +495,12 @@ def on_two_ranks(device: Device, folder: str) -> dict[str, Any]:
         "events": events_of_a_step(device),
         "fsdp_events": events_of_a_step(device, "fsdp"),
         "bfloat16_events": events_of_a_step(replace(device, dtype=torch.bfloat16), "fsdp"),
-        "trained": trained(device, "fsdp", 1, {"muon": 20, "tuned": 6, "adapters": 3, "adapters of nf4": 3}),
         "recomputed": recomputed(device, "fsdp"),
         "skipped": skipped(device),
         "masked": with_masked(device),
-        "by_token": by_token(device, "fsdp"),
         "weights": weights_in_and_out(device),
-        "evaluated": evaluated(device, "fsdp"),
-        "generated": generated(device, "fsdp"),
         "shares": shares(device),
+        **{name: read_as(replace(device, context_ranks=ranks), how) for name, (how, ranks) in READERS.items()},
     }
 
 
@@ -509,51 +513,38 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return run_ranks(on_two_ranks, str(folder))
 
 
-@pytest.mark.slow
-def test_two_sharded_ranks_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
-    check_equal([rank["trained"] for rank in two_ranks], norms=NORMS)
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("recomputed", True),
+        ("skipped", [0.0, 0.0, True, 1.0, True]),
+        ("masked", [True, (0.0, 0.0, 0.0, 0.0), True]),
+        ("weights", True),
+        ("overlapped", [True, True]),
+    ],
+)
+def test_ranks_change_no_byte(two_ranks: list[dict[str, Any]], name: str, expected: Any) -> None:
+    """Where activations are recomputed, a batch is bad on one rank or masked, whole weights are read, or gradients
+    travel early."""
+    assert [rank[name] for rank in two_ranks] == [expected, expected]
 
 
-def test_activation_checkpointing_changes_no_bit(two_ranks: list[dict[str, Any]]) -> None:
-    assert recomputed(cpu_device(), "ddp")
-    assert [rank["recomputed"] for rank in two_ranks] == [True, True]
-
-
-def test_a_bad_batch_on_one_rank_changes_no_byte(two_ranks: list[dict[str, Any]]) -> None:
-    assert [rank["skipped"] for rank in two_ranks] == [[0.0, 0.0, True, 1.0, True]] * 2
-
-
-def test_masked_batches_add_nothing(two_ranks: list[dict[str, Any]]) -> None:
-    assert [rank["masked"] for rank in two_ranks] == [[True, (0.0, 0.0, 0.0, 0.0), True]] * 2
-
-
-def test_losses_of_single_tokens_learn_as_one(two_ranks: list[dict[str, Any]]) -> None:
-    expected = by_token(cpu_device(), "ddp")
+@pytest.mark.parametrize("layout", READERS)
+def test_ranks_read_what_one_process_reads(two_ranks: list[dict[str, Any]], layout: str) -> None:
+    """Losses of single tokens, evaluations of batches that are not all on each rank, and replies."""
+    losses, bits, replies = read_as(cpu_device(), "ddp")
+    assert bits[0] != bits[1] and replies[0] != replies[1]
     for rank in two_ranks:
-        same_steps(rank["by_token"], expected)
+        found_losses, found_bits, found_replies = rank[layout]
+        same_steps(found_losses, losses, READERS[layout][1])
+        assert found_bits == pytest.approx(bits, rel=1e-5)
+        assert found_replies == replies
 
 
 def test_a_rank_loads_its_rows_alone(two_ranks: list[dict[str, Any]]) -> None:
     for rank in two_ranks:
         made, same, largest = rank["loaded"]
         assert same and made <= largest / 2
-
-
-def test_whole_weights_go_in_and_out(two_ranks: list[dict[str, Any]]) -> None:
-    assert [rank["weights"] for rank in two_ranks] == [True, True]
-
-
-def test_ranks_with_fewer_rows_evaluate_along(two_ranks: list[dict[str, Any]]) -> None:
-    expected = evaluated(cpu_device(), "ddp")
-    assert expected[0] != expected[1]
-    for rank in two_ranks:
-        assert rank["evaluated"] == pytest.approx(expected, rel=1e-5)
-
-
-def test_the_engine_follows_a_sharded_model(two_ranks: list[dict[str, Any]]) -> None:
-    expected = generated(cpu_device(), "ddp")
-    assert expected[0] != expected[1]
-    assert [rank["generated"] for rank in two_ranks] == [expected, expected]
 
 
 def test_each_rank_holds_its_share(two_ranks: list[dict[str, Any]]) -> None:
@@ -611,59 +602,29 @@ def test_fsdp_exchanges_the_same_in_every_micro_batch(two_ranks: list[dict[str, 
             assert sent["all_reduce"] == 4 * 3  # the sum of losses and targets
 
 
-def test_gradients_that_travel_early_are_the_same(two_ranks: list[dict[str, Any]]) -> None:
-    assert [rank["overlapped"] for rank in two_ranks] == [[True, True]] * 2
-
-
 def slow_on_two_ranks(device: Device) -> dict[str, Any]:
     return {
-        "ddp": trained(device, "ddp", 1, {"muon": 20, "adamw": 4, "adapters": 3, "adapters of nf4": 3}),
-        "fsdp": trained(device, "fsdp", 1, {"adamw": 4, **dict.fromkeys(SHAPES, 3)}),
         "bfloat16": in_bfloat16(device),
         "refused": torch_that_sums(device),
         "exchanges": {how: [exchanges(device, how, compiled) for compiled in (False, True)] for how in ("ddp", "fsdp")},
     }
 
 
-@slow
-def test_two_ranks_learn_as_one() -> None:
-    ranks = run_ranks(slow_on_two_ranks)
-    for how in ("ddp", "fsdp"):
-        check_equal([rank[how] for rank in ranks], norms=NORMS)
-    for rank in ranks:
+@pytest.mark.slow
+def test_bf16_learns_and_compiled_blocks_exchange_as_eager_ones() -> None:
+    for rank in run_ranks(slow_on_two_ranks):
         by_ddp, by_fsdp, exact = rank["bfloat16"]
         assert by_fsdp == pytest.approx(by_ddp, rel=1e-2)
         assert max(abs(a / b - 1) for a, b in zip(by_ddp, exact, strict=True)) > 1e-4  # it is another arithmetic
         assert "--parallel ddp" in rank["refused"]
-        # Compiled blocks exchange as eager ones: a block's gradients travel before the next one's backward ends, and
-        # under fsdp its weights are gathered before it begins.
+        # A block's gradients travel before the next one's backward ends, and under fsdp its weights are gathered
+        # before it begins.
         for how, ((eager, eager_numbers), (compiled, compiled_numbers)) in rank["exchanges"].items():
             assert compiled == eager and compiled_numbers == pytest.approx(eager_numbers, rel=1e-6)
             last = len(eager) - eager[::-1].index("block 1")
             between = eager[last : eager.index("block 0", last)]
             assert between.count("reduce_scatter") >= (4 if how == "ddp" else 1)
             assert between.count("all_gather") == (0 if how == "ddp" else 1)
-
-
-def slow_on_four_ranks(device: Device) -> dict[str, Any]:
-    return {
-        "ddp": trained(device, "ddp", 1, {"muon": 3}),
-        "fsdp": trained(device, "fsdp", 1, {"muon": 3}),
-        "hybrid": trained(device, "fsdp", 2, {"muon": 6, "adamw": 3, "qwen3": 3}),
-        "overlapped": overlapped(device),
-        "events": events_of_a_step(device, "fsdp", 2),
-    }
-
-
-@slow
-def test_four_ranks_learn_as_one() -> None:
-    ranks = run_ranks(slow_on_four_ranks, world_size=4)
-    for how in ("ddp", "fsdp", "hybrid"):
-        check_equal([rank[how] for rank in ranks], norms=NORMS)
-    assert [rank["overlapped"] for rank in ranks] == [[True, True]] * 4
-    for rank in ranks:  # between the groups gradients travel once a step
-        first, last = micro_batches_of(rank["events"][0])
-        assert first["reduce_scatter"] == last["reduce_scatter"] == last["all_reduce"] and not first["all_reduce"]
 
 
 def test_a_failed_backward_is_noticed() -> None:
@@ -676,12 +637,6 @@ def test_a_failed_backward_is_noticed() -> None:
         optimizer.before_backward(is_last=True)
 
 
-def test_one_process_sends_nothing_early() -> None:
-    model, optimizer = make_run(cpu_device())
-    optimizer.before_backward(is_last=True)
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
 # ---------------------------------------------------------------------- layouts
 
 
@@ -692,13 +647,6 @@ def test_rows_are_shared_out_as_torch_does() -> None:
             chunks = [c.tolist() for c in rows.chunk(ranks)] if size else []
             chunks += [[]] * (ranks - len(chunks))
             assert [rows[share].tolist() for share in Place(ranks=ranks).shares(size)] == chunks
-
-
-def test_one_process_has_nothing_to_shard() -> None:
-    model = lively_model(CONFIG)
-    assert lay_out(cpu_device(), "fsdp") == Layout()
-    Layout().shard(model, cpu_device())
-    assert type(model) is GPT
 
 
 @pytest.mark.parametrize(
