@@ -1,5 +1,5 @@
-"""Adapters: nothing changes at the start, gradients as autograd's and peft's, merged = unmerged, 4 bits within their
-bound, and runs that resume exactly, shard equally and leave a few kilobytes.
+"""Adapters: nothing changes at the start, gradients as autograd's, merged = unmerged, and runs that resume exactly and
+leave a few kilobytes.
 
 The stages run as in test_stages, from its small base model.
 """
@@ -16,7 +16,7 @@ import pytest
 import test_stages as stages
 import torch
 import torch.nn.functional as F
-from runs import call, exactly_resumed, losses, metrics, mistake
+from runs import call, exactly_resumed, losses, refused
 from safetensors.torch import load_file, save_file
 from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_serve import client_of
@@ -37,8 +37,6 @@ from nanochat.ground import storage
 from nanochat.ground.cli import UserError
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import StackedLinear
-from nanochat.run.flags import ChatFlags
-from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.train import make_adamw
 from scripts import chat_web
 
@@ -146,10 +144,6 @@ def test_one_cast_serves_several_micro_batches():
         torch.testing.assert_close(twice[name], 3 * gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
 
 
-def test_rank_stabilized_adapters_grow_with_the_root():
-    assert Lora(16, 32.0).scale == 2.0 and Lora(16, 32.0, rank_stabilized=True).scale == 8.0
-
-
 def test_dropout_is_for_learning_alone():
     model = adapted_model(settings=Lora(4, 8.0, dropout=0.5))
     inputs, _ = tokens_of(model.config)
@@ -178,8 +172,6 @@ def test_without_adapters_is_the_base_and_they_come_back():
     reference = lora.without_adapters(model)
     assert torch.equal(reference(inputs), plain(inputs))
     assert torch.equal(reference(inputs, targets, reduction="none"), plain(inputs, targets, reduction="none"))
-    with pytest.raises(TypeError):
-        reference(no_such=1)
     assert torch.equal(model(inputs), adapted)
 
 
@@ -258,17 +250,14 @@ def test_the_engine_reads_adapters_as_they_are_trained(settings):
     engine.stop_ids = set()
     assert engine.model is model, "no second copy of the base is in memory"
 
-    def replies() -> list[list[int]]:
-        return engine.generate([[5, 6, 7], [9] * 5], max_tokens=12, sampling=SamplingParams(temperature=0.0))[0]
+    def replies() -> list[int]:
+        return engine.generate([[5, 6, 7]], max_tokens=12, sampling=SamplingParams(temperature=0.0))[0][0]
 
-    def uncached() -> list[list[int]]:
-        made = []
-        for prompt in ([5, 6, 7], [9] * 5):
-            tokens = list(prompt)
-            for _ in range(12):
-                tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
-            made.append(tokens[len(prompt) :])
-        return made
+    def uncached() -> list[int]:
+        tokens = [5, 6, 7]
+        for _ in range(12):
+            tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
+        return tokens[3:]
 
     first = replies()
     assert first == uncached()
@@ -283,8 +272,11 @@ def test_the_engine_reads_adapters_as_they_are_trained(settings):
 GREEDY = SamplingParams(temperature=0)
 
 
-def decoded(engine: Engine, rows: list[Row]) -> list[tuple[list[int], list[float]]]:
-    """What rows draw that are read and decoded together, and the logprobs of that."""
+Drawn = list[tuple[list[int], list[float]]]  # the tokens of each reply, and their log probabilities
+
+
+def decoded(engine: Engine, rows: list[Row]) -> Drawn:
+    """The replies of rows that are read and decoded together."""
     slots = Slots(engine, len(rows), prefill_chunk=16)
     slots.fill(rows)
     drawn: dict[Row, list[Any]] = {row: [] for row in rows}
@@ -294,16 +286,6 @@ def decoded(engine: Engine, rows: list[Row]) -> list[tuple[list[int], list[float
             drawn[new.row].append(new)
         slots.release({new.row for new in new_tokens if new.finish_reason})  # the others move into the gaps
     return [([new.id for new in drawn[row]], [new.logprobs[0] for new in drawn[row]]) for row in rows]
-
-
-def scheduled(engine: Engine, requests: list[Request]) -> list[tuple[list[int], list[float]]]:
-    """The same of requests of one client, whose equal prompts are read once."""
-    scheduler = Scheduler(engine, slots=len(requests))
-    scheduler.start()
-    streams = scheduler.submit_all(requests)
-    replies = [[one for chunk in stream for one in chunk.logprobs] for stream in streams]
-    scheduler.close()
-    return [([one.token_id for one in reply], [one.logprob or 0.0 for one in reply]) for reply in replies]
 
 
 no_fp16 = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no such products")
@@ -343,14 +325,10 @@ def test_each_row_of_a_batch_has_its_own_adapter(shape, weights):
         expected += decoded(engine_of(*merged), [Row(prompt, length, GREEDY)])
     assert expected[0][0] != expected[1][0][:4] != expected[2][0][:4]
     engine = engine_of(adapters=partial(lora.ChosenAdapters, adapters=adapters), weights=weights)
-    chosen = list(enumerate((1, 0, 2, 1), start=4))
-    for found in (
-        decoded(engine, [Row(prompt, length, GREEDY, adapter=number) for length, number in chosen]),
-        scheduled(engine, [Request(prompt, length, GREEDY, logprobs=0, adapter=number) for length, number in chosen]),
-    ):
-        for (tokens, logprobs), (its_tokens, its_logprobs) in zip(expected, found, strict=True):
-            assert its_tokens == tokens
-            assert its_logprobs == pytest.approx(logprobs, abs=1e-5)
+    rows = [Row(prompt, length, GREEDY, adapter=number) for length, number in enumerate((1, 0, 2, 1), start=4)]
+    for (tokens, logprobs), (its_tokens, its_logprobs) in zip(expected, decoded(engine, rows), strict=True):
+        assert its_tokens == tokens
+        assert its_logprobs == pytest.approx(logprobs, abs=1e-5)
     again, _ = engine.generate([prompt], max_tokens=6, sampling=GREEDY, adapter=2)
     assert again[0] == expected[2][0]
 
@@ -363,30 +341,17 @@ def folder_of(base: Path, stage: str, step: int, tag: str = "d1") -> Path:  # no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "stage", "flags"),
-    [
-        ("chat_sft", "sft", (*SFT, "--lora_dropout=0.1")),
-        ("chat_dpo", "dpo", (*DPO, "--lora_base=nf4")),
-        ("chat_rl", "rl", (*RL, "--kl=0.1", "--updates_per_step=2")),
-    ],
-)
-def test_stages_with_adapters_resume_exactly(start, script, stage, flags):  # noqa: F811
-    steps = 4
-    flags = (*flags, *FLAGS, "--source=base", "--save_every=1", "--eval_every=2", f"--num_iterations={steps}")
-    exactly_resumed(start, script, stage, flags, steps)
-    folder = folder_of(start, stage, steps)
+def test_a_run_with_adapters_resumes_exactly_and_leaves_a_few_kilobytes(start):  # noqa: F811
+    flags = (*SFT, *FLAGS, "--lora_dropout=0.1", "--source=base", "--save_every=2", "--num_iterations=4")
+    exactly_resumed(start, "chat_sft", "sft", flags, 4, (2,))
+    folder = folder_of(start, "sft", 4)
     names = {path.name for path in folder.iterdir()}
     assert "adapter.safetensors" in names and "model.safetensors" not in names
     trained = load_file(folder / "adapter.safetensors")
-    assert {tuple(name.split(".")[-1:])[0] for name in trained} == {"lora_A", "lora_B"}
+    assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
     numbers = sum(tensor.numel() for tensor in trained.values())
     assert (folder / "adapter.safetensors").stat().st_size < 4 * numbers + 2000
-    state = (folder / "training.rank0.safetensors").stat().st_size
-    assert state < 8 * numbers + 20000, "the optimizer's state is the adapters' alone"
-    if stage == "dpo":
-        assert losses(start, stage)[0] == pytest.approx(math.log(2), abs=1e-7)
-        assert metrics(start, stage)[-1]["margin"] != 0
+    assert (folder / "training.rank0.safetensors").stat().st_size < 8 * numbers + 20000  # AdamW's two moments
 
 
 @pytest.fixture
@@ -410,13 +375,14 @@ def test_a_checkpoint_of_adapters_is_a_model(tuned, tmp_path):
     assert changed == {name for name in model.state_dict() if ".attention." in name or ".mlp." in name} - {
         name for name in model.state_dict() if "value_gate" in name or "lookback" in name
     }
-    # Exported, it is whole by itself.
+    # An exported model needs no base.
     call("export", "--source", "sft", "--out", str(tmp_path / "merged"))
     exported, _, about = load_model(tmp_path / "merged", "cpu")
     assert same_weights(exported, model) and "adapter" not in about
 
     # Adapters upon adapters, and all weights upon adapters.
     call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=sft", "--num_iterations=1")
+    assert losses(tuned, "dpo") == [pytest.approx(math.log(2), abs=1e-7)]  # the reference is the model itself
     call("chat_rl", *RL, "--source=dpo", "--num_iterations=1", "--eval_examples=1")
     upon, _, meta = load_model("dpo", "cpu")
     assert meta["adapter"]["base"] == "sft/d1/step_000003"
@@ -461,30 +427,27 @@ def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
         assert answer.status_code == 404 and "theirs" in answer.json()["error"]["message"]
     call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=base", "--num_iterations=1")
     for source, adapter, message in (
-        ("sft", "sft", "was trained on base/d1/step_000020, and --source is sft/d1/step_000003"),
-        ("base", "base", "holds no adapters"),
-        ("base", "sft,sft", "another model is called nanochat-d1-sft"),
-        ("base", "nanochat=sft", "another model is called nanochat"),
-        ("base", "dpo", "over a base of 4 bits"),
-        ("base", str(tmp_path), f"--adapter {tmp_path} is neither a stage"),
+        ("sft", "sft", "base/d1/step_000020, and --source is sft/d1/step_000003"),
+        ("base", "base", "no adapters"),
+        ("base", "sft,sft", "called nanochat-d1-sft"),
+        ("base", "nanochat=sft", "called nanochat"),
+        ("base", "dpo", "4 bits"),
+        ("base", str(tmp_path), f"--adapter {tmp_path}"),
     ):
         mistaken = chat_web.Config(source=source, adapter=adapter)
         assert message in complaint(partial(chat_web.check, mistaken)), message
 
 
 def test_a_mistake_costs_one_line(tuned, capsys):
-    flags = (*SFT, "--source=base", "--num_iterations=4")
-    for more, message in (
-        (("--lora_rank=4", "--lora_targets=q_prj"), "--lora_targets q_prj: this model has q_proj"),
-        (("--lora_rank=4", "--lora_targets=gate_proj"), "--lora_targets gate_proj: this model has"),
-        (("--lora_rank=1000",), "--lora_rank 1000: q_proj of this model is"),
-        (("--resume",), "--lora_rank 4, not 0"),
-        (("--resume", *FLAGS, "--lora_alpha=9"), "--lora_alpha 8.0, not 9.0"),
+    flags = ("chat_sft", *SFT, "--source=base", "--num_iterations=4")
+    for more, words in (
+        (("--lora_rank=4", "--lora_targets=q_prj"), ("--lora_targets q_prj", "q_proj")),
+        (("--lora_rank=4", "--lora_targets=gate_proj"), ("--lora_targets gate_proj",)),
+        (("--lora_rank=1000",), ("--lora_rank 1000", "q_proj")),
+        (("--resume",), ("--lora_rank 4, not 0",)),
+        (("--resume", *FLAGS, "--lora_alpha=9"), ("--lora_alpha 8.0, not 9.0",)),
     ):
-        assert message in mistake(capsys, "chat_sft", *flags, *more)[1], message
-    call("chat_sft", *flags, "--model_tag=plain", "--source_tag=d1")
-    _, message = mistake(capsys, "chat_sft", *flags, "--model_tag=plain", "--source_tag=d1", "--resume", *FLAGS)
-    assert "--lora_rank 0, not 4" in message
+        refused(capsys, (*flags, *more), *words)
 
 
 # ---------------------------------------------------------------------- the base of another program
@@ -515,7 +478,3 @@ def test_a_base_is_hashed_once_and_never_again(qwen, monkeypatch):
     with pytest.raises(UserError, match="has other weights now"):
         load_model("sft", "cpu")
     assert hashed.count(weights) == 2
-
-
-def test_the_flags_have_no_adapters_by_default():
-    assert ChatFlags().lora_rank == 0

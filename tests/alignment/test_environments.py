@@ -3,7 +3,6 @@
 import random
 import re
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.rollout import Samples
 from nanochat.task import Environment, Example, Step, Task
 from nanochat.tasks.flag import EnvironmentTask, TaskSpec, open_mixture, open_task, parse_tasks, require_pairs
-from nanochat.tasks.nim import MOVES, STONES, Nim
+from nanochat.tasks.nim import MOVES, Nim
 from nanochat.tasks.tool_use import call_in, run_tool
 from nanochat.tokenizer import Tokenizer
 
@@ -42,31 +41,12 @@ def play(seed: int, choose: Any) -> float:
         left = int(re.findall(r"\d+", said(step))[1])
 
 
-@cache
-def chance(left: int, is_best: bool = True) -> float:
-    """The chance that the model wins with `left` stones before its move: by the best play, or by random moves."""
-    chances = []
-    for move in MOVES[:left]:
-        after = left - move
-        answers = MOVES[:after]
-        won = [chance(after - answer, is_best) if after > answer else 0.0 for answer in answers]
-        chances.append(sum(won) / len(won) if won else 1.0)
-    return max(chances) if is_best else sum(chances) / len(chances)
-
-
-def test_nim_is_worth_what_its_best_play_wins():
-    """By hand for few stones, and by thousands of games: to leave a multiple of 4 is best, luck wins half of them."""
-    assert [chance(left) for left in (1, 2, 3)] == [1.0] * 3
-    assert chance(4) == pytest.approx(2 / 3)  # after 1, the other takes 3 of 3 with chance 1/3; after 2 and 3 worse
-    assert chance(1, is_best=False) == 1.0 and chance(2, is_best=False) == pytest.approx((0 + 1) / 2)
-    games = 4000
-    for is_best, choose in (
-        (True, lambda left, _: left % 4 or 1),
-        (False, lambda left, source: source.choice([move for move in MOVES if move <= left])),
-    ):
-        expected = sum(chance(left, is_best) for left in STONES) / len(STONES)
-        assert sum(play(seed, choose) for seed in range(games)) / games == pytest.approx(expected, abs=0.025)
-    assert sum(chance(left) for left in STONES) / len(STONES) > 0.9
+def test_nim_is_won_by_its_best_play():
+    """To leave a multiple of 4 is best, and loses only where the start is one; luck wins about half of the games."""
+    games = 600
+    best = sum(play(seed, lambda left, _: left % 4 or 1) for seed in range(games)) / games
+    by_luck = sum(play(seed, lambda left, source: source.choice(MOVES[:left])) for seed in range(games)) / games
+    assert best > 0.9 and 0.35 < by_luck < 0.65
 
 
 @pytest.mark.parametrize("reply", ["4", "0", "", "take 1", "1 1", "９"])
@@ -158,7 +138,6 @@ def test_reference_replies_are_learned_and_nothing_else(name):
         rendered = render(tokenizer, messages)
         replies = [message["content"] for message in messages if message["role"] == "assistant"]
         assert learned(tokenizer, rendered) == "".join(f"{reply}<|assistant_end|>" for reply in replies)
-    assert set(range(3)) != {len(task.example(index).messages) for index in range(9)}
     if name == "nim":
         assert len({len(task.example(index).messages) for index in range(20)}) > 2
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from runs import call, losses, metrics, mistake
+from runs import call, losses, metrics, refused
 from safetensors.torch import load_file
 from test_scripts import base  # noqa: F401
 from test_stages import CPU, DPO, RL, RM, pairs_file, pretrained, start  # noqa: F401 (fixtures)
@@ -40,27 +40,14 @@ def test_a_scalar_head_leaves_the_rest_of_a_model_as_it_is():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("trained", "most"),
-    [(("--lr_scale=0.5",), 0.6), (("--lora_rank=8", "--learning_rate=1e-2"), 0.69)],
-    ids=["full", "lora"],
-)
-def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, trained, most):  # noqa: F811
-    """Trained, loaded, packed with others or alone; and continued."""
-    tasks = f"--tasks={pairs_file(tmp_path / 'pairs', 300)}"
-    flags = (
-        *CPU,
-        "--loss=reward",
-        tasks,
-        "--device_batch_size=8",
-        "--target_examples_per_step=16",
-        "--eval_examples=64",
-    )
-    call("chat_dpo", *flags, *trained, "--source=base", "--num_iterations=60", "--eval_every=30")
+def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path):  # noqa: F811
+    """Packed with others or not; and a run that continues begins from the head, trained with adapters or without."""
+    sizes = ("--device_batch_size=8", "--target_examples_per_step=16", "--eval_examples=64")
+    flags = (*CPU, *sizes, "--loss=reward", f"--tasks={pairs_file(tmp_path / 'pairs', 300)}")
+    call("chat_dpo", *flags, "--lr_scale=0.5", "--source=base", "--num_iterations=40", "--eval_every=40")
     lines = metrics(start, "rm")
     assert lines[0]["loss"] == pytest.approx(0.6931472) and lines[0]["accuracy"] == 0.5
-    learned = sum(line["loss"] for line in lines[-10:]) / 10
-    assert learned < most and (lines[-1]["val_accuracy"] > 0.6 or most > 0.6)
+    assert sum(line["loss"] for line in lines[-10:]) / 10 < 0.65 and lines[-1]["val_accuracy"] > 0.6
 
     model, tokenizer, meta = load_model("rm", "cpu")
     assert meta["model"]["scalar_head"] and model.scalar_head.weight.abs().sum() > 0
@@ -72,7 +59,6 @@ def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path, traine
         assert rate([conversation]) == pytest.approx([score], abs=1e-5)
     assert together[0] > together[1] and rate([]) == []
 
-    # A run that begins from a reward model begins with its head, trained with adapters or without.
     more = ("--lora_rank=2", "--source=rm", "--source_tag=d1", "--num_iterations=1", "--model_tag=more")
     call("chat_dpo", *flags, *more)
     assert losses(start, "rm", "more")[0] < lines[0]["loss"]
@@ -92,8 +78,8 @@ def test_a_reward_model_is_a_reward(start, capsys):  # noqa: F811
     assert line["reward"] != 0
 
     call("chat_dpo", *RM, "--source=base", "--source_tag=d1", "--num_iterations=3", "--model_tag=other")
-    code, err = mistake(capsys, "chat_rl", *rl, "--num_iterations=2", "--reward=rm:rm", "--resume")
-    assert code == 1 and "with --reward rm:rm/d1/step_000002, not rm:rm/other/step_000003: use its flags" in err
+    changed = ("chat_rl", *rl, "--num_iterations=2", "--reward=rm:rm", "--resume")
+    refused(capsys, changed, "--reward rm:rm/d1/step_000002, not rm:rm/other/step_000003")
     call("chat_rl", *rl, "--num_iterations=2", "--reward=rm:rm/d1", "--resume")
     call("chat_rl", *rl, "--num_iterations=1", "--reward=rm:rm/d1:0.5,rm:rm/other", "--model_tag=both")
     (line,) = metrics(start, "rl", "both")
@@ -102,7 +88,6 @@ def test_a_reward_model_is_a_reward(start, capsys):  # noqa: F811
     call("chat_dpo", *DPO, "--source=base", "--num_iterations=1")
     assert load_model("auto", "cpu")[2]["folder"].endswith("rl/both/step_000001")
     for source, word in {
-        "rm:dpo": "is not a reward model: python -m scripts.chat_dpo --loss reward", "rm:rm/gone": "--reward rm:rm/d1",
-        "rm:/gone": "--reward rm:/gone is neither",
+        "rm:dpo": "--loss reward", "rm:rm/gone": "--reward rm:rm/d1", "rm:/gone": "--reward rm:/gone",
     }.items():  # fmt: skip
         assert word in complaint(lambda source=source: load_rewards(parse_rewards(source), cpu_device()))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import call, losses, mistake, sha256
+from runs import call, losses, sha256
 from test_scripts import TINY, base, tokenizer, trained_tokenizer  # noqa: F401
 from test_stages import DPO, MID, RL, SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device
@@ -65,10 +65,11 @@ def accelerator(
 def test_the_steps_asked_for_or_as_many_as_there_are(tmp_path, capsys, asked, left, expected):
     run(Recorder(asked, left, cpu_device(), tmp_path / "profile"), left)
     assert recorded(tmp_path / "profile") == expected
-    said = (tmp_path / "profile" / "summary.txt").read_text()
-    assert said == capsys.readouterr().out
-    steps = "1 step" if len(expected) == 1 else f"{len(expected)} steps"
-    assert said.startswith(f"profile of {steps} on 1 x test (cpu")
+    summary = (tmp_path / "profile" / "summary.txt").read_text()
+    assert summary == capsys.readouterr().out
+    first, *table, last = summary.splitlines()
+    assert f"profile of {len(expected)} step" in first and last == f"trace: {tmp_path / 'profile'}"
+    assert any(re.match(rf" +aten::mm .* {len(expected)} *$", line) for line in table)  # calls
 
 
 @pytest.mark.parametrize(
@@ -99,14 +100,6 @@ def test_an_earlier_recording_is_replaced(tmp_path):
 # ---------------------------------------------------------------------- the summary
 
 
-def test_the_summary_of_a_host(tmp_path):
-    run(Recorder(2, 6, cpu_device(), tmp_path / "profile"), 6)
-    first, *table, last = (tmp_path / "profile" / "summary.txt").read_text().splitlines()
-    assert re.search(r"profile of 2 steps on .*: [\d.]+ ms a step, peak \d+\.\d\d GiB", first)
-    assert any(re.match(r" +aten::mm .* 2 *$", line) for line in table)  # calls
-    assert last == f"trace: {tmp_path / 'profile'}"
-
-
 def test_the_profilers_own_time_is_no_training(tmp_path, monkeypatch):
     """Steps of 20 ms, between which the profiler works for 100 s."""
     now = [0.0]
@@ -132,15 +125,12 @@ def test_the_profilers_own_time_is_no_training(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------- in training
 
 
-def test_pretraining_is_not_changed(base, tokenizer, capsys):  # noqa: F811
-    call("base_train", *TINY, "--num_iterations=6", "--profile=2")
-    out = capsys.readouterr().out
-    folder = base / "runs" / "base" / "d1" / "profile"
-    assert recorded(folder) == [3, 4] and (folder / "summary.txt").read_text() in out
-    assert "aten::" in out and f"trace: {folder}" in out
-    profiled, sha = losses(base, "base"), sha256(base, "base", 6)
-    call("base_train", *TINY, "--num_iterations=6", "--model_tag=plain")
-    assert losses(base, "base", "plain") == profiled and sha256(base, "base", 6, "plain") == sha
+def test_pretraining_is_not_changed(base, tokenizer):  # noqa: F811
+    call("base_train", *TINY, "--num_iterations=5", "--profile=2")
+    assert recorded(base / "runs" / "base" / "d1" / "profile") == [3, 4]
+    call("base_train", *TINY, "--num_iterations=5", "--model_tag=plain")
+    assert losses(base, "base", "plain") == losses(base, "base")
+    assert sha256(base, "base", 5, "plain") == sha256(base, "base", 5)
     assert not (base / "runs" / "base" / "plain" / "profile").exists()
 
 
@@ -150,14 +140,7 @@ def test_pretraining_is_not_changed(base, tokenizer, capsys):  # noqa: F811
 )
 def test_every_stage_has_it(start, script, stage, flags):  # noqa: F811
     call(script, *flags, "--source=base", "--num_iterations=2", "--profile=1")
-    folder = start / "runs" / stage / "d1" / "profile"
-    assert recorded(folder) == [1]
-    assert "profile of 1 step on " in (folder / "summary.txt").read_text()
-
-
-def test_a_negative_number_of_steps(base, tokenizer, capsys):  # noqa: F811
-    code, err = mistake(capsys, "base_train", *TINY, "--profile=-1")
-    assert code == 2 and "--profile -1: at least 0" in err
+    assert recorded(start / "runs" / stage / "d1" / "profile") == [1]
 
 
 # ---------------------------------------------------------------------- the vendor's table
@@ -172,22 +155,17 @@ Device_id,Name,Type,Accelerator Core,Start Time(us),Duration(us),Wait Time(us),B
 """
 
 
-def test_the_summary_of_an_npu_has_the_kernels_that_took_most_time(tmp_path: Path):
-    folder = tmp_path / "host_1_2_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
-    folder.mkdir(parents=True)
-    assert kernel_table(tmp_path, 2) == ""
-    (folder / "kernel_details.csv").write_text(KERNELS)
-    rows = [line.split() for line in kernel_table(tmp_path, 2).splitlines()]
-    assert rows[1] == ["MatMulV3", "2", "0.600", "60.0%"] and rows[2][1:] == ["1", "0.200", "20.0%"]
-    assert rows[-1] == ["all", "4", "1.000", "100.0%"] and len(rows) == 4
+def test_the_summary_of_an_npu_has_the_kernels_that_took_most_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "profile" / "host_1_2_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
+    assert kernel_table(tmp_path / "profile", 2) == ""
 
-
-def test_the_kernels_are_in_the_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def write() -> None:
-        folder = tmp_path / "profile" / "host_1_2_ascend_pt" / "ASCEND_PROFILER_OUTPUT"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "kernel_details.csv").write_text(KERNELS)
 
     run(Recorder(1, 4, accelerator(monkeypatch, VendorProfiler(write)), tmp_path / "profile"), 4)
     summary = (tmp_path / "profile" / "summary.txt").read_text()
     assert "MatMulV3" in summary and summary.endswith(f"trace: {tmp_path / 'profile'}\n")
+    rows = [line.split() for line in kernel_table(tmp_path / "profile", 2).splitlines()]
+    assert rows[1] == ["MatMulV3", "2", "0.600", "60.0%"] and rows[2][1:] == ["1", "0.200", "20.0%"]
+    assert rows[-1] == ["all", "4", "1.000", "100.0%"] and len(rows) == 4

@@ -25,10 +25,10 @@ EMBEDDING = "model.embed_tokens.weight"
 class FakeVllm:
     """For `served` of test_samplers.py. `methods` are the worker's: vllm-ascend 0.23 has no reload_weights."""
 
-    def __init__(self, folder: Path, *, dev_mode: bool = True, methods: tuple[str, ...] = ("reload_weights",)):
+    def __init__(self, folder: Path):
         self.folder = folder
-        self.dev_mode = dev_mode
-        self.methods = methods
+        self.dev_mode = True
+        self.methods: tuple[str, ...] = ("reload_weights",)
         self.takes_path = True  # vLLM from 0.16 on
         self.loads = True  # False: it answers as if it had loaded the weights
         self.offset = 0.0  # of its log probabilities

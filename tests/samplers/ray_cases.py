@@ -3,12 +3,15 @@
 python -m pytest tests/samplers/ray_cases.py
 """
 
+import functools
+import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
+from ray._private import services
 from runs import call, sha256
 from test_samplers import failure, open_ray, policy, prompts_and_settings
 from test_scripts import base  # noqa: F401 (base is a fixture)
@@ -24,10 +27,23 @@ from nanochat.sampling import SamplingParams
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A Ray cluster of this machine, of two processes."""
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error", object_store_memory=10**8)
-    yield ray
-    ray.shutdown()
+    """The cluster that a sampler starts on this machine; those of other tests are not joined."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as short:
+        patch.setattr(services, "find_gcs_addresses", functools.cache(set))
+        patch.setenv("RAY_TMPDIR", short)  # the path of a socket has 107 characters at most
+        open_ray(1)
+        yield ray
+        ray.shutdown()
+
+
+def test_its_processes_listen_on_loopback(cluster):
+    psutil = pytest.importorskip("psutil")
+    me = psutil.Process()
+    connections = []
+    for process in [me, *me.children(recursive=True)]:
+        connections += process.net_connections(kind="inet")
+    addresses = [connection.laddr.ip for connection in connections if connection.status == "LISTEN"]
+    assert len(addresses) > 3 and {one.removeprefix("::ffff:") for one in addresses} <= {"127.0.0.1", "::1"}
 
 
 def test_ray_workers_sample_what_the_engine_samples_and_are_replaced(cluster, capsys):

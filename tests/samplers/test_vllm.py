@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,11 +27,9 @@ from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import cpu_device, free_port
 from tiny_families import save_family
 
-from nanochat.rollout import RankSamples, Reply, Sample
-from nanochat.samplers import agreement
+from nanochat.rollout import Reply, Sample
 from nanochat.samplers import http as http_sampler
-from nanochat.samplers.agreement import Checked, largest_gap, measure
-from nanochat.samplers.ahead import Ahead
+from nanochat.samplers.agreement import largest_gap, measure
 from nanochat.samplers.http import HttpSampler
 from nanochat.sampling import SamplingParams
 
@@ -94,7 +91,7 @@ def seen(monkeypatch) -> Iterator[list[float]]:
 def train(folders: Path, name: str, address: str, tag: str, *more: str) -> None:
     flags = (
         *("--device=cpu", "--dtype=float32", f"--source={folders / name}", f"--tasks={folders / 'prompts.jsonl'}"),
-        *(f"--reward={folders / 'vary.py'}:vary", f"--sampler={address}", f"--model_tag={tag}", "--num_iterations=4"),
+        *(f"--reward={folders / 'vary.py'}:vary", f"--sampler={address}", f"--model_tag={tag}", "--num_iterations=3"),
         *("--examples_per_step=3", "--num_samples=3", "--max_tokens=12", "--eval_examples=4", "--eval_every=2"),
         *("--device_batch_size=4", "--learning_rate=1e-2"),
     )
@@ -128,11 +125,13 @@ def test_every_weight_reaches_vllm(folders, base, seen, name, more):  # noqa: F8
     before = server.packed_head.clone()
     with served(server) as address:
         train(folders, name, address, "run", *more)
-    assert len(seen) >= 8 and max(seen) < CLOSE, seen
+    assert len(seen) >= 6 and max(seen) < CLOSE, seen
+    request = next(body for route, body in server.requests if route == "/v1/completions")
+    assert request["top_k"] == -1 and request["min_p"] == 0 and request["stop_token_ids"]
     if "--lora_rank=4" not in more:  # adapters leave the head as it is
         assert (server.packed_head - before).abs().max() > 1e-2
     gaps = [line["sampler_gap"] for line in metrics(base, "rl", "run")]
-    assert len(gaps) == 4 and (max(gaps) < CLOSE) == ("--staleness=1" not in more)
+    assert len(gaps) == 3 and (max(gaps) < CLOSE) == ("--staleness=1" not in more)
 
 
 @pytest.mark.slow
@@ -156,7 +155,7 @@ def test_a_vllm_that_dies_and_comes_back_gets_the_weights_again(folders, base, s
         server.answer = dying
         train(folders, "tied", address, "killed")
     assert died and max(seen) < CLOSE
-    assert sha256(base, "rl", 4, "killed") == sha256(base, "rl", 4, "straight")
+    assert sha256(base, "rl", 3, "killed") == sha256(base, "rl", 3, "straight")
     assert "is lost" in capsys.readouterr().err
 
 
@@ -180,30 +179,19 @@ def test_prompts_that_are_still_cached_are_dropped_before_sampling(folders, base
 # ---------------------------------------------------------------------- servers that cannot
 
 
-def old(server: FakeVllm) -> None:
-    server.takes_path = False
-
-
-def closed(server: FakeVllm) -> None:
-    server.dev_mode = False
-
-
-def ascend(server: FakeVllm) -> None:
-    server.methods = ()
-
-
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (old, ("unexpected keyword argument 'weights_path'", "from version 0.16 on")),
-        (closed, ("status 404", "VLLM_SERVER_DEV_MODE=1")),
-        (ascend, ("no attribute 'reload_weights'", "vllm-ascend 0.23 with the extension in docs/rl.md")),
+        ({"takes_path": False}, ("weights_path", "0.16")),
+        ({"dev_mode": False}, ("status 404", "VLLM_SERVER_DEV_MODE=1")),
+        ({"methods": ()}, ("reload_weights", "docs/rl.md")),
     ],
+    ids=["old", "closed", "ascend"],
 )
 def test_a_vllm_that_cannot_take_weights_is_one_line_at_once(folders, base, capsys, fault, words):  # noqa: F811
     """Not after --sampler_patience, which is 300 s."""
     server = FakeVllm(folders / "tied")
-    fault(server)
+    vars(server).update(fault)
     with served(server) as address:
         line = failure(capsys, lambda: train(folders, "tied", address, "run"))
     assert all(word in line for word in words), line
@@ -223,7 +211,7 @@ def test_a_folder_that_ends_vllms_engine_is_one_line(folders, base, capsys, monk
     monkeypatch.setattr(HttpSampler, "_write", elsewhere)
     with served(FakeVllm(folders / "tied")) as address:
         line = failure(capsys, lambda: train(folders, "tied", address, "run"))
-    assert "Cannot find any model weights" in line and "able to read this folder" in line
+    assert "Cannot find any model weights" in line and "read this folder" in line
 
 
 def test_a_later_failure_of_a_vllm_that_has_loaded_weights_is_waited_for(folders, base, seen):  # noqa: F811
@@ -240,7 +228,7 @@ def test_a_later_failure_of_a_vllm_that_has_loaded_weights_is_waited_for(folders
 
     server.answer = failing
     with served(server) as address:
-        train(folders, "tied", address, "run")
+        train(folders, "tied", address, "run", "--num_iterations=2")
     assert failed and max(seen) < CLOSE
 
 
@@ -273,21 +261,19 @@ def test_a_run_ends_without_having_learned_from_other_weights(folders, base, cap
     refusing(server, 3, 10**6)
     with served(server) as address:
         line = failure(capsys, lambda: train(folders, "tied", address, "run", *FAST))
-    assert "nats a token from the trainer's" in line and "did not change in 3 attempts" in line
-    assert "step_000002" in line and "--resume" in line
+    assert all(word in line for word in ("nats a token", "3 attempts", "step_000002", "--resume"))
     assert [path.name for path in base.glob("checkpoints/rl/run/step_*")] == ["step_000002"]
     logged = metrics(base, "rl", "run")
     assert [line["step"] for line in logged] == [0, 1] and max(line["sampler_gap"] for line in logged) < CLOSE
     assert sum(route == "/collective_rpc" for route, _ in server.requests) == 5
     with served(FakeVllm(folders / "tied")) as address:
         train(folders, "tied", address, "run", *FAST, "--resume")
-    assert sha256(base, "rl", 4, "run") == sha256(base, "rl", 4, "straight")
+    assert sha256(base, "rl", 3, "run") == sha256(base, "rl", 3, "straight")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_a_server_that_disagrees_once_costs_no_step(folders, base, capsys, staleness):  # noqa: F811
-    """As one that restarts behind a proxy: the next hand-over reaches it."""
+def test_a_server_that_disagrees_once_costs_no_step(folders, base, capsys):  # noqa: F811
+    """As one that restarts behind a proxy: the next hand-over reaches it, and what was drawn ahead is forgotten."""
     server = FakeVllm(folders / "tied")
     answer = server.answer
     loads: list[str] = []
@@ -300,69 +286,15 @@ def test_a_server_that_disagrees_once_costs_no_step(folders, base, capsys, stale
 
     server.answer = drifting
     with served(server) as address:
-        train(folders, "tied", address, "run", "--eval_every=100", f"--staleness={staleness}")
+        train(folders, "tied", address, "run", "--eval_every=100", "--staleness=1")
     lines = metrics(base, "rl", "run")
-    assert [line["step"] for line in lines] == [0, 1, 2, 3] and max(line["sampler_gap"] for line in lines) < 1
-    assert capsys.readouterr().err.count("it gets the weights again, and samples step") == 1
+    assert [line["step"] for line in lines] == [0, 1, 2] and max(line["sampler_gap"] for line in lines) < 1
+    assert capsys.readouterr().err.count("gets the weights again") == 1
 
 
 def test_how_far_probabilities_may_differ():
     assert 0.09 < largest_gap(1.0) < 2.0 and largest_gap(1.0, staleness=1) > 0.4
     assert 0.015 < largest_gap(0.1) < 0.09  # of a model that is nearly sure
-
-
-class HandOvers:
-    """A sampler that counts how often it gets weights."""
-
-    count = 0
-
-    def hand_over(self, model: Any) -> None:
-        self.count += 1
-
-
-@pytest.mark.parametrize(
-    ("gaps", "forgotten", "fails"),
-    [((0.0,), 0, False), ((9.0, 0.0), 1, False), ((9.0, float("nan"), 9.0), 2, True)],
-)
-def test_a_step_is_sampled_again_where_it_disagrees(monkeypatch, capsys, gaps, forgotten, fails):
-    """Samples whose log probabilities are `gaps` away from the trainer's, one after the other."""
-
-    def measured(model: Any, samples: list[Any], device: Any, temperature: float) -> tuple[float, float, int]:
-        return sum(sample.gap for sample in samples) * 10, 10.0, 10
-
-    monkeypatch.setattr(agreement, "Sample", lambda gap: type("", (), {"gap": gap}))
-    monkeypatch.setattr(agreement, "measure", measured)
-    drawn = iter([RankSamples(1, 2, [{"gap": gap}]) for gap in gaps])
-    config = SimpleNamespace(device_batch_size=4, temperature=1.0)
-    settings: Any = {"config": config, "device": cpu_device()}
-    model: Any = None
-    sampler = HandOvers()
-    assert bool(Checked(sampler, model, lambda _: next(drawn), 0, 9, **settings).take(5).failed) == fails
-    assert sampler.count - 1 == forgotten == capsys.readouterr().err.count("samples step 5 again")
-    sampler = HandOvers()
-    interrupted = RankSamples(1, 2, interrupted=True)
-    assert Checked(sampler, model, lambda _: interrupted, 0, 9, **settings).take(0) is interrupted
-    assert sampler.count == 1
-
-
-def test_samples_drawn_ahead_are_forgotten_with_the_weights():
-    drawn: list[tuple[int, int]] = []
-    sampler: Any = type("", (), {"hand_over": lambda self, model: drawn.append((-1, model.step))})()
-    model: Any = type("", (), {"step": 0})()
-
-    def draw(step: int) -> RankSamples:
-        drawn.append((step, model.step))
-        return RankSamples(step, 1)
-
-    ahead = Ahead(sampler, model, draw, 2, last=5)
-    ahead.take(0)
-    ahead.begin(0)
-    ahead._wait()
-    model.step = 1
-    ahead.take(1)
-    ahead.forget()
-    drawn.clear()
-    assert ahead.take(1).questions == 1 and drawn == [(-1, 1), (1, 1)]
 
 
 # ---------------------------------------------------------------------- the real one
@@ -436,8 +368,8 @@ def test_every_weight_reaches_a_real_vllm(environment, folders, base, seen, tmp_
             seen.clear()
             train(folders, name, address, tag, *more)
             print(f"{name}, {tag}: {max(seen):.1e} nats a token at most in {len(seen)} samplings")
-            assert len(seen) >= 8 and max(seen) < CLOSE, seen
-            assert len(metrics(base, "rl", tag)) == 4
+            assert len(seen) >= 6 and max(seen) < CLOSE, seen
+            assert len(metrics(base, "rl", tag)) == 3
 
         # A kill in the middle of a step's replies: the run waits for the restarted server, which has its old weights.
         read = HttpSampler._read
@@ -454,6 +386,6 @@ def test_every_weight_reaches_a_real_vllm(environment, folders, base, seen, tmp_
         seen.clear()
         train(folders, name, address, "killed")
         print(f"{name}, killed: {max(seen):.1e} nats a token at most in {len(seen)} samplings")
-        assert len(metrics(base, "rl", "killed")) == 4 and max(seen) < CLOSE, seen
+        assert len(metrics(base, "rl", "killed")) == 3 and max(seen) < CLOSE, seen
     finally:
         server.kill()
