@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_serve import client_of
 from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
+from tiny import EXPERT_SHAPES, SHAPES, Kept, adapt, complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
 from tiny import LIVELY_ADAPTERS as LIVELY
-from tiny import SHAPES, Kept, adapt, complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
 from tiny_families import save_qwen3
 from torch import Tensor
 
@@ -52,7 +52,7 @@ def tokens_of(config: Any, rows: int = 2, seed: int = 0) -> tuple[Tensor, Tensor
 def adapted_model(shape: str = "fast", settings: Lora = LIVELY, lively: bool = True, **options: Any) -> GPT:
     """A model with adapters; with `lively` their B is not 0."""
     changes = options.pop("changes", {})
-    model = lively_model(tiny_config(**{**SHAPES[shape], **changes}), **options)
+    model = lively_model(tiny_config(**{**(SHAPES | EXPERT_SHAPES)[shape], **changes}), **options)
     return adapt(model, settings, lively)
 
 
@@ -66,16 +66,17 @@ def gradients(model: GPT) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, "qwen3_moe"])
 def test_fresh_adapters_change_no_bit(shape, dtype):
     kernels = cpu_device(dtype=dtype).kernels
-    plain = lively_model(tiny_config(**SHAPES[shape]), kernels=kernels)
+    plain = lively_model(tiny_config(**(SHAPES | EXPERT_SHAPES)[shape]), kernels=kernels).to(dtype)
     inputs, targets = tokens_of(plain.config)
     adapted = adapted_model(shape, lively=False, kernels=kernels)
-    assert torch.equal(adapted(inputs), plain(inputs)) and torch.equal(adapted(inputs, targets), plain(inputs, targets))
+    with cast_together(adapted, dtype):
+        assert torch.equal(adapted(inputs), plain(inputs))
+        assert torch.equal(adapted(inputs, targets), plain(inputs, targets))
     assert adapted.embedding.weight.dtype == dtype
-    trained = {p.dtype for p in adapted.parameters() if p.requires_grad}
-    assert trained == {torch.float32}
+    assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
 
 
 def written_out(layer: Any, x: Tensor) -> Any:

@@ -7,10 +7,8 @@ from tiny import all_losses
 from nanochat.alignment.advantages import batch_deviation, leave_one_out
 from nanochat.alignment.dapo import overlong_penalty
 from nanochat.losses import group_deviation, group_mean
-from scripts.chat_rl import Config, method_of
 
 METHODS = all_losses("policy losses")
-SETTINGS = [("dapo", 0.1, 0), ("dapo", None, None), ("grpo", None, None)]
 REWARDS = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
 
 
@@ -54,9 +52,3 @@ def test_those_of_the_whole_batch():
 def test_the_last_part_of_a_reply_costs():
     lengths = np.array([[10, 80], [90, 100]])
     assert overlong_penalty(lengths, 100) == pytest.approx(np.array([[0, 0], [0.5, 1]]))
-
-
-def test_a_method_and_its_settings():
-    flags = [Config(loss=loss, clip_low=low, refills=refills) for loss, low, refills in SETTINGS]
-    found = [(method_of(one).clip_low, method_of(one).clip_high, one.most_refills) for one in flags]
-    assert found == [(0.1, 0.28, 0), (0.2, 0.28, 3), (0.2, 0.2, 0)]

@@ -34,11 +34,6 @@ def test_advantages_of_tokens_by_hand():
     # A_2 = 1 - 0.75 and A_1 = 0.25 + 0.5 x 0.25; -0.6, then 0.2 - 0.3 and 0.2 - 0.05
     found = value.token_advantages(values, rewards, is_target, source, 0.5)
     assert found.flatten().tolist() == pytest.approx([0.375, 0.25, 0.15, -0.1, -0.6, 0.0])
-    # With lambda 1 it is reward - value, with lambda 0 what the next value is more.
-    found = value.token_advantages(values, rewards, is_target, source, 1.0)
-    assert found.flatten().tolist() == pytest.approx([0.5, 0.25, -0.2, -0.4, -0.6, 0.0])
-    found = value.token_advantages(values, rewards, is_target, source, 0.0)
-    assert found.flatten().tolist() == pytest.approx([0.25, 0.25, 0.2, 0.2, -0.6, 0.0])
     # A tool's token between two targets changes nothing.
     gap = is_target.copy()
     gap[0, 3] = False

@@ -13,14 +13,12 @@ import torch
 from runs import call, exactly_resumed, forget_after, losses, metrics, refused
 from safetensors.torch import load_file
 from test_scripts import base  # noqa: F401 (base is a fixture)
-from test_serve import client_of
 from test_stages import BASE, CPU, SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import cpu_device, run_command
 from tiny_families import save_qwen3
 
 from nanochat.checkpoint_manager import load_model
 from nanochat.engine import Engine
-from scripts import chat_web
 
 LORA = ("--lora_rank=4", "--lora_alpha=8")
 EXPERTS = ("--experts=4", "--experts_per_token=2", "--shared_experts=1")
@@ -111,7 +109,7 @@ def test_a_stage_on_two_processes_is_that_of_one_and_resumes(qwen, base, stage, 
             torch.testing.assert_close(tensor, expected[key], rtol=1e-3, atol=rate / 10, msg=key)
 
 
-def test_what_was_tuned_is_served_and_exported(qwen, base, tmp_path):  # noqa: F811
+def test_what_was_tuned_replies_as_in_transformers(qwen, base, tmp_path):  # noqa: F811
     transformers = pytest.importorskip("transformers")
     call("chat_sft", *SFT, *LORA, "--learning_rate=0.01", f"--source={qwen}", "--num_iterations=2", "--model_tag=q")
     model, tokenizer, _ = load_model("sft", "cpu")
@@ -126,9 +124,3 @@ def test_what_was_tuned_is_served_and_exported(qwen, base, tmp_path):  # noqa: F
     engine.stop_ids = set()
     engine.call_start = engine.call_end = -1
     assert engine.generate_batch(prompt, max_tokens=64, temperature=0.0)[0][0] == reply
-    app = chat_web.make_app(chat_web.Config(source="sft", device="cpu", dtype="float32"), lambda error: None)
-    body = {"messages": [{"role": "user", "content": "What is 12 + 30?"}], "max_tokens": 8, "temperature": 0}
-    with client_of(app) as ask:
-        answers = [ask("POST", "/v1/chat/completions", json=body).json() for _ in range(2)]
-    assert answers[0]["usage"]["completion_tokens"] > 0
-    assert answers[0]["choices"][0]["message"] == answers[1]["choices"][0]["message"]

@@ -18,7 +18,7 @@ from nanochat.kernels import compiling
 from nanochat.kernels.compiling import compile_blocks, missing_compiler
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.operators import TorchKernels
-from nanochat.run.speed import eager_reason, product_flops
+from nanochat.run.speed import eager_reason
 
 
 @pytest.fixture(autouse=True)
@@ -99,9 +99,3 @@ def test_code_that_cannot_be_compiled_is_one_line() -> None:
     line = compiling.explain(error)
     assert line is not None and "\n" not in line
     assert "C++ compile error" in line and "--compile off" in line
-
-
-def test_the_speed_of_a_product_is_measured_or_known():
-    assert product_flops(cpu_device()) > 1e6
-    assert product_flops(cpu_device(kind="npu", peak_flops=100.0)) == pytest.approx(60.0)
-    assert product_flops(cpu_device(kind="npu")) is None

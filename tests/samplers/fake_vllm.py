@@ -8,6 +8,7 @@ Statuses, messages and forms are what the real one has sent. As there:
 """
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class FakeVllm:
         self.polls_down = 0  # it is restarting: this many requests for /v1/models find no server
         self.lives = 0
         self.is_busy = False  # a running request holds cached prompts
+        # Called with the route of each request and its number among those to this route; may answer, or change this.
+        self.accident: Callable[[FakeVllm, str, int], tuple[int, Any] | None] = lambda server, route, number: None
         self.headers: dict[str, str] = {}
         self.requests: list[tuple[str, dict[str, Any]]] = []
         self.start()
@@ -56,14 +59,15 @@ class FakeVllm:
 
     def reply(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
         life = self.lives
-        answer = self.answer(route, body)
+        self.requests.append((route, body))
+        number = sum(one == route for one, _ in self.requests)
+        answer = self.accident(self, route, number) or self.answer(route, body)
         if self.polls_down or life != self.lives:
             self.polls_down -= route == "/v1/models"
             return 0, {}
         return answer
 
     def answer(self, route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        self.requests.append((route, body))
         if not self.is_alive:
             return 500, error(500, DEAD)
         if route == "/v1/models":

@@ -458,22 +458,6 @@ def test_a_dead_server_costs_nothing_where_another_lives(sampler, fake, fake_add
     assert other.weights == sampler.weights.name
 
 
-@pytest.mark.slow
-def test_a_server_that_hangs_costs_its_patience_once(sampler, fake_address, folder, capsys):
-    model = policy()
-    prompts, settings = prompts_and_settings(1.0)
-    hanging = FakeServer()
-    released = threading.Event()
-    hanging.fault = lambda number, reply: released.wait(10) and None
-    expected = [reply.tokens for reply in sampler(prompts, settings, 8)]
-    with served(hanging) as second:
-        sampler = open_http(fake_address, second, model=model, tag="two", patience=1.0)
-        sampler.hand_over(model)
-        assert [reply.tokens for reply in sampler(prompts, settings, 8)] == expected
-        released.set()
-    assert f"{second} is lost (ReadTimeout)" in capsys.readouterr().err
-
-
 def test_a_server_that_refuses_the_weights_ends_the_run_though_another_takes_them(sampler, fake_address, folder):
     model = policy()
     other = FakeServer()

@@ -134,46 +134,17 @@ def test_every_weight_reaches_vllm(folders, base, seen, name, more):  # noqa: F8
     assert len(gaps) == 3 and (max(gaps) < CLOSE) == ("--staleness=1" not in more)
 
 
-@pytest.mark.slow
-def test_a_vllm_that_dies_and_comes_back_gets_the_weights_again(folders, base, seen, capsys):  # noqa: F811
-    """It restarts with the weights of its folder. The run has the bits of one without an accident."""
-    server = FakeVllm(folders / "tied")
-    answer = server.answer
-    died: list[int] = []
-
-    def dying(route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        count = sum(route == "/v1/completions" for route, _ in server.requests)
-        if count == 20 and not died:
-            died.append(count)
-            server.kill()
-        return answer(route, body)
-
-    with served(server) as address:
-        train(folders, "tied", address, "straight")
-        server.start()
-        server.requests.clear()
-        server.answer = dying
-        train(folders, "tied", address, "killed")
-    assert died and max(seen) < CLOSE
-    assert sha256(base, "rl", 3, "killed") == sha256(base, "rl", 3, "straight")
-    assert "is lost" in capsys.readouterr().err
+def busy(server: FakeVllm, route: str, number: int) -> None:
+    server.is_busy = route == "/reset_prefix_cache" and number in (2, 3)
 
 
 def test_prompts_that_are_still_cached_are_dropped_before_sampling(folders, base, seen):  # noqa: F811
-    """Of the evaluation before the first step, which the last one repeats. vLLM answers 200, and `success` false."""
+    """The last evaluation repeats the prompts of the first one. vLLM answers 200, and `success` false."""
     server = FakeVllm(folders / "tied")
-    answer = server.answer
-    resets: list[str] = []
-
-    def busy(route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        resets.extend([route] if route == "/reset_prefix_cache" else [])
-        server.is_busy = len(resets) in (2, 3)
-        return answer(route, body)
-
-    server.answer = busy
+    server.accident = busy
     with served(server) as address:
         train(folders, "tied", address, "run", "--num_iterations=1")
-    assert len(resets) == 4 and max(seen) < CLOSE
+    assert sum(route == "/reset_prefix_cache" for route, _ in server.requests) == 4 and max(seen) < CLOSE
 
 
 # ---------------------------------------------------------------------- servers that cannot
@@ -214,51 +185,70 @@ def test_a_folder_that_ends_vllms_engine_is_one_line(folders, base, capsys, monk
     assert "Cannot find any model weights" in line and "read this folder" in line
 
 
-def test_a_later_failure_of_a_vllm_that_has_loaded_weights_is_waited_for(folders, base, seen):  # noqa: F811
-    server = FakeVllm(folders / "tied")
-    answer = server.answer
-    failed: list[str] = []
-
-    def failing(route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        loads = sum(route == "/collective_rpc" for route, _ in server.requests)
-        if route == "/collective_rpc" and loads == 2 and not failed:
-            failed.append(route)
-            return 500, {"error": {"message": "EngineCore encountered an issue.\nSee the log."}}
-        return answer(route, body)
-
-    server.answer = failing
-    with served(server) as address:
-        train(folders, "tied", address, "run", "--num_iterations=2")
-    assert failed and max(seen) < CLOSE
-
-
-# ---------------------------------------------------------------------- a server that keeps its old weights
-
-
-def refusing(server: FakeVllm, first: int, last: int) -> None:
-    """From its hand-over `first` to `last` it answers 200 and keeps the weights that it has."""
-    answer = server.answer
-    loads: list[int] = []
-
-    def reply(route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if route == "/collective_rpc":
-            loads.append(len(loads) + 1)
-            server.loads = not first <= loads[-1] <= last
-        return answer(route, body)
-
-    server.answer = reply
-
+# ---------------------------------------------------------------------- accidents
 
 FAST = ("--learning_rate=0.3", "--eval_every=100")  # one step moves the policy by nats
 
 
-def test_a_run_ends_without_having_learned_from_other_weights(folders, base, capsys, monkeypatch):  # noqa: F811
+@pytest.fixture(scope="module")
+def straight(folders, tmp_path_factory) -> str:
+    """The bits of a run without an accident."""
+    folder = tmp_path_factory.mktemp("straight")
+    with pytest.MonkeyPatch.context() as patch, served(FakeVllm(folders / "tied")) as address:
+        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
+        train(folders, "tied", address, "run", *FAST)
+    return sha256(folder, "rl", 3, "run")
+
+
+def dies(server: FakeVllm, route: str, number: int) -> None:
+    """It restarts with the weights of its folder."""
+    if (route, number) == ("/v1/completions", 12) and server.lives == 1:
+        server.kill()
+
+
+def fails_once(server: FakeVllm, route: str, number: int) -> tuple[int, Any] | None:
+    """It has loaded weights before: this is waited for."""
+    failed = (route, number) == ("/collective_rpc", 2)
+    return (500, {"error": {"message": "EngineCore encountered an issue.\nSee the log."}}) if failed else None
+
+
+def drifts_once(server: FakeVllm, route: str, number: int) -> None:
+    """As one that restarts behind a proxy: the next hand-over reaches it."""
+    if route == "/collective_rpc":
+        server.offset = -9.0 if number == 2 else 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("accident", "more", "word"),
+    [
+        (dies, (), "is lost"),
+        (fails_once, (), "asked again"),
+        (drifts_once, (), "gets the weights again"),
+        (drifts_once, ("--staleness=1",), "gets the weights again"),  # what was drawn ahead is forgotten
+    ],
+)
+def test_an_accident_costs_no_step(folders, base, seen, straight, capsys, accident, more, word):  # noqa: F811
+    server = FakeVllm(folders / "tied")
+    server.accident = accident
+    with served(server) as address:
+        train(folders, "tied", address, "run", *FAST, *more)
+    assert capsys.readouterr().err.count(word) == 1
+    assert sum(gap > CLOSE for gap in seen) == (accident is drifts_once)
+    assert [line["step"] for line in metrics(base, "rl", "run")] == [0, 1, 2]
+    assert (sha256(base, "rl", 3, "run") == straight) == (not more)
+
+
+def keeps_its_weights(server: FakeVllm, route: str, number: int) -> None:
+    """From the third hand-over on it answers 200 and loads nothing."""
+    server.loads = number < 3 or route != "/collective_rpc"
+
+
+def test_a_run_ends_without_having_learned_from_other_weights(folders, base, straight, capsys):  # noqa: F811
     """Three samplings of a step disagree: the run ends with the weights of the last good step, and continues from
     there with a server that loads weights. Its result is that of a run without trouble."""
-    with served(FakeVllm(folders / "tied")) as address:
-        train(folders, "tied", address, "straight", *FAST)
     server = FakeVllm(folders / "tied")
-    refusing(server, 3, 10**6)
+    server.accident = keeps_its_weights
     with served(server) as address:
         line = failure(capsys, lambda: train(folders, "tied", address, "run", *FAST))
     assert all(word in line for word in ("nats a token", "3 attempts", "step_000002", "--resume"))
@@ -268,28 +258,7 @@ def test_a_run_ends_without_having_learned_from_other_weights(folders, base, cap
     assert sum(route == "/collective_rpc" for route, _ in server.requests) == 5
     with served(FakeVllm(folders / "tied")) as address:
         train(folders, "tied", address, "run", *FAST, "--resume")
-    assert sha256(base, "rl", 3, "run") == sha256(base, "rl", 3, "straight")
-
-
-@pytest.mark.slow
-def test_a_server_that_disagrees_once_costs_no_step(folders, base, capsys):  # noqa: F811
-    """As one that restarts behind a proxy: the next hand-over reaches it, and what was drawn ahead is forgotten."""
-    server = FakeVllm(folders / "tied")
-    answer = server.answer
-    loads: list[str] = []
-
-    def drifting(route: str, body: dict[str, Any]) -> tuple[int, Any]:
-        if route == "/collective_rpc":
-            loads.append(route)
-            server.offset = -9.0 if len(loads) == 2 else 0.0
-        return answer(route, body)
-
-    server.answer = drifting
-    with served(server) as address:
-        train(folders, "tied", address, "run", "--eval_every=100", "--staleness=1")
-    lines = metrics(base, "rl", "run")
-    assert [line["step"] for line in lines] == [0, 1, 2] and max(line["sampler_gap"] for line in lines) < 1
-    assert capsys.readouterr().err.count("gets the weights again") == 1
+    assert sha256(base, "rl", 3, "run") == straight
 
 
 def test_how_far_probabilities_may_differ():
