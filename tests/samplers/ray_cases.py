@@ -27,22 +27,24 @@ from nanochat.sampling import SamplingParams
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """The cluster that a sampler starts on this machine; those of other tests are not joined."""
+    """The cluster that the first sampler starts on this machine; those of other tests are not joined."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray") as short:
         patch.setattr(services, "find_gcs_addresses", functools.cache(set))
         patch.setenv("RAY_TMPDIR", short)  # the path of a socket has 107 characters at most
-        open_ray(1)
         yield ray
         ray.shutdown()
 
 
 def test_its_processes_listen_on_loopback(cluster):
     psutil = pytest.importorskip("psutil")
+    sampler = open_ray(1)
+    sampler.hand_over(policy())
     me = psutil.Process()
     connections = []
     for process in [me, *me.children(recursive=True)]:
         connections += process.net_connections(kind="inet")
     addresses = [connection.laddr.ip for connection in connections if connection.status == "LISTEN"]
+    cluster.kill(sampler.workers[0])  # the next test needs its processor
     assert len(addresses) > 3 and {one.removeprefix("::ffff:") for one in addresses} <= {"127.0.0.1", "::1"}
 
 
