@@ -233,7 +233,7 @@ def test_an_accident_costs_no_step(folders, base, seen, straight, capsys, accide
     with served(server) as address:
         train(folders, "tied", address, "run", *FAST)
     bits, usual_loads = straight
-    assert word in capsys.readouterr().err and loads(server) == usual_loads + 1
+    assert word in capsys.readouterr().err and loads(server) > usual_loads
     assert sum(gap > CLOSE for gap in seen) == (accident is drifts_once)
     assert sha256(base, "rl", 3, "run") == bits
 
