@@ -1,4 +1,7 @@
-"""Runs that are stopped, resumed and compared: what they leave, their processes, and equal bytes at the end."""
+"""Runs that are stopped, resumed and compared: their flags and folders, what they leave, and their processes.
+
+`resume` is the one builder of every test that a resumed run ends as one that nothing disturbed.
+"""
 
 import contextlib
 import hashlib
@@ -18,12 +21,157 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import is_running
+import torch
+from safetensors.torch import load_file
+from tiny import is_running, run_command
 
-from nanochat.ground import cli
+from nanochat import model_folder
+from nanochat.ground import cli, paths
+from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 TIMED = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta", "sampling_seconds", "training_seconds"}
+
+# ---------------------------------------------------------------------- flags: each stage, as small as it can be
+
+CPU = ("--device=cpu", "--dtype=float32", "--log_every=1")
+TINY = (
+    *(*CPU, "--depth=1", "--head_dim=32", "--max_seq_len=64", "--device_batch_size=2", "--total_batch_size=256"),
+    "--eval_tokens=256",
+)
+BASE = (
+    *(*CPU, "--depth=1", "--head_dim=32", "--max_seq_len=128", "--device_batch_size=2", "--total_batch_size=512"),
+    *("--eval_tokens=256", "--compile=off"),
+)
+SHORT = "addition,identity,spelling"
+MID = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--total_batch_size=512", "--eval_tokens=512")
+SFT = (*CPU, f"--tasks={SHORT}", "--device_batch_size=2", "--target_examples_per_step=8", "--eval_examples=8")
+DPO = (*SFT, "--lr_scale=0.2", "--beta=0.3")
+RM = (*SFT, "--lr_scale=0.2", "--loss=reward")
+RL = (
+    *(*CPU, "--tasks=addition", "--device_batch_size=2", "--examples_per_step=3", "--num_samples=4"),
+    *("--max_tokens=12", "--eval_examples=8", "--lr_scale=0.2"),
+)
+WHOLE, SHARDS, SHARED_ROWS = "--parallel=ddp", "--parallel=fsdp", "--context_parallel=2"
+
+
+def tuned(flags: Sequence[str]) -> tuple[str, ...]:
+    """The flags with AdamW at an absolute rate, clipped gradients and a rounded state."""
+    others = (flag for flag in flags if "lr_scale" not in flag)
+    return (*others, "--learning_rate=1e-3", "--weight_decay=0.1", "--max_grad_norm=0.3", "--optimizer_dtype=bfloat16")
+
+
+def graded(base: Path) -> tuple[str, ...]:
+    """RL on questions whose replies are not all worth the same."""
+    return (
+        *(*RL, f"--tasks=gsm8k={base / 'questions'}", "--source=sft", "--source_tag=d1"),
+        *("--kl=0.1", "--kl_in=reward", "--importance_cap=2", "--updates_per_step=2"),
+    )
+
+
+# ---------------------------------------------------------------------- folders that a test begins with
+
+FOLDERS: dict[str, Path] = {}  # built once for all modules: to pytest each module has fixtures of its own
+
+
+def write_lines(path: Path, rows: Sequence[Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def write_splits(folder: Path, rows: Sequence[Any]) -> Path:
+    """The same rows to train on and to test on."""
+    for split in ("train", "test"):
+        write_lines(folder / f"{split}.jsonl", rows)
+    return folder
+
+
+def questions(count: int, wrong: int = 0) -> list[dict[str, str]]:
+    return [{"question": f"What is {n}?", "answer": f"#### {n % 2 + wrong}"} for n in range(count)]
+
+
+def chat(question: str, answer: str, **more: bool) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **more}]}
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A base folder that is not there yet."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_TRACEBACK"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "base"
+
+
+@contextmanager
+def made_once(name: str, tmp_path_factory: pytest.TempPathFactory, copied: Path | None = None) -> Iterator[bool]:
+    """Whether the folder of this name, which is now the base folder, is still to be filled."""
+    is_new = name not in FOLDERS
+    if is_new:
+        FOLDERS[name] = tmp_path_factory.mktemp(name) / "base"
+        if copied is not None:
+            shutil.copytree(copied, FOLDERS[name])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOCHAT_BASE_DIR", str(FOLDERS[name]))
+        torch.set_num_threads(1)
+        yield is_new
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base folder with the tokenizer of stories that most tests of pretraining share."""
+    with made_once("home", tmp_path_factory) as is_new:
+        if is_new:
+            names = ("The boat", "A small fish")
+            texts = [f"{name} {number}. Once upon a time " for number in range(300) for name in names]
+            Tokenizer.train(texts, 320).save(FOLDERS["home"] / "tokenizer")
+    return FOLDERS["home"]
+
+
+@pytest.fixture(scope="module")
+def trained_tokenizer(home: Path) -> Path:
+    return home / "tokenizer"
+
+
+@pytest.fixture
+def tokenizer(home: Path, base: Path) -> None:
+    shutil.copytree(home, base)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base folder with a tokenizer and twenty steps of pretraining."""
+    with made_once("pretrained", tmp_path_factory) as is_new:
+        if is_new:
+            pairs = [(n, m) for n in range(60) for m in range(9)]
+            texts = [f"What is {n} + {m}? The word is spelled {n * m}. I am nanochat." for n, m in pairs]
+            Tokenizer.train(texts, 400).save(FOLDERS["pretrained"] / "tokenizer")
+            call("base_train", *BASE, "--num_iterations=20")
+    return FOLDERS["pretrained"]
+
+
+@pytest.fixture
+def start(pretrained: Path, base: Path) -> Path:
+    shutil.copytree(pretrained, base)
+    return base
+
+
+@pytest.fixture(scope="module")
+def tutored(pretrained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same behind a few steps of SFT: about half of its answers to the questions in `questions` are right."""
+    with made_once("tutored", tmp_path_factory, pretrained) as is_new:
+        if is_new:
+            tasks = f"--tasks=gsm8k={write_splits(FOLDERS['tutored'] / 'questions', questions(64, 1))}"
+            sizes = ("--device_batch_size=4", "--target_examples_per_step=16", "--num_iterations=12")
+            call("chat_sft", *CPU, *sizes, "--eval_examples=8", "--source=base", tasks, "--lr_scale=2")
+    return FOLDERS["tutored"]
+
+
+@pytest.fixture
+def taught(tutored: Path, base: Path) -> Path:
+    shutil.copytree(tutored, base)
+    return base
 
 
 # ---------------------------------------------------------------------- commands
@@ -77,9 +225,16 @@ def lasting(base: Path, stage: str, tag: str = "d1") -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in TIMED} for line in metrics(base, stage, tag)]
 
 
+def step_folder(base: Path, stage: str, step: int, tag: str = "d1") -> Path:
+    return base / "checkpoints" / stage / tag / f"step_{step:06d}"
+
+
+def meta_of(base: Path, stage: str, step: int, tag: str = "d1") -> dict[str, Any]:
+    return json.loads((step_folder(base, stage, step, tag) / "meta.json").read_text())
+
+
 def sha256(base: Path, stage: str, step: int, tag: str = "d1", name: str = "model.safetensors") -> str:
-    path = base / "checkpoints" / stage / tag / f"step_{step:06d}" / name
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashlib.sha256((step_folder(base, stage, step, tag) / name).read_bytes()).hexdigest()
 
 
 def forget_after(base: Path, stage: str, step: int, tag: str = "d1") -> None:
@@ -89,52 +244,140 @@ def forget_after(base: Path, stage: str, step: int, tag: str = "d1") -> None:
             shutil.rmtree(folder)
 
 
+# ---------------------------------------------------------------------- exact resumes
+
+SUMS_OF_BOTH_SIGNS = ("rm", "dpo", "rl")  # a loss of policy gradients and a margin may be near 0
+NEARLY_EQUAL = (
+    *("loss", "grad_norm", "tokens", "val_bpb", "val_loss", "eval_reward", "reward", "response_tokens", "kl"),
+    *("accuracy", "margin", "val_margin"),
+)
+
+
+class Straight:
+    """A run that nothing disturbed, to which the same run is compared after it was killed and resumed."""
+
+    def __init__(self, base: Path, stage: str, flags: Sequence[str], ranks: int, layout: str, tag: str, script: str):
+        self.base, self.stage, self.flags, self.tag = base, stage, (*flags, f"--model_tag={tag}"), tag
+        self.script = script or ("chat_dpo" if stage == "rm" else paths.STAGES[stage])
+        self.folder = base / "checkpoints" / stage / tag
+        self.how = ranks, layout
+        self.printed = self.run(ranks, layout)
+        self.steps = model_folder.steps(self.folder)[-1]
+        self.expected = self.outcome()
+        assert len(self.expected[1]) > 3
+
+    def run(self, ranks: int, layout: str, *more: str) -> str:
+        """Start it, with `more` flags; returns what it prints. One rank runs in this process."""
+        flags = (*self.flags, *layout.split(), *more)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("NANOCHAT_BASE_DIR", str(self.base))
+            if ranks > 1:
+                return run_command(self.script, *flags, ranks=ranks)
+            printed = io.StringIO()
+            with contextlib.redirect_stdout(printed):
+                call(self.script, *flags)
+        print(printed.getvalue())  # for capsys
+        return printed.getvalue()
+
+    def outcome(self) -> tuple[list[dict[str, Any]], dict[str, str], dict[str, torch.Tensor]]:
+        """What is logged, the hash of every file that has no seconds in it, and the weights."""
+        folder = self.folder / f"step_{self.steps:06d}"
+        names = {path.name for path in folder.iterdir()} - {"manifest.json", "meta.json"}
+        hashes = {name: sha256(self.base, self.stage, self.steps, self.tag, name) for name in names}
+        weights = load_file(folder / next(name for name in names if name.split(".")[0] in ("model", "adapter")))
+        return lasting(self.base, self.stage, self.tag), hashes, weights
+
+    def resumed(self, kill: int, ranks: int = 0, layout: str = "", kept: int | None = None) -> None:
+        """Delete the steps after `kept`, or after `kill`; resume from `kill`, or begin where it is 0, and compare."""
+        how = (ranks, layout) if ranks else self.how
+        forget_after(self.base, self.stage, kill if kept is None else kept, self.tag)
+        printed = self.run(*how, *(["--resume"] if kill else []))
+        assert not kill or f"resumed from {self.folder}/step_{kill:06d}" in printed
+        shares = {path.name for path in (self.folder / f"step_{self.steps:06d}").glob("training.rank*")}
+        if kill < self.steps:
+            assert len(shares) == how[0] and (how[0] == 1 or f"device: {how[0]} x" in printed)
+        self.compare(is_exact=how == self.how)
+
+    def compare(self, is_exact: bool = True) -> None:
+        lines, hashes, weights = self.outcome()
+        if is_exact:
+            assert lines == self.expected[0] and hashes == self.expected[1]
+            return
+        straight = self.expected[0]
+        assert [line["step"] for line in lines] == [line["step"] for line in straight]
+        for name in NEARLY_EQUAL:
+            expected = [line.get(name, 0) for line in straight]
+            rounding = 1e-3 if name == "grad_norm" else 1e-5
+            smallest = 1e-5 if self.stage in SUMS_OF_BOTH_SIGNS else 0
+            assert [line.get(name, 0) for line in lines] == pytest.approx(expected, rel=rounding, abs=smallest), name
+        for name, tensor in self.expected[2].items():
+            # As a whole, because AdamW makes a full step, up or down, of a gradient that is nothing but rounding.
+            assert (weights[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
+
+
+def resume(
+    base: Path,
+    stage: str,
+    flags: Sequence[str],
+    kill: Sequence[int],
+    *,
+    ranks: Sequence[int] = (1,),
+    layout: Sequence[str] = ("",),
+    tag: str = "d1",
+    script: str = "",
+) -> Straight:
+    """Train straight through; then again from every step of `kill`, as if the process had died after it.
+
+    `ranks` and `layout` (flags) are those of the straight run and of every start after it; a single one counts for all.
+    A start with the same ones has to end with the same bytes and the same logged numbers, others with the same up to
+    rounding. A kill at step 0 begins the run again.
+    """
+    starts = 1 + len(kill)
+    all_ranks, layouts = (list(values) * (starts if len(values) == 1 else 1) for values in (ranks, layout))
+    straight = Straight(base, stage, flags, all_ranks[0], layouts[0], tag, script)
+    for step, count, how in zip(kill, all_ranks[1:], layouts[1:], strict=True):
+        straight.resumed(step, count, how)
+    return straight
+
+
 def exactly_resumed(
     base: Path, script: str, stage: str, flags: Sequence[str], steps: int, parts: Sequence[int] = (), tag: str = "d1"
-) -> Callable[..., None]:
-    """Straight through; then again from the middle and from a quarter, or from the steps `parts`.
-
-    Returns the function that resumes from a step, after those behind it or behind `kept` are deleted, and compares.
-    """
-    call(script, *flags)
-    folder = base / "checkpoints" / stage / tag
-    # The manifest and meta.json have seconds in them.
-    names = {path.name for path in (folder / f"step_{steps:06d}").iterdir()} - {"manifest.json", "meta.json"}
-    assert {"model.safetensors", "adapter.safetensors"} & names and len(names) > 3
-
-    def outcome() -> Any:
-        return lasting(base, stage, tag), {name: sha256(base, stage, steps, tag, name) for name in names}
-
-    straight = outcome()
-
-    def resume_from(step: int, kept: int | None = None) -> None:
-        forget_after(base, stage, kept or step, tag)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            call(script, *flags, "--resume")
-        print(printed.getvalue())
-        assert f"resumed from {folder}/step_{step:06d}" in printed.getvalue()
-        assert outcome() == straight
-
-    for step in parts or (steps // 2, steps // 4):
-        resume_from(step)
-    return resume_from
+) -> Straight:
+    """`resume` on one rank from the steps `parts`, or from the middle and from a quarter."""
+    return resume(base, stage, flags, parts or (steps // 2, steps // 4), tag=tag, script=script)
 
 
 # ---------------------------------------------------------------------- its processes
+
+LAUNCHERS = {"launch": ["nanochat.run.launch"], "standalone": ["torch.distributed.run", "--standalone"]}
+
+
+def command(script: str, flags: Sequence[str], ranks: int, *torchrun: str, launcher: str = "launch") -> list[str]:
+    """The command line of a run of several ranks, or of one."""
+    module = ["-m", script if script.endswith(".py") else f"scripts.{script}"]
+    if script.endswith(".py"):
+        module = [script]
+    if ranks > 1:
+        module = ["-m", *LAUNCHERS[launcher], f"--nproc_per_node={ranks}", *torchrun, *module, "--"]
+    return [sys.executable, *module, *flags]
 
 
 def environment(base: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(ROOT)}
 
 
-def start(base: Path, arguments: list[str]) -> tuple[subprocess.Popen, Path]:
-    """A run whose output goes to a file; Ctrl-C is not ignored, as it would be behind a shell's &."""
+def interruptible() -> None:
+    """Ctrl-C is not ignored, as it would be behind a shell's &."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def started(base: Path, arguments: Sequence[str]) -> tuple[subprocess.Popen, Path]:
+    """A run whose output goes to a file."""
     output = base.with_suffix(".txt")
     with output.open("w") as file:
         process = subprocess.Popen(
             arguments, cwd=ROOT, env=environment(base), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            preexec_fn=interruptible,
         )  # fmt: skip
     return process, output
 
@@ -159,18 +402,21 @@ def kill(process: subprocess.Popen) -> None:
 
 
 @contextmanager
-def running(base: Path, arguments: list[str]) -> Iterator[tuple[subprocess.Popen, Path]]:
-    process, output = start(base, arguments)
+def running(base: Path, arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen, Path]]:
+    process, output = started(base, arguments)
     try:
         yield process, output
     finally:
         kill(process)
 
 
-def until_gone(pids: Sequence[int], output: Path) -> float:
-    """Seconds until none of these processes is left: 30 at most."""
-    began = time.monotonic()
-    while any(map(is_running, pids)):
-        assert time.monotonic() - began < 30, output.read_text()
-        time.sleep(0.05)
-    return time.monotonic() - began
+def until(is_true: Callable[[], bool], output: Path, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.02)
+
+
+def until_gone(pids: Sequence[int], output: Path) -> None:
+    """Wait until none of these processes is left: 30 seconds at most."""
+    until(lambda: not any(map(is_running, pids)), output)
