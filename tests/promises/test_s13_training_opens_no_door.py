@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from runs import LAUNCHERS, ROOT, home, process, started, until, wait_for  # noqa: F401 (home is a fixture)
+from runs import LAUNCHERS, ROOT, process, started, until, wait_for
 from test_endings import RUN
 from tiny import command_on_a_rank, run_ranks
 from torch.distributed import TCPStore
@@ -71,7 +71,7 @@ class Planted:
         return Path.touch, (self.path,)
 
 
-def plant(process: subprocess.Popen, path: Path) -> None:  # noqa: F811
+def plant(process: subprocess.Popen, path: Path) -> None:
     """Write the pickle over what torchrun's rendezvous keeps, at every port of the launcher that is a store."""
     import pickle
 
@@ -85,9 +85,9 @@ def plant(process: subprocess.Popen, path: Path) -> None:  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_documented_command_opens_no_door_and_standalone_says_that_it_does(launcher, home, tmp_path):  # noqa: F811
+def test_the_documented_command_opens_no_door_and_standalone_says_that_it_does(launcher, home, tmp_path):
     base = shutil.copytree(home, tmp_path / "base")
-    process, output = started(base, documented(launcher))  # noqa: F811
+    process, output = started(base, documented(launcher))
     planted = tmp_path / "planted"
     members = [process.pid]
     try:
@@ -143,7 +143,7 @@ def run_on_a_rank(device: Device, flags: tuple[str, ...]) -> tuple[str, list[obj
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
-def test_no_collective_of_a_run_pickles(layout, home, tmp_path, monkeypatch):  # noqa: F811
+def test_no_collective_of_a_run_pickles(layout, home, tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(shutil.copytree(home, tmp_path / "base")))
     flags = (*RUN, "--num_iterations=3", f"--parallel={layout}")
     (printed, first), (_, second) = run_ranks(run_on_a_rank, flags)

@@ -35,6 +35,7 @@ KILLED, FAILED = 9, 3  # exit codes
 
 pytestmark = pytest.mark.usefixtures("base_folder")
 
+
 def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
     """(step, seed) of what a resume takes, every value of it compared; None where there is nothing."""
     clean_up(folder)

@@ -1,7 +1,7 @@
 """T2. Resuming is exact in every stage.
 
-A run that nothing disturbs, and the same run killed and resumed: every byte of its last checkpoint and every number that
-it logged are equal. Between them the rows have mixtures, masks between documents, epochs, packing with its leftovers,
+A run that nothing disturbs, and the same run killed and resumed: every byte of its last checkpoint and every logged
+number are equal. Between them the rows have mixtures, masks between documents, epochs, packing with its leftovers,
 adapters, rounded optimizer states, references, teachers, refilled batches and compiled steps.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (  # noqa: F401 (base, home, pretrained, start, taught, tokenizer and tutored are fixtures)
+from runs import (
     BASE,
     CPU,
     DPO,
@@ -20,23 +20,16 @@ from runs import (  # noqa: F401 (base, home, pretrained, start, taught, tokeniz
     RM,
     SFT,
     TINY,
-    base,
     call,
     chat,
     graded,
-    home,
     lasting,
     losses,
     meta_of,
     metrics,
-    pretrained,
     questions,
     resume,
-    start,
-    taught,
-    tokenizer,
     tuned,
-    tutored,
     write_lines,
     write_splits,
 )
@@ -49,7 +42,7 @@ from nanochat.run.stop import Stop
 from nanochat.tasks.flag import EpochMixture
 
 
-def flags_of(stage: str, base: Path) -> tuple[str, ...]:  # noqa: F811
+def flags_of(stage: str, base: Path) -> tuple[str, ...]:
     """Each stage with a source, in the forms of its loss and optimizer that keep the most state."""
     return {
         "base": (*BASE, "--save_every=0"),
@@ -68,7 +61,7 @@ def mixture(tmp_path: Path) -> str:
     return f"--data={path}:0.3,demo:0.7"
 
 
-def test_pretraining_on_a_mixture(base, tokenizer, mixture, capsys):  # noqa: F811
+def test_pretraining_on_a_mixture(base, tokenizer, mixture, capsys):
     """From the middle; from a step that a resumed run has saved; from the one before a damaged one; from the end."""
     flags = (*TINY, mixture, "--max_seq_len=256", "--total_batch_size=512", "--seed=3")
     straight = resume(base, "base", (*flags, "--num_iterations=6", "--save_every=2", "--eval_every=3"), kill=(2, 4))
@@ -79,7 +72,7 @@ def test_pretraining_on_a_mixture(base, tokenizer, mixture, capsys):  # noqa: F8
     assert [line["step"] for line in metrics(base, "base")] == list(range(6))  # none twice, none missing
 
 
-def test_continued_pretraining_with_a_longer_context(start, mixture, capsys):  # noqa: F811
+def test_continued_pretraining_with_a_longer_context(start, mixture, capsys):
     flags = (*CPU, mixture, "--source=base", "--source_tag=d1", "--max_seq_len=256", "--eval_tokens=256")
     flags += ("--device_batch_size=2", "--total_batch_size=1024", "--num_iterations=4", "--save_every=2")
     resume(start, "base", flags, kill=(2,), tag="d1-continued", script="mid_train")
@@ -91,7 +84,7 @@ def test_continued_pretraining_with_a_longer_context(start, mixture, capsys):  #
     assert meta["source"] == "base/d1/step_000020" and meta["model"]["rope_scaling"]["original_len"] == 128
 
 
-def test_continued_pretraining_of_adapters(start, capsys):  # noqa: F811
+def test_continued_pretraining_of_adapters(start, capsys):
     flags = (*CPU, "--source=base", "--source_tag=d1", "--data=demo", "--device_batch_size=2", "--compile=off")
     flags += ("--total_batch_size=256", "--num_iterations=4", "--save_every=2", "--eval_tokens=512")
     flags += ("--lora_rank=4", "--lora_alpha=8", "--lora_base=nf4")
@@ -122,7 +115,7 @@ def test_continued_pretraining_of_adapters(start, capsys):  # noqa: F811
     ],
     ids=["mid", "reward", "dpo", "reward_kl", "dapo", "distill"],
 )
-def test_steps_in_three_parts(taught, stage, extra, steps):  # noqa: F811
+def test_steps_in_three_parts(taught, stage, extra, steps):
     """A half, a quarter and a quarter of the steps."""
     flags = [flag for flag in flags_of(stage, taught) if "learning_rate" not in extra or "lr_scale" not in flag]
     flags += [*extra.split(), f"--num_iterations={steps}", "--seed=5"]
@@ -137,7 +130,7 @@ def rows_of(stage: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("stage", "flags"), [("sft", SFT), ("dpo", DPO), ("rl", RL)])
-def test_epochs_have_every_example_once(start, tmp_path, monkeypatch, stage, flags):  # noqa: F811
+def test_epochs_have_every_example_once(start, tmp_path, monkeypatch, stage, flags):
     """SFT and DPO: 6 of 23 rows are held out; an epoch of 17 has four steps of 4, and one of 1. RL: 14 questions, 4 a
     step, are 7 steps in two epochs."""
     flags = (*flags, "--source=base", "--num_epochs=2", "--save_every=1")
@@ -153,7 +146,7 @@ def test_epochs_have_every_example_once(start, tmp_path, monkeypatch, stage, fla
     drawn: list[int] = []
     draw = EpochMixture.draw
 
-    def recorded(mixture: EpochMixture, index: int) -> Any:  # noqa: F811
+    def recorded(mixture: EpochMixture, index: int) -> Any:
         if index < FAR_DRAW:  # beyond are the chats that generated examples follow
             drawn.append(draw(mixture, index)[1])
         return draw(mixture, index)
@@ -169,7 +162,7 @@ def test_epochs_have_every_example_once(start, tmp_path, monkeypatch, stage, fla
         assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_counts_between_two_lines(start, tmp_path, monkeypatch):  # noqa: F811
+def test_counts_between_two_lines(start, tmp_path, monkeypatch):
     """Stopped between two log lines, or behind one: the next line counts what was there before."""
     rows = [chat(f"What is {n}?", f"It is {n}.", **({} if n % 3 else {"train": False})) for n in range(40)]
     tasks = f"--tasks={write_lines(tmp_path / 'odd.jsonl', [*rows, chat('long ' * 300, 'Never reached.')])}"
@@ -201,7 +194,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def compiled_flags(stage: str, base: Path) -> Sequence[str]:  # noqa: F811
+def compiled_flags(stage: str, base: Path) -> Sequence[str]:
     if stage == "rl":
         return (*flags_of(stage, base), "--updates_per_step=1", "--examples_per_step=2", "--device_batch_size=1")
     return flags_of(stage, base)
@@ -209,7 +202,7 @@ def compiled_flags(stage: str, base: Path) -> Sequence[str]:  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["sft", "dpo", "rl"])
-def test_compiled_steps(taught, compiler, stage):  # noqa: F811
+def test_compiled_steps(taught, compiler, stage):
     flags = (*compiled_flags(stage, taught), "--num_iterations=3", "--save_every=1", "--eval_every=0")
     call(f"chat_{stage}", *flags, "--compile=off", "--model_tag=eager")
     resume(taught, stage, (*flags, "--compile=on"), kill=(2,))  # a start compiles for seconds

@@ -1,37 +1,19 @@
 """T3. Resuming at another world size loses and repeats no document.
 
-Each stage trains on one rank. The same run then begins on two ranks, is killed, continues on two ranks of another layout,
-is killed again and ends on one: what it logs and its weights are equal up to rounding. Every document that base_train
-reads is noted: each is read as often as on one rank.
+Each stage trains on one rank. The same run then begins on two ranks, is killed, continues on two ranks of another
+layout, is killed again and ends on one. The loss of every step shows which documents it read: all are equal up to
+rounding, as are the final weights.
 """
 
-import json
-from pathlib import Path
-from typing import Any
-
 import pytest
-from runs import (  # noqa: F401 (base, home, pretrained, taught, tokenizer and tutored are fixtures)
-    SHARDS,
-    SHARED_ROWS,
-    TINY,
-    WHOLE,
-    base,
-    call,
-    home,
-    metrics,
-    pretrained,
-    resume,
-    taught,
-    tokenizer,
-    tutored,
-)
+from runs import SHARDS, SHARED_ROWS, TINY, WHOLE, metrics, resume
 from test_t02_resuming_is_exact import flags_of
 
 ONE_TO_TWO_TO_ONE = (1, 2, 2, 1)
 
 
 @pytest.mark.slow
-def test_pretraining(base, tokenizer):  # noqa: F811
+def test_pretraining(base, tokenizer):
     """Three layers at the rule's rates: where rounding is amplified, it shows here first."""
     flags = [flag for flag in TINY if not flag.startswith("--depth")]
     flags += ["--depth=3", "--window_pattern=SL", "--seed=1", "--num_iterations=9", "--save_every=3", "--eval_every=4"]
@@ -53,7 +35,7 @@ def test_pretraining(base, tokenizer):  # noqa: F811
     ],
     ids=["mid", "sft", "dpo", "rl", "ppo"],
 )
-def test_later_stages(taught, stage, extra, first, then):  # noqa: F811
+def test_later_stages(taught, stage, extra, first, then):
     def how(layout: str) -> str:
         """Two ranks that do not share rows have half of the rows each."""
         fewest = 2 if stage == "dpo" else 1
@@ -68,7 +50,7 @@ def test_later_stages(taught, stage, extra, first, then):  # noqa: F811
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["rl", *(pytest.param(s, marks=pytest.mark.soak) for s in ("mid", "sft", "dpo"))])
-def test_replicas_of_shards(taught, stage):  # noqa: F811
+def test_replicas_of_shards(taught, stage):
     """Four processes: two groups of two, activations computed twice."""
     flags = (*flags_of(stage, taught), "--num_iterations=3", "--eval_every=2")
     fewest = 2 if stage == "dpo" else 1

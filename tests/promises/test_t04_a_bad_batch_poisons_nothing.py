@@ -1,7 +1,8 @@
 """T4. One bad batch never poisons a model.
 
-NaN or infinity in one micro-batch, also on one of two ranks, changes no byte of the weights and the optimizer: all ranks
-skip the step and count it, and three in a row end the run with the last good step. What has no target adds nothing.
+NaN or infinity in one micro-batch, also on one of two ranks, changes no byte of the weights and the optimizer: all
+ranks skip the step and count it, and three in a row end the run with the last good step. What has no target adds
+nothing.
 """
 
 import math
@@ -11,24 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (  # noqa: F401 (base, home, pretrained, start and tokenizer are fixtures)
-    CPU,
-    RL,
-    TINY,
-    base,
-    call,
-    chat,
-    home,
-    losses,
-    metrics,
-    mistake,
-    pretrained,
-    refused,
-    start,
-    step_folder,
-    tokenizer,
-    write_lines,
-)
+from runs import CPU, RL, TINY, call, chat, losses, metrics, mistake, refused, step_folder, write_lines
 from safetensors.torch import load_file
 from test_train import Batch, everything, make_batch, make_run, masked, numbers, poisoned_loss, same_bytes
 from tiny import cpu_device, run_ranks
@@ -166,14 +150,14 @@ def poison(monkeypatch: pytest.MonkeyPatch, *bad_steps: int) -> None:
     monkeypatch.setattr(train, "next_token_loss", poisoned)
 
 
-def test_a_run_that_diverges_from_its_start_fails_and_saves_nothing(base, tokenizer, capsys, monkeypatch):  # noqa: F811
+def test_a_run_that_diverges_from_its_start_fails_and_saves_nothing(base, tokenizer, capsys, monkeypatch):
     poison(monkeypatch, *range(8))
     refused(capsys, ("base_train", *TINY, "--num_iterations=8"), "step: none", "checkpoint: none", "rates\n")
     assert not list((base / "checkpoints").glob("**/step_*"))
 
 
 @pytest.mark.parametrize("log_every", [1, 10])
-def test_three_bad_steps_in_a_row_end_a_run(base, tokenizer, capsys, monkeypatch, log_every):  # noqa: F811
+def test_three_bad_steps_in_a_row_end_a_run(base, tokenizer, capsys, monkeypatch, log_every):
     """Noticed at the next line; fewer are skipped and counted."""
     flags = (*TINY, f"--log_every={log_every}", "--num_iterations=12", "--save_every=4")
     poison(monkeypatch, 1, 3, 4, 6)
@@ -186,7 +170,7 @@ def test_three_bad_steps_in_a_row_end_a_run(base, tokenizer, capsys, monkeypatch
     assert steps_of(last_step.parent) == [4]
 
 
-def test_a_diverged_run_names_an_earlier_checkpoint(base, tokenizer, capsys, monkeypatch):  # noqa: F811
+def test_a_diverged_run_names_an_earlier_checkpoint(base, tokenizer, capsys, monkeypatch):
     """The step after the newest checkpoint was bad, so its weights are: to resume it would end in the same way."""
     flags = (*TINY, "--log_every=10", "--num_iterations=20", "--save_every=2")
     folder = base / "checkpoints/base/d1"
@@ -211,13 +195,13 @@ def test_a_diverged_run_names_an_earlier_checkpoint(base, tokenizer, capsys, mon
 # ---------------------------------------------------------------------- nothing to learn
 
 
-def unchanged(base, stage: str, step: int) -> bool:  # noqa: F811
+def unchanged(base, stage: str, step: int) -> bool:
     before = load_file(step_folder(base, "base", 20) / "model.safetensors")
     after = load_file(step_folder(base, stage, step) / "model.safetensors")
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_batch_without_any_target_changes_no_weight(start, tmp_path):  # noqa: F811
+def test_a_batch_without_any_target_changes_no_weight(start, tmp_path):
     # One of 40 is learned, and it comes after two steps: without any the run would not begin.
     tasks = write_lines(tmp_path / "masked.jsonl", [chat(f"q{n}", "a", train=n == 0) for n in range(40)])
     flags = (f"--tasks={tasks}", "--target_examples_per_step=4", "--num_iterations=2")
@@ -237,7 +221,7 @@ def test_a_batch_without_any_target_changes_no_weight(start, tmp_path):  # noqa:
         ("--kl=0.2", 1),
     ],
 )
-def test_a_step_whose_replies_are_equally_good_changes_no_weight(start, monkeypatch, flags, steps):  # noqa: F811
+def test_a_step_whose_replies_are_equally_good_changes_no_weight(start, monkeypatch, flags, steps):
     monkeypatch.setattr(Addition, "reward", lambda self, example, reply: 0.3)
     monkeypatch.setattr(rollout, "ending", lambda tokens, mask, tokenizer: "complete")
     call("chat_rl", *RL, "--source=base", f"--num_iterations={steps}", *flags.split())

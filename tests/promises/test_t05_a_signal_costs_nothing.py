@@ -16,23 +16,18 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (  # noqa: F401 (base, home, pretrained, tokenizer and tutored are fixtures)
+from runs import (
     DPO,
     RL,
     SFT,
     TINY,
     Straight,
-    base,
     call,
     command,
-    home,
     losses,
     metrics,
-    pretrained,
     running,
     sha256,
-    tokenizer,
-    tutored,
     until,
     wait_for,
     workers_of,
@@ -55,7 +50,7 @@ CHAT_RUNS = {
 
 
 @pytest.fixture(scope="module")
-def straight(home, tutored, tmp_path_factory) -> Callable[[int, str], tuple[Straight, float]]:  # noqa: F811
+def straight(home, tutored, tmp_path_factory) -> Callable[[int, str], tuple[Straight, float]]:
     """(ranks, stage) -> a run that nothing disturbs, and its seconds a step."""
     known: dict[tuple[int, str], tuple[Straight, float]] = {}
 
@@ -148,7 +143,7 @@ def test_many_signals_at_any_moment_cost_nothing(straight, stage):
         print(trial(straight, 1 + index % 2, stage, chance), flush=True)
 
 
-def test_a_stop_in_the_first_evaluation_costs_nothing(base, tokenizer, monkeypatch):  # noqa: F811
+def test_a_stop_in_the_first_evaluation_costs_nothing(base, tokenizer, monkeypatch):
     flags = (*TINY, "--num_iterations=3", "--eval_every=0")
     call("base_train", *flags)
     straight = metrics(base, "base")

@@ -1,7 +1,8 @@
 """T6. A full disk, a flipped byte or a truncated file is noticed.
 
 Writes end with ENOSPC at 50 offsets of a save, on one rank and on one of two: the older checkpoints are whole, and the
-line has the bytes needed and free. Bits of every kind of file are flipped, and files cut: a resume takes the step before.
+line has the bytes needed and free. Bits of every kind of file are flipped, and files cut: a resume takes the step
+before.
 """
 
 import errno
@@ -17,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import TINY, base, call, home, tokenizer  # noqa: F401 (fixtures)
+from runs import TINY, call
 from test_t01_a_kill_costs_no_save import FILES, dist_of_two, usable
-from tiny import cpu_device, momentum, run_ranks, save_step, smallest_model
+from tiny import cpu_device, momentum, save_step, smallest_model
 
 from nanochat import model_folder
 from nanochat import ranks as collectives
@@ -186,7 +187,7 @@ def test_too_little_room_is_reported_before_writing_and_another_error_is_not_a_f
 # ---------------------------------------------------------------------- the disk of a run
 
 
-def test_a_disk_that_is_too_small_is_named_before_the_first_step(base, tokenizer, capsys, monkeypatch):  # noqa: F811
+def test_a_disk_that_is_too_small_is_named_before_the_first_step(base, tokenizer, capsys, monkeypatch):
     """With room for one checkpoint of many there is a warning; without room for one, an error."""
     monkeypatch.setattr("nanochat.train.train_step", lambda *_, **__: pytest.fail("a step was taken"))
     usage = shutil.disk_usage(base)
@@ -223,7 +224,7 @@ def steps_saved(*flags: str, room: int = 1 << 50) -> list[int]:
     return saved
 
 
-def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer, capsys):  # noqa: F811
+def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer, capsys):
     with pytest.raises(SystemExit):
         steps_saved("--num_iterations=3", room=5000)
     (needed,) = re.findall(r" needs (\S+) bytes", capsys.readouterr().err)

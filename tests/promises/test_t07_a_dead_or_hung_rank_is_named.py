@@ -1,8 +1,8 @@
 """T7. A dead or hung rank ends the job with a name.
 
 Ranks that hang, are stopped or killed: every other rank ends by the watchdog's deadline, with one line that names rank
-and step. A killed rank or launcher of a real run leaves no process, and the run that is started again ends with the same
-bytes as one that nothing disturbed.
+and step. A killed rank or launcher of a real run leaves no process, and the run that is started again ends with the
+same bytes as one that nothing disturbed.
 """
 
 import contextlib
@@ -25,16 +25,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import (  # noqa: F401 (home is a fixture)
-    ROOT,
-    Straight,
-    command,
-    home,
-    running,
-    until_gone,
-    wait_for,
-    workers_of,
-)
+from runs import ROOT, Straight, command, running, until_gone, wait_for, workers_of
 from test_endings import MIDWAY, RUN, STEPS
 from test_faults import Watched
 from tiny import is_running
@@ -50,8 +41,8 @@ HANG_SECONDS = 1.5
 
 
 def outcome(function: Callable[..., Any], *, signals: Any = None, world_size: int = 2) -> tuple[list[Any], str]:
-    """Exit codes, and what was said, of ranks that do not end well. `signals(processes)` is called once all of them have
-    said "ready"; the rank that it returns stays."""
+    """Exit codes and lines of ranks that do not end well. `signals(processes)` is called once all of them are ready;
+    the rank that it returns stays."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent has it, no rank
@@ -204,7 +195,7 @@ def test_a_second_ctrl_c_ends_at_once():
 
 
 @pytest.fixture(scope="module")
-def straight(home, tmp_path_factory) -> Straight:  # noqa: F811
+def straight(home, tmp_path_factory) -> Straight:
     """A run of two ranks that nothing disturbs."""
     base = shutil.copytree(home, tmp_path_factory.mktemp("straight") / "base")
     return Straight(base, "base", RUN, 2, "", "d1", "")
@@ -256,7 +247,7 @@ def test_a_killed_launcher_leaves_no_orphans_and_nothing_is_lost(straight, launc
         *(pytest.param("standalone", seconds, marks=pytest.mark.soak) for seconds in (0, 0.5, 2, 4)),
     ],
 )
-def test_a_launcher_that_is_killed_before_the_first_step_leaves_no_orphans(home, tmp_path, launcher, seconds):  # noqa: F811
+def test_a_launcher_that_is_killed_before_the_first_step_leaves_no_orphans(home, tmp_path, launcher, seconds):
     """At moments from the start of its ranks to their first collectives; at most of them torch is being loaded."""
     base = shutil.copytree(home, tmp_path / "base")
     arguments = command("base_train", (*RUN, "--num_iterations=100000"), 2, launcher=launcher)

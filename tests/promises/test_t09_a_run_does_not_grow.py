@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, environment, home  # noqa: F401 (home is a fixture)
+from runs import ROOT, environment
 from test_endings import RUN
 from tiny import save_step
 
@@ -41,7 +41,7 @@ print("torch._dynamo" in sys.modules)
 @pytest.mark.parametrize(
     ("steps", "saves", "most"), [(400, 8, 0.04), pytest.param(5000, 20, 0.02, marks=pytest.mark.soak)]
 )
-def test_a_run_does_not_grow(home, tmp_path, steps, saves, most):  # noqa: F811
+def test_a_run_does_not_grow(home, tmp_path, steps, saves, most):
     base = shutil.copytree(home, tmp_path / "base")
     often = [f"--{name}={steps // saves}" for name in ("save_every", "eval_every")]
     run = subprocess.run(

@@ -1,34 +1,16 @@
 """T10. A run that learned nothing says so.
 
 Seeded ways to learn nothing, each with a line whose advice fits, and controls without one: validation worse than before
-the first step, steps without a gradient, replies that are all worth the same, sources with NaN or too large weights, data
-without anything to learn or to prefer.
+the first step, steps without a gradient, replies that are all worth the same, sources with NaN or too large weights,
+data without anything to learn or to prefer.
 """
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from runs import (  # noqa: F401 (base, pretrained and start are fixtures)
-    BASE,
-    CPU,
-    DPO,
-    MID,
-    RL,
-    SFT,
-    base,
-    call,
-    chat,
-    forget_after,
-    metrics,
-    mistake,
-    pretrained,
-    refused,
-    start,
-    write_lines,
-)
+from runs import BASE, CPU, DPO, MID, RL, SFT, call, chat, forget_after, metrics, mistake, refused, write_lines
 from tiny import save_checkpoint
 
 from nanochat import rollout
@@ -43,7 +25,7 @@ def warnings_of(capsys: pytest.CaptureFixture) -> tuple[list[str], str]:
 
 
 @pytest.mark.parametrize("lr_scale", ["0.2", "100"])
-def test_a_run_that_makes_the_model_worse(start, capsys, lr_scale):  # noqa: F811
+def test_a_run_that_makes_the_model_worse(start, capsys, lr_scale):
     """At each evaluation and once at the end, also when it resumes; a run that learns has no such line."""
     flags = (*SFT, "--source=base", "--num_iterations=6", "--eval_every=2", "--save_every=4", f"--lr_scale={lr_scale}")
     call("chat_sft", *flags)
@@ -60,7 +42,7 @@ def test_a_run_that_makes_the_model_worse(start, capsys, lr_scale):  # noqa: F81
     assert warnings_of(capsys) == (lost[2:], last)
 
 
-def test_a_run_without_gradients(start, capsys):  # noqa: F811
+def test_a_run_without_gradients(start, capsys):
     """A rate that makes every logit infinite for the softmax: no loss is NaN, and no step changes anything."""
     call("base_train", *BASE, "--num_iterations=30", "--eval_every=15", "--matrix_lr=100", "--model_tag=lost")
     lost, last = warnings_of(capsys)
@@ -72,7 +54,7 @@ def test_a_run_without_gradients(start, capsys):  # noqa: F811
 
 
 @pytest.mark.parametrize("is_constant", [True, False])
-def test_a_reward_that_is_always_the_same(start, capsys, monkeypatch, is_constant):  # noqa: F811
+def test_a_reward_that_is_always_the_same(start, capsys, monkeypatch, is_constant):
     def reward(self: Addition, example: object, reply: list) -> float:
         return 0.3 if is_constant else float(len(str(reply)) % 2)
 
@@ -84,7 +66,7 @@ def test_a_reward_that_is_always_the_same(start, capsys, monkeypatch, is_constan
     assert [line.count("the last 10 steps had no gradient") for line in lost] == ([1] if is_constant else [])
 
 
-def spoiled(base: Path, value: float) -> Path:  # noqa: F811
+def spoiled(base: Path, value: float) -> Path:
     """The pretrained model with one weight that is not finite; its checkpoint is whole."""
     model, tokenizer, _ = load_model("base", "cpu")
     with torch.no_grad():
@@ -103,7 +85,7 @@ def spoiled(base: Path, value: float) -> Path:  # noqa: F811
         ("chat_rl", (*RL, "--source=base", "--source_tag=d1", "--loss=distill"), "--teacher", 3e38),
     ],
 )
-def test_a_source_that_computes_nothing_finite(start, capsys, script, flags, flag, value):  # noqa: F811
+def test_a_source_that_computes_nothing_finite(start, capsys, script, flags, flag, value):
     folder = spoiled(start, value)
     names = ("blocks.0.mlp.input.weight", "1 of") if value != 3e38 else ("computes NaN or infinite",)
     refused(capsys, (script, *flags, f"{flag}={folder}"), f"{flag} {folder}", *names)
@@ -118,9 +100,8 @@ def test_a_source_that_computes_nothing_finite(start, capsys, script, flags, fla
         ("chat_dpo", {"prompt": "Hi?", "chosen": "no", "rejected": "no"}, ("nothing to prefer", "context")),
     ],
 )
-def test_data_without_anything_to_learn(start, tmp_path, capsys, script, row, words):  # noqa: F811
+def test_data_without_anything_to_learn(start, tmp_path, capsys, script, row, words):
     tasks = f"--tasks={write_lines(tmp_path / 'same.jsonl', [row] * 12)}"
     code, err = mistake(capsys, script, *CPU, "--source=base", tasks, "--num_iterations=2")
     assert code == 1 and any(word in err for word in words), err
     assert not (start / f"checkpoints/{script.removeprefix('chat_')}").exists()
-    shutil.rmtree(start)

@@ -1,30 +1,20 @@
 """Ranks stop at one step whoever heard the signal. tests/promises has ranks that die or hang (T7)."""
 
 import contextlib
-import multiprocessing
 import os
-import re
-import select
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import cpu_device, lively_model, run_ranks, tiny_config
+from tiny import cpu_device, run_ranks
 
-from nanochat import device as devices
-from nanochat.bpb import bits_per_byte
 from nanochat.device import Device
-from nanochat.ground.cli import Interrupted
-from nanochat.run import watchdog as module
 from nanochat.run.stop import Stop
 from nanochat.run.watchdog import Watchdog
 
