@@ -48,7 +48,6 @@ from nanochat.run import loop, saver, speed
 from nanochat.run.flags import TrainFlags
 from nanochat.run.progress import Progress
 from nanochat.run.run_log import REQUIRED
-from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
 STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
@@ -112,7 +111,6 @@ def test_help_answers_without_torch_and_touches_nothing(tmp_path):
 @pytest.mark.slow
 def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkeypatch):  # noqa: F811
     call("tok_train", "--max_chars=100000", "--vocab_size=300")
-    assert Tokenizer.load(base / "tokenizer").vocab_size == 300
     call("tok_eval")
     assert "bytes per token" in capsys.readouterr().out
     call("base_train", *TINY, "--num_iterations=20", "--eval_every=10", "--save_every=15")
@@ -122,8 +120,7 @@ def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkey
         assert set(REQUIRED) <= set(line) and line["tokens"] == (line["step"] + 1) * 256
         assert line["tok_per_sec"] > 0 and line["peak_memory_bytes"] > 0 and line["skipped_steps"] == 0
     assert [line["step"] for line in lines if "val_bpb" in line] == [9, 19]
-    seconds = [line["seconds"] for line in lines]
-    assert seconds == sorted(seconds) and seconds[0] > 0
+    assert [line["seconds"] for line in lines] == sorted(line["seconds"] for line in lines)
     assert lines[0]["loss"] == pytest.approx(math.log(300), rel=0.01)  # a uniform guess
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.1 and lines[-1]["val_bpb"] < lines[9]["val_bpb"]
     assert steps_of(base / "checkpoints/base/d1") == [15, 20]
@@ -133,27 +130,14 @@ def test_text_becomes_a_model_that_is_evaluated_and_sampled(base, capsys, monkey
     assert (command["first_step"], command["last_step"]) == (0, 20)
 
     sizes = ("--eval_tokens=256", "--device_batch_size=2", "--dtype=float32", "--device=cpu", "--max_tokens=8")
-    capsys.readouterr()
-    call("base_eval", *sizes, "--samples=2", "--stories=3")
-    results = json.loads((base / "runs/base/d1/eval.json").read_text())
-    assert results["step"] == 20
-    assert results["val_bpb"] == pytest.approx(lines[-1]["val_bpb"], rel=1e-6)  # training evaluates as base_eval does
-    assert 0 < results["train_bpb"] < 8 and results["train_bpb"] != results["val_bpb"]
-    assert len(results["samples"]) == 2 and results["stories"] == 3 and 0 <= results["stories_passed"] <= 3
-    call("base_eval", *sizes, "--samples=1", "--prompt=Mia the fox", "--source=base/d1/step_15")
-    results = json.loads((base / "runs/base/d1/eval.json").read_text())
-    assert results["step"] == 15 and results["samples"][0].startswith("Mia the fox")
-
-    # A prompt by a flag, by a pipe, and of a checkpoint's folder.
-    printed = set()
-    folder = str(step_folder(base, "base", 20))
-    for flags, piped in ((("-p", "Once upon"), ""), ((), "Once upon\n"), (("-p", "Once upon", "--source", folder), "")):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
-        call("chat_cli", *flags, "--temperature=0", "--max_tokens=8", "--dtype=float32", "--device=cpu")
-        printed.add(capsys.readouterr().out)
-    (once,) = printed
-    assert once.startswith("Once upon") and once.endswith("\n") and len(once) > len("Once upon\n")
+    for flags, step in (((), 20), (("--source=base/d1/step_15",), 15)):
+        call("base_eval", *sizes, "--samples=2", "--stories=3", "--prompt=Mia the fox", *flags)
+        results = json.loads((base / "runs/base/d1/eval.json").read_text())
+        assert results["step"] == step and results["samples"][0].startswith("Mia the fox")
+        assert results["stories"] == 3 and 0 <= results["stories_passed"] <= 3
+        assert 0 < results["train_bpb"] < 8 and results["train_bpb"] != results["val_bpb"]
+        if step == 20:  # training evaluates as base_eval does
+            assert results["val_bpb"] == pytest.approx(lines[-1]["val_bpb"], rel=1e-6)
 
 
 # ---------------------------------------------------------------------- begun anew, and resumed with other flags
@@ -263,7 +247,7 @@ def test_flags_that_resume_refuses():
 # ---------------------------------------------------------------------- saves in time
 
 
-def saved_in_time(device: Device, flags: tuple[str, ...]) -> list[int]:
+def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -> list[int]:
     """The steps that a run saves whose ten minutes are over at every step, by the clock of rank 0."""
     saved = []
     save = saver.save
@@ -275,6 +259,7 @@ def saved_in_time(device: Device, flags: tuple[str, ...]) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "SAVE_EVERY_SECONDS", 0.0 if device.is_main else 1e9)
         patch.setattr(saver, "save", noted)
+        patch.setattr(saver, "free_bytes", lambda _: room)
         command_on_a_rank(device, "base_train", flags)
     return saved
 
@@ -340,19 +325,6 @@ def test_the_time_of_a_run_is_that_of_real_steps(base, tokenizer, capsys, monkey
     call("base_train", *TINY, "--num_iterations=12", "--eval_every=2")
     out = capsys.readouterr().out
     assert out.count("time: about") == 1 and "time: about 1m30s more, 10.00 s a step" in out
-
-
-@pytest.mark.parametrize(("kind", "sizes"), [("cpu", (4, 8192, 512, 8)), ("cuda", (12, 32768, 2048, 16))])
-def test_bench_without_flags_fits_the_device(monkeypatch, kind: str, sizes: tuple[int, ...]):
-    """On a card depth 4 and rows of 512 tokens measure the launches. A flag counts on every device."""
-    monkeypatch.setattr("nanochat.device.kind_of", lambda requested: kind)
-    bench = importlib.import_module("scripts.bench")
-    measured = []
-    monkeypatch.setattr(bench, "train", measured.append)
-    for flags in ([], ["--depth=3", "--max_seq_len=64"]):
-        bench.main(cli.parse(bench.Config, ["train", *flags]))
-    ours, given = ((one.depth, one.vocab_size, one.max_seq_len, one.device_batch_size) for one in measured)
-    assert ours == sizes and given == (3, sizes[1], 64, sizes[3])
 
 
 def test_what_an_owner_of_a_card_sends_in_carries_its_versions(tmp_path: Path, monkeypatch) -> None:

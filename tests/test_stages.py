@@ -4,15 +4,13 @@ Most tests run a script's `main` in this process. That a stage resumes exactly, 
 tests/promises (T2, T3).
 """
 
+import contextlib
 import functools
-import gc
 import json
 import math
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,8 +60,6 @@ from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.losses import GRPO, PolicyBatch, policy_loss, token_logp
 from nanochat.mixture import FAR_DRAW, Mixture
-from nanochat.run import stage as stages
-from nanochat.run.loop import Run
 from nanochat.run.progress import Meter, Progress
 from nanochat.run.run_log import REQUIRED
 from nanochat.task import Example, Task
@@ -102,28 +98,6 @@ def test_a_dry_run_prints_the_memory_and_writes_nothing(start, capsys, script, f
         assert most - float(line.split()[-2].replace(",", "")) > 0.9 * weights
 
 
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("--loss=rloo --clip_low=0.1", "--loss rloo has no clip"),
-        ("--clip_high=0.3", "do nothing with one update a step"),
-        ("--importance_cap=0.5", "--importance_cap 0.5 is below 1"),
-        ("--top_k=1", "nearly equal"),
-        ("--loss=reinforce --minibatches=3", "3 updates a step: --loss reinforce has no clip"),
-        ("--loss=cispo --minibatches=2 --updates_per_step=2", "4 updates a step: --loss cispo has no clip"),
-        ("--loss=cispo --clip_high=3 --minibatches=2 --examples_per_step=2", "2 updates a step"),
-        ("--clip_low=0.1 --minibatches=2", ""),
-        ("--loss=gspo --updates_per_step=2", ""),
-    ],
-)
-def test_rl_hints_at_flags_that_do_little_good(monkeypatch, capsys, flags, says):
-    monkeypatch.setattr(stages, "begin", lambda *_, **__: sys.exit(3))
-    with pytest.raises(SystemExit):
-        call("chat_rl", *flags.split())
-    *hints, loss = capsys.readouterr().out.splitlines()
-    assert loss.startswith("loss: ") and len(hints) == bool(says) and says in "".join(hints)
-
-
 # ---------------------------------------------------------------------- the chain
 
 
@@ -143,15 +117,14 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):  # noqa: F811
         assert f"{key}_before" in lines[0] and f"{key}_before" not in lines[1]
         assert key in lines[-1] and step_folder(start, stage, steps).is_dir()
         assert [line["tokens"] for line in lines] == sorted(line["tokens"] for line in lines)
-    assert losses(start, "sft")[-1] < losses(start, "sft")[0]
-    assert all(0.5 < line["real_tokens"] <= 1 for line in metrics(start, "sft"))
+    sft, dpo, rl = (metrics(start, stage) for stage in ("sft", "dpo", "rl"))
+    assert sft[-1]["loss"] < sft[0]["loss"] and all(0.5 < line["real_tokens"] <= 1 for line in sft)
     assert metrics(start, "mid")[-1]["val_bpb"] < metrics(start, "mid")[3]["val_bpb"]
     named = {"reward", "response_tokens", "pass_at_k", "no_signal", "truncated", "entropy", "sampler_gap", "clipped"}
-    assert all({*named, "sampling_seconds", "training_seconds"} <= set(line) for line in metrics(start, "rl"))
-    assert max(line["sampler_gap"] for line in metrics(start, "rl")) < 1e-5
-    pairs = {"accuracy", "margin", "chosen_reward", "rejected_reward", "left_out"}
-    assert all(pairs <= set(line) for line in metrics(start, "dpo"))
-    assert losses(start, "dpo")[0] == pytest.approx(math.log(2)) and metrics(start, "dpo")[0]["accuracy"] == 0.5
+    assert all({*named, "sampling_seconds", "training_seconds"} <= set(line) for line in rl)
+    assert max(line["sampler_gap"] for line in rl) < 1e-5
+    assert all({"margin", "chosen_reward", "rejected_reward", "left_out"} <= set(line) for line in dpo)
+    assert dpo[0]["loss"] == pytest.approx(math.log(2)) and dpo[0]["accuracy"] == 0.5
     commands = [json.loads(line) for line in (start / "runs/commands.jsonl").read_text().splitlines()]
     assert [c["stage"] for c in commands] == ["base", "mid", "sft", "dpo", "rl"]
     assert all(c["tag"] == "d1" and c["seconds"] > 0 and c["kind"] == "cpu" for c in commands)
@@ -317,42 +290,17 @@ def compiler() -> Iterator[None]:
 
 def test_compiling_is_announced_once_and_its_seconds_are_counted(capsys):
     def compiler(graph: Any, inputs: Any) -> Any:
-        time.sleep(0.2)
+        time.sleep(0.1)
         return graph
 
-    def program(size: int) -> None:
-        torch.compile(lambda x: x * 2, backend=compiler, dynamic=False)(torch.ones(size))
-
     meter = Meter(Progress(), cpu_device())
-    with CompilerClock(meter):
-        program(2)
-        first = meter.compiling
-        assert first >= 0.2
-        program(3)
-    counted = meter.compiling
-    assert counted >= first + 0.2
-    program(4)  # the run is over
-    assert meter.compiling == counted
-    assert capsys.readouterr().out == "compiling, about 25s, once\n"
-
-
-def test_what_is_loaded_is_not_searched_for_garbage():
-    meter = SimpleNamespace(restart=lambda: None)
-    stop = SimpleNamespace(boundary=lambda step: False)
-    run: Any = SimpleNamespace(
-        meter=meter, stop=stop, stopped=False, attendants=[], progress=Progress(step=7), first_step=7
-    )
-    frozen = []
-    made = []
-    for _ in Run.steps(run):
-        frozen.append(gc.get_freeze_count())
-        if len(frozen) == 6:
-            break
-        made.append([[] for _ in range(1000)])
-        run.progress.step += 1
-    gc.unfreeze()
-    assert frozen[0] == frozen[1] == frozen[2]
-    assert frozen[3] > frozen[0] + 3000 and frozen[4] == frozen[5] == frozen[3]  # three steps after the resumed one
+    counted = []
+    for size, clock in ((2, CompilerClock(meter)), (3, CompilerClock(meter)), (4, contextlib.nullcontext())):
+        with clock:
+            torch.compile(lambda x: x * 2, backend=compiler, dynamic=False)(torch.ones(size))
+        counted.append(meter.compiling)
+    assert counted[0] >= 0.1 and counted[1] >= counted[0] + 0.1 and counted[2] == counted[1]
+    assert capsys.readouterr().out.count("compiling") == 2
 
 
 def test_one_program_for_any_number_of_documents(compiler):
@@ -418,16 +366,6 @@ def test_one_program_for_one_shape(compiler, backend, dtype):
 # ---------------------------------------------------------------------- rewards
 
 
-def test_the_same_seed_gives_the_same_reinforcement(start, capsys):  # noqa: F811
-    replies = {}
-    for tag, seed in (("one", 0), ("two", 0), ("three", 1)):
-        flags = ("--source=base", "--source_tag=d1", f"--model_tag={tag}", "--num_iterations=2", f"--seed={seed}")
-        call("chat_rl", *RL, *flags)
-        replies[tag] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a question")]
-    assert sha256(start, "rl", 2, "one") == sha256(start, "rl", 2, "two")
-    assert replies["one"] == replies["two"] != replies["three"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["reinforce", "rloo", "reinforce++", "grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 def test_reinforcement_raises_a_reward(start, monkeypatch, loss):  # noqa: F811
@@ -454,25 +392,6 @@ def test_a_student_comes_nearer_to_its_teacher(start, capsys):  # noqa: F811
     kl = [line["kl"] for line in metrics(start, "rl")]
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
     assert f"KL to the teacher {kl[-1]:.3f} nats" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_minibatches_of_a_step_clip(taught, capsys):  # noqa: F811
-    """Two updates of a step from half of the questions each; with one update the clip does nothing."""
-    flags = (*RL, f"--tasks=gsm8k={taught / 'questions'}", "--source=sft", "--source_tag=d1", "--num_iterations=2")
-    flags = (*flags, "--examples_per_step=8", "--lr_scale=4")
-    clip = ("--clip_low=0.01", "--clip_high=0.01")
-    hashes = {}
-    for tag, more in (
-        ("whole", ()),
-        ("clip", clip),
-        ("halves", ("--minibatches=2",)),
-        ("both", ("--minibatches=2", *clip)),
-    ):
-        call("chat_rl", *flags, f"--model_tag={tag}", *more)
-        assert ("do nothing with one update" in capsys.readouterr().out) == (tag == "clip")
-        hashes[tag] = sha256(taught, "rl", 2, tag)
-    assert hashes["whole"] == hashes["clip"] and len({*hashes.values()}) == 3
 
 
 def test_questions_that_do_not_fit_are_left_out(start, tmp_path, capsys):  # noqa: F811

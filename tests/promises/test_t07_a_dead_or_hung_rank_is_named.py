@@ -5,7 +5,6 @@ and step. A killed rank or launcher of a real run leaves no process, and the run
 same bytes as one that nothing disturbed.
 """
 
-import contextlib
 import multiprocessing
 import os
 import re
@@ -13,8 +12,6 @@ import select
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,10 +22,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from runs import ROOT, Straight, command, running, until_gone, wait_for, workers_of
+from runs import Straight, command, running, until_gone, wait_for, workers_of
 from test_endings import MIDWAY, RUN, STEPS
 from test_faults import Watched
-from tiny import is_running
 
 from nanochat import device as devices
 from nanochat import model_folder
@@ -269,33 +265,3 @@ def test_a_rank_whose_launcher_has_died_ends_at_once(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=f"launcher of this process has died .*{port}"):
         store.of_this_start(timedelta(seconds=5))
-
-
-RANK = """
-import dataclasses, os, time
-from nanochat.ground import cli
-@dataclasses.dataclass
-class Config:
-    x: int = 0  # help
-def main(config):
-    print(os.getpid(), flush=True)
-    time.sleep(60)
-cli.run(main, Config)
-"""
-
-
-def test_a_command_ends_with_its_launcher_from_its_first_moment_on():
-    """The launcher dies before torch is loaded, which takes seconds: `cli.run` has asked for the signal by then."""
-    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {RANK!r}])"
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", launcher], env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        rank = int(process.stdout.readline())
-        process.kill()
-    wait_until(lambda: not is_running(rank), 10)
-    is_left = is_running(rank)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(rank, signal.SIGKILL)
-    assert not is_left

@@ -31,15 +31,12 @@ from runs import (
     metrics,
     mistake,
     questions,
-    running,
     sha256,
     step_folder,
-    wait_for,
-    workers_of,
     write_lines,
     write_splits,
 )
-from test_endings import RUN, STEPS
+from test_endings import RUN
 from test_stages import pairs_file
 from tiny import command_on_a_rank, run_command, run_ranks
 
@@ -51,17 +48,6 @@ from nanochat.run import saver
 from nanochat.run.run_log import RunLog
 
 # ---------------------------------------------------------------------- the terminal
-
-
-@pytest.mark.slow
-def test_a_run_of_nohup_outlives_its_terminal(home, tmp_path):
-    base = shutil.copytree(home, tmp_path / "base")
-    with running(base, ["nohup", *command("base_train", RUN, 2)]) as (process, output):
-        wait_for(output, "^base +3/", process)
-        for pid in [process.pid, *workers_of(process)]:
-            os.kill(pid, signal.SIGHUP)
-        assert process.wait(timeout=300) == 0, output.read_text()
-    assert model_folder.steps(base / "checkpoints/base/d1")[-1] == STEPS["base"]
 
 
 @pytest.mark.slow
