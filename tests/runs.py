@@ -261,6 +261,7 @@ class Straight:
         self.script = script or ("chat_dpo" if stage == "rm" else paths.STAGES[stage])
         self.folder = base / "checkpoints" / stage / tag
         self.how = ranks, layout
+        self.has_changed = False  # whether a part of the present run was computed in another way
         self.printed = self.run(ranks, layout)
         self.steps = model_folder.steps(self.folder)[-1]
         self.expected = self.outcome()
@@ -290,17 +291,18 @@ class Straight:
     def resumed(self, kill: int, ranks: int = 0, layout: str = "", kept: int | None = None) -> None:
         """Delete the steps after `kept`, or after `kill`; resume from `kill`, or begin where it is 0, and compare."""
         how = (ranks, layout) if ranks else self.how
+        self.has_changed = how != self.how or (kill > 0 and self.has_changed)
         forget_after(self.base, self.stage, kill if kept is None else kept, self.tag)
         printed = self.run(*how, *(["--resume"] if kill else []))
         assert not kill or f"resumed from {self.folder}/step_{kill:06d}" in printed
         shares = {path.name for path in (self.folder / f"step_{self.steps:06d}").glob("training.rank*")}
         if kill < self.steps:
             assert len(shares) == how[0] and (how[0] == 1 or f"device: {how[0]} x" in printed)
-        self.compare(is_exact=how == self.how)
+        self.compare()
 
-    def compare(self, is_exact: bool = True) -> None:
+    def compare(self) -> None:
         lines, hashes, weights = self.outcome()
-        if is_exact:
+        if not self.has_changed:
             assert lines == self.expected[0] and hashes == self.expected[1]
             return
         straight = self.expected[0]
@@ -310,8 +312,9 @@ class Straight:
             rounding = 1e-3 if name == "grad_norm" else 1e-5
             smallest = 1e-5 if self.stage in SUMS_OF_BOTH_SIGNS else 0
             assert [line.get(name, 0) for line in lines] == pytest.approx(expected, rel=rounding, abs=smallest), name
-        for name, tensor in self.expected[2].items():
-            # As a whole, because AdamW makes a full step, up or down, of a gradient that is nothing but rounding.
+        for name, tensor in () if self.stage == "base" else self.expected[2].items():
+            # As a whole, because AdamW makes a full step, up or down, of a gradient that is nothing but rounding. The
+            # rates of pretraining amplify rounding further: there the losses count.
             assert (weights[name] - tensor).norm() <= 1e-4 * tensor.norm(), name
 
 
