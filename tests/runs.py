@@ -118,8 +118,7 @@ def made_once(name: str, tmp_path_factory: pytest.TempPathFactory, copied: Path 
         yield is_new
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base folder with the tokenizer of stories that most tests of pretraining share."""
     with made_once("home", tmp_path_factory) as is_new:
         if is_new:
@@ -130,13 +129,18 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained_tokenizer(home: Path) -> Path:
-    return home / "tokenizer"
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def trained_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_tokenizer(tmp_path_factory) / "tokenizer"
 
 
 @pytest.fixture
-def tokenizer(home: Path, base: Path) -> None:
-    shutil.copytree(home, base)
+def tokenizer(trained_tokenizer: Path, base: Path) -> None:
+    shutil.copytree(trained_tokenizer, base / "tokenizer")
 
 
 @pytest.fixture(scope="module")

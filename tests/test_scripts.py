@@ -22,12 +22,11 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (  # noqa: F401 (base, home, tokenizer and trained_tokenizer are fixtures)
+from runs import (  # noqa: F401 (base, tokenizer and trained_tokenizer are fixtures)
     ROOT,
     TINY,
     base,
     call,
-    home,
     losses,
     metrics,
     mistake,
