@@ -282,6 +282,6 @@ def test_warm_ups_are_cut_for_short_runs(steps: int, warmup_steps: int, momentum
     schedule = Schedule.for_run(steps)
     assert (schedule.warmup_steps, schedule.momentum_steps) == (warmup_steps, momentum_steps)
     for step in range(min(steps, 100)):
-        assert 0.05 <= schedule.lr(step) <= 1 and 0.85 <= schedule.momentum(step) <= 0.9501
+        assert 0 < schedule.lr(step) <= 1 and 0.85 <= schedule.momentum(step) <= 0.9501
     constant = Schedule.for_run(steps, 0.0, warmup_steps=0)
     assert constant.lr(0) == constant.lr(steps - 1) == 1.0
