@@ -210,15 +210,6 @@ def test_a_split_is_found_in_a_folder(tmp_path):
     assert found("a.jsonl", "b.jsonl", only=True) == []
 
 
-def test_a_split_is_no_link_out_of_its_folder(tmp_path):
-    folder = tmp_path / "data"
-    folder.mkdir()
-    write(tmp_path / "private.jsonl", WANTED)
-    (folder / "train.jsonl").symlink_to(tmp_path / "private.jsonl")
-    assert "train.jsonl is a link out of" in complaint(lambda: find_split(folder, ["train"]))
-    assert find_split(folder / "train.jsonl", ["train"])  # the user has named it
-
-
 def test_a_split_of_a_task_from_a_path(tmp_path):
     write(tmp_path / "train.jsonl", WANTED[:5])
     write(tmp_path / "more.jsonl", WANTED[5:9])
