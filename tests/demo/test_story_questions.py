@@ -2,6 +2,7 @@
 
 import random
 import re
+from functools import cache
 
 import pytest
 
@@ -18,6 +19,7 @@ from nanochat.demo.story_questions import (
     tables,
     with_pronoun,
 )
+from nanochat.task import Example, Split
 
 
 def asked_in(example) -> list[str]:
@@ -27,16 +29,15 @@ def asked_in(example) -> list[str]:
 
 
 def test_questions_go_on_after_a_story_and_say_what_it_leaves_out():
-    examples = [StoryQuestions("train").example(index) for index in range(1000)]
-    after = [example for example in examples if "\n" not in example.messages[0]["content"]]
-    assert 0.5 < len(after) / len(examples) < 0.7
+    after = [example for example in examples("train") if "\n" not in example.messages[0]["content"]]
+    assert 0.5 < len(after) / len(examples("train")) < 0.7
     for example in after:
         assert check_story(example.messages[1]["content"], example.messages[0]["content"].split()).ok
     asked = [message["content"] for example in after for message in example.messages[2::2]]
     assert any(re.search(r"\b(he|she|him|her|his)\b", question) for question in asked)
     assert not any(re.search(r"\b(him|her|he|she)'s\b", question) for question in asked)
-    untold = [example for example in examples if example.answer == UNTOLD]
-    assert 0.05 < len(untold) / len(examples) < 0.25
+    untold = [example for example in examples("train") if example.answer == UNTOLD]
+    assert 0.05 < len(untold) / len(examples("train")) < 0.25
     for example in untold:
         assert not re.search(r"wear|have on", asked_in(example)[-1]) or " wore " not in str(example.messages)
     talk = [example for example in after if "You are welcome!" in str(example.messages[2:])]
@@ -55,7 +56,7 @@ def test_every_question_about_a_plot_is_asked_of_some_story(plot: str):
     assert len(ways) == len(set(ways))  # one answer each
     for way, answer in plots()[plot].questions:
         assert any(way in question.ways and answer == question.answer for question in questions_of(plot))
-    for story in stories[:100]:
+    for story in stories[:60]:
         texts = [question.answer for question in questions(random.Random(0), story)]
         assert all("{" not in text for text in texts) and len(texts) == len(set(texts)) + (texts.count(UNTOLD) == 2)
 
@@ -70,7 +71,7 @@ SUMMARIES = {
 @pytest.mark.parametrize("plot", [*plots()])
 def test_what_an_answer_says_is_in_its_story(plot: str):
     rng = random.Random(1)
-    for story in stories_of(plot)[:150]:
+    for story in stories_of(plot)[:80]:
         told = set(re.findall(r"[a-z]{4,}", story.text.lower()))
         for question in questions(rng, story):
             if question.answer != UNTOLD and (plot, question.answer) not in corpus_answers(story):
@@ -82,9 +83,20 @@ def corpus_answers(story: writer.Story) -> set[tuple[str, str]]:
     return {(story.plot, answer) for _, answer in writer.questions(story)}
 
 
-def stories_of(plot: str) -> list[writer.Story]:
+@cache
+def all_stories() -> list[writer.Story]:
     rng = random.Random(0)
-    return [story for story in (writer.story(rng, "train") for _ in range(4000)) if story.plot == plot]
+    return [writer.story(rng, "train") for _ in range(2500)]
+
+
+def stories_of(plot: str) -> list[writer.Story]:
+    return [story for story in all_stories() if story.plot == plot]
+
+
+@cache
+def examples(split: Split) -> list[Example]:
+    task = StoryQuestions(split)
+    return [task.example(index) for index in range(1000)]
 
 
 def test_no_held_out_way_is_in_training_for_another_plot():
@@ -108,9 +120,8 @@ def test_ways_that_are_held_out_are_in_the_test_split_alone():
         if question.held_out and not slots_of(question.held_out)
     }
     assert len(held_out) >= 10
-    trained = {text for index in range(2000) for text in asked_in(StoryQuestions("train").example(index))}
-    assert not trained & held_out
-    tests = [asked_in(StoryQuestions("test").example(index)) for index in range(1000)]
+    assert not held_out & {text for example in examples("train") for text in asked_in(example)}
+    tests = [asked_in(example) for example in examples("test")]
     assert held_out & {texts[-1] for texts in tests} and not held_out & {
         text for texts in tests for text in texts[1:-1]
     }
@@ -119,9 +130,7 @@ def test_ways_that_are_held_out_are_in_the_test_split_alone():
 @pytest.mark.parametrize("pronoun", ["he", "she"])
 def test_a_pronoun_takes_the_case_of_the_name(pronoun: str):
     rng = random.Random(1)
-    stories = [
-        story for story in (writer.story(rng, "train") for _ in range(400)) if pronouns_of(story.hero)["he"] == pronoun
-    ]
+    stories = [story for story in all_stories()[:250] if pronouns_of(story.hero)["he"] == pronoun]
     him, his = pronouns_of(stories[0].hero)["him"], pronouns_of(stories[0].hero)["his"]
     found = set()
     for story in stories:

@@ -17,7 +17,7 @@ from nanochat.demo.plots import SAME_WORDS, SENTENCE_END, lexicon, plots
 from nanochat.demo.sections import sections, words_of
 from nanochat.demo.writer import Story
 
-STORIES = 300
+STORIES = 150
 REFUSED_AT_LEAST = 0.95
 PRONOUN_SWAPS = {"he": "she", "she": "he", "him": "her", "his": "her", "her": "his"}
 
@@ -40,7 +40,7 @@ def test_a_block_depends_on_its_arguments_only():
 
 
 def test_documents_are_clean_and_mixed():
-    documents = [document for index in range(15) for document in writer.block(index, "train")]
+    documents = [document for index in range(8) for document in writer.block(index, "train")]
     assert all(document and document == document.strip() for document in documents)
     assert all(document.isascii() and "{" not in document and "  " not in document for document in documents)
     stories = [document for document in documents if check_story(document).ok]
@@ -52,7 +52,7 @@ def test_documents_are_clean_and_mixed():
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_every_story_passes_the_checker(split: writer.Split):
     rng = random.Random(0)
-    for _ in range(800):
+    for _ in range(300):
         story = writer.story(rng, split)
         check = check_story(story.text)
         assert check.ok and check.problems == [], (story.text, check.problems)
@@ -61,15 +61,15 @@ def test_every_story_passes_the_checker(split: writer.Split):
 
 def test_stories_are_many_short_and_of_few_words():
     rng = random.Random(5)
-    stories = [writer.story(rng, "train") for _ in range(3000)]
+    stories = [writer.story(rng, "train") for _ in range(1200)]
     texts = [story.text for story in stories]
     lengths = [len(text.split()) for text in texts]
     # In lower case as they stand: names are open, the other words are few.
     vocabulary = {word for text in texts for word in re.findall(r"\b[a-z]+", text)}
-    assert len(set(texts)) >= 2997
+    assert len(set(texts)) >= 1198
     assert 90 <= statistics.mean(lengths) <= 110
     assert min(lengths) >= 50 and max(lengths) <= 170
-    assert 600 <= len(vocabulary) <= 1200
+    assert 550 <= len(vocabulary) <= 1200
     counts = Counter(story.plot for story in stories)
     assert counts.keys() == plots().keys() and len(counts) >= 8
     assert min(counts.values()) > len(stories) / len(counts) / 2
@@ -82,9 +82,9 @@ def combination(story: Story) -> tuple[str, ...]:
 
 def test_validation_combinations_never_occur_in_training():
     rng = random.Random(4)
-    train = {combination(writer.story(rng, "train")) for _ in range(4000)}
-    val = {combination(writer.story(rng, "val")) for _ in range(1500)}
-    assert len(train) > 2000 and len(val) > 400
+    train = {combination(writer.story(rng, "train")) for _ in range(1500)}
+    val = {combination(writer.story(rng, "val")) for _ in range(500)}
+    assert len(train) > 800 and len(val) > 150
     assert not train & val
     share = statistics.mean(writer.held_out("quest", i, i * i) for i in range(20000))
     assert 0.09 < share < 0.11
@@ -358,14 +358,14 @@ def test_word_chains_do_not_pass(stories: list[Story]):
     """Local fluency is not enough: a chain that knows every four-word sequence seldom tells a coherent story."""
     rng = random.Random(13)
     chain: dict[tuple[str, ...], list[str]] = {}
-    for _ in range(3000):
+    for _ in range(1000):
         words = ["", "", "", *writer.story(rng, "train").text.split(), ""]
         for i in range(3, len(words)):
             chain.setdefault(tuple(words[i - 3 : i]), []).append(words[i])
     passed = 0
-    for _ in range(200):
+    for _ in range(60):
         words = ["", "", ""]
         while (word := rng.choice(chain[tuple(words[-3:])])) and len(words) < 200:
             words.append(word)
         passed += check_story(" ".join(words).strip()).ok
-    assert passed <= 10
+    assert passed <= 3
