@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 from runs import call, mistake
-from test_scripts import base  # noqa: F401 (base is a fixture)
 from tiny import complaint, learned, lively_model, save_checkpoint, tiny_config, tiny_tokenizer, write_rows
 from tiny_families import THINKING, save_family
 
 from nanochat.conversation import render
 from nanochat.ground import paths
 from nanochat.task import Pair
-from nanochat.tasks.columns import parse_columns
-from nanochat.tasks.conversations import Conversations, Prompts, messages_of
+from nanochat.tasks.conversations import Conversations, Prompts
 from nanochat.tasks.flag import Reading, TaskSpec, open_mixture, open_task
 from nanochat.tasks.learned_share import report_learned
-from nanochat.tasks.messages import plain
 from nanochat.tasks.preferences import Preferences
 from nanochat.tokenizer import Tokenizer
 
@@ -51,15 +48,24 @@ CODE = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"
 CALL = '{"name": "weather", "arguments": {"city": "Rome"}}'
 THOUGHT = "<think>\nTwo and three.\n</think>\n\n5"
 
+
+def turn(*replies: Any) -> dict[str, Any]:
+    return {"messages": [SUM[0], *replies]}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+THOUGHTFUL = [SUM[0], reply(THOUGHT)]
+THOUGHT_APART = {"prompt": [SUM[0]], "reasoning_content": "Two and three."}
+WRAPPED = '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}}'
+
 # What a file holds, the flags, the messages, and what is said not to be read.
 FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     "blossom-math-v2": (
         {"id": "1", "input": "2+3?", "output": "Add.", "answer": "5"}, "",
         [user("2+3?"), reply("Add.\n\nAnswer: 5")], "not id",
-    ),
-    "blossom-math-v2, its solutions": (
-        {"id": "1", "input": "2+3?", "output": "5", "answer": "6"}, "question=input,answer=output", SUM,
-        "not id, answer",
     ),
     "firefly": ({"kind": "sum", "input": "2+3?", "target": "5"}, "", SUM, "not kind"),
     "NuminaMath": ({"problem": "2+3?", "solution": "5", "source": "x"}, "", SUM, "not source"),
@@ -70,9 +76,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     "a column reasoning": (
         {"question": "2+3?", "reasoning": "Two and three.", "answer": "5"}, "", [user("2+3?"), reply(THOUGHT)], "",
     ),
-    "a column thinking": (
-        {"prompt": "2+3?", "thinking": "Two and three.", "response": "5"}, "", [user("2+3?"), reply(THOUGHT)], "",
-    ),
     "a column that says whether to think": (
         {"prompt": "2+3?", "thinking": True, "response": "5"}, "", SUM, "not thinking",
     ),
@@ -82,7 +85,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     ),
     "heads with spaces": ({" Question ": "2+3?", "ANSWER": "5"}, "", SUM, ""),
     "Chinese heads": ({"问题": "2+3?", "答案": "5", "编号": 7}, "", SUM, "not 编号"),
-    "Chinese Alpaca": ({"指令": "2+3?", "输入": "", "输出": "5"}, "", SUM, ""),
     "own columns": (
         {"ask": "2+3?", "say": "5", "tone": "Be kind.", "answer": "no"}, "question=ask, answer=say, system=Tone",
         [SYSTEM, *SUM], "not answer",
@@ -96,7 +98,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     "roles in another case": (
         {"messages": [user("2+3?") | {"role": "User"}, reply("5") | {"role": " Assistant"}]}, "", SUM, "",
     ),
-    "bot": ({"conversations": [{"from": "human", "value": "2+3?"}, {"from": "bot", "value": "5"}]}, "", SUM, ""),
     "LLaMA-Factory's observations, and turns in two messages": (
         {
             "messages": [
@@ -104,9 +105,6 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
                 {"role": "observations", "content": "sun"}, reply("Sunny."), reply("Enjoy."),
             ]
         }, "", [user("Weather?\n\nIn Rome."), *WEATHER[1:3], reply("Sunny.\n\nEnjoy.")], "",
-    ),
-    "keys in another case": (
-        {"messages": [{"Role": "user", "Content": "2+3?"}, {"Role": "gpt", "Content": "5"}]}, "", SUM, "",
     ),
     "LLaMA-Factory's tools": (
         {
@@ -172,6 +170,53 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         {"messages": [SUM[0], reply("", weight=0) | {"content": CODE}, SUM[0], reply("5", weight=1)]}, "",
         [SUM[0], reply("", train=False) | {"content": CODE}, *SUM], "",
     ),
+    # Texts that are there twice, in parts, or as JSON.
+    "content and value": ({"messages": [SUM[0], {"from": "gpt", "content": "5", "value": "5"}]}, "", SUM, ""),
+    "only value": ({"messages": [SUM[0], {"from": "gpt", "content": None, "value": "5"}]}, "", SUM, ""),
+    "a question in parts": ({"messages": [reply("") | user("") | {"content": parts("2+", "3?")}, SUM[1]]}, "", SUM, ""),
+    "a completion as JSON": (
+        {"prompt": json.dumps(SUM[:1]), "completion": json.dumps([reply("5")])}, "", SUM, "",
+    ),
+    "a text about JSON": ({"prompt": '[{"sum": 5}]', "completion": "5"}, "", [user('[{"sum": 5}]'), reply("5")], ""),
+    # Thoughts: only the end of one, as DeepSeek-R1 writes it; with marks in its field; in a column of any form.
+    "a thought without its first mark": (turn(reply("Two and three.\n</think>\n\n5")), "", THOUGHTFUL, ""),
+    "such a thought in parts": (
+        turn(reply("") | {"content": parts("Two and three.\n</think>", "\n\n5")}), "", THOUGHTFUL, "",
+    ),
+    "a thought with its marks": (
+        turn(reply("5", reasoning_content="<think>\nTwo and three.\n</think>\n", reasoning="Two and three.")), "",
+        THOUGHTFUL, "",
+    ),
+    "a thought with one mark": ({"prompt": "2+3?", "reasoning": "<think>Two and three.", "response": "5"}, "",
+                                THOUGHTFUL, ""),
+    "a thought twice": (
+        turn(reply("<think>Two and three.</think>5", reasoning_content=" Two and three.\n")), "", THOUGHTFUL, "",
+    ),
+    **{
+        f"a thought in a column beside {type(answer).__name__}": (
+            {**THOUGHT_APART, "completion": answer}, "", THOUGHTFUL, "",
+        )
+        for answer in ([reply("5")], reply("5"), "5")
+    },
+    "a list of tools as JSON": (
+        turn({"role": "function_call", "content": f"[{CALL}]"}, *WEATHER[2:]), "", [SUM[0], *WEATHER[1:]], "",
+    ),
+    "a call with parameters": (
+        turn({"role": "function_call", "content": CALL.replace("arguments", "parameters")}, *WEATHER[2:]), "",
+        [SUM[0], *WEATHER[1:]], "",
+    ),
+    "a call in its wrapper": (
+        turn({"role": "function_call", "content": WRAPPED}, *WEATHER[2:]), "", [SUM[0], *WEATHER[1:]], "",
+    ),
+    "a thought before a call": (
+        turn({"role": "function_call", "content": f"<think>\nI look.\n</think>\n\n{CALL}"}, *WEATHER[2:]), "",
+        [SUM[0], WEATHER[1] | {"content": "<think>\nI look.\n</think>\n\n"}, *WEATHER[2:]], "",
+    ),
+    # The completion is learned, and a reply in the prompt is not.
+    "a reply in the prompt": (
+        {"prompt": [user("Hi"), reply("Hello"), SUM[0]], "completion": [reply("5")]}, "",
+        [user("Hi"), reply("Hello", train=False), *SUM], "",
+    ),
 }  # fmt: skip
 
 
@@ -181,49 +226,51 @@ def test_a_form_of_other_tools(tmp_path, capsys, name):
     path = write_rows(tmp_path / "mine.jsonl", [row] * 3)
     assert chats(path, columns=columns) == [messages] * 2
     (line, *_) = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{path} reads ") and line.partition("; ")[2] == unread
+    assert line.startswith(f"{path} reads ")
+    assert line.partition("; ")[2] == unread
 
 
-def test_what_a_parquet_holds_is_read_by_the_same_names(tmp_path, capsys):
+def test_a_parquet_is_read_by_the_same_names(tmp_path, capsys):
     path = write_rows(tmp_path / "mine.parquet", [{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 3)
     assert chats(path, columns="question=ask") == [SUM] * 2
     shown = capsys.readouterr()
     assert f"{path} reads question from Ask, answer from 答案; not image, note" in shown.out
-    assert "the column image is not read" in shown.err
-    assert "unknown form (with Ask, 答案, image, note)" in complaint(lambda: chats(path))
+    assert "image" in shown.err
+    assert "(with Ask, 答案, image, note)" in complaint(lambda: chats(path))
     path = write_rows(tmp_path / "known.parquet", [{"prompt": "2+3?", "completion": "5", "embedding": [0.5] * 9}] * 2)
     assert sorted(Conversations("train", path).records[0]) == ["completion", "prompt"]  # the others are not read
-    assert "unknown form (with prompt, completion, embedding)" in complaint(lambda: Preferences("train", path))
+    assert "(with prompt, completion, embedding)" in complaint(lambda: Preferences("train", path))
+
+    # In a .parquet each object has the names of all in its column.
+    function = {"name": "weather", "arguments": {"city": "Rome", "unit": None}}
+    messages = [user("Weather?"), reply("", tool_calls=[{"type": "function", "function": function}])]
+    tools = [{"name": name, "parameters": {name: {"type": "string"}}} for name in "xy"]
+    path = write_rows(tmp_path / "tools.parquet", [{"messages": messages, "tools": tools}] * 2)
+    example = Conversations("train", path, reading=Reading(val_share=0)).example(0)
+    assert [tool["function"] for tool in example.tools or []] == tools
+    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
 
 
-def test_the_column_that_is_chosen_among_several_is_named(tmp_path, capsys):
-    path = write_rows(tmp_path / "mine.jsonl", [{"question": "2+3?", "response": "5", "answer": "five"}] * 3)
-    assert chats(path)[0] == SUM
-    warning = capsys.readouterr().err
-    assert "the answer is response, so answer is not read: --columns answer=answer reads it" in warning
-    some = write_rows(
-        tmp_path / "some.jsonl",
-        [{"question": "2+3?", "answer": "5"}, {"query": "2+3?", "response": "5", "answer": "x"}],
-    )
-    chats(some, val_share=0.0)
-    assert "so answer is not read" in capsys.readouterr().err
-    assert chats(path, columns="answer=answer")[0][1]["content"] == "five"
-    assert "is not read" not in capsys.readouterr().err
-
-
-def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
+def test_a_column_that_is_passed_over_is_named(tmp_path, capsys):
     """Of a pair with whole conversations the prompt is not read, and nothing is read in its place."""
     rows = [
-        {"prompt": "a", "response": "b", "answer": "no"}, {"prompt": "a", "output": "b", "answer": "no"},
-        {"question": "a", "answer": "b"}, {"prompt": "no", "messages": SUM}, {"messages": user("no")},
-    ]  # fmt: skip
+        {"prompt": "a", "response": "b", "answer": "no"},
+        {"prompt": "a", "output": "b", "answer": "no"},
+        {"question": "a", "answer": "b"},
+        {"prompt": "no", "messages": SUM},
+        {"messages": user("no")},
+    ]
     path = write_rows(tmp_path / "mine.jsonl", rows)
     chats(path, val_share=0.0)
     shown = capsys.readouterr()
     assert shown.out.splitlines()[0].endswith("; not answer (in 2), prompt (in 1), messages (in 1)")
     bad, warning = shown.err.splitlines()
     assert "1 of 5 records left out" in bad
-    assert "in 2 rows the answer is response or output, so answer is not read: --columns answer=answer" in warning
+    assert "response or output" in warning
+    assert "--columns answer=answer" in warning
+    path = write_rows(tmp_path / "chosen.jsonl", [{"question": "2+3?", "response": "5", "answer": "five"}] * 3)
+    assert chats(path, columns="answer=answer")[0][1]["content"] == "five"
+    assert not capsys.readouterr().err
     pair = {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
     whole = {"prompt": "Hello", "chosen": [user("Hello"), GOOD], "rejected": [user("Hello"), BAD]}
     Preferences("train", write_rows(tmp_path / "pairs.jsonl", [pair, whole] * 2), reading=Reading(val_share=0.0))
@@ -233,34 +280,28 @@ def test_a_column_that_only_some_rows_pass_over_is_counted(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("columns", "problem"),
+    ("columns", "words"),
     [
-        ("question", "--columns question: write ROLE=COLUMN; the roles are messages, question"),
+        ("question", "--columns question: "),
         ("qestion=ask", "did you mean question?"),
-        ("question=ask,question=q", "each role and each column is named once"),
-        ("question=ask,answer=ask", "each role and each column is named once"),
-        ("text=ask", "a text is for --data of base_train"),
+        ("question=ask,question=q", "once"),
+        ("question=ask,answer=ask", "once"),
+        ("text=ask", "--data"),
+        ("question=asked,answer=say", "no column asked"),
+        ("question=ask,answer=say,system=tone", "has tone: its columns are ask, say"),
     ],
 )
-def test_mistakes_in_columns(columns, problem):
-    assert problem in complaint(lambda: parse_columns(columns))
-
-
-def test_a_column_that_no_record_has(tmp_path):
+def test_mistakes_in_columns(tmp_path, columns, words):
     path = write_rows(tmp_path / "mine.jsonl", [{"ask": "2+3?", "say": "5"}] * 3)
-    problem = complaint(lambda: chats(path, columns="question=asked,answer=say"))
-    assert "unknown form (with ask, say)" in problem and "it has no column asked of --columns" in problem
-    line = complaint(lambda: chats(path, columns="question=ask,answer=say,system=tone"))
-    assert "has tone: its columns are ask, say" in line and line.startswith("--columns: no record of")
-    assert "--tasks arithmetic has no file" in complaint(
-        lambda: open_mixture("arithmetic", "train", Reading(columns="answer=x"))
-    )
+    assert words in complaint(lambda: chats(path, columns=columns))
+    reading = Reading(columns="answer=x")
+    assert "--tasks arithmetic has no file" in complaint(lambda: open_mixture("arithmetic", "train", reading))
 
 
 # ---- What is learned -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mark", [{"loss": False}, {"loss": 0}, {"weight": 0}, {"weight": 0.0}, {"train": False}])
+@pytest.mark.parametrize("mark", [{"loss": False}, {"loss": 0}, {"weight": 0}, {"weight": 0.0}, {"train": 0}])
 def test_a_marked_reply_is_read_and_not_learned(tmp_path, capsys, mark):
     chat = [user("a"), reply("MASKED", **mark), user("b"), reply("learned", loss=True)]
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat}] * 3)
@@ -271,17 +312,6 @@ def test_a_marked_reply_is_read_and_not_learned(tmp_path, capsys, mark):
     assert "2 of 4 replies are read and not learned" in capsys.readouterr().out
 
 
-def test_arguments_of_a_call_are_never_lost(tmp_path):
-    def call_by(text: str) -> list[list[dict[str, Any]]]:
-        turns = [user("Weather?"), {"role": "function_call", "content": text}, *WEATHER[2:]]
-        return chats(write_rows(tmp_path / "mine.jsonl", [{"messages": turns}] * 2))
-
-    wrapped = '{"type": "function", "function": {"name": "weather", "arguments": "{\\"city\\": \\"Rome\\"}"}}'
-    for text in (CALL, f"[{CALL}]", CALL.replace("arguments", "parameters"), wrapped):
-        assert call_by(text) == [WEATHER]
-    assert call_by(f"<think>\nI look.\n</think>\n\n{CALL}")[0][1]["content"] == "<think>\nI look.\n</think>\n\n"
-
-
 def test_functions_are_offered_in_the_form_that_templates_have(tmp_path):
     function = {"name": "weather", "description": "today's", "parameters": {"type": "object", "properties": {}}}
     whole = {"type": "function", "function": function}
@@ -290,30 +320,23 @@ def test_functions_are_offered_in_the_form_that_templates_have(tmp_path):
         assert task.example(0).tools == [whole]
 
 
-def test_keys_that_nothing_reads_are_counted_once_by_name(tmp_path, capsys):
-    rows = [{"messages": [user("a") | {"loss": True}, reply("b", emotion="glad", name=None)]}] * 20
-    mixture = open_mixture(write_rows(tmp_path / "mine.jsonl", rows), "train")
-    open_mixture(str(tmp_path / "mine.jsonl"), "test")
-    assert len(mixture.tasks[0]) == 18
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "nothing reads these keys of its messages" in line and "emotion (in 18)" in line and "name" not in line
-    assert "loss=true of the role user, which is never learned (in 18)" in line
-
-
 PICTURES = [
     {"messages": [user("<image>What?"), reply("A cat.")], "images": ["cat.jpg"]}, {"messages": SUM, "images": []},
 ]  # fmt: skip
-REPORTED: dict[str, tuple[str, Any, int, str]] = {  # the file, how many conversations are used, what is reported
-    "pictures": ("jsonl", PICTURES * 3, 2, 'it has "images": models here read only text'),
+ODD_KEYS = {"messages": [user("a") | {"loss": True}, reply("b", emotion="glad", name=None)]}
+MARKED = [reply("5", mask=True)]
+# The file, how many conversations are used, and words of what is reported.
+REPORTED: dict[str, tuple[str, Any, int, tuple[str, ...]]] = {
+    "pictures": ("jsonl", PICTURES * 3, 2, ('"images"',)),
     "empty replies": (
-        "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5", "5")], 4,
-        "2 of 4 replies are empty or only white space",
+        "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5", "5")], 4, ("2 of 4",),
     ),
-    "a thought of the user": (
-        "jsonl", [{"messages": [user("2+3?") | {"reasoning": "Hm."}, reply("5")]}] * 2, 1,
-        "nothing reads these keys of its messages: reasoning (in 1)",
-    ),
-    "too few values": ("csv", "instruction,output\na,b\na\na,b\na,b\n", 2, "1 of 3 records left out: first"),
+    "a thought of the user": ("jsonl", [turn(reply("5")) | {"messages": [user("2+3?") | {"reasoning": "Hm."}, SUM[1]]}]
+                              * 2, 1, ("reasoning (in 1)",)),
+    "odd keys": ("jsonl", [ODD_KEYS] * 20, 18, ("emotion (in 18)", "loss=true", "user", "(in 18)")),
+    "marks in JSON": ("jsonl", [{"messages": json.dumps([SUM[0], *MARKED])}] * 2, 1, ("mask (in 1)",)),
+    "marks in a completion": ("jsonl", [{"prompt": "a", "completion": json.dumps(MARKED)}] * 2, 1, ("mask (in 1)",)),
+    "too few values": ("csv", "instruction,output\na,b\na\na,b\na,b\n", 2, ("1 of 3 records left out: first",)),
 }  # fmt: skip
 
 
@@ -322,26 +345,20 @@ def test_what_is_left_out_or_odd_is_reported(tmp_path, capsys, name):
     suffix, content, count, words = REPORTED[name]
     path = tmp_path / f"mine.{suffix}"
     path.write_text(content) if suffix == "csv" else write_rows(path, content)
-    assert len(chats(path)) == count
-    assert words in capsys.readouterr().err
+    assert len(open_mixture(str(path), "train").tasks[0]) == count
+    open_mixture(str(path), "test")
+    err = capsys.readouterr().err
+    assert all(word in err for word in words)
+    assert err.count("nothing reads") <= 1
 
 
 # ---- Rows that cannot be used ----------------------------------------------------------------------------
 
-
-def turn(*replies: Any) -> dict[str, Any]:
-    return {"messages": [SUM[0], *replies]}
-
-
-def parts(*texts: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text} for text in texts]
-
-
-THOUGHT_APART = {"prompt": [SUM[0]], "reasoning_content": "Two and three."}
 CALLED = [SUM[0], {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": "{}"}}]}]
 BAD_ROWS = [
     (turn({"role": "tool", "content": "3"}), "message 1 is by tool, where assistant is expected"),
     (turn(SUM[0]), "the assistant has no message"),
+    ({"prompt": [user("Hi"), reply("Hello", train=True)], "completion": "5"}, "words of the assistant"),
     ({"messages": [{"content": "Hello"}] * 2}, "message 0 has the role None"),
     ({"messages": ["Hello", "Hi!"]}, "message 0 is not an object with role and content"),
     ({"conversations": [{"from": ["x"], "value": "Hello"}]}, "message 0 has the role ['x']"),
@@ -445,126 +462,50 @@ FIELD = THINKING.replace(
     "{%- elif '</think>' in content %}",
 )
 ONLY_FIELD = FIELD.replace("{%- elif '</think>' in content %}", "{%- elif false %}")
+DROPPING = THINKING.replace("{%- set thought = content.split('</think>')[0]", "{%- set thought = ''")
 THINKER = [user("2+3?"), reply("5", reasoning_content="Two and three.")]
 
 
-@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def qwen3(folder: Path, template: str) -> Tokenizer:
+    return Tokenizer.load(save_family(folder / "model", "qwen3", chat_template=template))
+
+
 @pytest.mark.parametrize("template", [FIELD, ONLY_FIELD, THINKING])
-def test_a_thought_is_learned_where_the_template_writes_it(tmp_path, template, key):
-    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=template))
-    path = write_rows(
-        tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("5", **{key: "Two and three."})]}] * 2
-    )
+def test_a_thought_is_learned_where_the_template_writes_it(tmp_path, capsys, template):
+    tokenizer = qwen3(tmp_path, template)
+    inline = [user("2+3?"), reply(THOUGHT)]
+    fields = [[user("2+3?"), reply("5", **{key: "Two and three."})] for key in ("reasoning", "thinking")]
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat} for chat in (THINKER, *fields, inline, SUM, SUM)])
+    rendered = [render(tokenizer, chat) for chat in chats(path)]
     wanted = "<think>\nTwo and three.\n</think>\n\n5<|im_end|>"
-    assert learned(tokenizer, render(tokenizer, chats(path)[0])) == wanted
-    inline = write_rows(tmp_path / "inline.jsonl", [{"messages": [user("2+3?"), reply(THOUGHT)]}] * 2)
-    assert learned(tokenizer, render(tokenizer, chats(inline)[0])) == wanted
-    for file in (path, inline):
-        assert (
-            learned(tokenizer, render(tokenizer, chats(file, thoughts="drop")[0]))
-            == "<think>\n\n</think>\n\n5<|im_end|>"
-        )
+    empty = "<think>\n\n</think>\n\n5<|im_end|>"
+    assert [learned(tokenizer, one) for one in rendered] == [wanted] * 4 + [empty]
+    report_learned(rendered, tokenizer)
+    assert "1 of 5 replies have no thought" in capsys.readouterr().out
+    dropped = [render(tokenizer, chat) for chat in chats(path, thoughts="drop")]
+    assert [learned(tokenizer, one) for one in dropped] == [empty] * 5
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama3"])
+@pytest.mark.parametrize("family", ["own", "qwen2", "llama3"])
 def test_without_a_field_the_thought_is_before_the_reply(tmp_path, family_tokenizers, family):
-    tokenizer = family_tokenizers[family]
+    tokenizer = {**family_tokenizers, "own": tiny_tokenizer()}[family]
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 2)
     assert learned(tokenizer, render(tokenizer, chats(path)[0])).startswith(THOUGHT)
     assert "think" not in learned(tokenizer, render(tokenizer, chats(path, thoughts="drop")[0]))
-    own = tiny_tokenizer()
-    assert learned(own, render(own, chats(path)[0])).startswith(THOUGHT)
 
 
-def test_a_thought_without_its_first_mark_is_one(tmp_path):
-    """Where the prompt ends with <think>, as DeepSeek-R1's and QwQ's do, the model writes only the second mark."""
-    path = write_rows(
-        tmp_path / "mine.jsonl", [{"messages": [user("2+3?"), reply("Two and three.\n</think>\n\n5")]}] * 2
-    )
-    assert chats(path)[0][1]["content"] == THOUGHT
-    assert chats(path, thoughts="drop")[0][1]["content"] == "5"
-
-
-@pytest.mark.parametrize(
-    "thought", ["<think>\nTwo and three.\n</think>\n", "<think>Two and three.", " Two and three.\n"]
-)
-def test_a_thought_in_a_field_may_have_its_marks(thought):
-    assert plain(reply("5", reasoning_content=thought, reasoning="Two and three."))["content"] == THOUGHT
-    assert messages_of({"prompt": "2+3?", "reasoning": thought, "response": "5"})[1]["content"] == THOUGHT
-    assert plain(reply("<think>One.</think>5", reasoning_content="One."))["content"] == "<think>\nOne.\n</think>\n\n5"
-
-
-def test_a_text_that_is_there_twice_or_in_parts_is_one_text():
-    assert messages_of(SUM) == messages_of([{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "5"}]) == SUM
-    assert plain({"from": "gpt", "content": "5", "value": "5"}) == reply("5")
-    assert plain({"from": "gpt", "content": None, "value": "5"}) == reply("5")
-    assert plain(reply("") | {"content": parts("Two and three.\n</think>", "\n\n5")})["content"] == THOUGHT
-    assert plain({"role": "user", "content": parts("2+", "3?")}) == SUM[0]
-    assert plain(reply("5", train=0))["train"] is False and "train" not in plain(reply("5", train=1, loss=True))
-
-
-def test_a_reply_in_a_prompt_is_not_learned(tmp_path, capsys):
-    """TRL's data of prompts and completions: the completion alone is learned."""
-    prompt = [user("Hi"), reply("Hello"), user("2+3?")]
-    rows = [{"prompt": prompt, "completion": [reply("5")]}, {"prompt": [user("Hi"), reply("Hello")], "completion": "5"}]
-    rows.append({"prompt": [user("Hi"), reply("Hello", train=True), user("2+3?")], "completion": [reply("5")]})
-    found = chats(write_rows(tmp_path / "mine.jsonl", rows), val_share=0)
-    assert found == [[user("Hi"), reply("Hello", train=False), *SUM], [user("Hi"), reply("Hello"), *SUM]]
-    out, warnings = capsys.readouterr()
-    assert "1 of 4 replies are read and not learned: marked so, or before the one that is" in out
-    assert "its question ends with words of the assistant: move them to the answer" in warnings
-
-
-@pytest.mark.parametrize("answer", [[reply("5")], reply("5"), json.dumps([reply("5")]), "5"])
-def test_a_thought_in_a_column_belongs_to_any_form_of_a_reply(answer):
-    assert messages_of({**THOUGHT_APART, "completion": answer}) == [SUM[0], reply(THOUGHT)]
-
-
-def test_messages_as_json_in_any_column(tmp_path, capsys):
-    """A .csv has no lists; its texts may be JSON."""
-    row = {"prompt": json.dumps([user("2+3?") | {"mask": True}]), "completion": json.dumps([reply("5", mask=True)])}
-    assert chats(write_rows(tmp_path / "mine.jsonl", [row] * 2)) == [SUM]
-    assert "nothing reads these keys of its messages: mask (in 2)" in capsys.readouterr().err
-    whole = {"messages": json.dumps([user("2+3?"), reply("5", mask=True)])}
-    assert chats(write_rows(tmp_path / "whole.jsonl", [whole] * 2)) == [SUM]
-    assert "nothing reads these keys of its messages: mask (in 1)" in capsys.readouterr().err
-    pair = {"chosen": json.dumps(SUM), "rejected": json.dumps([user("2+3?"), reply("6")])}
-    [found] = [Preferences("train", write_rows(tmp_path / "pairs.jsonl", [pair] * 2)).pair(0)]
-    assert found == Pair([user("2+3?")], reply("5"), reply("6"))
-    for text in ("[{2, 3}]: what is it?", '[{"sum": 5}]'):  # a text about JSON stays one
-        assert messages_of({"prompt": text, "completion": "5"})[0] == user(text)
-
-
-def test_objects_of_a_parquet_have_only_their_own_names(tmp_path):
-    """In a .parquet each object has the names of all in its column."""
-    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Rome", "unit": None}}}
-    messages = [user("Weather?"), reply("", tool_calls=[call])]
-    tools = [
-        {"name": "a", "parameters": {"x": {"type": "string"}}},
-        {"name": "b", "parameters": {"y": {"type": "int"}}},
-    ]
-    path = write_rows(tmp_path / "mine.parquet", [{"messages": messages, "tools": tools}] * 2)
-    example = Conversations("train", path, reading=Reading(val_share=0)).example(0)
-    assert [tool["function"] for tool in example.tools or []] == tools
-    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-
-
-def test_replies_with_an_empty_thought_are_counted(tmp_path, capsys):
-    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=THINKING))
-    path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}, {"messages": SUM}, {"messages": SUM}])
-    report_learned([render(tokenizer, chat) for chat in chats(path)], tokenizer)
-    assert "1 of 2 replies have no thought" in capsys.readouterr().out
-
-
-def test_a_thought_before_a_call_is_kept(tmp_path):
-    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=FIELD))
+def test_a_thought_before_a_call_and_one_without_a_reply_are_learned(tmp_path):
+    tokenizer = qwen3(tmp_path, FIELD)
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     asked = {"role": "assistant", "content": None, "reasoning_content": "I look.", "tool_calls": [call]}
-    rows = [
-        {"messages": [user("Weather?"), asked, {"role": "tool", "content": "sun", "tool_call_id": "1"}, reply("Sun.")]}
-    ]
-    text = learned(tokenizer, render(tokenizer, chats(write_rows(tmp_path / "mine.jsonl", rows * 2))[0]))
-    assert text.startswith("<think>\nI look.\n</think>\n\n") and '<tool_call>\n{"name": "weather"' in text
+    answers = [{"role": "tool", "content": "sun", "tool_call_id": "1"}, reply("Sun.")]
+    path = write_rows(tmp_path / "mine.jsonl", [turn(asked, *answers)] * 2)
+    text = learned(tokenizer, render(tokenizer, chats(path)[0]))
+    assert text.startswith("<think>\nI look.\n</think>\n\n")
+    assert '<tool_call>\n{"name": "weather"' in text
+    rendered = render(tokenizer, [user("2+3?"), reply("<think>\nTwo and three.\n</think>\n\n")])
+    assert rendered.replies == 1
+    assert rendered.target_count
 
 
 def test_a_reply_whose_call_or_thought_the_template_drops_is_not_learned(tmp_path, family_tokenizers):
@@ -572,26 +513,8 @@ def test_a_reply_whose_call_or_thought_the_template_drops_is_not_learned(tmp_pat
     rendered = render(family_tokenizers["llama3"], WEATHER)
     assert (rendered.replies, rendered.unlearned) == (2, 1)
     assert learned(family_tokenizers["llama3"], rendered) == "Sunny.<|eot_id|>"
-    dropping = THINKING.replace("{%- set thought = content.split('</think>')[0]", "{%- set thought = ''")
-    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=dropping))
-    rendered = render(tokenizer, [user("2+3?"), reply(THOUGHT)])
+    rendered = render(qwen3(tmp_path, DROPPING), [user("2+3?"), reply(THOUGHT)])
     assert (rendered.replies, rendered.unlearned, rendered.target_count) == (1, 1, 0)
-
-
-def test_a_lone_thought_is_still_a_reply(tmp_path):
-    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=FIELD))
-    rendered = render(tokenizer, [user("2+3?"), reply("<think>\nTwo and three.\n</think>\n\n")])
-    assert rendered.replies == 1 and rendered.target_count
-
-
-def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
-    row = {"messages": THINKER, "rejected_response": reply("6", reasoning_content="Two and four.")}
-    path = write_rows(tmp_path / "mine.jsonl", [row] * 2)
-    pair = Preferences("train", path).pair(0)
-    assert pair == Pair([user("2+3?")], reply(THOUGHT), reply("<think>\nTwo and four.\n</think>\n\n6"))
-    assert Preferences("train", path, reading=Reading(thoughts="drop")).pair(0) == Pair(
-        [user("2+3?")], reply("5"), reply("6")
-    )
 
 
 # ---- Pairs -----------------------------------------------------------------------------------------------
@@ -628,6 +551,15 @@ def test_every_form_is_the_same_pair(tmp_path, row):
     assert task.example(0).messages == [*pair.question, GOOD]
 
 
+def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
+    row = {"messages": THINKER, "rejected_response": reply("6", reasoning_content="Two and four.")}
+    path = write_rows(tmp_path / "mine.jsonl", [row] * 2)
+    pair = Preferences("train", path).pair(0)
+    assert pair == Pair([user("2+3?")], reply(THOUGHT), reply("<think>\nTwo and four.\n</think>\n\n6"))
+    dropped = Preferences("train", path, reading=Reading(thoughts="drop")).pair(0)
+    assert dropped == Pair([user("2+3?")], reply("5"), reply("6"))
+
+
 def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path):
     """A fingerprint holds the messages of sixteen examples, in which only the chosen reply is."""
     rows = [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(40)]
@@ -637,41 +569,41 @@ def test_a_rejected_reply_of_any_row_is_in_the_fingerprint(tmp_path):
         return open_mixture(path, "train", Reading(files="pairs", val_share=0.0)).fingerprint()
 
     known = {fingerprint([*rows[:place], {**rows[place], "rejected": "No."}, *rows[place + 1 :]]) for place in (0, 1)}
-    assert len(known | {fingerprint(rows)}) == 3 and fingerprint(rows) == fingerprint(list(rows))
+    assert len(known | {fingerprint(rows)}) == 3
+    assert fingerprint(rows) == fingerprint(list(rows))
 
 
-@pytest.mark.parametrize("kind", [Conversations, Preferences])
-def test_a_file_of_labelled_replies_is_refused(tmp_path, capsys, kind):
+@pytest.mark.parametrize(("name", "label"), [("label", True), ("kto_tag", False), ("Label", "false")])
+def test_a_file_of_labelled_replies_is_refused(tmp_path, name, label):
     """Files for KTO: a bad reply must not be learned as a good one. Only the questions are learned for rewards."""
-    for name, label in (("label", True), ("kto_tag", False), ("Label", "false")):
-        rows = [{"messages": [user("a"), GOOD], name: label}] * 3
-        for suffix in ("jsonl", "parquet"):
-            path = write_rows(tmp_path / f"{name}.{suffix}", rows)
-            line = complaint(lambda path=path: kind("train", path))
-            assert line.startswith(f"{path} {'line' if suffix == 'jsonl' else 'row'} 1 cannot be used: its reply has")
-            assert f"({str(label).lower()}), as for KTO" in line and "pairs of chosen and rejected" in line
-            assert len(Prompts("train", path, reading=Reading(val_share=0.0))) == 3
-    # A pair may have one, and a number may be a class.
+    rows = [{"messages": [user("a"), GOOD], name: label}] * 3
+    for suffix, place in (("jsonl", "line 1"), ("parquet", "row 1")):
+        path = write_rows(tmp_path / f"mine.{suffix}", rows)
+        for kind in (Conversations, Preferences):
+            line = complaint(lambda kind=kind, path=path: kind("train", path))
+            assert line.startswith(f"{path} {place} ")
+            assert f"({str(label).lower()}), as for KTO" in line
+        assert len(Prompts("train", path, reading=Reading(val_share=0.0))) == 3
+
+
+def test_a_pair_may_have_a_label_and_a_number_may_be_a_class(tmp_path, capsys):
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "label": True}
-    assert (
-        len(Preferences("train", write_rows(tmp_path / "pairs.jsonl", [pair] * 3), reading=Reading(val_share=0.0))) == 3
-    )
+    reading = Reading(val_share=0.0)
+    assert len(Preferences("train", write_rows(tmp_path / "pairs.jsonl", [pair] * 3), reading=reading)) == 3
     capsys.readouterr()
-    path = write_rows(
-        tmp_path / "class.jsonl", [{"messages": [user("a"), GOOD], "label": number} for number in range(4)]
-    )
-    assert len(chats(path, val_share=0.0)) == 4
+    rows = [{"messages": [user("a"), GOOD], "label": number} for number in range(4)]
+    assert len(chats(write_rows(tmp_path / "class.jsonl", rows), val_share=0.0)) == 4
     shown = capsys.readouterr()
-    assert "; not label" in shown.out and "1 of 4 records have the label 0, and their replies are learned" in shown.err
+    assert "; not label" in shown.out
+    assert "1 of 4 records have the label 0" in shown.err
 
 
 def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
     path = write_rows(tmp_path / "mine.jsonl", [{"题目": "2+3?", "key": "5", "level": 1}] * 2)
-    task = Prompts("train", path, reading=Reading(columns="answer=key"))
-    example = task.example(0)
+    example = Prompts("train", path, reading=Reading(columns="answer=key")).example(0)
     assert (example.messages, example.answer) == (SUM, "5")
     assert example.fields == {"题目": "2+3?", "key": "5", "level": 1}
-    assert "reads question from 题目, answer from key; and, for rewards, level" in capsys.readouterr().out
+    assert "answer from key; and, for rewards, level" in capsys.readouterr().out
     alone = Prompts("train", write_rows(tmp_path / "alone.jsonl", [{"input": "2+3?"}] * 2))
     assert alone.example(0).messages[0] == user("2+3?")
 
@@ -682,10 +614,7 @@ def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz", "mine.parquet"])
 def test_a_share_at_the_end_of_a_file_is_held_out(tmp_path, name):
     """A tenth by default, and at least one row of several."""
-    for count, share, train in (
-        (1, 0.1, 1), (2, 0.1, 1), (5, 0.1, 4), (10, 0.1, 9), (25, 0.1, 22),
-        (30, 0.0, 30), (30, 0.01, 29), (30, 0.2, 24), (30, 0.25, 22), (30, 0.9, 3),
-    ):  # fmt: skip
+    for count, share, train in ((1, 0.1, 1), (2, 0.1, 1), (25, 0.1, 22), (30, 0.0, 30), (30, 0.01, 29), (30, 0.9, 3)):
         path = tmp_path / name.removesuffix(".gz")
         write_rows(path, [{"messages": [user(str(number)), GOOD]} for number in range(count)])
         if name.endswith(".gz"):
@@ -707,16 +636,19 @@ def test_splits_of_a_folder(tmp_path):
     for name in ("first", "second"):  # without splits: the last tenth of all rows
         write_rows(tmp_path / f"other/{name}.jsonl", [SUM] * 10)
     assert [len(Conversations(split, f"{tmp_path}/other")) for split in ("train", "test")] == [18, 2]
-    assert "name one by @" in complaint(lambda: Conversations("train", str(tmp_path)))
-    assert "leave @x out" in complaint(lambda: Conversations("train", f"{tmp_path}/test_sft.jsonl@x"))
-    assert "name a .jsonl file" in complaint(lambda: Conversations("train"))
+    for path, words in ((str(tmp_path), "by @"), (f"{tmp_path}/test_sft.jsonl@x", "@x"), (None, ".jsonl")):
+        assert words in complaint(lambda path=path: Conversations("train", path))
 
 
 # ---- Dirt ------------------------------------------------------------------------------------------------
 
+CUT = '{"messages": [{"role": "user", "cont'
+ROBOT = {"messages": [{"role": "robot", "content": "x"}]}
+GOOD_ROW = {"messages": SUM}
 
-@pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
-def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name):
+
+@pytest.mark.parametrize(("name", "where"), [("mine.jsonl", "line 3"), ("mine.parquet", "row 3")])
+def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name, where):
     rows = [{"messages": [user(str(n)), GOOD], "id": n} for n in range(20)]
     for place in (2, 3, 7):
         rows[place]["messages"].append({"role": "tool", "content": "42"})
@@ -725,48 +657,42 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name)
     found = [chat[0]["content"] for chat in chats(path)]
     assert found == [str(n) for n in range(18) if n not in (2, 3, 7)]
     left_out, dropped = capsys.readouterr().err.splitlines()
-    where = {"mine.jsonl": "line 3", "mine.parquet": "row 3"}[name]
-    wanted = f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2 is by tool, where user"
-    assert wanted in left_out and "--bad_records fail" in left_out
-    assert f"{path} (train): the last message of 1 of 18 is a question: it is dropped" in dropped
+    assert f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2" in left_out
+    assert "--bad_records fail" in left_out
+    assert f"{path} (train): the last message of 1 of 18" in dropped
     refused = complaint(lambda: chats(path, bad_records="fail"))
-    assert refused.startswith(f"{path} {where} cannot be used") and "; 2 more of the 18 records" in refused
+    assert refused.startswith(f"{path} {where} ")
+    assert "; 2 more of the 18" in refused
     write_rows(tmp_path / name, [{"messages": SUM[1:]}] * 4)
-    assert "3 of 3 records left out: first" in complaint(lambda: chats(path))
+    assert "3 of 3 records left out" in complaint(lambda: chats(path))
 
 
 @pytest.mark.parametrize("count", [3, 30])
-def test_a_line_that_is_cut_off_is_left_out_and_counted(tmp_path, capsys, count):
-    cut = '{"messages": [{"role": "user", "cont'
-    rows: list[Any] = [{"messages": SUM}] * count
-    path = write_rows(tmp_path / "end.jsonl", [*rows, cut])
-    # The last rows are held out: with few rows, the damaged one must not be the only one among them.
+@pytest.mark.parametrize("last", [CUT, {"messages": SUM[1:]}, turn(reply("5", weight="x"))])
+def test_a_last_row_that_is_damaged_is_not_all_that_is_held_out(tmp_path, capsys, count, last):
+    path = write_rows(tmp_path / "end.jsonl", [*[GOOD_ROW] * count, last])
+    where = f"left out: first {path} line {count + 1}"
     sizes = [len(task) for split in ("train", "test") for task in open_mixture(path, split).tasks]
-    assert sum(sizes) == count and min(sizes) >= 1
-    assert f"1 of {sizes[1] + 1} records left out: first {path} line {count + 1} is not JSON" in capsys.readouterr().err
+    assert sum(sizes) == count
+    assert min(sizes) >= 1
+    assert f"(test): 1 of {sizes[1] + 1} records {where}" in capsys.readouterr().err
     sizes = [sum(map(len, open_mixture(path, split, Reading(val_share=0.0)).tasks)) for split in ("train", "test")]
     assert sizes == [count, 0]
-    assert f"(train): 1 of {count + 1} records left out: first {path} line {count + 1} is" in capsys.readouterr().err
-    path = write_rows(tmp_path / "middle.jsonl", [rows[0], cut, *rows])
-    assert len(Conversations("train", path)) == {3: 3, 30: 27}[count]
-    assert f"{path} line 2 is not JSON" in capsys.readouterr().err
-    assert f"{path} line 2 is not JSON" in complaint(lambda: chats(path, bad_records="fail"))
+    assert f"(train): 1 of {count + 1} records {where}" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("last", [{"messages": SUM[1:]}, {"messages": [user("2+3?"), reply("5", weight="x")]}])
-def test_a_last_row_that_is_no_conversation_is_not_all_that_is_held_out(tmp_path, capsys, last):
-    path = write_rows(tmp_path / "end.jsonl", [*[{"messages": SUM}] * 4, last])
-    assert [len(Conversations(split, path)) for split in ("train", "test")] == [3, 1]
-    assert f"(test): 1 of 2 records left out: first {path} line 5: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("place", [0, 5])
-@pytest.mark.parametrize("row", [{"ask": "2+3?"}, {"id": 0}, {}, "null", "7"])
-@pytest.mark.parametrize("kind", [Conversations, Prompts, Preferences])
+@pytest.mark.parametrize(
+    ("kind", "row", "place"),
+    [
+        *((Conversations, row, place) for place in (0, 5) for row in ({"ask": "2+3?"}, {"id": 0}, {}, "null", "7")),
+        *((Prompts, row, 0) for row in ({"reply": "5"}, "7")),
+        *((Preferences, row, 5) for row in ({"ask": "2+3?"}, "null")),
+    ],
+)
 def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind, row, place):
-    columns = "question=ask,answer=reply" if kind in (Conversations, Prompts) else "question=ask,chosen=a,rejected=b"
+    columns = "question=ask,chosen=a,rejected=b" if kind is Preferences else "question=ask,answer=reply"
     rows: list[Any] = [{"ask": "2+3?", "reply": "5", "a": "5", "b": "6"}] * 11
-    rows.insert(place, {"reply": "5"} if kind is Prompts and row == {"ask": "2+3?"} else row)
+    rows.insert(place, row)
     path = write_rows(tmp_path / "mine.jsonl", rows)
     assert [len(kind(split, path, reading=Reading(columns=columns))) for split in ("train", "test")] == [9, 2]
     problem = f"{path} line {place + 1}: unknown form ("
@@ -776,32 +702,30 @@ def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind
 
 
 def test_a_file_without_a_row_in_a_known_form_is_an_error(tmp_path):
-    damaged = write_rows(tmp_path / "damaged.jsonl", ['{"messages": '])
+    damaged = write_rows(tmp_path / "damaged.jsonl", [CUT])
     assert f"{damaged} line 1 is not JSON" in complaint(lambda: chats(damaged))
     Path(damaged).unlink()
-    write_rows(tmp_path / "a.jsonl", [{"messages": SUM}] * 9)
+    write_rows(tmp_path / "a.jsonl", [GOOD_ROW] * 9)
     path = write_rows(tmp_path / "b.jsonl", ["{", *[{"text": "x"}] * 3])
-    write_rows(tmp_path / "c.jsonl", [{"messages": SUM}] * 9)
+    write_rows(tmp_path / "c.jsonl", [GOOD_ROW] * 9)
     for place in (path, str(tmp_path)):
         problem = complaint(lambda place=place: Conversations("train", place))
         assert problem.startswith(f"{path} line 2 cannot be used: unknown form (with text)")
 
 
 def test_up_to_three_causes_of_left_out_rows_are_named(tmp_path, capsys):
-    robot = {"messages": [{"role": "robot", "content": "x"}]}
-    late = {"messages": [*SUM, {"role": "robot", "content": "x"}]}
-    bad: list[Any] = [robot, "{", late, {"id": 1}, "[", robot]
-    path = write_rows(tmp_path / "mine.jsonl", [*bad, *[{"messages": SUM}] * 14])
+    late = {"messages": [*SUM, *ROBOT["messages"]]}
+    bad: list[Any] = [ROBOT, "{", late, {"id": 1}, "[", ROBOT]
+    path = write_rows(tmp_path / "mine.jsonl", [*bad, *[GOOD_ROW] * 14])
     chats(path)
     [warning] = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert f"6 of 18 records left out: first {path} line 1: message 0 has the role 'robot'" in warning
+    assert f"6 of 18 records left out: first {path} line 1: message 0 " in warning
     named = warning.split("; ")
     assert [part.rpartition(" (")[2] for part in named if part.endswith(" such)")] == ["3 such)", "2 such)"]
     assert f"; {path} line 2 is not JSON" in warning and f"; {path} line 4: unknown form (with id)" in warning
     assert "(1 such)" in warning and "other causes" not in warning
-    path = write_rows(tmp_path / "more.jsonl", [*bad, {"messages": []}, *[{"messages": SUM}] * 13])
-    chats(path)
-    assert "; and other causes (--bad_records fail" in capsys.readouterr().err
+    chats(write_rows(tmp_path / "more.jsonl", [*bad, {"messages": []}, *[GOOD_ROW] * 13]))
+    assert "other causes" in capsys.readouterr().err
 
 
 CSVS = {
@@ -820,34 +744,26 @@ def test_a_csv_of_pandas_and_of_excel(tmp_path, name):
     assert chats(path) == [SUM]
 
 
-def test_utf16_lines_name_their_encoding(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes((json.dumps({"messages": SUM}) + "\n").encode("utf-16"))
-    assert f"{path} is UTF-16: convert it, iconv -f utf-16 -t utf-8" in complaint(lambda: chats(path))
-
-
 # ---- The commands ----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def models(base) -> None:  # noqa: F811
+def models(base_folder) -> None:
     tokenizer = tiny_tokenizer()
-    model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size))
+    model = lively_model(tiny_config(vocab_size=tokenizer.vocab_size, n_layer=2))
     for stage in ("base", "mid", "sft"):
         facts = {"stage": stage, "pretraining": {"data": "", "tokens": 4096, "batch_tokens": 256}}
         save_checkpoint(paths.checkpoint_dir(stage, "d1"), 1, model, tokenizer, facts)
 
 
 REWARD = "def short(episodes):\n    return [1 / (1 + len(episode.reply)) for episode in episodes]\n"
+STEP = ("--num_iterations=1", "--device_batch_size=2")
 COMMANDS = {
-    "preview": ["--examples=1", "--count=2"],
-    "chat_sft": ["--num_iterations=1", "--device_batch_size=1", "--target_examples_per_step=1"],
-    "chat_dpo": ["--num_iterations=1", "--device_batch_size=2", "--target_examples_per_step=1"],
-    "chat_rl": [
-        *("--num_iterations=1", "--device_batch_size=2", "--examples_per_step=1", "--num_samples=2"),
-        *("--max_tokens=4", "--reward=REWARD"),
-    ],
-    "mid_train": ["--num_iterations=1", "--device_batch_size=1", "--gradient_accumulation_steps=1", "--eval_tokens=64"],
+    "preview": ["--examples=1", "--count=2", "--max_seq_len=64"],
+    "chat_sft": [*STEP, "--target_examples_per_step=1"],
+    "chat_dpo": [*STEP, "--target_examples_per_step=1"],
+    "chat_rl": [*STEP, "--examples_per_step=1", "--num_samples=2", "--max_tokens=4", "--reward=REWARD"],
+    "mid_train": [*STEP, "--gradient_accumulation_steps=1", "--eval_tokens=64"],
     "fetch": [],
 }
 
@@ -867,18 +783,17 @@ def test_commands_read_own_columns(models, tmp_path, capsys, script):
     assert code == 1 and "unknown form (with q, " in err
 
 
-def test_the_preview_says_what_becomes_of_thoughts(models, tmp_path, capsys):
+@pytest.mark.parametrize(("thoughts", "shown"), [("keep", "[[<think>"), ("drop", "[[5")])
+def test_the_preview_says_what_becomes_of_thoughts(models, tmp_path, capsys, thoughts, shown):
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 3)
-    call("preview", f"--tasks={path}", "--examples=1", "--count=2", "--max_seq_len=64")
+    call("preview", f"--tasks={path}", f"--thoughts={thoughts}", *COMMANDS["preview"])
     out = capsys.readouterr().out
-    assert "2 of 2 replies have a thought, which is kept (--thoughts drop leaves them out)" in out
-    assert "[[<think>" in out
-    call("preview", f"--tasks={path}", "--examples=1", "--count=2", "--thoughts=drop")
-    out = capsys.readouterr().out
-    assert "which is left out (--thoughts drop)" in out and "<think>" not in out and "[[5" in out
+    assert "2 of 2 replies have a thought" in out
+    assert shown in out
+    assert ("<think>" in out) == (thoughts == "keep")
 
 
 def test_mid_training_warns_that_it_learns_masked_replies(models, tmp_path, capsys):
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": [*SUM, user("b"), reply("c", loss=False)]}] * 4)
     call("mid_train", f"--tasks={path}", *COMMANDS["mid_train"])
-    assert "3 replies are marked as not learned, but mid-training learns every token" in capsys.readouterr().err
+    assert "3 replies are marked as not learned" in capsys.readouterr().err
