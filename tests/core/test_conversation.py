@@ -59,13 +59,9 @@ def test_a_reply_with_marks_out_of_place_loses_nothing_else(tokenizer):
     [{"content": ""}, {"content": []}, {"content": [{"type": "text", "text": ""}]}, {"content": "no", "train": False}],
 )
 def test_an_empty_or_masked_reply_has_no_target(tokenizer, reply):
-    rendered = render(tokenizer, [SUM[1], {"role": "assistant", **reply}])
-    assert rendered.target_count == 0
-
-
-def test_only_the_masked_reply_of_several_is_left_out(tokenizer):
-    turns = [SUM[1], {"role": "assistant", "content": "one", "train": False}]
-    turns += [{"role": "user", "content": "and?"}, {"role": "assistant", "content": "two"}]
+    first = [SUM[1], {"role": "assistant", **reply}]
+    assert render(tokenizer, first).target_count == 0
+    turns = [*first, {"role": "user", "content": "and?"}, {"role": "assistant", "content": "two"}]
     assert learned(tokenizer, render(tokenizer, turns)) == "two<|assistant_end|>"
 
 
@@ -78,25 +74,26 @@ def test_a_long_conversation_is_cut_at_its_end(tokenizer):
     assert render(tokenizer, SUM, 5).target_count == 0
 
 
-def test_a_long_chat_forgets_its_oldest_turns_first(tokenizer):
+def long_chat() -> list:
     turns = [SUM[0]]
     for number in range(6):
         turns += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
-    turns.append({"role": "user", "content": "last"})
+    return [*turns, {"role": "user", "content": "last"}]
+
+
+def test_a_long_chat_forgets_its_oldest_turns_first(tokenizer):
+    turns = long_chat()
     room = len(render_prompt(tokenizer, turns)) - 1
     text = tokenizer.decode(render_prompt(tokenizer, turns, room))
     assert "Be short." in text and "q0" not in text and "a0" not in text and "q1" in text and text.count("last") == 1
     smallest = len(render_prompt(tokenizer, [turns[0], turns[-1]]))
     assert "a5" not in tokenizer.decode(render_prompt(tokenizer, turns, smallest))
-    with pytest.raises(UserError, match=f"{smallest} tokens, there is room for {smallest - 1}"):
+    with pytest.raises(UserError, match=f"{smallest} tokens.* {smallest - 1}"):
         render_prompt(tokenizer, turns, smallest - 1)
 
 
 def test_half_of_the_context_is_kept_for_the_reply(tokenizer):
-    turns = [SUM[0]]
-    for number in range(6):
-        turns += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
-    turns.append({"role": "user", "content": "last"})
+    turns = long_chat()
     whole = render_prompt(tokenizer, turns)
     for context, reply_tokens, oldest in (
         (2 * len(whole), None, 1),  # all is read
@@ -143,10 +140,7 @@ def test_a_long_chat_encodes_each_message_once_at_most(tokenizer, monkeypatch):
     ],
 )
 def test_what_is_no_conversation_is_an_error(messages, problem):
-    with pytest.raises(ValueError, match=problem):
-        check_messages(messages)
-
-
-def test_a_conversation_passes():
     check_messages(SUM)
     check_messages(SUM[1:])
+    with pytest.raises(ValueError, match=problem):
+        check_messages(messages)

@@ -235,7 +235,7 @@ def test_resume_at_any_batch_is_straight_through():
     )  # more than loading.TOKENIZE_DOCUMENTS: mid-block stops
     assert loading.TOKENIZE_DOCUMENTS < 40
     straight = take(Loader(corpus, Numbered(), 3, 31), 20)
-    for stop in range(1, 20):
+    for stop in (1, 2, 3, 5, 8, 13, 19):
         state = through_tensors([straight[stop - 1].state])
         rest = take(Loader(corpus, Numbered(), 3, 31, state=state), 20 - stop)
         assert rows_of(rest) == rows_of(straight[stop:])
@@ -245,8 +245,9 @@ def test_resume_at_any_batch_is_straight_through():
             assert torch.equal(tensor, rest[-1].state.to_tensors()[name])
 
 
-@pytest.mark.parametrize("worlds", [(1, 1, 1), (1, 2, 1), (2, 1, 4), (4, 8, 1), (2, 2, 2)])
-@pytest.mark.parametrize("batch_rows", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("worlds", "batch_rows"), [((1, 1, 1), 2), ((1, 2, 1), 1), ((2, 1, 4), 3), ((4, 8, 1), 2), ((2, 2, 2), 3)]
+)
 def test_resume_twice_and_at_other_world_sizes(worlds, batch_rows):
     """Row numbers that no world size divides are among them."""
     corpus = corpus_of(random_lengths(500, 70))
@@ -262,32 +263,24 @@ def test_resume_twice_and_at_other_world_sizes(worlds, batch_rows):
     assert seen == {i: straight[i] for i in seen}
 
 
-def test_a_state_without_leftovers_survives_tensors():
+def test_states_are_whole_and_of_a_world_size_that_divides_the_shards():
     state = LoaderState(5, {}, 0)
     assert LoaderState.merge([state.to_tensors()]) == state
-
-
-def test_a_missing_share_is_noticed():
     states = world_rows(corpus_of(random_lengths(500, 20)), 15, 2, 1)[1]
     with pytest.raises(AssertionError, match="missing"):
         through_tensors(states[:1])
-
-
-def test_a_world_size_must_divide_the_shards():
-    corpus = corpus_of(random_lengths(100, 20))
-    state = take(Loader(corpus, Numbered(), 1, 15), 1)[0].state
     with pytest.raises(UserError, match="divides 8, not with 3"):
-        Loader(corpus, Numbered(), 1, 15, world_size=3, state=state)
+        Loader(corpus_of([3]), Numbered(), 1, 15, world_size=3, state=through_tensors(states))
 
 
 # ---------------------------------------------------------------------- epochs and seeds
 
 
-def first_reads(seed: int, blocks: int = 8, state=None) -> list[int]:
+def first_reads(seed: int) -> list[int]:
     """The order in which blocks are read: 64 documents of one row each make one block a shard and a round."""
-    corpus = corpus_of([3] * loading.BUFFER_DOCUMENTS * blocks, documents_per_block=loading.BUFFER_DOCUMENTS)
-    take(Loader(corpus, Numbered(), 8, 3, seed=seed, state=state), loading.BUFFER_DOCUMENTS + 2)
-    return corpus.reads[: 2 * blocks]
+    corpus = corpus_of([3] * loading.BUFFER_DOCUMENTS * 8, documents_per_block=loading.BUFFER_DOCUMENTS)
+    take(Loader(corpus, Numbered(), 8, 3, seed=seed), loading.BUFFER_DOCUMENTS + 2)
+    return corpus.reads[:16]
 
 
 def test_epochs_are_shuffled_anew_and_reproducibly():
@@ -306,9 +299,6 @@ def test_passes_are_counted():
     assert epochs[0] in (0, 1)  # reading is one buffer ahead of packing
     assert epochs == sorted(epochs)
     assert epochs[-1] == epochs[1] + 2  # 128 x 8 rows of one document each: twice the corpus
-    endless, _ = open_corpus("demo")
-    tokenizer = Tokenizer([bytes([value]) for value in range(256)])
-    assert take(Loader(endless, tokenizer, 1, 63), 1)[0].epochs[0] == 0
 
 
 # ---------------------------------------------------------------------- mixtures
@@ -380,8 +370,7 @@ def test_tiny_corpora_never_run_dry(blocks):
     assert together == {i: alone[i] for i in together}
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
-@pytest.mark.parametrize("batch_rows", [16, 1])
+@pytest.mark.parametrize(("suffix", "batch_rows"), [(".txt", 16), (".jsonl", 1)])
 def test_a_small_file_does_not_repeat_rows_within_a_batch(tmp_path, suffix, batch_rows, capsys):
     """30 KiB: with blocks of 6 KiB there were fewer than shards, and 3 of 8 shards read what another one read."""
     random.seed(5)
@@ -416,11 +405,10 @@ def test_a_text_too_small_to_fill_a_batch_is_reported_once(batch_rows, capsys):
 @pytest.mark.parametrize("count", [3, None], ids=["finite", "endless"])
 def test_a_corpus_without_text_is_one_error(count):
     corpus = Blocks([[]] * 3, name="nothing.txt")
-    if count is None:
-        corpus.block_count = lambda: None
-        corpus.read_block = lambda index: []
+    corpus.block_count = lambda: count
+    corpus.read_block = lambda index: []
     loader = Loader(corpus, Numbered(), 1, 31)
-    with pytest.raises(UserError, match=r"nothing\.txt: every document is empty"):
+    with pytest.raises(UserError, match=r"nothing\.txt"):
         next(loader)
     loader.close()
 
@@ -432,34 +420,23 @@ class Breaks(Blocks):
         return super().read_block(index)
 
 
-def test_errors_of_the_corpus_come_after_the_batches_before_them():
-    lengths = random_lengths(2000, 30)
-    whole = rows_of(take(Loader(corpus_of(lengths, 64), Numbered(), 2, 31), 400))
-    loader = Loader(Breaks(corpus_of(lengths, 64).blocks), Numbered(), 2, 31)
-    got = []
-    with pytest.raises(UserError, match="line 7"):
-        for batch in loader:
-            got.append(batch)
-    assert rows_of(got) == whole[: 2 * len(got)]
-    assert len(got) > 2
-    with pytest.raises(UserError, match="line 7"):  # a second call does not hang
-        next(loader)
-    loader.close()
-
-
 @pytest.mark.parametrize("step_batches", [1, 3, 9])
-def test_an_error_is_reported_while_the_step_before_it_is_whole(step_batches):
+def test_an_error_of_the_corpus_comes_after_the_whole_steps_before_it(step_batches):
     errors: list[BaseException] = []
     blocks = corpus_of(random_lengths(2000, 30), 64).blocks
+    whole = rows_of(take(Loader(Blocks(blocks), Numbered(), 2, 31), 400))
     loader = Loader(Breaks(blocks), Numbered(), 2, 31, step_batches=step_batches, on_error=errors.append)
-    whole_steps = 0
+    got = []
     while not errors:
-        batches = [next(loader) for _ in range(step_batches)]
-        whole_steps += 1
-    with pytest.raises(UserError, match="line 7"):
-        batches = [next(loader) for _ in range(step_batches)]
-    assert len(batches) == step_batches
-    assert len(errors) == 1 and whole_steps > 1
+        got += [next(loader) for _ in range(step_batches)]
+    noticed = len(got)
+    for _ in range(2):  # a second call does not hang
+        with pytest.raises(UserError, match="line 7"):
+            while True:
+                got.append(next(loader))
+    assert 2 < noticed <= len(got) < noticed + step_batches
+    assert rows_of(got) == whole[: 2 * len(got)]
+    assert len(errors) == 1
     loader.close()
 
 

@@ -14,7 +14,6 @@ from tiny import complaint, tiny_tokenizer
 from nanochat.conversation import parts_of, render, text_of
 from nanochat.data.catalog import TASKS
 from nanochat.demo.checker import check_story
-from nanochat.ground.cli import UserError
 from nanochat.loader import segments_of
 from nanochat.mixture import Mixture, MixtureCorpus
 from nanochat.task import Example, Task
@@ -74,13 +73,14 @@ def test_an_epoch_has_every_example_of_every_task_once():
 
 
 def test_an_example_is_a_function_of_seed_and_index():
-    def make(seed):
-        return Mixture([Numbers("a", 50), Numbers("b", 90)], [2, 1], seed)
+    def drawn(seed: int, indices) -> list:
+        mixture = Mixture([Numbers("a", 50), Numbers("b", 90), Numbers("c", 5)], [2, 1, 1e-2], seed)
+        return [(task.name, number) for task, number in map(mixture.draw, indices)]
 
-    there = [(task.name, number) for task, number in map(make(3).draw, range(300))]
-    back = make(3)
-    assert [(t.name, n) for t, n in (back.draw(i) for i in reversed(range(300)))] == there[::-1]
-    assert [(t.name, n) for t, n in map(make(4).draw, range(300))] != there
+    there = drawn(3, range(400))
+    assert drawn(3, reversed(range(400))) == there[::-1]
+    assert drawn(4, range(400)) != there
+    assert any(name == "c" for name, _ in there)  # a small weight is still drawn
 
 
 def test_one_in_three_generated_examples_comes_after_another():
@@ -96,16 +96,10 @@ def test_one_in_three_generated_examples_comes_after_another():
     assert not any(records.before(index, records.tasks[0], records.tasks[0].example(index)) for index in range(9))
 
 
-def test_a_small_weight_is_still_drawn():
-    mixture = Mixture([Numbers("a", 5), Numbers("b", 5)], [1, 1e6])
-    assert any(task.name == "a" for task, _ in map(mixture.draw, range(1100)))
-
-
 def test_a_file_without_examples_is_named(tmp_path):
     file = tmp_path / "one.jsonl"  # whose only row is one of the train split
     file.write_text(json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) + "\n")
-    line = complaint(lambda: open_mixture(f"mine={file}", "test"))
-    assert line.startswith(f"--tasks {file}: there are no test examples")
+    assert f"--tasks {file}: " in complaint(lambda: open_mixture(f"mine={file}", "test"))
 
 
 def test_the_corpus_is_the_mixture_as_tokens():
@@ -117,7 +111,7 @@ def test_the_corpus_is_the_mixture_as_tokens():
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama3", "mistral"])
+@pytest.mark.parametrize("family", ["qwen2", "llama3"])
 def test_conversations_of_every_family_are_documents_of_their_own(family_tokenizers, family):
     """The document mask of mid-training finds them by their begin token, which Qwen's chats have not."""
     mixture, tokenizer = Mixture([Numbers("a", 50)], [1]), family_tokenizers[family]
@@ -146,33 +140,32 @@ def test_a_flag_names_tasks_paths_and_weights(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("flag", "problem"),
-    [
-        ("", "empty"),
-        (" , ", "empty"),
-        ("storys", "did you mean stories"),
-        ("stories:x", "weight 'x' is not a number"),
-        ("stories:0", "above 0"),
-        ("stories:-1", "above 0"),
-        ("stories:nan", "above 0"),
-        ("stories:inf", "above 0"),
-        ("stories:1e400", "a finite number above 0"),
-        ("stories=/tmp", "takes no path"),
-        ("gsm8k=", "no path"),
-        ("first_questions", "no path: first_questions=PATH"),
-        ("/nowhere.jsonl", "no such task or file"),
-        ("org/chats.jsonl", "no such task or file"),
-        ("mine=/nowhere", "no such task or file"),
-        ("storys=/tmp", "did you mean stories"),
-        ("../x@train", "no such task or file"),
-        ("org/name/a/b", "no such task or file"),
-    ],
-)
-def test_a_wrong_flag_is_one_line(flag, problem):
-    with pytest.raises(UserError, match=problem) as error:
-        parse_tasks(flag)
-    assert "\n" not in str(error.value) and str(error.value).startswith("--tasks")
+WRONG_FLAGS = {
+    "": "empty",
+    " , ": "empty",
+    "storys": "did you mean stories",
+    "stories:x": "'x'",
+    "stories:0": "above 0",
+    "stories:-1": "above 0",
+    "stories:nan": "above 0",
+    "stories:1e400": "a finite number above 0",
+    "stories=/tmp": "no path",
+    "gsm8k=": "no path",
+    "first_questions": "first_questions=PATH",
+    "/nowhere.jsonl": "no such task or file",
+    "org/chats.jsonl": "no such task or file",
+    "mine=/nowhere": "no such task or file",
+    "storys=/tmp": "did you mean stories",
+    "../x@train": "no such task or file",
+    "org/name/a/b": "no such task or file",
+}
+
+
+@pytest.mark.parametrize("flag", WRONG_FLAGS)
+def test_a_wrong_flag_is_one_line(flag):
+    line = complaint(lambda: parse_tasks(flag))
+    assert line.startswith("--tasks")
+    assert WRONG_FLAGS[flag] in line
 
 
 def test_the_defaults_follow_the_pretraining_text(tmp_path):
@@ -191,6 +184,7 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert "modelscope" in TASKS[default_tasks("fineweb-edu-chinese", stage="rl")].sources
     for data in ("demo", "climbmix"):
         require_pairs(parse_tasks(default_tasks(data, stage="dpo")))
+    assert "--tasks smoltalk: " in complaint(lambda: require_pairs(parse_tasks("stories,smoltalk")))
     for names in (BUILT_IN_TASKS, HUB_TASKS, CHINESE_TASKS):
         assert all(spec.name in task_names() for spec in parse_tasks(names))
 
@@ -203,7 +197,7 @@ SPLITS = [*((name, "train") for name in TRAINED), *((name, "test") for name in g
 def test_a_built_in_example_and_its_pair_have_a_right_reply_and_wrong_ones(name, split):
     task = open_task(TaskSpec(name, None, 1.0), split)
     assert task.name == name and task.kind == "generative"
-    for index in (*range(40), len(task) - 1):
+    for index in (*range(15), len(task) - 1):
         pair, example = task.pair(index), task.example(index)
         assert example == task.example(index) and pair == task.pair(index)
         assert [*pair.question, pair.chosen] == example.messages and pair.chosen["role"] == "assistant"
@@ -233,11 +227,6 @@ def test_only_a_reply_that_is_compared_is_learned():
         assert rendered.target_count == alone.target_count > 0
 
 
-def test_a_dialogue_has_nothing_to_compare():
-    with pytest.raises(UserError, match="--tasks smoltalk: a dialogue has one reply .* ultrafeedback, and a .jsonl"):
-        require_pairs(parse_tasks("stories,smoltalk"))
-
-
 def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
     task = open_task(TaskSpec("addition", None, 1.0), "test")
     example = next(e for e in map(task.example, range(100)) if e.messages[-1]["content"][0]["text"])
@@ -253,8 +242,10 @@ def test_a_sum_is_graded_by_its_call_and_by_what_it_states():
 
 def test_the_built_in_mixture_opens_offline():
     mixture = open_mixture(BUILT_IN_TASKS, "train")
-    names = {mixture.draw(i)[0].name for i in range(1000)}
-    assert names == {spec.name for spec in parse_tasks(BUILT_IN_TASKS)}
+    assert {mixture.draw(i)[0].name for i in range(600)} == {spec.name for spec in parse_tasks(BUILT_IN_TASKS)}
+    for name in task_names():
+        assert task_class(name).name == name
+        assert task_class(name).kind in ("generative", "choice", "dialogue")
 
 
 IMPORTS = "import sys, nanochat.tasks.flag as f; f.open_mixture('stories', 'train'); print(*sys.modules)"
@@ -269,8 +260,3 @@ def test_a_task_is_imported_when_it_is_requested():
     wanted = {"stories", "writer", "plots", "sections", "checker", "typed", "small_talk", "arithmetic"}
     flag = {"nanochat.tasks.flag", "nanochat.tasks.defaults", "nanochat.data.catalog"}
     assert set(loaded) == flag | {f"nanochat.demo.{name}" for name in wanted}
-
-
-@pytest.mark.parametrize("name", task_names())
-def test_every_entry_of_the_registry_is_the_class_of_its_name(name):
-    assert task_class(name).name == name and task_class(name).kind in ("generative", "choice", "dialogue")

@@ -78,8 +78,8 @@ def test_micro_batches_deal_out_every_row_once():
         assert dealt.count(empty) - rows.targets.tolist().count(empty) < world_size  # rows of padding
 
 
-# Lengths as the mixture for a model of the web has them: dialogues around 600 tokens, and short questions.
 def documented_step(seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Lengths as a mixture for a model of the web has them: dialogues around 600 tokens, and short questions."""
     rng = np.random.default_rng(seed)
     dialogues = np.minimum(rng.lognormal(np.log(440), 0.8, 23), 2049).astype(int)
     lengths = [*(dialogues + 1), *rng.integers(40, 250, 9)]
@@ -87,19 +87,17 @@ def documented_step(seed: int) -> tuple[list[list[int]], list[list[int]]]:
     return ids, [[0, *[1] * (len(i) - 1)] for i in ids]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_a_step_of_sft_is_at_least_seventy_percent_real(world_size):
     """chat_sft's documented flags: 32 conversations, 8 rows a device, a context of 2,048."""
-    device = cpu_device()
-    real = 0
-    computed = 0
+    real = computed = 0
     shapes = set()
-    for step in range(20):
+    for step in range(8):
         ids, masks = documented_step(step)
         rows = pack_sequences(ids, masks, 2048, world_size)
         targets = 0
         for rank in range(world_size):
-            for micro in rows.micro_batches(8, device, rank, world_size):
+            for micro in rows.micro_batches(8, cpu_device(), rank, world_size):
                 computed += micro.inputs.numel()
                 targets += (micro.targets != IGNORE).sum().item()
                 shapes.add(tuple(micro.inputs.shape))
@@ -121,16 +119,13 @@ def test_rows_for_several_ranks_have_the_same_loss(world_size):
     torch.testing.assert_close(sum(masked_loss(model, micro)[0] for micro in micros), expected, rtol=2e-6, atol=0)
 
 
-def test_nothing_to_pack_is_a_row_without_a_target():
+def test_nothing_to_pack_and_what_does_not_fit():
     rows = pack_sequences([], [], 8)
     assert rows.inputs.shape == (1, 8) and (rows.targets == IGNORE).all()
     loss, targets = masked_loss(lively_model(tiny_config()), rows)
     assert loss.item() == 0 and targets.item() == 0
-
-
-def test_a_sequence_that_does_not_fit_is_an_error():
     pack_sequences([list(range(9))], [[1] * 9], 8)  # its last token is only a target
-    with pytest.raises(ValueError, match="10 tokens does not fit a row of 8"):
+    with pytest.raises(ValueError, match="10 tokens .* 8"):
         pack_sequences([list(range(10))], [[1] * 10], 8)
 
 

@@ -117,16 +117,18 @@ def spoiled_number(reply: list[Part], change: int) -> list[Part]:
 
 
 @pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason="the real GSM8K is not next to this checkout")
-def test_gsm8k_whole(tmp_path):
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.soak)])
+def test_gsm8k_of_the_hub(every):
     rng = random.Random(0)
     task = Gsm8k("test", str(DATA / "gsm8k"))
-    examples = check(task)
-    assert len(examples) == 1319 and len(Gsm8k("train", str(DATA / "gsm8k"))) == 7473
-    for index, example in enumerate(examples):
+    assert len(task) == 1319 and len(Gsm8k("train", str(DATA / "gsm8k"))) == 7473
+    for index in range(0, 1319, every):
+        example = task.example(index)
         reply = reference(example)
-        source = task.records[index]["answer"]
         spell = {"text": "{}", "python": "<<{}=", "python_output": "{}>>"}
-        assert "".join(spell[part["type"]].format(part["text"]) for part in reply) == source  # nothing is lost
+        source = "".join(spell[part["type"]].format(part["text"]) for part in reply)
+        assert source == task.records[index]["answer"]  # nothing is lost
+        assert task.grade(example, reply)
         assert not task.grade(example, spoiled_number(reply, rng.choice((-10, -1, 1, 10, 1000))))
         assert not task.grade(example, parts_of(text_of(reply).rpartition("####")[0]))  # cut off before the end
         assert not task.grade(example, parts_of(text_of(reply).replace("####", "=")))
@@ -154,10 +156,8 @@ def spoiled_letters(task: Task, example: Example) -> None:
     assert task.grade(example, parts_of(f" {example.answer}. Because."))
 
 
-@pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
-def test_mmlu(tmp_path, name):
-    rows = [SKY | {"answer": answer} for answer in range(4)]
-    write_rows(tmp_path / name, rows)
+def test_mmlu(tmp_path):
+    write_rows(tmp_path / "test.jsonl", [SKY | {"answer": answer} for answer in range(4)])
     task = Mmlu("test", str(tmp_path))
     examples = check(task)
     assert [example.answer for example in examples] == ["A", "B", "C", "D"]
@@ -165,12 +165,10 @@ def test_mmlu(tmp_path, name):
     assert examples[1].letters == ("A", "B", "C", "D") and (task.kind, task.baseline) == ("choice", 0.25)
     for example in examples:
         spoiled_letters(task, example)
-
-
-@pytest.mark.parametrize("name", ["auxiliary_train.jsonl", "train.jsonl", "auxiliary_train-00000-of-00001.parquet"])
-def test_mmlu_learns_from_the_auxiliary_set(tmp_path, name):
-    write_rows(tmp_path / name, [SKY | {"answer": 3}])
-    assert Mmlu("train", str(tmp_path)).example(0).answer == "D"
+    for name in ("auxiliary_train.jsonl", "auxiliary_train-00000-of-00001.parquet", "train.jsonl"):
+        (tmp_path / name).with_suffix("").mkdir()
+        write_rows((tmp_path / name).with_suffix("") / name, [SKY | {"answer": 3}])
+        assert Mmlu("train", str((tmp_path / name).with_suffix(""))).example(0).answer == "D"
 
 
 def arc_row(labels: str, answer: str) -> dict:
@@ -178,52 +176,42 @@ def arc_row(labels: str, answer: str) -> dict:
     return {"id": "1", "question": "Which?", "choices": {"text": texts, "label": list(labels)}, "answerKey": answer}
 
 
-@pytest.mark.parametrize("kind", [ArcEasy, ArcChallenge])
-@pytest.mark.parametrize("name", ["test.jsonl", "test-00000-of-00001.parquet"])
-def test_arc_takes_the_letters_of_the_row(tmp_path, kind, name):
+def test_arc_takes_the_letters_of_the_row(tmp_path):
     rows = [arc_row("ABCD", "C"), arc_row("1234", "4"), arc_row("ABC", "A"), arc_row("ABCDE", "E"), arc_row("123", "1")]
-    write_rows(tmp_path / name, rows)
-    task = kind("test", str(tmp_path))
+    write_rows(tmp_path / "test.jsonl", rows)
+    task = ArcEasy("test", str(tmp_path))
     examples = check(task)
-    assert [(example.letters, example.answer) for example in examples[:2]] == [
-        (("A", "B", "C", "D"), "C"),
-        (("1", "2", "3", "4"), "4"),
-    ]
-    assert examples[4].messages == [
-        {
-            "role": "user",
-            "content": "Multiple choice: Which?\n- 1: choice 1\n- 2: choice 2\n- 3: choice 3\n"
-            "Answer with the letter alone.",
-        },
-        {"role": "assistant", "content": "1"},
-    ]
+    assert ["".join(example.letters) for example in examples[:2]] == ["ABCD", "1234"]
+    assert [example.answer for example in examples[:2]] == ["C", "4"]
+    question = "Multiple choice: Which?\n- 1: choice 1\n- 2: choice 2\n- 3: choice 3\nAnswer with the letter alone."
+    assert examples[4].messages == [{"role": "user", "content": question}, {"role": "assistant", "content": "1"}]
     for example in examples:
         spoiled_letters(task, example)
-    assert task.baseline == 0.25 and task.name == ("arc_easy" if kind is ArcEasy else "arc_challenge")
+    assert (task.baseline, task.name, ArcChallenge.name) == (0.25, "arc_easy", "arc_challenge")
+    for name, answer in (("ARC-Easy", "A"), ("ARC-Challenge", "B")):  # a copy of the whole repository
+        (tmp_path / "all" / name).mkdir(parents=True)
+        write_rows(tmp_path / "all" / name / "test-00000-of-00001.parquet", [arc_row("ABCD", answer)])
+    assert [kind("test", str(tmp_path / "all")).example(0).answer for kind in (ArcEasy, ArcChallenge)] == ["A", "B"]
 
 
-NOT_AS_MANY = "line 1 cannot be used: its choices are not as many texts as letters"
+NOT_AS_MANY = "line 1 cannot be used: its choices"
 DAMAGE = [
     (Gsm8k, {"question": "?", "answer": "It is 72."}, "line 1 cannot be used: its answer has no line `#### NUMBER`"),
-    (Gsm8k, {"question": "?"}, 'line 1 has no "answer" that is a text'),
+    (Gsm8k, {"question": "?"}, 'line 1 has no "answer"'),
     (Mmlu, SKY | {"answer": 4}, "line 1 cannot be used: its answer is 4"),
     (Mmlu, SKY | {"answer": -1}, "line 1 cannot be used: its answer is -1"),
-    (Mmlu, SKY | {"answer": "B"}, 'line 1 has no "answer" that is a whole number'),
+    (Mmlu, SKY | {"answer": "B"}, 'line 1 has no "answer"'),
     (Mmlu, SKY | {"answer": 0, "choices": ["red", "blue"]}, NOT_AS_MANY),
     (Mmlu, SKY | {"answer": 0, "choices": ["red", "blue", "green", 4]}, NOT_AS_MANY),
-    (Mmlu, SKY | {"answer": 0, "question": None}, 'line 1 has no "question" that is a text'),
+    (Mmlu, SKY | {"answer": 0, "question": None}, 'line 1 has no "question"'),
     (Mmlu, ["a", "list"], "line 1 is not an object with question, choices, answer"),
-    (ArcEasy, arc_row("ABCD", "E"), "line 1 cannot be used: its answer 'E' is not one of the letters"),
+    (ArcEasy, arc_row("ABCD", "E"), "line 1 cannot be used: its answer 'E'"),
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}}, NOT_AS_MANY),
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}}, NOT_AS_MANY),
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, NOT_AS_MANY),
-    (ArcEasy, arc_row("ABCD", "C") | {"choices": ["a", "b"]}, 'line 1 has no "choices" that is an object'),
-    (
-        SmolTalk,
-        {"messages": [{"role": "assistant", "content": "Hi!"}]},
-        "line 1 cannot be used: message 0 is by assist",
-    ),
-    (SmolTalk, {"conversations": []}, 'line 1 has no "messages" that is a list'),
+    (ArcEasy, arc_row("ABCD", "C") | {"choices": ["a", "b"]}, 'line 1 has no "choices"'),
+    (SmolTalk, {"messages": [{"role": "assistant", "content": "Hi!"}]}, "line 1 cannot be used: message 0"),
+    (SmolTalk, {"conversations": []}, 'line 1 has no "messages"'),
 ]
 
 
@@ -231,14 +219,6 @@ DAMAGE = [
 def test_a_damaged_row_is_named_when_it_is_read(tmp_path, kind, row, problem):
     path = write_rows(tmp_path / "test.jsonl", [row])
     assert complaint(lambda: kind("test", str(path)).example(0)).startswith(f"{path} {problem}")
-
-
-def test_arc_from_a_copy_of_the_whole_repo(tmp_path):
-    for name, answer in (("ARC-Easy", "A"), ("ARC-Challenge", "B")):
-        (tmp_path / name).mkdir()
-        write_rows(tmp_path / name / "test-00000-of-00001.parquet", [arc_row("ABCD", answer)])
-    assert ArcEasy("test", str(tmp_path)).example(0).answer == "A"
-    assert ArcChallenge("test", str(tmp_path)).example(0).answer == "B"
 
 
 # ---- HumanEval -------------------------------------------------------------------------------------------
@@ -302,41 +282,40 @@ def test_humaneval_grades_what_the_function_does(half, right, reply):
     assert half.grade(half.example(0), parts_of(reply)) == right
 
 
-def test_humaneval_puts_what_is_missing_before_the_reply():
-    prompt = "import math\n\ndef other(): ...\n\ndef half(x):\n"
-    assert complete_program(prompt, "half", "def half(x):\n    pass") == (
-        "import math\n\ndef other(): ...\n\n\ndef half(x):\n    pass\n"
-    )
-    assert complete_program(prompt, "half", "if x:\n    pass") == (
-        "import math\n\ndef other(): ...\n\ndef half(x):\n    if x:\n        pass\n"
-    )
+PROMPT = "import math\n\ndef other(): ...\n\ndef half(x):\n"
+# What the model is asked to complete, its reply, and the program.
+COMPLETED = [
+    (PROMPT, "def half(x):\n    pass", "import math\n\ndef other(): ...\n\n\ndef half(x):\n    pass\n"),
+    (PROMPT, "if x:\n    pass", f"{PROMPT}    if x:\n        pass\n"),
     # A function of a similar name is another one.
-    other = complete_program("def half(x):\n", "half", "def half_of(x):\n    pass")
-    assert other == "def half(x):\n    def half_of(x):\n        pass\n"
+    ("def half(x):\n", "def half_of(x):\n    pass", "def half(x):\n    def half_of(x):\n        pass\n"),
+]
 
 
-def test_humaneval_checks_with_the_prompt_s_own_helper(tmp_path):
-    """As in HumanEval/32: its check puts the root that was found into the prompt's polynomial."""
-    row = HALF | {
-        "prompt": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    pass\n",
-        "test": "def check(candidate):\n    assert double(candidate(4)) == 4\n",
-    }
-    task = HumanEval("test", write_rows(tmp_path / "HumanEval.jsonl", [row]))
-    assert task.grade(task.example(0), parts_of("```python\ndef half(x):\n    return x // 2\n```"))
-    cheat = "def double(x):\n    return 4\n\n\ndef half(x):\n    return 0\n"
-    assert not task.grade(task.example(0), parts_of(f"```python\n{cheat}```"))
+def test_humaneval_puts_what_is_missing_before_the_reply():
+    assert [complete_program(prompt, "half", reply) for prompt, reply, _ in COMPLETED] == [row[2] for row in COMPLETED]
 
 
-def test_humaneval_never_compares_a_reply_with_itself(tmp_path):
-    """As in HumanEval/33: its check calls the function for some of the results that it expects."""
-    row = HALF | {
-        "test": "def check(candidate):\n    assert candidate(4) == half(4)\n    assert candidate(5) == half(5)\n"
-    }
-    task = HumanEval("test", write_rows(tmp_path / "HumanEval.jsonl", [row]))
-    example = task.example(0)
-    assert task.grade(example, parts_of("def half(x):\n    return x // 2"))
-    assert not task.grade(example, parts_of("def half(x):\n    return 7"))
-    assert not task.grade(example, parts_of("candidate = lambda x: x // 2\ndef half(x):\n    return 7"))
+# Rows as HumanEval/32, whose check uses a function of the prompt, and HumanEval/33, whose check calls the function.
+DOUBLE = {
+    "prompt": "def double(x):\n    return 2 * x\n\n\ndef half(x):\n    pass\n",
+    "test": "def check(candidate):\n    assert double(candidate(4)) == 4\n",
+}
+ITSELF = {"test": "def check(candidate):\n    assert candidate(4) == half(4)\n    assert candidate(5) == half(5)\n"}
+RIGHT = "def half(x):\n    return x // 2"
+CHECKED = [
+    (DOUBLE, RIGHT, True),
+    (DOUBLE, "def double(x):\n    return 4\n\n\ndef half(x):\n    return 0\n", False),
+    (ITSELF, RIGHT, True),
+    (ITSELF, "def half(x):\n    return 7", False),
+    (ITSELF, "candidate = lambda x: x // 2\ndef half(x):\n    return 7", False),
+]
+
+
+@pytest.mark.parametrize(("row", "reply", "is_right"), CHECKED)
+def test_humaneval_checks_with_its_own_functions(tmp_path, row, reply, is_right):
+    task = HumanEval("test", write_rows(tmp_path / "HumanEval.jsonl", [HALF | row]))
+    assert task.grade(task.example(0), parts_of(f"```python\n{reply}\n```")) == is_right
 
 
 @pytest.mark.slow
@@ -365,7 +344,7 @@ def test_spelling_rendering():
 
 def test_letter_count_rendering():
     task = LetterCount("train")
-    examples = [task.example(index) for index in range(20_000)]
+    examples = [task.example(index) for index in range(4000)]
     example = next(e for e in examples if '"balloon".count("l")' in str(e.messages))
     assert example.messages[1]["content"] == [
         {"type": "text", "text": "The word balloon is spelled b-a-l-l-o-o-n. "},
@@ -373,7 +352,7 @@ def test_letter_count_rendering():
         {"type": "python_output", "text": "2"},
         {"type": "text", "text": "The letter l is in it 2 times."},
     ]
-    shares = [sum(e.answer == count for e in examples) / 20_000 for count in ("0", "1")]
+    shares = [sum(e.answer == count for e in examples) / 4000 for count in ("0", "1")]
     assert shares[0] < 0.3 and shares[1] < 0.6  # no answer is nearly always right
     assert all(calculate(e.messages[1]["content"][1]["text"]) == e.answer for e in examples)
     assert (task.name, task.kind, task.baseline, len(LetterCount("test"))) == ("letters", "generative", 0.0, 1_000)
@@ -384,7 +363,7 @@ def test_held_out_words_are_in_the_test_split_only(kind):
     requested = {}
     for split in ("train", "test"):
         task = kind(split)
-        examples = check(task) if split == "test" else [task.example(index) for index in range(3000)]
+        examples = check(task) if split == "test" else [task.example(index) for index in range(2500)]
         requested[split] = set()
         for example in examples:
             found = re.search(r"The word ([a-z]+) is spelled", text_of(example.messages[1]["content"]))
@@ -423,21 +402,17 @@ def test_letter_count_grades():
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi!"}]
 
 
-@pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.parquet"])
-def test_smoltalk(tmp_path, name):
-    write_rows(tmp_path / name, [{"messages": HELLO * turns, "source": "made up"} for turns in range(1, 4)])
+def test_dialogues(tmp_path):
+    write_rows(tmp_path / "train.jsonl", [{"messages": HELLO * turns, "source": "made up"} for turns in range(1, 4)])
     task = SmolTalk("train", str(tmp_path))
     assert [task.example(n).messages for n in range(len(task))] == [HELLO, HELLO * 2, HELLO * 3]
     assert (task.name, task.kind) == ("smoltalk", "dialogue")
-    with pytest.raises(NotImplementedError, match="smoltalk has nothing to grade"):
+    with pytest.raises(NotImplementedError, match="smoltalk"):
         task.grade(task.example(0), parts_of("Hi!"))
-
-
-def test_smoltalk_in_chinese(tmp_path):
-    spoken = [{"role": "user", "content": "你好"}, {"role": "assistant", "content": "你好！"}]
-    write_rows(tmp_path / "train.parquet", [{"conversations": spoken * n, "score": 5} for n in (1, 3)])
+    (tmp_path / "train.jsonl").unlink()
+    write_rows(tmp_path / "train.parquet", [{"conversations": HELLO * n, "score": 5} for n in (1, 3)])
     task = SmolTalkChinese("train", str(tmp_path))
-    assert [task.example(n).messages for n in range(2)] == [spoken, spoken * 3]
+    assert [task.example(n).messages for n in range(2)] == [HELLO, HELLO * 3]
     categories = {split: set(files) for split, files in catalog.TASKS["smoltalk_zh"].splits.items()}
     assert not categories["train"] & categories["test"]
 
