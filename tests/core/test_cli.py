@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -34,45 +33,37 @@ class Config:
 # ---------------------------------------------------------------------- flags
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--device_batch_size=8", "--model_tag=x"],
-        ["--device-batch-size=8", "--model-tag=x"],
-        ["--device_batch_size", "8", "--model-tag", "x"],
-        ["--device-batch_size", "8", "--model_tag", "x"],
-        ["--", "--device_batch_size=8", "--model_tag", "x"],
-        ["--", "--device-batch-size", "8", "--model-tag=x"],
-    ],
-)
-def test_hyphens_underscores_and_what_torchrun_hands_on(argv):
-    assert cli.parse(Config, argv) == Config(device_batch_size=8, model_tag="x")
+ONE_CONFIG = [
+    ["--device_batch_size=8", "--model_tag=a-b_c"],
+    ["--device-batch-size", "8", "--model-tag", "a-b_c"],
+    ["--device-batch_size", "8", "--model_tag", "a-b_c"],
+    ["--", "--device-batch-size", "8", "--model-tag=a-b_c"],  # what torchrun hands on
+]
 
 
-def test_defaults_and_booleans():
+def test_any_spelling_of_a_flag():
+    wanted = Config(device_batch_size=8, model_tag="a-b_c")  # a value keeps its hyphens and underscores
+    assert [cli.parse(Config, argv) for argv in ONE_CONFIG] == [wanted] * len(ONE_CONFIG)
     assert cli.parse(Config, []) == cli.parse(Config, ["--"]) == Config()
     assert cli.parse(Config, ["--resume"]).resume is True
     assert cli.parse(Config, ["--no-resume"]).resume is False
-    assert cli.parse(Config, ["--ratio", "1e-3"]).ratio == 1e-3
     assert cli.parse(Config, ["--ratio=inf"]).ratio == float("inf")  # no range, no limit
-    for argv in (["--model_tag=a-b_c"], ["--model-tag", "a-b_c"]):  # a value keeps its hyphens and underscores
-        assert cli.parse(Config, argv).model_tag == "a-b_c"
+    assert cli.frozen_flags(Config) == ["seed"]
 
 
 WRONG_FLAGS = [
     (["--depth", "3"], ["--depth"]),
     (["--device_batch_sise", "3"], ["--device_batch_sise", "--device_batch_size"]),  # and what was meant
-    (["--device_batch_size", "many"], ["--device_batch_size", "many"]),
     (["--device_batch_size", "1.5"], ["--device_batch_size", "1.5"]),
     (["--device_batch_size"], ["--device_batch_size"]),
     (["--dtype", "float16"], ["--dtype", "float16", "'auto', 'float32'"]),
     (["stray"], ["stray"]),
-    (["--seed=1.5"], ["--seed: no type matching {None}|INT could be instantiated from ['1.5']"]),
-    (["--ratio=x"], ["Error parsing --ratio: could not convert string to float: 'x'; "]),
+    (["--seed=1.5"], ["--seed", "['1.5']"]),
+    (["--ratio=x"], ["--ratio", "'x'"]),
+    (["--model", "Qwen/Qwen3-0.6B", "--lora_r=8", "--lora_rank=8"], ["--model", "--lora_r=8", "docs/finetune.md"]),
 ]
 OUT_OF_RANGE = [
     (["--device_batch_size=0"], ["--device_batch_size", "at least 1"]),
-    (["--device_batch_size=1000000000001"], ["--device_batch_size", "at most 1,000,000,000,000"]),
     (["--device_batch_size=" + "9" * 30], [f"--device_batch_size {'9' * 30}: at most 1,000,000,000,000"]),
     (["--seed=-1"], ["--seed", "at least 0"]),
     (["--share=1.1"], ["--share 1.1: at most 1"]),
@@ -106,28 +97,14 @@ def test_help_is_the_dataclass_and_the_docstring(capsys):
     assert "--model_tag {None}|STR " in out and "--dtype {auto,float32} " in out
 
 
-def test_all_unknown_flags_of_a_line_are_named_and_the_page_on_other_trainers_once(capsys):
+def test_words_after_a_space_are_named_with_their_cause(capsys):
     from scripts import chat_sft
 
-    argv = ["--model", "Qwen/Qwen3-0.6B", "--lora_r=8", "--num-train-epochs", "3", "--lora_rank=8"]
-    for config_type in (Config, chat_sft.Config):  # of any command
-        with pytest.raises(SystemExit) as leaving:
-            cli.parse(config_type, argv)
-        (line,) = capsys.readouterr().err.splitlines()
-        assert leaving.value.code == 2 and line.count("docs/finetune.md") == 1
-        assert all(flag in line for flag in ("--model", "--lora_r=8", "--num-train-epochs"))
-        assert line.count("Unrecognized") == 1
-
-    with pytest.raises(SystemExit):  # known
-        cli.parse(Config, ["--ratio=x"])
-    with pytest.raises(SystemExit):  # the shell passes the second name as a word of its own
+    with pytest.raises(SystemExit):
         cli.parse(chat_sft.Config, ["--tasks", "stories,", "addition"])
     err = capsys.readouterr().err
-    assert "docs/finetune.md" not in err and "addition; a space ends a flag's value" in err
-
-
-def test_frozen_flags_are_marked_in_their_annotation():
-    assert cli.frozen_flags(Config) == ["seed"]
+    assert "docs/finetune.md" not in err
+    assert "addition; a space" in err
 
 
 # ---------------------------------------------------------------------- run
@@ -153,12 +130,6 @@ def outcome(error: BaseException | None, monkeypatch, capsys) -> tuple[int, str]
     return code, capsys.readouterr().err
 
 
-def of_this_torch() -> RuntimeError:
-    with pytest.raises(RuntimeError) as caught:
-        torch.empty(1 << 55, dtype=torch.uint8)
-    return caught.value
-
-
 MEMORY = "error: out of memory: lower --device_batch_size"
 FULL = "No space left on device"
 ENDINGS: dict[str, tuple[BaseException | None, int, tuple[str, ...]]] = {  # the exit code, and words of the one line
@@ -170,7 +141,6 @@ ENDINGS: dict[str, tuple[BaseException | None, int, tuple[str, ...]]] = {  # the
     "host": (RuntimeError("DefaultCPUAllocator: not enough memory: you tried 9 bytes."), 1, (MEMORY, "tried 9 bytes")),
     "numpy": (MemoryError("Unable to allocate 8.00 EiB for an array"), 1, (MEMORY, "8.00 EiB")),
     "python": (MemoryError(), 1, (MEMORY, "MemoryError")),
-    "this torch": (of_this_torch(), 1, (MEMORY,)),
     "full": (OSError(errno.ENOSPC, FULL), 1, ("error: the disk is full", "NANOCHAT_BASE_DIR")),
     "a full disk": (OSError(errno.ENOSPC, FULL, "/x/y"), 1, ("error: the disk is full", "/x/y", "NANOCHAT_BASE_DIR")),
 }
@@ -184,79 +154,66 @@ def test_what_a_user_can_fix_is_one_line(name, monkeypatch, capsys):
     assert err.startswith(words[:1] or "") and all(word in err for word in words) and "More words" not in err
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "I/O"), RuntimeError("shapes differ"), ValueError("a bug"), ZeroDivisionError()]
-)
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O"), RuntimeError("shapes differ"), ValueError("a bug")])
 def test_what_no_user_can_fix_keeps_its_traceback(error, monkeypatch, capsys):
     with pytest.raises(type(error)) as caught:
         outcome(error, monkeypatch, capsys)
     assert caught.value is error
 
 
+def test_a_traceback_on_request(monkeypatch):
+    monkeypatch.setenv("NANOCHAT_TRACEBACK", "1")
+    monkeypatch.setattr(sys, "argv", ["prog"])
+
+    def main(config):
+        raise UserError("--what fail: use print")
+
+    with pytest.raises(UserError):
+        cli.run(main, Config)
+
+
 # ---------------------------------------------------------------------- as a process
 
-PROGRAM = '''
-"""A program."""
+PROGRAM = """
 import sys, time
 from dataclasses import dataclass
-from nanochat.ground.cli import UserError, run
+from nanochat.ground.cli import run
 
 @dataclass(frozen=True)
 class Config:
+    "A program."
     what: str = "print"  # to do
 
 def main(config):
-    if config.what == "fail":
-        raise UserError("--what fail: use print")
     if config.what == "wait":
         print("ready", flush=True)
         time.sleep(60)
     for number in range(100_000):
         print(number)
 
-if __name__ == "__main__":
-    run(main, Config)
-'''
+run(main, Config)
+"""
 
 
-def start(tmp_path, *argv, **environment) -> subprocess.Popen:
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}", **environment}
-    command = [sys.executable, "-m", "program", *argv]
+def start(*argv: str, stdout: int = subprocess.PIPE) -> subprocess.Popen:
     return subprocess.Popen(
-        command,
-        env=env,
+        [sys.executable, "-c", PROGRAM, *argv],
+        cwd=ROOT,
         text=True,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a runner in the background has it ignored
     )
 
 
-def test_exit_codes_of_a_process(tmp_path):
-    process = start(tmp_path, "--what=fail")
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (1, "error: --what fail: use print\n")
-
-    process = start(tmp_path, "--wat=fail")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert err.count("\n") == 1 and "`python -m program --help`" in err
-
-    process = start(tmp_path, "--what=fail", NANOCHAT_TRACEBACK="1")
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Traceback" in err and err.endswith("UserError: --what fail: use print\n")
-
-
-def test_ctrl_c_and_a_reader_that_leaves(tmp_path):
-    process = start(tmp_path, "--what=wait")
+def test_ctrl_c_and_a_reader_that_leaves():
+    process = start("--what=wait")
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "error: interrupted\n")
 
-    process = start(tmp_path)
+    process = start()
     assert process.stdout.readline() == "0\n"
     process.stdout.close()
     err = process.stderr.read()
@@ -268,14 +225,15 @@ def test_a_reader_of_the_help_may_leave():
     """As `--help | head -3`: no traceback."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "scripts.tok_train", "--help"]
-    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    process = start("--help", stdout=writing)
     os.close(writing)
-    assert (done.returncode, done.stderr) == (1, "")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "")
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: the disk is full")
-    assert done.stderr.count("\n") == 1
+        process = start("--help", stdout=full.fileno())
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err.count("\n")) == (1, 1)
+    assert err.startswith("error: the disk is full")
 
 
 TORN_DOWN = """
@@ -304,11 +262,10 @@ def main(config):
 @pytest.mark.parametrize(
     ("call", "job", "status"),
     [
-        ("cli.run(main, Config)", {}, 0),
         ("cli.run(main, Config)", {"TORCHELASTIC_RUN_ID": "job"}, 0),
         ("main(Config())", {}, -signal.SIGABRT),
     ],
-    ids=["alone", "of torchrun", "without run"],
+    ids=["with run", "without run"],
 )
 def test_a_done_process_is_not_taken_apart(call, job, status):
     """Threads of the collective library that drop their tensors meanwhile abort it; here an object does."""

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 import random
 import re
 import shutil
@@ -64,8 +63,7 @@ def write_rows(path: Path, texts: list[str | None], group: int | None = None) ->
 # --- .txt ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-@pytest.mark.parametrize("size", [30, 4096, 5000, 300_000])
+@pytest.mark.parametrize(("size", "line_end"), [(30, "\n"), (4096, "\r\n"), (5000, "\n"), (300_000, "\r\n")])
 def test_text_comes_back_exactly(tmp_path, size, line_end):
     text = prose(size, seed=size, line_end=line_end)
     train, val = open_corpus(write(tmp_path / "a.txt", text))
@@ -85,12 +83,9 @@ def test_text_breaks_at_blank_lines_then_lines_then_characters(tmp_path):
         assert all(document.endswith(end) for document in found)
         assert all(2000 < len(document.encode()) <= 4096 for document in found[:-1])
         assert "\ufffd" not in "".join(found)
-
-
-def test_a_short_text_is_one_document_and_a_far_blank_line_makes_no_crumb(tmp_path):
     short = write(tmp_path / "short.txt", "a\n\n" * 1300)
     assert documents(open_corpus(short, short)[0]) == ["a\n\n" * 1300]
-    far = write(tmp_path / "far.txt", "title\n\n" + "word " * 2000)
+    far = write(tmp_path / "far.txt", "title\n\n" + "word " * 2000)  # a far blank line makes no crumb
     assert len(documents(open_corpus(far, far)[0])[0]) == 4096
 
 
@@ -116,20 +111,17 @@ def test_a_document_of_megabytes_between_separators_is_cut(tmp_path):
     assert max(len(document.encode()) for document in found) <= 1 << 20 and len(found) >= 3
 
 
-def test_a_byte_order_mark_and_separators_at_the_very_ends(tmp_path):
+def test_a_byte_order_mark_separators_at_the_ends_and_bad_bytes(tmp_path, capsys):
     mark = f"{SEPARATOR}\n"
     for text, found in (("hello\nworld\n", ["hello\nworld\n"]), (f"{mark}1\n{mark}2\n{SEPARATOR}", ["1\n", "2\n"])):
         path = write(tmp_path / "a.txt", f"\ufeff{text}")
         assert documents(open_corpus(path, path)[0]) == found
-
-
-def test_invalid_utf8_is_replaced_counted_and_named_once(tmp_path, capsys):
     path = write(tmp_path / "bad.txt", b"good\xff\n" + b"line \xfe here \xef\xbf\xbd\n" * 2 + b"fine\n" * 2000)
     corpus = open_corpus(path)[0]
-    assert documents(corpus)[0].startswith("good\ufffd\nline \ufffd here \ufffd\n")
-    documents(corpus)
-    messages = capsys.readouterr().err.splitlines()
-    assert messages == [f"warning: {path}: 3 invalid UTF-8 sequences are read as \ufffd"]
+    for _ in range(2):
+        assert documents(corpus)[0].startswith("good\ufffd\nline \ufffd here \ufffd\n")
+    (line,) = capsys.readouterr().err.splitlines()  # once
+    assert line.startswith(f"warning: {path}: 3 ")
 
 
 def test_a_text_in_another_encoding_is_refused(tmp_path):
@@ -144,8 +136,8 @@ def test_a_text_in_another_encoding_is_refused(tmp_path):
     assert "UTF-16" in mistake(write(tmp_path / "b.txt", "hello".encode("utf-16")))
 
 
-def test_one_line_of_ten_megabytes(tmp_path):
-    text = "ab 潮" * 2_000_000
+def test_one_long_line(tmp_path):
+    text = "ab 潮" * 500_000
     path = write(tmp_path / "a.txt", text)
     train, val = open_corpus(path)
     assert "".join(documents(train) + documents(val)) == text
@@ -154,7 +146,7 @@ def test_one_line_of_ten_megabytes(tmp_path):
 
 
 def test_a_megabyte_gives_enough_blocks_to_shuffle(tmp_path):
-    assert open_corpus(write(tmp_path / "a.txt", prose(900_000)[:1_000_000]))[0].block_count() >= 64
+    assert open_corpus(write(tmp_path / "a.txt", prose(900_000)))[0].block_count() >= 64
     assert open_corpus(write_rows(tmp_path / "a.jsonl", rows(16_000)))[0].block_count() >= 64
     assert open_corpus(write_rows(tmp_path / "a.parquet", rows(16_000)))[0].block_count() >= 57  # 90% of one group
 
@@ -163,7 +155,7 @@ def test_a_megabyte_gives_enough_blocks_to_shuffle(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".parquet"])
-@pytest.mark.parametrize("count", [2, 9, 10, 1003])
+@pytest.mark.parametrize("count", [2, 10, 1003])
 def test_rows_split_nine_to_one(tmp_path, suffix, count):
     texts = rows(count)
     train, val = open_corpus(write_rows(tmp_path / f"a{suffix}", texts))
@@ -205,9 +197,7 @@ def test_a_file_that_changes_is_an_error_that_names_it(tmp_path, suffix, change)
         (tmp_path / "copy").replace(path)
     else:
         path.unlink()
-    assert complaint(lambda: train.read_block(3)) == (
-        f"{path} has changed since it was opened: put the old file back, or start anew"
-    )
+    assert f"{path} has changed" in complaint(lambda: train.read_block(3))
     assert whole
 
 
@@ -225,23 +215,17 @@ def test_train_and_validation_may_be_read_from_two_threads(tmp_path):
     assert all(together[n] == [alone[n % 2]] * 5 for n in range(4))
 
 
-@pytest.mark.parametrize("group", [1, 7, 100, 1000])
-def test_parquet_row_groups_of_any_size(tmp_path, group):
-    texts = rows(500)
+@pytest.mark.parametrize("group", [1, 7, 1000])
+def test_parquet_row_groups_of_any_size(tmp_path, monkeypatch, group):
+    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 2000)
+    texts = [f"{index:06d}" + "y" * 94 for index in range(500)]
     path = write_rows(tmp_path / "a.parquet", texts, group)
     whole = open_corpus(path, path)[0]
     assert documents(whole) == texts
     train, val = open_corpus(path)
     assert (documents(train), documents(val)) == (texts[:450], texts[450:])
-
-
-def test_a_large_row_group_is_split(tmp_path, monkeypatch):
-    monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 2000)
-    texts = [f"{index:06d}" + "y" * 94 for index in range(3000)]
-    path = write_rows(tmp_path / "a.parquet", texts)
-    corpus = open_corpus(path, path)[0]
-    assert documents(corpus) == texts
-    assert 140 <= (corpus.block_count() or 0) <= 160  # 300,000 bytes in shares of 2,000
+    if group == 1000:
+        assert (whole.block_count() or 0) >= 23  # 50,000 bytes in shares of 2,000 at most
 
 
 def test_empty_rows_and_blank_lines_and_surrogates(tmp_path):
@@ -273,23 +257,16 @@ def test_a_folder_is_read_in_order_and_its_last_file_is_validation(tmp_path):
     assert [train.read_block(index) for index in order] == [["two"], ["one"], ["zero"], ["uno"], ["one"]]
 
 
-def test_val_data_leaves_the_training_text_whole(tmp_path):
+def test_val_data_leaves_the_training_text_whole(tmp_path, monkeypatch):
     first, second = write(tmp_path / "a.txt", "train\n" * 50), write_rows(tmp_path / "b.jsonl", ["v1", "v2"])
     train, val = open_corpus(first, second)
     assert ("".join(documents(train)), documents(val)) == ("train\n" * 50, ["v1", "v2"])
     (tmp_path / "c").mkdir()
-    write(tmp_path / "c" / "1.txt", "one")
-    write(tmp_path / "c" / "2.txt", "two")
-    assert documents(open_corpus(str(tmp_path / "c"), first)[0]) == ["one", "two"]
-
-
-def test_a_folder_of_one_file_splits_it(tmp_path):
-    write_rows(tmp_path / "a.jsonl", rows(20))
-    train, val = open_corpus(str(tmp_path))
+    write_rows(tmp_path / "c" / "1.jsonl", rows(20))
+    train, val = open_corpus(str(tmp_path / "c"))  # the only file of a folder is split
     assert (documents(train), documents(val)) == (rows(20)[:18], rows(20)[18:])
-
-
-def test_demo_is_without_end_and_passes_the_split(monkeypatch):
+    write(tmp_path / "c" / "2.txt", "two")
+    assert documents(open_corpus(str(tmp_path / "c"), first)[0]) == [*rows(20), "two"]
     monkeypatch.setattr("nanochat.demo.writer.block", lambda index, split: [f"{index} {split}"])
     train, val = open_corpus("demo")
     assert train.block_count() is None and val.block_count() is None
@@ -306,11 +283,10 @@ def test_pydoc_reads_the_standard_library():
     corpus, index = where["textwrap.py"]
     [text] = corpus.read_block(index)
     assert text.startswith("module textwrap\n\nText wrapping and filling.")
-    assert "def dedent(text)\n    Remove any common leading whitespace from every line in `text`." in text
+    assert "def dedent(text)\n    Remove any common leading whitespace" in text
     assert "\n    def fill(self, text)\n        fill(text : string) -> string" in text
     corpus, index = where["with"]  # a topic of the language reference
     assert "context manager" in corpus.read_block(index)[0]
-    assert open_corpus("pydoc")[0].items == train.items  # type: ignore[attr-defined]
 
 
 def test_a_hub_name_opens_its_shards(tmp_path, monkeypatch):
@@ -362,16 +338,17 @@ def mistake(data: Path | str, val_data: str | None = None) -> str:
 
 
 def test_mistakes_with_paths(tmp_path, monkeypatch):
-    line = mistake("climbmx")
-    assert "--data climbmx" in line and "did you mean climbmix?" in line and "pydoc" in line
-    assert "--data my/book.txt" in mistake("my/book.txt")
     good = write(tmp_path / "good.txt", "good " * 100)
-    assert "--val_data nowhere.txt" in mistake(good, "nowhere.txt")
-    assert "'.csv'" in mistake(write(tmp_path / "a.csv", "a"))
     (tmp_path / "empty").mkdir()
-    assert "no file in this folder" in mistake(tmp_path / "empty")
-    os.mkfifo(tmp_path / "pipe.jsonl")  # reading it would wait for ever
-    assert "neither a file nor a folder" in mistake(tmp_path / "pipe.jsonl")
+    for data, val_data, words in (
+        ("climbmx", None, ["--data climbmx", "did you mean climbmix?", "pydoc"]),
+        ("my/book.txt", None, ["--data my/book.txt"]),
+        (good, "nowhere.txt", ["--val_data nowhere.txt"]),
+        (write(tmp_path / "a.csv", "a"), None, ["'.csv'"]),
+        (tmp_path / "empty", None, ["no file in this folder"]),
+    ):
+        line = mistake(data, val_data)
+        assert all(word in line for word in words)
 
     def offline(name, hub_name, shards):
         raise UserError("cannot reach it")
@@ -404,26 +381,22 @@ def test_a_bad_line_is_named(tmp_path, lines, problem, suffix):
     assert re.search(f"{re.escape(path)} {problem}", mistake(path))
 
 
-def test_mistakes_in_gz_and_parquet(tmp_path):
+def test_damaged_files(tmp_path):
     packed = gzip.compress(b'{"text": "a"}\n' * 5000)
     for damaged in (packed[:60], packed[:30] + bytes(20) + packed[50:], b'{"text": "a"}\n'):
-        assert "is a damaged gzip file" in mistake(write(tmp_path / "a.jsonl.gz", damaged))
-    assert "a.parquet is a damaged parquet file" in mistake(write(tmp_path / "a.parquet", b"PAR1 nonsense"))
+        assert "damaged gzip" in mistake(write(tmp_path / "a.jsonl.gz", damaged))
     path = Path(write_rows(tmp_path / "b.parquet", ["some text " * 50] * 50))
     body, about = path.read_bytes(), pyarrow.parquet.read_metadata(path).row_group(0).column(1)
     page = about.dictionary_page_offset
-    assert "is a damaged parquet file" in mistake(write(path, body[:page] + b"\xff" * 40 + body[page + 40 :]))
-    for columns, problem in (
-        ({"content": ["a"], "n": [1]}, "has no column 'text': its columns are content, n"),
-        ({"text": [1, 2]}, 'row 1 has no "text" that is a text: it is 1'),
-        # Python cannot hold this text.
-        (
-            {"text": pyarrow.array([b"good", b"\xff\xfe"]).view(pyarrow.string())},
-            "c.parquet is a damaged parquet file ('utf-8' codec",
-        ),
+    assert "damaged parquet" in mistake(write(path, body[:page] + b"\xff" * 40 + body[page + 40 :]))
+    not_utf8 = pyarrow.array([b"good", b"\xff\xfe"]).view(pyarrow.string())  # Python cannot hold this text
+    for columns, words in (
+        ({"content": ["a"], "n": [1]}, "'text': its columns are content, n"),
+        ({"text": [1, 2]}, 'row 1 has no "text"'),
+        ({"text": not_utf8}, "damaged parquet file ('utf-8' codec"),
     ):
         pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "c.parquet")
-        assert problem in mistake(tmp_path / "c.parquet")
+        assert words in mistake(tmp_path / "c.parquet")
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.jsonl.gz", "a.parquet"])
@@ -438,12 +411,9 @@ def test_empty_files(tmp_path, name):
         assert "no text for training" in mistake(write_rows(path, ["one"]))
 
 
-@pytest.mark.parametrize(
-    ("module", "later"), [("ground.corpus", ("pyarrow", "torch")), ("data.hub", ("huggingface_hub", "modelscope"))]
-)
-def test_importing_does_no_work(module, later):
-    code = f"import sys, nanochat.{module}; print([m for m in {later} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "[]\n"
+def test_importing_does_no_work():
+    code = "import sys, nanochat.ground.corpus; print({'pyarrow', 'torch'} & {*sys.modules})"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "set()\n"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
@@ -455,6 +425,4 @@ def test_the_text_may_have_another_name(tmp_path, name):
     whole, _ = open_corpus(path, path, columns="text=content")
     assert documents(whole) == [row["content"] for row in rows]
     for columns in ("content", "question=content", "text=", "text=absent"):
-        problem = complaint(lambda columns=columns: open_corpus(path, columns=columns))
-        wanted = "absent" if columns == "text=absent" else f"--columns {columns}: of --data only the text is read"
-        assert wanted in problem
+        assert columns.partition("=")[2] in complaint(lambda columns=columns: open_corpus(path, columns=columns))

@@ -20,6 +20,7 @@ from nanochat.ground.screen import Bar, phase, track
 from nanochat.run.run_log import RunLog
 
 COLUMNS = 80
+STEP = "loss 5.0000 | lr 0.02 | 500 tok/s"
 
 
 class Terminal(threading.Thread):
@@ -137,13 +138,11 @@ def test_a_run_in_a_terminal_has_a_bar_and_whole_lines_above_it(monkeypatch, tmp
     assert re.search(r"base +[━╸╺]+ 4/100  \d+s  eta 3m12s  loss 1\.0000  500 tok/s", shown)
     assert "evaluation" in inner.splitlines()[-1] and "base" in inner.splitlines()[-2]
     # What stays on the screen: each line once, whole, in order; of the five steps the first and the evaluation.
-    stays = [line for line in terminal.lines if line.strip()]
-    assert stays[0] == "base   0/100 | loss 5.0000 | lr 0.02 | 500 tok/s"
-    last = "base   4/100 | loss 1.0000 | lr 0.02 | 500 tok/s | eta 3m10s | val_bpb 1.2500 | grad_norm 0.1000"
-    assert stays[-1] == last
-    assert stays[1:-1] == [
-        line for step in range(4) for line in (f"a line {step} " + "x" * 100, f"warning: a warning {step}")
-    ]
+    first, *between, last = [line for line in terminal.lines if line.strip()]
+    assert first == f"base   0/100 | {STEP}"
+    assert last.startswith("base   4/100 | loss 1.0000 ") and "val_bpb 1.2500" in last
+    lines = [(f"a line {step} " + "x" * 100, f"warning: a warning {step}") for step in range(4)]
+    assert between == [line for pair in lines for line in pair]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5  # the file has every step
     assert terminal.text.rindex("\x1b[?25h") > terminal.text.rindex("\x1b[?25l")  # the cursor is there
 
@@ -159,7 +158,7 @@ def test_an_interrupted_bar_leaves_the_terminal_as_it_was(monkeypatch):
     assert not screen.has_bars()
 
 
-@pytest.mark.parametrize("columns", [20, 40, 59, 60, 80, 200])
+@pytest.mark.parametrize("columns", [20, 59, 80])
 def test_a_bar_fits_any_width(monkeypatch, columns):
     fields = {"done": 12_000, "seconds_each": 1.0, "note": "loss 3.2141  12,345 tok/s"}
     with in_terminal(monkeypatch) as terminal:
@@ -168,35 +167,22 @@ def test_a_bar_fits_any_width(monkeypatch, columns):
             wait_for(terminal, "0/8" if columns >= 40 else "0/")
     widest = max(len(line) for state in terminal.seen for line in state.splitlines())
     assert widest <= columns
-    if columns >= 80:
-        shown = wait_for(terminal, "loss")
-        assert re.search(r"12,000/20,000  \d+s  eta 2h13m  loss 3.2141  12,345 tok/s", shown)
-    elif columns >= 40:
-        assert re.search(r"sft           12,000/20,000  \d+s  eta", wait_for(terminal, "12,000/20,000"))
 
 
-def test_many_steps_are_drawn_a_few_times_a_second(monkeypatch):
-    began = time.monotonic()
-    with in_terminal(monkeypatch) as terminal, screen.opened(), Bar("base", 10**6) as run:
-        wait_for(terminal, "base")
-        while time.monotonic() - began < 1.0:
-            run.done += 1
-    draws = terminal.text.count("base")
-    assert 1 <= draws <= 2 + 10 * (time.monotonic() - began)
-
-
-def test_only_rank_0_draws(monkeypatch):
+def test_only_rank_0_draws_and_nothing_without_a_screen(monkeypatch, capsys):
+    phase("loading")
+    with Bar("replies", 2) as one:
+        assert list(track((number for number in range(3)), "numbers")) == [0, 1, 2]
+    assert one.done == 0
+    assert capsys.readouterr() == ("", "")
     with in_terminal(monkeypatch) as terminal:
         monkeypatch.setenv("RANK", "1")
         with screen.opened(), Bar("replies", 10):
             assert not screen.has_bars()
-            time.sleep(0.1)
     assert terminal.text == ""
 
 
-@pytest.mark.parametrize(
-    "name, value", [("TERM", "dumb"), ("TERM", ""), ("NO_COLOR", "1"), ("CI", "true"), ("pipe", "")]
-)
+@pytest.mark.parametrize("name, value", [("TERM", "dumb"), ("NO_COLOR", "1"), ("CI", "true"), ("pipe", "")])
 def test_elsewhere_lines_are_plain_and_silence_has_a_heartbeat(monkeypatch, tmp_path, name, value):
     for variable in ("CI", "NO_COLOR", "RANK"):
         monkeypatch.delenv(variable, raising=False)
@@ -212,40 +198,22 @@ def test_elsewhere_lines_are_plain_and_silence_has_a_heartbeat(monkeypatch, tmp_
         run.step(metrics(1))
         run.bar.done = 2
         with Bar("micro-batch", 8, done=3):
-            time.sleep(0.5)
+            while "micro-batch" not in out.getvalue():
+                time.sleep(0.01)
     first, second, *beats = out.getvalue().splitlines()
-    assert first == "base   0/100 | loss 5.0000 | lr 0.02 | 500 tok/s"
-    assert second == "base   1/100 | loss 4.0000 | lr 0.02 | 500 tok/s | eta 3m16s"
-    note = "eta 3m16s  loss 4.0000  500 tok/s"
-    assert any(re.fullmatch(f"base 2/100  \\d+s  {note} \\| micro-batch 3/8  \\d+s  eta \\d+s", beat) for beat in beats)
-
-
-def test_a_line_puts_the_heartbeat_off(monkeypatch):
-    monkeypatch.setattr(screen, "HEARTBEAT_SECONDS", 0.3)
-    out = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", screen.Output(out))
-    with screen.opened():
-        phase("loading torch")
-        for number in range(40):
-            print0(number)
-            time.sleep(0.01)
-    assert "loading" not in out.getvalue()
-
-
-def test_without_a_screen_nothing_is_shown(capsys):
-    phase("loading")
-    with Bar("replies", 2) as one:
-        assert list(track((number for number in range(3)), "numbers")) == [0, 1, 2]
-    assert one.done == 0 and capsys.readouterr() == ("", "")
+    assert (first, second) == (f"base   0/100 | {STEP}", f"base   1/100 | {STEP.replace('5.', '4.')} | eta 3m16s")
+    assert any(re.search(r"base 2/100  \d+s  eta 3m16s .* micro-batch 3/8  \d+s  eta", beat) for beat in beats)
 
 
 def test_what_a_bar_says():
+    bars: dict[str, dict] = {
+        "40s": {"total": None},
+        "3  40s": {"total": None, "done": 3},
+        "2/8  40s  eta 2m00s": {"total": 8, "done": 2},
+        "8/8  40s  done": {"total": 8, "done": 8, "note": "done"},
+        "0/8  40s": {"total": 8, "done": 0},
+        "60/100  40s  eta 1m20s  loss 1": {"total": 100, "done": 60, "note": "loss 1", "seconds_each": 2.0},
+        "60/100  40s": {"total": 100, "done": 60, "seconds_each": 0},  # a run that resumes
+    }
     began = time.monotonic() - 40
-    assert Bar("x", began=began).status() == "40s"
-    assert Bar("x", None, 3, began=began).status() == "3  40s"
-    assert Bar("x", 8, 2, began=began).status() == "2/8  40s  eta 2m00s"
-    assert Bar("x", 8, 8, "done", began=began).status() == "8/8  40s  done"
-    assert Bar("x", 8, 0, began=began).status() == "0/8  40s"
-    known = Bar("x", 100, 60, "loss 1", seconds_each=2.0, began=began)
-    assert known.status() == "60/100  40s  eta 1m20s  loss 1"
-    assert Bar("x", 100, 60, seconds_each=0, began=began).status() == "60/100  40s"  # a run that resumes
+    assert [Bar("x", began=began, **fields).status() for fields in bars.values()] == list(bars)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import run_ranks
+from tiny import cpu_device, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -43,6 +43,9 @@ TENSORS = {
 }
 
 
+ONE = cpu_device()
+
+
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[n].dtype == other[n].dtype and one[n].shape == other[n].shape and torch.equal(one[n], other[n]) for n in one
@@ -69,14 +72,12 @@ def test_tensors_come_back_and_the_hash_is_the_files(tmp_path, monkeypatch, most
     assert synced == [path.stat().st_ino]
 
 
-def test_a_large_tensor_is_written_in_pieces(tmp_path, monkeypatch):
+def test_a_large_tensor_is_written_in_pieces_and_a_file_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "PIECE_BYTES", 1000)
     tensors = {"x": torch.randn(1234)}
-    storage.write_tensors(tmp_path / "x", tensors)
-    assert same(load_file(tmp_path / "x"), tensors)
-
-
-def test_a_file_is_written_anew(tmp_path):
+    for _ in range(2):
+        storage.write_tensors(tmp_path / "x", tensors)
+        assert same(load_file(tmp_path / "x"), tensors)
     storage.write_json(tmp_path / "x.json", list(range(100)))
     facts = storage.write_json(tmp_path / "x.json", {"é": 1})
     assert json.loads((tmp_path / "x.json").read_text()) == {"é": 1}
@@ -139,13 +140,12 @@ def reshard(device: Device, base: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [4])
 def test_any_world_reads_what_any_other_wrote(tmp_path, world_size):
     """One process -> shards, of some tensors fewer than ranks -> hybrid shards -> one process."""
     for number in range(3):
         (tmp_path / str(number)).mkdir()
-    one = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "test", None)
-    index = storage.merge([write(tmp_path / "0", one, sharded(one, 1))])
+    index = storage.merge([write(tmp_path / "0", ONE, sharded(ONE, 1))])
     storage.write_json(tmp_path / "0" / "training.json", index)
     ranks = run_ranks(reshard, str(tmp_path), world_size=world_size)
     flat, hybrid = ([json.loads(written[i]) for written in ranks] for i in (0, 1))
@@ -180,8 +180,7 @@ def test_a_layout_that_is_not_known_is_refused():
 
 
 def test_a_state_of_another_model_is_refused(tmp_path):
-    one = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "test", None)
-    index = storage.merge([write(tmp_path, one, dict(WHOLE))])
+    index = storage.merge([write(tmp_path, ONE, dict(WHOLE))])
     for wrong, message in (
         ({"optimizer/new": torch.zeros(1)}, "optimizer/new"),
         ({"optimizer/even": torch.zeros(6, 3)}, "optimizer/even"),
@@ -192,8 +191,7 @@ def test_a_state_of_another_model_is_refused(tmp_path):
 
 
 def test_shares_that_are_not_of_one_state_are_refused(tmp_path):
-    one = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "test", None)
-    whole = write(tmp_path, one, dict(WHOLE))
+    whole = write(tmp_path, ONE, dict(WHOLE))
     other = copy.deepcopy(whole)
     other["optimizer/even"]["shape"][0] = 12
     with pytest.raises(ValueError, match="different shapes"):
@@ -218,8 +216,7 @@ def test_shares_that_are_not_of_one_state_are_refused(tmp_path):
 
 def test_a_share_that_is_not_what_the_index_says_is_an_error(tmp_path):
     """Every byte of the header, and lengths; whatever is read then is of the right shape, or a ValueError."""
-    one = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "test", None)
-    index = storage.merge([write(tmp_path, one, dict(WHOLE))])
+    index = storage.merge([write(tmp_path, ONE, dict(WHOLE))])
     file = tmp_path / storage.share_name(0)
     whole, source, refused = file.read_bytes(), random.Random(0), 0
     header = 8 + int.from_bytes(whole[:8], "little")
@@ -232,16 +229,11 @@ def test_a_share_that_is_not_what_the_index_says_is_an_error(tmp_path):
         except ValueError:
             refused += 1
     assert refused > 150
-
-
-@pytest.mark.parametrize("other", [torch.zeros(1, 1, 1), torch.zeros(6, 3, 2).long(), torch.zeros(7, 3, 2)[:, :2]])
-def test_a_share_of_another_shape_is_an_error(tmp_path, other):
-    """Where a copy would broadcast or convert it."""
-    one = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "test", None)
-    index = storage.merge([write(tmp_path, one, dict(WHOLE))])
-    storage.write_tensors(tmp_path / storage.share_name(0), {"optimizer/even": other})
-    with pytest.raises(ValueError):
-        storage.read(tmp_path, index, {"optimizer/even": torch.zeros(6, 3, 2)})
+    # A copy would broadcast or convert these.
+    for other in (torch.zeros(1, 1, 1), torch.zeros(6, 3, 2).long(), torch.zeros(7, 3, 2)[:, :2]):
+        storage.write_tensors(file, {"optimizer/even": other})
+        with pytest.raises(ValueError):
+            storage.read(tmp_path, index, {"optimizer/even": torch.zeros(6, 3, 2)})
 
 
 def test_a_state_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -268,11 +260,13 @@ def test_an_error_while_writing_names_the_file(tmp_path, monkeypatch):
     def stale(*_: object) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    for call in ("write", "fsync"):
+    for call, act in (
+        ("write", lambda: storage.write_json(tmp_path / "a.json", {})),
+        ("fsync", lambda: storage.write_json(tmp_path / "a.json", {})),
+        ("fsync", lambda: storage.flush(tmp_path)),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(os, call, stale)
-            for act in (lambda: storage.write_json(tmp_path / "a.json", {}), lambda: storage.flush(tmp_path)):
-                if call == "fsync" or act.__code__.co_names[1] == "write_json":
-                    with pytest.raises(OSError) as caught:
-                        act()
-                    assert str(tmp_path) in str(caught.value.filename)
+            with pytest.raises(OSError) as caught:
+                act()
+            assert str(tmp_path) in str(caught.value.filename)

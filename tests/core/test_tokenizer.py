@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tiny import complaint
 
 from nanochat.ground.cli import UserError
 from nanochat.ground.corpus import read_texts
@@ -51,13 +52,9 @@ def test_lone_surrogates_become_the_replacement_character(tokenizer):
 
 def test_a_character_arrives_in_bytes(tokenizer):
     ids = tokenizer.encode("𰻝")  # four bytes that are no merge here
-    assert len(ids) == 4
     assert [tokenizer.token_bytes()[token] for token in ids] == [1, 1, 1, 1]
     assert b"".join(tokenizer.decode_bytes([token]) for token in ids).decode() == "𰻝"
     assert tokenizer.decode(ids[:3]) == "\ufffd"
-
-
-def test_an_unknown_special_token_is_named(tokenizer):
     with pytest.raises(UserError, match=r"<\|nobody\|>"):
         tokenizer.encode_special("<|nobody|>")
 
@@ -65,22 +62,20 @@ def test_an_unknown_special_token_is_named(tokenizer):
 # ---------------------------------------------------------------------- runs without a break
 
 
-@pytest.mark.parametrize("unit", [" ", "a", "人", "!", "\n", "\t", "\u3000", "\u0301", "7", "😀", " \n", "'s"])
-def test_a_million_characters_without_a_break(tokenizer, unit):
-    text = unit * (1_000_000 // len(unit))
+@pytest.mark.parametrize("unit", [" ", "a", "人", "!", "\n", "\u3000", "\u0301", "7", "😀", " \n", "'s"])
+def test_characters_without_a_break(tokenizer, unit):
+    text = unit * (300_000 // len(unit))
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_training_survives_a_million_spaces():
-    assert Tokenizer.train([" " * 1_000_000 + "x"], 300).vocab_size < 300
-
-
-@pytest.mark.parametrize("length", [511, 1000, 1024, 1023 * 3])
-@pytest.mark.parametrize("unit", [".", "a", "\u0301", "._", "啊"])
-def test_training_on_a_kilobyte_without_a_break(unit, length):
-    """A piece of it has fewer than 1,024 characters, so that the merges of it are few."""
+@pytest.mark.parametrize(
+    ("unit", "length"), [(".", 511), ("a", 1000), ("\u0301", 1024), ("._", 1023 * 3), ("啊", 1024), (" ", 1_000_000)]
+)
+def test_training_on_characters_without_a_break(unit, length):
+    """A piece of them has fewer than 1,024 characters, so that the merges of it are few."""
     trained = Tokenizer.train([unit * length], 32_768)
     assert trained.decode(trained.encode(unit * length)) == unit * length
+    assert trained.vocab_size < 300
     assert all(len(piece) < 1024 * len(unit) for piece in _cut_long_runs(unit * length))
 
 
@@ -139,18 +134,13 @@ def test_save_and_load_are_exact(tokenizer, tmp_path):
     assert pickle.loads(pickle.dumps(loaded)).encode_batch(TEXTS) == tokenizer.encode_batch(TEXTS)
 
 
-def test_the_saved_split_pattern_is_used(tokenizer, tmp_path):
+def test_the_fingerprint_sees_every_change_and_the_pattern_is_saved(tokenizer, tmp_path):
     by_letter = Tokenizer(tokenizer.tokens, pattern=r"[\s\S]")
     by_letter.save(tmp_path)
     assert len(Tokenizer.load(tmp_path).encode("boat")) == 4 > len(tokenizer.encode("boat"))
-    assert by_letter.fingerprint() != tokenizer.fingerprint()
-
-
-def test_the_fingerprint_sees_every_change(tokenizer):
     swapped = [*tokenizer.tokens[:-2], tokenizer.tokens[-1], tokenizer.tokens[-2]]
     fewer_special = Tokenizer(tokenizer.tokens, special_tokens=SPECIAL_TOKENS[:-1])
-    prints = {one.fingerprint() for one in (tokenizer, Tokenizer(swapped), fewer_special)}
-    assert len(prints) == 3
+    assert len({one.fingerprint() for one in (tokenizer, by_letter, Tokenizer(swapped), fewer_special)}) == 4
 
 
 def with_merges(content: dict, changes: dict[int, Any]) -> dict:
@@ -189,14 +179,11 @@ def test_damage_is_found(tokenizer, tmp_path, how):
     path = tokenizer.save(tmp_path)
     broken = DAMAGES[how](json.loads(path.read_text()))
     path.write_bytes(broken if isinstance(broken, bytes) else json.dumps(broken).encode())
-    with pytest.raises(UserError, match="scripts.tok_train") as caught:
-        Tokenizer.load(tmp_path)
-    assert str(path) in str(caught.value)
-
-
-def test_a_missing_tokenizer_names_the_next_step(tmp_path):
-    with pytest.raises(UserError, match="no tokenizer at .*tokenizer.json.*python -m scripts.tok_train"):
-        Tokenizer.load(tmp_path / "nowhere")
+    for _ in range(2):
+        line = complaint(lambda: Tokenizer.load(tmp_path))
+        assert str(path) in line
+        assert "scripts.tok_train" in line
+        path.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------- the two scripts
@@ -240,10 +227,10 @@ def test_tok_train_saves_and_protects_checkpoints(monkeypatch, tmp_path, capsys)
     with monkeypatch.context() as without_training:
         without_training.delattr(Tokenizer, "train")
         tok_train.main(config)  # the same once more: nothing changes
-        with pytest.raises(UserError, match="or delete this one"):
+        with pytest.raises(UserError, match="delete"):
             tok_train.main(tok_train.Config(vocab_size=300))
         use_corpus(without_training, ListCorpus([TEXTS[1:]]))
-        with pytest.raises(UserError, match="or delete this one"):
+        with pytest.raises(UserError, match="delete"):
             tok_train.main(config)
     assert Tokenizer.load(tmp_path / "tokenizer").fingerprint() == first
     shutil.rmtree(tmp_path / "tokenizer")

@@ -36,30 +36,22 @@ def rows_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_there_are_a_hundred_different_questions_of_every_sort():
-    rows = rows_of(LIST)
-    assert len(rows) == len({row["question"] for row in rows}) == 100
-    assert sum("number" in row for row in rows) >= 25
-    assert sum(row.get("honest", False) for row in rows) >= 35
-    assert sum("story" in row for row in rows) >= 4
-    assert sum(not row["question"].isascii() for row in rows) >= 6
-    assert "What is 2 + 2?" in {row["question"] for row in rows}
+# How many questions of each sort a list has at least.
+SORTS = {
+    LIST: {"number": 25, "honest": 35, "story": 4, "not ASCII": 6},
+    SECOND: {"number": 25, "honest": 20, "story": 18, "not ASCII": 4, "before": 14, "not": 20, "json": 4},
+}
 
 
-def test_the_second_list_has_every_sort_and_no_question_of_the_first():
-    rows = rows_of(SECOND)
-    questions = {plain(row["question"]) for row in rows}
-    assert len(rows) == len(questions) == 100
-    assert not questions & {plain(row["question"]) for row in rows_of(LIST)}
-    assert sum("number" in row for row in rows) >= 25
-    assert sum("story" in row for row in rows) >= 18
-    assert sum(row.get("honest", False) for row in rows) >= 20
-    assert sum("before" in row for row in rows) >= 14
-    assert sum("not" in row for row in rows) >= 20
-    assert sum("json" in row for row in rows) == 4
-    assert sum(not row["question"].isascii() for row in rows) == 4
-    task = open_task(TaskSpec("second_questions", str(SECOND), 1.0), "test")
-    assert type(task) is SecondQuestions
+@pytest.mark.parametrize("path", SORTS, ids=["first", "second"])
+def test_there_are_a_hundred_different_questions_of_every_sort(path):
+    rows = [row | ({} if row["question"].isascii() else {"not ASCII": True}) for row in rows_of(path)]
+    assert len(rows) == len({plain(row["question"]) for row in rows}) == 100
+    for sort, least in SORTS[path].items():
+        assert sum(bool(row.get(sort, False)) for row in rows) >= least, sort
+    name = f"{path.stem}"
+    task = open_task(TaskSpec(name, str(path), 1.0), "test")
+    assert type(task) is (FirstQuestions if path is LIST else SecondQuestions)
     for number, row in enumerate(rows):  # each one is a conversation
         assert task.example(number).question[-1] == {"role": "user", "content": row["question"]}
         assert len(task.example(number).question) == len(row.get("before", [])) + 1
@@ -91,20 +83,17 @@ def fixed_ways(*, held_out: bool) -> set[str]:
 
 
 def test_training_has_none_of_them_but_what_everybody_types():
-    questions = {plain(row["question"]) for row in rows_of(LIST)}
-    assert questions & fixed_ways(held_out=False) <= {plain(text) for text in COMMON}
-
-
-def test_neither_split_has_a_question_of_the_second_list():
-    questions = {plain(row["question"]) for row in rows_of(SECOND)}
-    assert not questions & fixed_ways(held_out=True)
+    first, second = ({plain(row["question"]) for row in rows_of(path)} for path in (LIST, SECOND))
+    assert not first & second
+    assert first & fixed_ways(held_out=False) <= {plain(text) for text in COMMON}
+    assert not second & fixed_ways(held_out=True)
 
 
 def test_no_generated_task_draws_a_question_of_the_second_list():
     questions = {chat(row.get("before", []), row["question"]) for row in rows_of(SECOND)}
     for name in set(generated_tasks()) - {"new_stories"}:  # which is for evaluation only
         task = open_task(TaskSpec(name, None, 1.0), "train")
-        for number in range(300):
+        for number in range(150):
             asked = [message for message in task.example(number).question if message["role"] != "system"]
             assert chat(asked[:-1], text_of(asked[-1]["content"])) not in questions, (name, number)
 
@@ -213,27 +202,31 @@ def test_it_is_named_with_its_path_and_never_trained_on(tmp_path):
         assert f"{name} is for chat_eval" in complaint(
             lambda name=name: open_task(TaskSpec(name, str(LIST), 1.0), "train")
         )
-    for row in (
-        {"question": "?"},
-        {"question": "?", "number": 4},
-        {"question": "?", "number": "four"},
-        {"question": "?", "story": ["cat"]},
-        {"question": "?", "story": {}},
-        {"question": "?", "story": {"kind": 5}},
-        {"question": "?", "story": {"banana": "cat"}},
-        {"question": "?", "honest": False},
-        {"question": "?", "says": []},
-        {"question": "?", "says": [""]},
-        {"question": "?", "says": [5]},
-        {"question": "?", "number": "4", "not": [5]},
-        {"question": "?", "not": ["4"]},  # nothing says what is right
-        {"question": "?", "number": "4", "not": "5"},
-        {"question": "?", "number": "4", "before": "hello"},
-        {"question": "?", "number": "4", "before": [{"role": "user", "content": "hello"}]},  # nobody replied
-        {"answer": "4"},
-        {"question": "?", "right": "4"},
-        ["?"],
-    ):
+
+
+RULES: list[dict] = [
+    {},
+    {"number": 4},
+    {"number": "four"},
+    {"story": ["cat"]},
+    {"story": {}},
+    {"story": {"kind": 5}},
+    {"story": {"banana": "cat"}},
+    {"honest": False},
+    {"says": []},
+    {"says": [""]},
+    {"says": [5]},
+    {"number": "4", "not": [5]},
+    {"not": ["4"]},  # nothing says what is right
+    {"number": "4", "not": "5"},
+    {"number": "4", "before": "hello"},
+    {"number": "4", "before": [{"role": "user", "content": "hello"}]},  # nobody replied
+    {"right": "4"},
+]
+
+
+def test_a_row_that_is_no_question_is_named(tmp_path):
+    for row in (*({"question": "?"} | rules for rules in RULES), {"answer": "4"}, ["?"]):
         damaged = tmp_path / "damaged.jsonl"
         damaged.write_text(json.dumps(row))
         task = open_task(TaskSpec("first_questions", str(damaged), 1.0), "test")

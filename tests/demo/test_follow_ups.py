@@ -19,7 +19,7 @@ NEW = {word for row in ("new name", "new kind") for word in lexicon()[row]}
 
 def test_the_last_turn_needs_an_earlier_one():
     forms = Counter[str]()
-    for index in range(800):
+    for index in range(500):
         example = Memory("train").example(index)
         earlier = " ".join(text_of(parts_of(message["content"])) for message in example.messages[:-2])
         question, answer = (text_of(parts_of(message["content"])) for message in example.messages[-2:])
@@ -46,7 +46,7 @@ def test_the_last_turn_needs_an_earlier_one():
             assert (told & said) - asked, (earlier, question, answer)
             forms["fact"] += 1
     assert forms.keys() == {"name", "fact", "sum", "story", "untold"}
-    assert 40 < forms["untold"] < 100
+    assert 25 < forms["untold"] < 63
 
 
 def test_one_of_two_facts_is_asked_for():
@@ -72,17 +72,13 @@ def test_what_another_model_has_said_is_read_and_not_learned():
     assert all(one.messages[-1].get("train", True) for one in examples)
 
 
-def test_a_story_about_somebody_is_about_them():
+def test_answers_of_sums_and_stories_are_about_what_was_said():
     task = Memory("train")
-    example = next(one for index in range(500) if check_story((one := task.example(index)).answer).ok)
-    hero = check_story(example.answer).facts["hero"]
-    other = example.answer.replace(hero, "Quado")
+    examples = [task.example(index) for index in range(300)]
+    example = next(one for one in examples if check_story(one.answer).ok)
+    other = example.answer.replace(check_story(example.answer).facts["hero"], "Quado")
     assert check_story(other).ok and not task.grade(example, parts_of(other))
-
-
-def test_an_answer_of_a_sum_goes_on_by_the_calculator():
-    task = Memory("train")
-    example = next(one for index in range(50) if " = " in (one := task.example(index)).answer)
+    example = next(one for one in examples if " = " in one.answer)
     call, output, stated = example.messages[-1]["content"]
     assert (call["type"], output["type"]) == ("python", "python_output")
     assert task.grade(example, [call, output, stated])

@@ -31,12 +31,16 @@ def stories() -> list[Story]:
 # ---------------------------------------------------------------------- the corpus
 
 
-def test_a_block_depends_on_its_arguments_only():
+def test_blocks_and_prompts_depend_on_their_arguments_only():
     block = writer.block(7, "train", seed=3)
     assert len(block) == writer.BLOCK_DOCUMENTS
     assert block == writer.block(7, "train", seed=3)
     others = [(8, "train", 3), (7, "val", 3), (7, "train", 0), (10**15, "train", 3)]
     assert all(not set(block) & set(writer.block(*arguments)) for arguments in others)
+    prompts = writer.prompts(50, seed=1)
+    assert prompts == writer.prompts(50, seed=1) != writer.prompts(50, seed=2)
+    assert all(6 <= len(prompt.split()) <= 12 for prompt in prompts)
+    assert all(not check_story(prompt).ok for prompt in prompts)
 
 
 def test_documents_are_clean_and_mixed():
@@ -135,13 +139,6 @@ def test_numbers_are_right_and_held_out():
     assert len(pairs["train"]) > 800 and not pairs["train"] & pairs["val"]
 
 
-def test_prompts_open_held_out_stories():
-    prompts = writer.prompts(50, seed=1)
-    assert prompts == writer.prompts(50, seed=1) != writer.prompts(50, seed=2)
-    assert all(6 <= len(prompt.split()) <= 12 for prompt in prompts)
-    assert all(not check_story(prompt).ok for prompt in prompts)
-
-
 # ---------------------------------------------------------------------- the checker
 
 
@@ -213,23 +210,6 @@ def change_pronoun(story: Story, rng: random.Random) -> str | None:
     return story.text[: match.start()] + new + story.text[match.end() :]
 
 
-def drop_ending(story: Story, rng: random.Random) -> str:
-    return " ".join(sentences(story.text)[:-1])
-
-
-def truncate(story: Story, rng: random.Random) -> str:
-    words = story.text.split()
-    return " ".join(words[: rng.randint(len(words) // 4, len(words) - 1)])
-
-
-def cut_the_last_mark(story: Story, rng: random.Random) -> str:
-    return story.text.rstrip('."!')
-
-
-def shuffle_sentences(story: Story, rng: random.Random) -> str:
-    return " ".join(rng.sample(sentences(story.text), len(sentences(story.text))))
-
-
 def swap_two_sentences(story: Story, rng: random.Random) -> str:
     parts = sentences(story.text)
     i = rng.randrange(len(parts) - 2)
@@ -243,23 +223,12 @@ def duplicate_sentence(story: Story, rng: random.Random) -> str:
     return " ".join(parts[: i + 1] + parts[i:])
 
 
-def gibberish_word(story: Story, rng: random.Random) -> str:
-    words = story.text.split()
-    words[rng.randrange(len(words))] = "".join(rng.choices("bcdfghklmnprst", k=6))
-    return " ".join(words)
-
-
 def drop_word(story: Story, rng: random.Random) -> str:
     words = story.text.split()
     fillers = words_of(sections("grammar.txt")["fillers"])
     candidates = [i for i, word in enumerate(words) if word.islower() and word not in fillers]
     del words[rng.choice(candidates)]
     return " ".join(words)
-
-
-def splice_two_stories(story: Story, rng: random.Random) -> str:
-    other = sentences(writer.story(rng, "train").text)
-    return " ".join(sentences(story.text)[:5] + other[5:])
 
 
 MUTATIONS = (
@@ -273,15 +242,9 @@ MUTATIONS = (
     thank_a_stranger,
     useless_help,
     change_pronoun,
-    drop_ending,
-    truncate,
-    cut_the_last_mark,
-    shuffle_sentences,
     swap_two_sentences,
     duplicate_sentence,
-    gibberish_word,
     drop_word,
-    splice_two_stories,
 )
 
 
@@ -304,26 +267,26 @@ GOOD = (
 )
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("Mia thanked", "Anna thanked", "the hero changes from 'Mia' to 'Anna'"),
-        ("She wanted", "He wanted", "calls Mia 'he'"),
-        ("Mia found the red bell", "Mia found the red drum", "does not parse"),
-        ("Mia found the red bell", "Mia found the red ball", "the object changes from 'bell' to 'ball'"),
-        ("Mia found the red bell", "Mia found the blue bell", "the colour changes from 'red' to 'blue'"),
-        ("thanked the wise owl", "thanked the wise crow", "the helper changes from 'owl' to 'crow'"),
-        ("Then a wise owl came by with a boat. ", "", "the tool 'boat' was never introduced"),
-        ("boat", "rusty key", "the tool 'rusty key' does not fit the obstacle 'wide river'"),
-        ("got across the river", "opened the gate", "does not fit"),
-        ("Mia thanked the wise owl three times. ", "", "leaves out the thanks"),
-        (" From that day on the red bell had the best chair in the house.", "", "leaves out the ending"),
-        ("the best chair in the house.", "the best chair", "stops unfinished"),
-        ("But there", "Mia cried a little, and then a little more. But there", "out of place"),
-        ("She wanted", "She she wanted", "does not parse"),
-        ("But there", "one day she heard that there was one in the old castle. But there", "does not parse"),
-    ],
-)
+PROBLEMS = [
+    ("Mia thanked", "Anna thanked", "'Mia' to 'Anna'"),
+    ("She wanted", "He wanted", "calls Mia 'he'"),
+    ("Mia found the red bell", "Mia found the red drum", "does not parse"),
+    ("Mia found the red bell", "Mia found the red ball", "'bell' to 'ball'"),
+    ("Mia found the red bell", "Mia found the blue bell", "'red' to 'blue'"),
+    ("thanked the wise owl", "thanked the wise crow", "'owl' to 'crow'"),
+    ("Then a wise owl came by with a boat. ", "", "'boat' was never introduced"),
+    ("boat", "rusty key", "'rusty key' does not fit"),
+    ("got across the river", "opened the gate", "does not fit"),
+    ("Mia thanked the wise owl three times. ", "", "leaves out the thanks"),
+    (" From that day on the red bell had the best chair in the house.", "", "leaves out the ending"),
+    ("the best chair in the house.", "the best chair", "stops unfinished"),
+    ("But there", "Mia cried a little, and then a little more. But there", "out of place"),
+    ("She wanted", "She she wanted", "does not parse"),
+    ("But there", "one day she heard that there was one in the old castle. But there", "does not parse"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "problem"), PROBLEMS)
 def test_problems_are_named(old: str, new: str, problem: str):
     assert check_story(GOOD).ok, check_story(GOOD).problems
     assert old in GOOD
@@ -332,26 +295,18 @@ def test_problems_are_named(old: str, new: str, problem: str):
     assert any(problem in found for found in check.problems), check.problems
 
 
-def test_the_checker_reads_more_than_the_generator_writes():
-    """Openers and fillers may vary freely: such sentences are never generated, yet they are understood."""
-    variant = GOOD.replace("She wanted", "Now she really wanted").replace("But there", "Then, at last, there")
-    variant = variant.replace("With the boat", "So with the boat").replace("Mia thanked", "In the end Mia thanked")
-    assert variant != GOOD and check_story(variant).ok, check_story(variant).problems
-
-
-@pytest.mark.parametrize(
-    "text", ["", "   \n ", "asdf qwer.", "Mia", '"', "...", "{hero}", "Mia Mia Mia.", "23 + 45 = 68.", "\x00"]
-)
-def test_what_is_no_story_is_refused(text: str):
-    check = check_story(text)
-    assert not check.ok and check.problems
-
-
 def test_only_the_first_story_is_graded():
     for after in ("\nQuestion: Who helped Mia? Answer: Nobody.", "<|bos|>Tom", " Once upon a time there was", "\n\n"):
         assert cut_to_story("  " + GOOD + after) == GOOD
         assert check_story(GOOD + after).ok
     assert not check_story(GOOD + " Tom ate the moon.").ok
+    # Openers and fillers may vary freely: such sentences are never generated, yet they are understood.
+    variant = GOOD.replace("She wanted", "Now she really wanted").replace("But there", "Then, at last, there")
+    variant = variant.replace("With the boat", "So with the boat").replace("Mia thanked", "In the end Mia thanked")
+    assert variant != GOOD and check_story(variant).ok, check_story(variant).problems
+    for text in ("", "   \n ", "asdf qwer.", "Mia", '"', "...", "{hero}", "Mia Mia Mia.", "23 + 45 = 68.", "\x00"):
+        check = check_story(text)
+        assert not check.ok and check.problems
 
 
 def test_word_chains_do_not_pass(stories: list[Story]):
