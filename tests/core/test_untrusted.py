@@ -21,20 +21,12 @@ def test_json_of_a_regular_file_and_of_a_link_to_one(tmp_path):
     (tmp_path / "link").symlink_to(path)
     assert read_json(path) == read_json(tmp_path / "link") == {"é": [1, None]}
     assert read_json(path, max_bytes=path.stat().st_size) == {"é": [1, None]}
-    assert "more than 3 bytes" in refused(path, max_bytes=3)
+    assert " 3 bytes" in refused(path, max_bytes=3)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none")
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"), [(b"[" * 100_000, "nested too deeply"), (b"\xff\xfe{}", "decode byte"), (b"{", "Expecting")]
-)
-def test_json_that_is_none(tmp_path, content, problem):
-    (tmp_path / "a.json").write_bytes(content)
-    assert problem in refused(tmp_path / "a.json")
-
-
-def test_what_never_ends_is_not_opened(tmp_path):
+    for content, words in ((b"[" * 100_000, "nested"), (b"\xff\xfe{}", "decode byte"), (b"{", "Expecting")):
+        path.write_bytes(content)
+        assert words in refused(path)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe", tmp_path / "zero", tmp_path):

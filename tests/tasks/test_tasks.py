@@ -54,30 +54,25 @@ CLIPS = {
 }
 
 
+def calls(text: str) -> list[Part]:
+    """Parts of a text in which `call|output` follows every other `§`."""
+    parts: list[Part] = []
+    for number, piece in enumerate(text.split("§")):
+        if number % 2:
+            call, output = piece.split("|")
+            parts += [{"type": "python", "text": call}, {"type": "python_output", "text": output}]
+        elif piece:
+            parts.append({"type": "text", "text": piece})
+    return parts
+
+
 def test_gsm8k_marks_become_calls(tmp_path):
     task = Gsm8k("test", write_rows(tmp_path / "test.jsonl", [CLIPS]))
-    assert task.example(0).messages == [
-        {"role": "user", "content": "Natalia sold 48 clips, then half as many. How many?"},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "text", "text": "She sold 48/2 = "},
-                {"type": "python", "text": "48/2"},
-                {"type": "python_output", "text": "24"},
-                {"type": "text", "text": "24 clips.\nThat is 48+24 = $"},
-                {"type": "python", "text": "48+24"},
-                {"type": "python_output", "text": "72"},
-                {"type": "text", "text": "72.\n#### 72"},
-            ],
-        },
-    ]
+    reply = calls("She sold 48/2 = §48/2|24§24 clips.\nThat is 48+24 = $§48+24|72§72.\n#### 72")
+    question = {"role": "user", "content": CLIPS["question"]}
+    assert task.example(0).messages == [question, {"role": "assistant", "content": reply}]
     assert (task.name, task.kind, task.baseline, len(task)) == ("gsm8k", "generative", 0.0, 1)
-    assert with_calls("<<1+1=2>><<2+2=4>>") == [
-        {"type": "python", "text": "1+1"},
-        {"type": "python_output", "text": "2"},
-        {"type": "python", "text": "2+2"},
-        {"type": "python_output", "text": "4"},
-    ]
+    assert with_calls("<<1+1=2>><<2+2=4>>") == calls("§1+1|2§§2+2|4§")
 
 
 NUMBERS: dict[str | None, list[str]] = {
@@ -346,12 +341,9 @@ def test_letter_count_rendering():
     task = LetterCount("train")
     examples = [task.example(index) for index in range(4000)]
     example = next(e for e in examples if '"balloon".count("l")' in str(e.messages))
-    assert example.messages[1]["content"] == [
-        {"type": "text", "text": "The word balloon is spelled b-a-l-l-o-o-n. "},
-        {"type": "python", "text": '"balloon".count("l")'},
-        {"type": "python_output", "text": "2"},
-        {"type": "text", "text": "The letter l is in it 2 times."},
-    ]
+    assert example.messages[1]["content"] == calls(
+        'The word balloon is spelled b-a-l-l-o-o-n. §"balloon".count("l")|2§The letter l is in it 2 times.'
+    )
     shares = [sum(e.answer == count for e in examples) / 4000 for count in ("0", "1")]
     assert shares[0] < 0.3 and shares[1] < 0.6  # no answer is nearly always right
     assert all(calculate(e.messages[1]["content"][1]["text"]) == e.answer for e in examples)
