@@ -97,16 +97,6 @@ def test_help_is_the_dataclass_and_the_docstring(capsys):
     assert "--model_tag {None}|STR " in out and "--dtype {auto,float32} " in out
 
 
-def test_words_after_a_space_are_named_with_their_cause(capsys):
-    from scripts import chat_sft
-
-    with pytest.raises(SystemExit):
-        cli.parse(chat_sft.Config, ["--tasks", "stories,", "addition"])
-    err = capsys.readouterr().err
-    assert "docs/finetune.md" not in err
-    assert "addition; a space" in err
-
-
 # ---------------------------------------------------------------------- run
 
 

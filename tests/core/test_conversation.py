@@ -121,24 +121,22 @@ def test_a_long_chat_encodes_each_message_once_at_most(tokenizer, monkeypatch):
     assert len(encoded) == len(turns)
 
 
-@pytest.mark.parametrize(
-    ("messages", "problem"),
-    [
-        ([], "a non-empty list"),
-        ("hello", "list of messages"),
-        ([1], "message 0 is not an object"),
-        ([{"role": "robot", "content": "x"}], "'robot'"),
-        ([{"role": "user"}], "no content"),
-        ([{"role": "assistant", "content": "x"}], "message 0 is by assistant, where user is expected"),
-        ([SUM[1], SUM[1]], "message 1 is by user"),
-        ([SUM[0]], "nothing else"),
-        ([SUM[0], SUM[0]], "message 1 is by system"),
-        ([{"role": "user", "content": CALL}], "only the assistant calls"),
-        ([SUM[1], {"role": "assistant", "content": [{"type": "image", "text": "x"}]}], "type"),
-        ([SUM[1], {"role": "assistant", "content": [{"type": ["text"], "text": "x"}]}], "type"),
-        ([SUM[1], {"role": "assistant", "content": "x", "train": 1}], "true or false"),
-    ],
-)
+# Other mistakes are rows of BAD_ROWS in tests/tasks/test_own_data.py.
+NO_CONVERSATIONS = [
+    ([], "non-empty"),
+    ("hello", "list of messages"),
+    ([1], "message 0"),
+    ([{"role": "robot", "content": "x"}], "'robot'"),
+    ([{"role": "user"}], "no content"),
+    ([SUM[0]], "nothing else"),
+    ([SUM[0], SUM[0]], "message 1 is by system"),
+    ([{"role": "user", "content": CALL}], "only the assistant"),
+    ([SUM[1], {"role": "assistant", "content": [{"type": ["text"], "text": "x"}]}], "type"),
+    ([SUM[1], {"role": "assistant", "content": "x", "train": 1}], "true or false"),
+]
+
+
+@pytest.mark.parametrize(("messages", "problem"), NO_CONVERSATIONS)
 def test_what_is_no_conversation_is_an_error(messages, problem):
     check_messages(SUM)
     check_messages(SUM[1:])

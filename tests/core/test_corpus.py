@@ -5,9 +5,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pyarrow
@@ -201,20 +198,6 @@ def test_a_file_that_changes_is_an_error_that_names_it(tmp_path, suffix, change)
     assert whole
 
 
-def test_train_and_validation_may_be_read_from_two_threads(tmp_path):
-    corpora = open_corpus(write_rows(tmp_path / "a.jsonl.gz", rows(3000)))
-    alone, together = [documents(corpus) for corpus in corpora], {}
-    workers = [
-        threading.Thread(target=lambda n=n: together.update({n: [documents(corpora[n % 2]) for _ in range(5)]}))
-        for n in range(4)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert all(together[n] == [alone[n % 2]] * 5 for n in range(4))
-
-
 @pytest.mark.parametrize("group", [1, 7, 1000])
 def test_parquet_row_groups_of_any_size(tmp_path, monkeypatch, group):
     monkeypatch.setattr(parquet, "MAX_GROUP_BYTES", 2000)
@@ -359,17 +342,13 @@ def test_mistakes_with_paths(tmp_path, monkeypatch):
 
 
 GOOD = '{"text": "a"}\n'
+LONG = '{"text": "%s"}\n' % ("a" * 500)
+# Other mistakes of a line are in tests/data/test_records.py.
 BAD_JSON_LINES = [
     (GOOD + "\n" + '{"body": 1, "id": 2}\n' + GOOD * 5, "line 3 .*body, id"),
-    (GOOD + "{oops\n" + GOOD, "line 2 is not JSON"),
-    (GOOD + "[" * 100_000 + "\n" + GOOD, "line 2 is not JSON"),
     (GOOD + "caf\udce9\n" + GOOD, "line 2 is not JSON"),
-    ("[1]\n" + GOOD, "line 1 .*object"),
     ('"text"\n' + GOOD, "line 1 .*object"),
-    (
-        '{"text": "%s"}\n' % ("a" * 500) * 100 + '{"text": 5}\n' + GOOD * 300,
-        'line 101 has no "text" that is a text: it is 5',
-    ),
+    (LONG * 100 + '{"text": 5}\n' + GOOD * 300, 'line 101 has no "text"'),
 ]
 
 
@@ -409,11 +388,6 @@ def test_empty_files(tmp_path, name):
     assert "(a." in mistake(tmp_path) and "--val_data" in mistake(tmp_path)
     if name != "a.txt":  # one row cannot be split
         assert "no text for training" in mistake(write_rows(path, ["one"]))
-
-
-def test_importing_does_no_work():
-    code = "import sys, nanochat.ground.corpus; print({'pyarrow', 'torch'} & {*sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout == "set()\n"
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])

@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from tiny import complaint, tiny_tokenizer
 
 from nanochat.conversation import parts_of, render, text_of
 from nanochat.data.catalog import TASKS
-from nanochat.demo.checker import check_story
 from nanochat.loader import segments_of
 from nanochat.mixture import Mixture, MixtureCorpus
 from nanochat.task import Example, Task
@@ -210,14 +206,6 @@ def test_a_built_in_example_and_its_pair_have_a_right_reply_and_wrong_ones(name,
             assert not task.grade(example, parts_of(wrong))
 
 
-def test_a_wrong_story_is_a_near_miss():
-    stories = open_task(TaskSpec("stories", None, 1.0), "train")
-    for index in range(40):
-        right, wrong = stories.example(index).messages[-1]["content"], stories.wrong(index)
-        assert right[: len(right) // 4] == wrong[: len(right) // 4] and abs(len(right) - len(wrong)) < 40
-        assert any("changes from" in problem for problem in check_story(wrong).problems)
-
-
 def test_only_a_reply_that_is_compared_is_learned():
     task = open_task(TaskSpec("identity", None, 1.0), "train")
     pair = next(pair for pair in map(task.pair, range(100)) if len(pair.question) > 1)
@@ -246,17 +234,3 @@ def test_the_built_in_mixture_opens_offline():
     for name in task_names():
         assert task_class(name).name == name
         assert task_class(name).kind in ("generative", "choice", "dialogue")
-
-
-IMPORTS = "import sys, nanochat.tasks.flag as f; f.open_mixture('stories', 'train'); print(*sys.modules)"
-
-
-def test_a_task_is_imported_when_it_is_requested():
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=root, capture_output=True, text=True)
-    rooms_of_tasks = ("nanochat.demo.", "nanochat.tasks.", "nanochat.data.")
-    loaded = [name for name in done.stdout.split() if name.startswith(rooms_of_tasks)]
-    # Stories are written, and checked; other turns of a chat may come before one.
-    wanted = {"stories", "writer", "plots", "sections", "checker", "typed", "small_talk", "arithmetic"}
-    flag = {"nanochat.tasks.flag", "nanochat.tasks.defaults", "nanochat.data.catalog"}
-    assert set(loaded) == flag | {f"nanochat.demo.{name}" for name in wanted}

@@ -12,23 +12,16 @@ from nanochat.ground import paths
 
 
 def test_the_base_folder_is_read_from_the_environment_at_each_call(monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "one"))
-    assert paths.base_dir() == tmp_path / "one"
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "two"))
-    assert paths.tokenizer_dir() == tmp_path / "two" / "tokenizer"
-    assert paths.data_dir("climbmix") == tmp_path / "two" / "data" / "climbmix"
-    assert paths.checkpoint_dir("base", "d4") == tmp_path / "two" / "checkpoints" / "base" / "d4"
-    assert paths.run_dir("sft", "d4") == tmp_path / "two" / "runs" / "sft" / "d4"
-    assert not (tmp_path / "two").exists()  # naming a folder does not make it
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", "~/three")
-    assert paths.base_dir() == tmp_path / "three"
-    for unset in ("", None):
-        if unset is None:
-            monkeypatch.delenv("NANOCHAT_BASE_DIR")
-        else:
-            monkeypatch.setenv("NANOCHAT_BASE_DIR", unset)
-        assert paths.base_dir() == tmp_path / ".cache" / "nanochat"
+    default = tmp_path / ".cache" / "nanochat"
+    for value, base in ((str(tmp_path / "one"), tmp_path / "one"), ("~/two", tmp_path / "two"), ("", default)):
+        monkeypatch.setenv("NANOCHAT_BASE_DIR", value)
+        assert paths.base_dir() == base
+        assert paths.tokenizer_dir() == base / "tokenizer"
+        assert paths.data_dir("climbmix") == base / "data" / "climbmix"
+        assert paths.checkpoint_dir("base", "d4") == base / "checkpoints" / "base" / "d4"
+        assert paths.run_dir("sft", "d4") == base / "runs" / "sft" / "d4"
+        assert not base.exists()  # naming a folder does not make it
 
 
 def test_every_stage_has_its_script():

@@ -158,17 +158,6 @@ def test_an_interrupted_bar_leaves_the_terminal_as_it_was(monkeypatch):
     assert not screen.has_bars()
 
 
-@pytest.mark.parametrize("columns", [20, 59, 80])
-def test_a_bar_fits_any_width(monkeypatch, columns):
-    fields = {"done": 12_000, "seconds_each": 1.0, "note": "loss 3.2141  12,345 tok/s"}
-    with in_terminal(monkeypatch) as terminal:
-        monkeypatch.setenv("COLUMNS", str(columns))
-        with screen.opened(), Bar("sft", 20_000, **fields), Bar("micro-batch", 8):
-            wait_for(terminal, "0/8" if columns >= 40 else "0/")
-    widest = max(len(line) for state in terminal.seen for line in state.splitlines())
-    assert widest <= columns
-
-
 def test_only_rank_0_draws_and_nothing_without_a_screen(monkeypatch, capsys):
     phase("loading")
     with Bar("replies", 2) as one:

@@ -40,16 +40,6 @@ def test_every_record_in_any_order(tmp_path, name, cache_bytes, monkeypatch):
             opened[index]
 
 
-def test_no_more_than_the_cache_is_kept(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.parquet", WANTED)
-    for cache_bytes, kept in ((1, 1), (10**9, 64)):
-        monkeypatch.setattr(parquet, "CACHE_BYTES", cache_bytes)
-        file = parquet.ParquetFile(path)
-        assert [file.row(n)["answer"] for n in range(1000)] == list(
-            range(1000)
-        ) and file.cached_block.cache_info().currsize == kept
-
-
 def test_blank_lines_line_ends_and_a_byte_order_mark(tmp_path):
     text = "\ufeff" + "\r\n\r\n  \n".join(json.dumps({"n": n}) for n in range(5))
     for name, data in (("a.jsonl", text.encode()), ("b.jsonl.gz", gzip.compress(text.encode()))):

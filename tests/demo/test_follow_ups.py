@@ -1,13 +1,12 @@
 """Chats that go on, facts as JSON, and words to repeat."""
 
 import json
-import random
 import re
 from collections import Counter
 
 from nanochat.conversation import parts_of, text_of
 from nanochat.demo.checker import check_story
-from nanochat.demo.follow_ups import FILE, UNTOLD, Memory, fact_and_question, facts
+from nanochat.demo.follow_ups import FILE, UNTOLD, Memory, facts
 from nanochat.demo.json_objects import JsonObjects
 from nanochat.demo.plots import lexicon
 from nanochat.demo.repeat import Repeat
@@ -47,16 +46,6 @@ def test_the_last_turn_needs_an_earlier_one():
             forms["fact"] += 1
     assert forms.keys() == {"name", "fact", "sum", "story", "untold"}
     assert 25 < forms["untold"] < 63
-
-
-def test_one_of_two_facts_is_asked_for():
-    rng = random.Random(0)
-    chats = [fact_and_question(rng) for _ in range(500)]
-    two = [text for messages, _, _ in chats if re.search(r"\.? and |\. [A-Z]", text := messages[0]["content"])]
-    assert 80 < len(two) < 250
-    assert any(re.search(r" and (I|my) ", text) for text in two)
-    told = [messages for messages, _, answer in chats if answer.startswith("Your dog is called ")]
-    assert told and all("dog" in messages[0]["content"] for messages in told)
 
 
 def test_what_another_model_has_said_is_read_and_not_learned():

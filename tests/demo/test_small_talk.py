@@ -1,11 +1,10 @@
 """Small talk and what the model does not know: the tables, their splits, the answers."""
 
-import random
 import re
 
 import pytest
 
-from nanochat.demo.small_talk import SLOT, Identity, Unknown, fill, groups, lexicon
+from nanochat.demo.small_talk import SLOT, Identity, Unknown, groups, lexicon
 from nanochat.task import Split
 
 DRAWN = {"number", "noise"}
@@ -65,10 +64,3 @@ def test_any_honest_answer_is_right_after_one_to_three_turns():
         assert not Unknown("test").grade(example, [{"type": "text", "text": "Once upon a time."}])
         assert example.messages[-1]["content"] == example.answer
     assert turns == {1, 2, 3}
-
-
-def test_noise_and_numbers_are_drawn():
-    rng = random.Random(0)
-    drawn = {fill(rng, "{noise}")[0] for _ in range(100)}
-    assert len(drawn) > 80 and all(re.fullmatch("[a-z]{2,9}", noise) for noise in drawn)
-    assert all(fill(rng, "{number}")[0].isdigit() for _ in range(20))

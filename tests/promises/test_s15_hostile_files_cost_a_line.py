@@ -44,7 +44,7 @@ def refused(call: Callable[[], Any]) -> str:
     if child == 0:
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.alarm(60)  # it waits for ever
+            signal.alarm(20)  # it waits for ever
             used = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
             most = used + (MEBIBYTES << 20)
             resource.setrlimit(resource.RLIMIT_DATA, (most, most))
