@@ -360,7 +360,7 @@ def test_rows_of_a_mixture_are_a_function_of_seed_and_index():
 def test_tiny_corpora_never_run_dry(blocks):
     corpus = Blocks(blocks)
     tokens = {token for block in blocks for text in block for token in tokens_of(text)}
-    rows = rows_of(take(Loader(corpus, Numbered(), 8, 31), 80))
+    rows = rows_of(take(Loader(corpus, Numbered(), 8, 31), 40))
     assert all(len(row) == 32 and row[0] == BEGIN for row in rows)
     assert {token for row in rows for token in row} == tokens | {BEGIN}
     alone = {i: row for i, row in enumerate(rows)}
