@@ -126,7 +126,7 @@ def test_a_parquet_bomb(tmp_path, content):
     path = tmp_path / "a.parquet"
     places = {"one value": [0] * 1000, "many values": [*range(4)] * 250, "many rows": np.zeros(10**7, dtype=np.int32)}
     if content == "a long page":
-        column: Any = pyarrow.array(["a" * (1 << 28)])
+        column: Any = pyarrow.array(["a" * (1 << 27)])
     else:
         values = ["a" * 100] if content == "many rows" else [letter * 800_000 for letter in "abcd"]
         column = pyarrow.DictionaryArray.from_arrays(pyarrow.array(places[content], pyarrow.int32()), values)
