@@ -4,18 +4,22 @@ The vocabularies are tiny; normalization, splitting, byte handling and special t
 The chat templates are written for these tests in the families' formats.
 """
 
+import functools
 import json
 import random
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import EXPERT_SHAPES, SHAPES, lively_model, tiny_config
+from tiny import EXPERT_SHAPES, SHAPES, lively_model, tiny_config, tiny_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import nanochat.tokenizer
 from nanochat.families import hf
+from nanochat.gpt import GPT
 from nanochat.ground.sharding import whole_weights
+from nanochat.tokenizer import EXPORTED_NAME
 
 CORPUS = [
     "Once upon a time there was a small boat. The boat had a red sail, and the sail had 3 patches.",
@@ -289,3 +293,78 @@ def random_string(source: random.Random) -> str:
     for _ in range(source.randrange(6)):
         parts += source.choices(source.choice(alphabets), k=source.randrange(1, 5))
     return "".join(parts)
+
+
+# ---------------------------------------------------------------------- models of transformers
+
+MODEL_SIZES: dict[str, Any] = {
+    "vocab_size": 300, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 384, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LLAMA3_POSITIONS = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_theta": 500.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96, "rope_theta": 1000.0}
+LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10_000.0}
+EXPERTS = {"moe_intermediate_size": 20, "head_dim": 10, "norm_topk_prob": True}
+# What a model of each name has in its config.json besides: the model's type is the name's first word.
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2 window": {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+    "qwen3": {"head_dim": 10, "tie_word_embeddings": True, "rope_theta": 1e6},
+    "qwen3 yarn": {"head_dim": 14, "num_key_value_heads": 1, "rope_parameters": YARN, "rms_norm_eps": 1e-5},
+    "qwen3_moe": {**EXPERTS, "num_experts": 7, "num_experts_per_tok": 3},
+    "qwen3_moe tied": {
+        **EXPERTS, "num_experts": 4, "num_experts_per_tok": 1, "norm_topk_prob": False, "tie_word_embeddings": True,
+    },
+    "qwen3_moe window": {
+        **EXPERTS, "num_experts": 8, "num_experts_per_tok": 8, "use_sliding_window": True, "sliding_window": 16,
+    },
+    "llama": {"num_key_value_heads": 8},
+    "llama 3": {"head_dim": 18, "rope_parameters": LLAMA3_POSITIONS, "tie_word_embeddings": True},
+    "llama linear": {"num_key_value_heads": 1, "rope_parameters": LINEAR},
+    "mistral": {"sliding_window": 24},
+    "mistral whole": {"sliding_window": None, "num_key_value_heads": 4},
+    "phi3": {"pad_token_id": None, "rope_theta": 250_000.0},
+    "phi3 window": {"pad_token_id": None, "sliding_window": 24, "num_key_value_heads": 8},
+}  # fmt: skip
+FOLDERS = tempfile.TemporaryDirectory()
+
+
+def make_oracle(name: str) -> Any:
+    """A random model of transformers in fp32, whose every weight matters."""
+    import transformers
+
+    config = transformers.AutoConfig.for_model(name.split()[0], **{**MODEL_SIZES, **MODELS[name]})
+    config.torch_dtype = torch.float32
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with torch.no_grad():
+        for weight_name, parameter in model.named_parameters():
+            if "norm" in weight_name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0, 0.3 if parameter.ndim == 1 else 0.15)
+    return model.float().eval()
+
+
+@functools.cache
+def oracle_folder(name: str) -> Path:
+    """That model's folder, as transformers writes it. Tests copy it before they change it."""
+    folder = Path(FOLDERS.name) / name.replace(" ", "_")
+    make_oracle(name).save_pretrained(folder)
+    tiny_tokenizer().save(folder, EXPORTED_NAME)
+    return folder
+
+
+def oracle_of(folder: Path) -> Any:
+    """What transformers reads from a folder."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens) if isinstance(model, GPT) else model(tokens).logits

@@ -1,12 +1,14 @@
 """Chat templates: transformers' texts, ids and masks; no special token from a message; hostile ones end in a line."""
 
+import asyncio
 import json
 import multiprocessing
 import pickle
 import random
 import shutil
-import threading
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 
 import pytest
 from starlette.testclient import TestClient
@@ -72,7 +74,7 @@ def test_conversations_are_those_of_transformers(family_folders, family_tokenize
     assert template is not None
     source = random.Random(3)
     equal = different = 0
-    for _ in range(200):
+    for _ in range(100):
         messages = conversation(source)
         assert template.render(messages).text == oracle.apply_chat_template(messages, tokenize=False)
         rendered = render(tokenizer, messages)
@@ -95,57 +97,45 @@ def test_conversations_are_those_of_transformers(family_folders, family_tokenize
         else:  # a reply begins with a line end, which would join the prompt's last one to one token
             different += 1
             assert any(message["content"][:1].isspace() for message in messages if message["role"] == "assistant")
-    assert equal > 80 and different < 10
+    assert equal > 40 and different < 5
 
 
 def test_the_mask_has_every_reply_that_follows_its_prompt(family_tokenizers):
-    for family, count in {"qwen2": 2, "qwen3": 2, "llama3": 2, "mistral": 2, "marked": 2}.items():
+    for family in ("qwen2", "llama3", "mistral", "marked"):
         tokenizer = family_tokenizers[family]
         rendered = render(tokenizer, HELLO)
-        targets = [token for token, mask in zip(rendered.ids, rendered.mask, strict=True) if mask]
-        assert targets.count(tokenizer.reply_ends[0]) == count, family
-        assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, len(targets))
-        if family != "qwen3":
-            # What is learned is what the prompt before the first reply does not have, up to its end.
-            prompt = render_prompt(tokenizer, HELLO[:1])
-            first = targets[: targets.index(tokenizer.reply_ends[0]) + 1]
-            assert rendered.ids[: len(prompt) + len(first)] == prompt + first
-            assert text_of(parse_reply(tokenizer, first)) == "Hello! A boat?"
+        assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, rendered.target_count)
+        end = tokenizer.decode([tokenizer.reply_ends[0]])
+        assert learned(tokenizer, rendered).replace(" " * (family == "mistral"), "") == "".join(
+            message["content"].replace(" " * (family == "mistral"), "") + end for message in HELLO[1::2]
+        )
     # Qwen3 drops the thoughts of earlier replies: such a reply is not learned. The last one is, with its own.
     tokenizer = family_tokenizers["qwen3"]
-    thoughtful = [
-        {**one, "content": f"<think>\nthe boat\n</think>\n\n{one['content']}"} if one["role"] == "assistant" else one
-        for one in HELLO
-    ]
+    thoughtful = [dict(message) for message in HELLO]
+    for message in thoughtful[1::2]:
+        message["content"] = f"<think>\nthe boat\n</think>\n\n{message['content']}"
     rendered = render(tokenizer, thoughtful)
     assert learned(tokenizer, rendered) == "<think>\nthe boat\n</think>\n\nThe sail is red.<|im_end|>"
     assert (rendered.replies, rendered.unlearned) == (2, 1) and rendered.reply_tokens > 1.5 * rendered.target_count
     # Where no thoughts are lost, both are.
     last = "<think>\n\n</think>\n\nThe sail is red.<|im_end|>"
     assert learned(tokenizer, render(tokenizer, HELLO)) == f"Hello! A boat?<|im_end|>{last}"
-    not_learned = [{**message, "train": False} for message in HELLO]
-    assert not render(tokenizer, not_learned).target_count and not render(tokenizer, not_learned).unlearned
+    rendered = render(tokenizer, [{**message, "train": False} for message in HELLO])
+    assert not rendered.target_count and not rendered.unlearned
     assert render(tokenizer, HELLO, max_tokens=9).cut
 
 
-def test_tools_and_their_results(family_folders, family_tokenizers):
+def test_tools_and_settings_of_a_template(family_folders, family_tokenizers):
     transformers = pytest.importorskip("transformers")
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders["qwen3"])
-    theirs = oracle.apply_chat_template(CALLED, tools=[WEATHER], return_dict=True)
     tokenizer = family_tokenizers["qwen3"]
     rendered = render(tokenizer, CALLED, tools=[WEATHER])
-    assert rendered.ids == theirs["input_ids"]
+    assert rendered.ids == oracle.apply_chat_template(CALLED, tools=[WEATHER], return_dict=True)["input_ids"]
     text = learned(tokenizer, rendered)
     assert '<tool_call>\n{"name": "weather"' in text and text.endswith("Sun.<|im_end|>")
     assert "sun" not in text and rendered.unlearned == 0
-
-
-def test_settings_of_a_template(family_folders, family_tokenizers):
-    transformers = pytest.importorskip("transformers")
-    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders["qwen3"])
     settings = {"enable_thinking": False}
     theirs = oracle.apply_chat_template(HELLO[:1], add_generation_prompt=True, return_dict=True, **settings)
-    tokenizer = family_tokenizers["qwen3"]
     assert render_prompt(tokenizer, HELLO[:1], settings=settings) == theirs["input_ids"]
     assert fit_prompt(tokenizer, HELLO[:1], 100, settings=settings).ids == theirs["input_ids"]
     # They are a stranger's: no special token comes from them, and they replace nothing that is ours.
@@ -154,14 +144,13 @@ def test_settings_of_a_template(family_folders, family_tokenizers):
     assert rendered.text == "<e><e>4" and rendered.specials == [(3, 6, "<e>")]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys, suffix):
+def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys):
     """OpenAI's form: arguments and tools as JSON in texts, no content, a result at the end that nobody answers."""
     call = CALLED[2]["tool_calls"][0]
     asks = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": {**call["function"]}}]}
     asks["tool_calls"][0]["function"]["arguments"] = '{"city": "Paris", "unit": null}'
     row = {"messages": [*CALLED[:2], asks, *CALLED[3:], CALLED[1], asks, CALLED[3]], "tools": json.dumps([WEATHER])}
-    file = write_rows(tmp_path / f"calls{suffix}", [row] * 2)
+    file = write_rows(tmp_path / "calls.parquet", [row] * 2)
     mixture = open_mixture(file, "train")
     expected = render(family_tokenizers["qwen3"], [*CALLED, *CALLED[1:3]], tools=[WEATHER])
     rendered = mixture.rendered(family_tokenizers["qwen3"], 0)
@@ -224,12 +213,19 @@ def test_a_model_without_a_template_holds_no_conversation(tmp_path):
     assert "chat template" in complaint(lambda: render_prompt(tokenizer, HELLO))
 
 
-# These take more time or memory than any conversation needs, each by another kind of operation.
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+NESTED = (
+    "{% set n = namespace(x=[], y=[]) %}{% for i in range(99) %}"
+    "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}"
+)
+DOUBLED = (
+    "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
+    "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}"
+)
+# These would take minutes or all memory, each by another kind of operation. The trial at loading finds them.
 RUNAWAY = {
-    "endless loop": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "doubled by +": "{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "doubled by set": "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-    "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "endless loop": LOOPS.replace("BODY", ""),
+    "doubled": DOUBLED,
     "multiplied": "{{ 'a' * 10**10 }}",
     "by a filter": "{{ range(9000) | join('a' * 90000) }}",
     "by a method": "{% set x = 'a' * 90000 %}{{ x.replace('a', x) }}",
@@ -238,7 +234,14 @@ RUNAWAY = {
     "only with tools": "{% if tools %}{{ 'a' * 10**10 }}{% endif %}",
     "only in long chats": "{% if messages | length > 9 %}{{ 'a' * 10**10 }}{% endif %}",
 }
-# These fail at once.
+# These run away in a conversation that the trial does not have.
+LATE = {
+    "writes for ever": LOOPS.replace("BODY", "{{ a }} and {{ b }}"),
+    "compares for ever": NESTED,
+    "one operation": "{{ 9 ** (messages | length * 9 ** 9) }}",
+    "one text": "{{ 'a' * (messages | length * 10 ** 10) }}",
+}
+# These fail at once, at the first rendering.
 REFUSED = {
     "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
     "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
@@ -251,10 +254,29 @@ REFUSED = {
 
 @pytest.mark.parametrize("source", RUNAWAY.values(), ids=RUNAWAY)
 def test_a_template_that_takes_too_much_is_refused(source):
-    """Without the limits these would take minutes, or all memory."""
     with pytest.raises(TemplateError, match="more work") as error:
         ChatTemplate({"default": source}, {}, [])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("work", LATE.values(), ids=LATE)
+def test_a_template_that_runs_away_after_its_trial_ends_in_one_line(work):
+    template = ChatTemplate({"default": "{% if messages[0].content == 'go' %}" + work + "{% endif %}"}, {}, [])
+    assert template.render(HELLO).text == ""
+    with pytest.raises(TemplateError, match="more work") as error:
+        template.render([{"role": "user", "content": "go"}])
+    assert "\n" not in str(error.value)
+    assert template.render(HELLO).text == ""  # in the next child
+
+
+@pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED)
+def test_a_template_that_fails_ends_in_one_line(source):
+    template = ChatTemplate({"default": source}, {}, [])
+    with pytest.raises(TemplateError) as error:
+        template.render(HELLO)
+    line = str(error.value)
+    assert "chat template" in line and "more work" not in line and "\n" not in line
+    assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, []).render(HELLO).text == "Hello"
 
 
 def test_a_template_that_takes_too_much_is_refused_at_loading(family_folders, tmp_path):
@@ -268,43 +290,7 @@ def test_a_template_that_takes_too_much_is_refused_at_loading(family_folders, tm
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     for place in (folder, tmp_path):
         line = complaint(lambda place=place: Tokenizer.load(place))
-        assert "cannot be used" in line and "chat template" in line and "more work" in line
-
-
-@pytest.mark.parametrize("source", REFUSED.values(), ids=REFUSED)
-def test_a_template_that_fails_ends_in_one_line(source):
-    template = ChatTemplate({"default": source}, {}, [])  # the trial leaves it to the first rendering
-    with pytest.raises(TemplateError) as error:
-        template.render(HELLO)
-    line = str(error.value)
-    assert "chat template" in line and "more work" not in line and "\n" not in line
-    assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, []).render(HELLO).text == "Hello"
-
-
-LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
-NESTED = (
-    "{% set n = namespace(x=[], y=[]) %}{% for i in range(99) %}"
-    "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}"
-)
-LATE = {
-    "writes for ever": LOOPS.replace("BODY", "{{ a }} and {{ b }}"),
-    "computes for ever": LOOPS.replace("BODY", ""),
-    "compares for ever": NESTED,
-    "one operation": "{{ 9 ** (messages | length * 9 ** 9) }}",
-    "one text": "{{ 'a' * (messages | length * 10 ** 10) }}",
-}
-
-
-@pytest.mark.parametrize("work", LATE.values(), ids=LATE)
-def test_a_template_that_runs_away_after_its_trial_ends_in_one_line(work):
-    """In a conversation that the trial does not have."""
-    source = "{% if messages[0].content == 'go' %}" + work + "{% endif %}"
-    template = ChatTemplate({"default": source}, {}, [])
-    assert template.render(HELLO).text == ""
-    with pytest.raises(TemplateError, match="more work") as error:
-        template.render([{"role": "user", "content": "go"}])
-    assert "\n" not in str(error.value)
-    assert template.render(HELLO).text == ""  # in the next child
+        assert "chat template" in line and "more work" in line
 
 
 def test_a_forked_process_has_its_own_child():
@@ -349,18 +335,24 @@ def test_a_reply_ends_with_any_of_the_models_own_ends(engine):
     assert kept[: len(plain)] == plain and all(mask)
 
 
-def test_the_server_chats_with_an_imported_tokenizer(engine):
-    tokenizer = engine.tokenizer
-
+@contextmanager
+def served(engine: Engine) -> Iterator[TestClient]:
     def load() -> LoadedModel:
         scheduler = Scheduler(engine, slots=2, queue=4)
         scheduler.start()
-        return LoadedModel(scheduler, tokenizer, "imported", 256, chats=tokenizer.can_chat)
+        return LoadedModel(scheduler, engine.tokenizer, "imported", 256, chats=engine.tokenizer.can_chat)
 
-    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
     app = create_app(load)
     with TestClient(app, base_url="http://127.0.0.1") as client:
         until(lambda: app.state.nanochat.model is not None, 60)
+        yield client
+
+
+def test_the_server_chats_with_an_imported_tokenizer(engine):
+    """Its replies are the engine's; that its prompts are those of training is promise T12."""
+    tokenizer = engine.tokenizer
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+    with served(engine) as client:
 
         def chat(**body):
             return client.post("/v1/chat/completions", json={"messages": HELLO[:1], "temperature": 0, **body})
@@ -381,11 +373,8 @@ def test_the_server_chats_with_an_imported_tokenizer(engine):
         assert text["text"].strip().startswith("a boat")
         tokens = client.post("/tokenize", json={"prompt": "从前 <|im_end|>"}).json()["tokens"]
         assert tokens == tokenizer.encode("从前 <|im_end|>", prepend=tokenizer.get_bos_token_id())
-        assert client.post("/tokenize", json={"messages": HELLO[:1]}).json()["tokens"] == prompt
-        text = client.post("/detokenize", json={"tokens": tokens[1:]}).json()["prompt"]
-        assert text == "从前 <|im_end|>"
-        ends = {client.get("/tokenizer_info").json()["eos_token"]}
-        assert ends == {tokenizer.decode([tokenizer.reply_ends[0]])}
+        assert client.post("/detokenize", json={"tokens": tokens[1:]}).json()["prompt"] == "从前 <|im_end|>"
+        assert client.get("/tokenizer_info").json()["eos_token"] == tokenizer.decode([tokenizer.reply_ends[0]])
         # A special id lies among the others, and is refused from a client.
         bad = client.post("/v1/completions", json={"prompt": [tokenizer.reply_ends[0]]})
         assert bad.status_code == 400 and "special" in bad.json()["error"]["message"]
@@ -401,39 +390,24 @@ def test_the_server_chats_with_an_imported_tokenizer(engine):
 
 
 def test_a_strangers_template_and_tokenizer_stay_off_the_event_loop(engine, monkeypatch):
-    threads = []
+    on_loop = []
     encode = ImportedTokenizer._encode
 
     def noted(self, text):
-        threads.append(threading.current_thread())
+        on_loop.append(asyncio._get_running_loop() is not None)
         if text.startswith("panic"):
             raise UserError("this model's tokenizer cannot encode a text: retry-limit")
         return encode(self, text)
 
     monkeypatch.setattr(ImportedTokenizer, "_encode", noted)
-
-    def load() -> LoadedModel:
-        scheduler = Scheduler(engine, slots=2, queue=4)
-        scheduler.start()
-        return LoadedModel(scheduler, engine.tokenizer, "imported", 256, chats=True)
-
-    app = create_app(load)
-    loops = []
-
-    @app.get("/loop")
-    async def loop():
-        loops.append(threading.current_thread())
-
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        until(lambda: app.state.nanochat.model is not None, 60)
-        client.get("/loop")
-        threads.clear()
+    with served(engine) as client:
+        on_loop.clear()
         for path, body in (
             ("/v1/chat/completions", {"messages": HELLO[:1], "max_tokens": 1}),
             ("/v1/completions", {"prompt": "a boat", "max_tokens": 1}),
             ("/tokenize", {"messages": HELLO[:1]}),
         ):
             assert client.post(path, json=body).status_code == 200
-        assert threads and loops[0] not in threads
+        assert on_loop and not any(on_loop)
         answer = client.post("/v1/completions", json={"prompt": "panic", "max_tokens": 1})
         assert answer.status_code == 400 and "retry-limit" in answer.json()["error"]["message"]

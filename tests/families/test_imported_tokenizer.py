@@ -1,49 +1,25 @@
-"""Other families' tokenizers: transformers' ids and texts, no special ids from text, one file that holds everything."""
+"""Other families' tokenizers: what ends a reply, one file that holds everything, and hostile files in one line.
+
+That ids and texts are those of transformers is shown in tests/promises/test_p08_interchange_is_exact.py.
+"""
 
 import base64
 import json
 import pickle
-import random
 import shutil
 
 import pytest
 from tiny import complaint
-from tiny_families import FAMILIES, random_string
+from tiny_families import FAMILIES
 
 from nanochat.tokenizer import Tokenizer
 
-KINDS = ("qwen2", "llama3", "mistral", "metaspace")  # the others differ in their template alone
-LOSSLESS = {"llama3"}  # NFC joins accents, U+2581 becomes a space
-
-
-@pytest.fixture(scope="module")
-def strings() -> list[str]:
-    source = random.Random(0)
-    return [random_string(source) for _ in range(10_000)]
+KINDS = ("qwen2", "llama3", "mistral", "metaspace")  # the others differ only in their template
 
 
 @pytest.mark.parametrize("family", KINDS)
-def test_ids_and_texts_are_those_of_transformers(family_folders, family_tokenizers, strings, family):
-    transformers = pytest.importorskip("transformers")
-    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders[family])
-    theirs = oracle(strings, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+def test_bytes_of_tokens(family_tokenizers, family):
     tokenizer = family_tokenizers[family]
-    special = set(tokenizer.special_ids.values())
-    for text, ids, expected in zip(strings, tokenizer.encode_batch(strings), theirs, strict=True):
-        assert ids == expected, repr(text)
-        assert not special & set(ids)
-        assert b"".join(tokenizer.token_texts[index] for index in ids) == tokenizer.decode_bytes(ids)
-    for text in strings[:500]:
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == oracle.decode(ids, clean_up_tokenization_spaces=False)
-
-
-@pytest.mark.parametrize("family", KINDS)
-def test_round_trips_are_exact_where_the_tokenizer_is(family_tokenizers, strings, family):
-    tokenizer = family_tokenizers[family]
-    for text in strings[:2000]:
-        if family in LOSSLESS:
-            assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode(tokenizer.encode("从前有 a boat 😀\n")) == "从前有 a boat 😀\n"
     assert tokenizer.decode_bytes(tokenizer.encode("😀")[-1:]) != "😀".encode()  # bytes, whole only together
     assert sum(tokenizer.token_bytes()) == sum(map(len, tokenizer.token_texts))
@@ -90,11 +66,9 @@ def test_a_template_that_fails_names_its_file(family_folders, tmp_path, file):
     folder = shutil.copytree(family_folders["qwen2"], tmp_path / "Qwen")
     source = "{{ raise_exception('not today') }}"
     (folder / "chat_template.jinja").unlink(missing_ok=True)
-    (folder / file).write_text(
-        source
-        if file.endswith("jinja")
-        else json.dumps({**json.loads((folder / file).read_text()), "chat_template": source})
-    )
+    if file.endswith("json"):
+        source = json.dumps({**json.loads((folder / file).read_text()), "chat_template": source})
+    (folder / file).write_text(source)
     step = tmp_path / "sft" / "d1" / "step_000001"
     step.mkdir(parents=True)
     tokenizer = Tokenizer.load(folder)

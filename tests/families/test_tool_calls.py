@@ -66,7 +66,7 @@ def random_value(source: random.Random, depth: int = 0) -> Any:
 
 @pytest.mark.parametrize("family", TOOL_FAMILIES)
 def test_the_calls_of_a_template_are_read_back(folders: dict[str, Path], family: str):
-    """150 replies as transformers' apply_chat_template writes them: each whole, by character, and in random pieces."""
+    """60 replies as transformers' apply_chat_template writes them: each whole, by character, and in random pieces."""
     transformers = pytest.importorskip("transformers")
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folders[family])
     tokenizer = load(folders[family])
@@ -76,7 +76,7 @@ def test_the_calls_of_a_template_are_read_back(folders: dict[str, Path], family:
     question = [{"role": "user", "content": "Is it?"}]
     prompt = oracle.apply_chat_template(question, tools=TOOLS, add_generation_prompt=True, tokenize=False)
     end = tokenizer.decode([tokenizer.reply_ends[0]])
-    for _ in range(150):
+    for _ in range(60):
         calls = []
         for _ in range(1 if form.is_single else source.randrange(1, 4)):
             arguments = {f"{name} é": random_value(source) for name in source.sample("xyz", source.randrange(3))}
@@ -105,7 +105,7 @@ UNREAD = ("qwen3_5_think", "glm4moe", "gemma3", "llama3")  # other forms, or no 
 
 @pytest.mark.parametrize("name", [*PUBLISHED, *UNREAD])
 def test_published_templates(name: str):
-    """80 calls each, rendered by transformers' own code."""
+    """40 calls each, rendered by transformers' own code."""
     package = importlib.util.find_spec("trl")
     if package is None:
         pytest.skip("pip install --no-deps trl==1.16.0")
@@ -126,7 +126,7 @@ def test_published_templates(name: str):
     random_source = random.Random(7)
     question = [{"role": "user", "content": "Is it?"}]
     prompt = written(question, add_generation_prompt=True)
-    for _ in range(80):
+    for _ in range(40):
         count = 1 if form.is_single else random_source.randrange(1, 4)
         calls = [FunctionCall(random_source.choice(NAMES), {"x": random_value(random_source)}) for _ in range(count)]
         functions = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
@@ -138,13 +138,11 @@ def test_published_templates(name: str):
         assert found == calls and text in ("", "<think>\n\n</think>")
 
 
-def test_templates_without_calls_have_no_form(family_tokenizers: dict[str, Any]):
+def test_which_templates_have_a_form(family_tokenizers: dict[str, Any], tmp_path: Path):
     forms = {family: family_tokenizers[family].chat_format.call_form for family in FAMILIES}
     assert [family for family, form in forms.items() if form is not None] == ["qwen3"]
     assert forms["qwen3"].mark == "<tool_call>" and forms["qwen3"].opening == "<think>\n\n</think>\n\n\n<tool_call>\n"
-
-
-def test_a_template_that_writes_calls_otherwise_has_no_form(tmp_path: Path):
+    # One that writes calls otherwise.
     source = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
     source += (
         "<tool_call>\n<function={{ c.function.name }}>\n</function>\n</tool_call>{% endfor %}<|im_end|>{% endfor %}"
@@ -231,8 +229,7 @@ def test_a_thought_that_the_prompt_has_begun():
 
 
 def test_one_call_where_the_client_or_the_template_takes_one():
-    reply = f"<tool_call>{WEATHER}</tool_call>" * 3
-    assert read(QWEN, [reply], is_single=True) == ("", [PARIS])
+    assert read(QWEN, [f"<tool_call>{WEATHER}</tool_call>" * 3], is_single=True) == ("", [PARIS])
 
 
 def test_ids_of_other_servers_fit_mistrals_templates():
@@ -243,9 +240,8 @@ def test_ids_of_other_servers_fit_mistrals_templates():
 
 def test_a_long_argument_is_read_in_one_pass():
     """A file of 200,000 characters, by character: each character is looked at once, not once per later one."""
-    reply = (
-        f'<tool_call>{{"name": "read_file", "arguments": {{"text": {json.dumps("x = [1] " * 25_000)}}}}}</tool_call>'
-    )
+    arguments = json.dumps({"text": "x = [1] " * 25_000})
+    reply = f'<tool_call>{{"name": "read_file", "arguments": {arguments}}}</tool_call>'
     reader = CallReader(QWEN, NAMES)
     found = []
     for at in range(0, len(reply), 50):
