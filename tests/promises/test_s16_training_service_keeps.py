@@ -1,113 +1,74 @@
-"""What the training service keeps through full disks, damaged files and kills; no client, no socket."""
+"""S16. The training service keeps what it acknowledged, also what it answered as failed.
 
+Most tests call the service without HTTP: a copy of its folder is what a kill at that moment leaves, and another service
+starts there. Disks are full, bytes flip, and checkpoints are overwritten and deleted underneath. Two unmodified tinker
+clients then train through kills of a real server; `NANOCHAT_TRIALS=200 pytest -m soak -s` on this file is the same
+with 200 kills and a small disk that fills up (it is mounted, which needs the right to do so). What a tenant may cost
+the others is here, too; their bodies are in tests/train_service/test_limits.py.
+"""
+
+import contextlib
 import errno
 import json
+import os
 import shutil
+import subprocess
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from service_clients import (
+    ADAM,
+    IDS,
+    NAME,
+    OWNER,
+    Client,
+    Server,
+    assert_same,
+    base_model,
+    batch,
+    client_of,
+    datum,
+    lora_client,
+    mistake_of,
+    rest_of,
+    result_of,
+    serving,
+    tinker,
+    train,
+    weights_of,
+)
 
+from nanochat.engine import Slots
 from nanochat.ground import storage
 from nanochat.optim import Optimizer
+from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError
+from nanochat.train_service import app as service_app
+from nanochat.train_service import sampling
 from nanochat.train_service import service as service_module
-from nanochat.train_service import wire
-from nanochat.train_service.log import Entry, RequestLog
+from nanochat.train_service.jobs import Job, Queue
+from nanochat.train_service.log import RequestLog
+from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.service import Limits, Service
-from nanochat.train_service.tenants import Base, Trained, TrainedModel
-
-IDS = [[5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22, 23, 24]]
-ADAM = {"learning_rate": 0.01}
-OWNER = "alice"
-
-
-# ---------------------------------------------------------------------- a client without HTTP
-
-
-def batch(model_id: str, number: int, shift: int = 0) -> bytes:
-    """The body of a forward_backward."""
-    data = []
-    for ids in IDS:
-        tokens = np.array(ids[:-1], "<i4") + shift
-        targets = {"dense": (np.array(ids[1:], "<i8") + shift).tobytes(), "dtype": 2}
-        inputs = [{"key": "target_tokens", "value": targets}]
-        data.append({"model_input": [{"encoded_text": {"tokens": tokens.tobytes()}}], "loss_fn_inputs": inputs})
-    message = wire._messages()["ForwardBackwardRequest"]
-    return message(model_id=model_id, seq_id=number, data=data, loss_fn="cross_entropy").SerializeToString()
-
-
-class Client:
-    """One owner's session and one model; requests are numbered as the tinker client numbers them."""
-
-    def __init__(self, service: Service, model_number: int = 0, load: dict[str, Any] | None = None, owner: str = OWNER):
-        self.service = service
-        self.owner = owner
-        self.session = service.create_session(owner, None)
-        created = service.create_model(owner, self.session, model_number, Trained(2, seed=7), None, load)
-        self.model_id = created.removesuffix(":0")
-        self.number = 0
-        assert "error" not in self.result(0)
-
-    def result(self, number: int) -> dict[str, Any]:
-        """A result, {} for one in the form of the wire."""
-        content = self.service.promise(self.owner, f"{self.model_id}:{number}").result.result(30)
-        return json.loads(content) if content.startswith(b"{") else {}
-
-    def submit(self, kind: str, **body: Any) -> int:
-        self.number += 1
-        content = json.dumps(body).encode()
-        if kind == "forward_backward":
-            content = batch(self.model_id, self.number, **body)
-        self.service.submit(self.owner, self.model_id, self.number, kind, content)
-        return self.number
-
-    def run(self, kind: str, **body: Any) -> dict[str, Any]:
-        return self.result(self.submit(kind, **body))
-
-    def train(self, shift: int = 0) -> None:
-        self.submit("forward_backward", shift=shift)
-        assert "error" not in self.run("optim_step", **ADAM)
-
-    def save(self, name: str, overwrite: bool = False) -> dict[str, Any]:
-        return self.run("save_weights", name=name, overwrite=overwrite, sampler=None)
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        return weights_of(self.service, self.model_id)
-
-
-def live_model(service: Service, model_id: str) -> Any:
-    live = service.models[model_id].live
-    assert live is not None
-    return live.model
-
-
-def trained_weights(model: Any) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in model.named_parameters() if one.requires_grad}
-
-
-def weights_of(service: Service, model_id: str) -> dict[str, torch.Tensor]:
-    return trained_weights(live_model(service, model_id))
-
-
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        assert torch.equal(tensor, right[name]), name
+from nanochat.train_service.tenants import Trained, TrainedModel
 
 
 @pytest.fixture
-def start(base: Base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Starts a service in a folder, by default the same one; all are closed at the end."""
     monkeypatch.setattr(service_module, "READ_PAUSE", 0.0)
     started: list[Service] = []
 
     def start(folder: Path = tmp_path / "service", **limits: Any) -> Service:
-        service = Service(base, folder, "tiny", Limits(**limits))
+        service = Service(base_model(), folder, NAME, Limits(**limits))
         started.append(service)
         return service
 
@@ -158,7 +119,7 @@ def test_a_killed_service_resumes_to_the_same_bits(start, killed):
     again = start(folder)
     assert again.models[client.model_id].next == client.number
     for number in (4, client.number - 1):  # one that the snapshot covers, one of the log
-        assert b'"error"' not in again.promise(OWNER, f"{client.model_id}:{number}").result.result(30)
+        assert b'"error"' not in result_of(again, client.model_id, number)
     last = again.submit(OWNER, client.model_id, client.number, "optim_step", json.dumps(ADAM).encode())
     assert b'"error"' not in again.promise(OWNER, last).result.result(30)
     assert_same(weights_of(again, client.model_id), client.weights())
@@ -210,7 +171,7 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
     for name in (f"{other.model_id}/model.json", "0000.json", f"{nameless.model_id} has no model.json"):
         assert name in named
     assert again.models.keys() == {client.model_id}
-    assert again.promise(OWNER, f"{client.model_id}:2").result.result(30)
+    assert result_of(again, client.model_id, 2)
     assert_same(weights_of(again, client.model_id), client.weights())
     assert again.models[client.model_id].next == 3 and not list(folder.glob("models/*/log/*.tmp"))
     for lost in (other, nameless):  # it becomes no new model
@@ -221,22 +182,6 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
     with pytest.raises(ApiError, match="create another one") as error:
         again.find_sampler(OWNER, sampler)
     assert error.value.status_code == 400 and f"{sampler}.json" in capsys.readouterr().err
-
-
-def test_the_log_is_read_while_a_request_is_written_to_it(tmp_path, monkeypatch):
-    """A model that comes back into memory reads its log, and its client goes on sending."""
-    log = RequestLog(tmp_path)
-    log.append(Entry(1, "optim_step", b"1"))
-    write_file = storage.write_file
-
-    def write_and_read(path: Path, parts: list[bytes]) -> None:
-        write_file(path, parts)
-        assert [entry.number for entry in log.entries()[0]] == [1]
-        log.end_snapshot()
-
-    monkeypatch.setattr(storage, "write_file", write_and_read)
-    log.append(Entry(2, "optim_step", b"2"))
-    assert [entry.number for entry in log.entries()[0]] == [1, 2]
 
 
 def put_aside(start: Any) -> tuple[Service, Client]:
@@ -306,14 +251,15 @@ def test_a_log_that_cannot_be_read_loses_no_step(start, killed, monkeypatch):
     assert service.models[client.model_id].live is None
     fails.clear()
     again = start(killed())
-    assert b"error" not in again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    assert b"error" not in result_of(again, client.model_id, client.number)
     twin.submit("forward_backward", shift=2)
     twin.run("optim_step", **ADAM)
     assert_same(weights_of(again, client.model_id), twin.weights())
 
 
-@pytest.mark.parametrize("kind", ["load", "memory", "step"])
-@pytest.mark.parametrize("restarted", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "restarted"), [("load", True), ("memory", False), ("step", True), ("load", False)], ids=str
+)
 def test_what_was_answered_as_failed_is_never_run(start, killed, monkeypatch, kind, restarted):
     """Also where it would succeed now: the checkpoint has been saved meanwhile, or there is memory again."""
     service = start(models=1)
@@ -349,9 +295,9 @@ def test_what_was_answered_as_failed_is_never_run(start, killed, monkeypatch, ki
     assert "error" not in other.save("late")
     if restarted:
         again = start(killed())
-        failed = again.promise(OWNER, f"{client.model_id}:4").result.result(30)
+        failed = result_of(again, client.model_id, 4)
         assert b"send it once more" in failed
-        again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+        result_of(again, client.model_id, client.number)
     else:
         again = service
         assert service.models[client.model_id].live is None
@@ -370,14 +316,13 @@ def test_a_failure_that_cannot_be_written_is_no_answer(start, killed, monkeypatc
         broken.setattr(RequestLog, "fail", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken disk")))
         assert "cannot be written (broken disk)" in client.run("forward_backward")["error"]
     again = start(killed())
-    assert b"error" not in again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    assert b"error" not in result_of(again, client.model_id, client.number)
 
 
 # ---------------------------------------------------------------------- checkpoints that change
 
 
-@pytest.mark.parametrize("change", ["overwritten", "deleted"])
-@pytest.mark.parametrize("with_new_model", [True, False], ids=["at the creation", "later"])
+@pytest.mark.parametrize(("change", "with_new_model"), [("overwritten", True), ("deleted", False)])
 def test_a_load_is_of_the_same_files_when_the_log_is_run_again(start, killed, change, with_new_model):
     service = start()
     source = Client(service)
@@ -395,7 +340,7 @@ def test_a_load_is_of_the_same_files_when_the_log_is_run_again(start, killed, ch
     else:
         service.delete_checkpoint(OWNER, path)
     again = start(killed())
-    again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    result_of(again, client.model_id, client.number)
     assert_same(weights_of(again, client.model_id), client.weights())
 
 
@@ -471,13 +416,13 @@ def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch)
         full.setattr(TrainedModel, "save", lambda *_, **__: 1 / 0)
         assert "error" in client.save("z")
         again = start(killed())
-        again.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+        result_of(again, client.model_id, client.number)
     assert_same(load_file(again.path_of(OWNER, path)[0] / "adapter.safetensors"), expected)
     with pytest.raises(ApiError, match="does not exist"):
         again.path_of(OWNER, deleted)
     # A save that has failed does not succeed later, when it might replace a newer one.
     third = start(killed())
-    message = third.promise(OWNER, f"{client.model_id}:{client.number}").result.result(30)
+    message = result_of(third, client.model_id, client.number)
     assert b"send it once more" in message
     # A snapshot lets the marks go.
     marks = again.folder / "models" / client.model_id / "weights"
@@ -492,7 +437,7 @@ def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch)
 def require_stopped(service: Service, client: Client, after: int, named: str) -> None:
     """Requests after `after` are answered by one line, which also names the file."""
     for number in range(after + 1, client.number + 1):
-        content = service.promise(OWNER, f"{client.model_id}:{number}").result.result(30)
+        content = result_of(service, client.model_id, number)
         message = json.loads(content)["error"]
         assert "has stopped" in message and "backup" in message and named in message and "\n" not in message
     with pytest.raises(ApiError, match="has stopped") as error:
@@ -528,7 +473,7 @@ def continued(service: Service, model_id: str) -> dict[str, torch.Tensor] | None
     except ApiError as error:
         assert "has stopped" in str(error.body)
         return None
-    result = service.promise(model.owner, f"{model_id}:{number + 1}").result.result(60)
+    result = result_of(service, model_id, number + 1, model.owner)
     if b"has stopped" in result:
         assert model.stopped and model.live is None
         return None
@@ -609,7 +554,7 @@ def test_a_damaged_log_stops_that_model_and_no_other(start, killed):
         again = start(folder)
         require_stopped(again, client, good, named)
         assert again.path_of(OWNER, checkpoint)
-        again.promise(OWNER, f"{other.model_id}:4").result.result(30)
+        result_of(again, other.model_id, 4)
         assert_same(weights_of(again, other.model_id), other.weights())
 
 
@@ -617,18 +562,11 @@ def test_a_request_that_has_not_come_yet_stops_no_model(start, killed):
     service = start()
     client = Client(service)
     client.train()
-    client.train()
-    content = batch(client.model_id, 6)
-    service.submit(OWNER, client.model_id, 6, "forward_backward", content)  # before request 5
+    service.submit(OWNER, client.model_id, 4, "forward_backward", batch(client.model_id, 4))  # before request 3
     again = start(killed())
-    again.submit(OWNER, client.model_id, 5, "forward_backward", batch(client.model_id, 5))
-    for number in (5, 6):
-        assert not again.promise(OWNER, f"{client.model_id}:{number}").result.result(30).startswith(b"{")
-    # The one that came later is in the log as in its turn: without it there is a gap now.
-    entry_of(again.folder / "models" / client.model_id / "log", 4).unlink()
-    copy = again.folder.with_name("once more")
-    shutil.copytree(again.folder, copy)
-    assert start(copy).models[client.model_id].stopped
+    again.submit(OWNER, client.model_id, 3, "forward_backward", batch(client.model_id, 3))
+    for number in (3, 4):
+        assert not result_of(again, client.model_id, number).startswith(b"{")
 
 
 def test_a_request_that_was_early_is_missed_once_those_before_it_have_come(start, killed, monkeypatch):
@@ -681,5 +619,420 @@ def test_a_model_whose_start_is_lost_does_not_become_a_new_one(start, killed):
     again = start(folder)
     for number in (1, 2):
         again.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
-        content = again.promise(OWNER, f"{client.model_id}:{number}").result.result(30)
+        content = result_of(again, client.model_id, number)
         assert "does not exist" in json.loads(content)["error"]
+
+
+# ---------------------------------------------------------------------- what a tenant may cost the others
+
+
+def test_owners_take_turns():
+    queue = Queue()
+    weights = [Path("x"), Path("y")]
+    some = SampleJob([5], 1, 4, SamplingParams(), frozenset())
+    jobs = [Job(f"a{number}", "alice", lambda: b"") for number in range(3)]
+    jobs += [Job(f"s{number}", "alice", sampler=weights[number % 2], sample=some) for number in range(4)]
+    jobs += [Job(f"b{number}", "bob", lambda: b"") for number in range(2)]
+    jobs.append(Job("c0", "carol", sampler=None, sample=some))
+    for job in jobs:
+        queue.append(job)
+    assert len(queue) == 10 and queue.count("alice") == 7
+    order = []
+    while taken := queue.take(lambda owner: owner == "alice"):
+        order.append(" ".join(job.id for job in taken))
+    assert order == ["a0", "b0", "a1", "b1", "a2", "s0 s2", "s1 s3"]
+    assert [job.id for job in queue.take(lambda owner: True)] == ["c0"] and len(queue) == 0
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token takes a hundredth of a second, and slices are short."""
+    decode = Slots.decode
+
+    def slow_decode(self: Slots, topk: int = 0) -> Any:
+        time.sleep(0.01)
+        return decode(self, topk)
+
+    monkeypatch.setattr(Slots, "decode", slow_decode)
+    monkeypatch.setattr(sampling, "SLICE_SECONDS", 0.02)
+
+
+def test_a_long_sample_holds_up_no_one_else_and_can_be_cancelled(start, slow):
+    service = start()
+    alice, bob = Client(service), Client(service, owner="bob")
+    sampler = service.create_sampler(OWNER, alice.session, 1, None)
+    jobs = [SampleJob([5, 6], 1024, 50, SamplingParams(seed=number), frozenset()) for number in range(3)]
+    running = [service.sample(OWNER, sampler, number, job) for number, job in enumerate(jobs)]
+    while not service.sampling:
+        time.sleep(0.001)
+    bob.train()
+    results = [service.promises[one].result for one in running]
+    assert not any(result.done() for result in results)
+    mine = service.create_sampler("bob", bob.session, 1, None)
+    short = service.sample("bob", mine, 0, SampleJob([5, 6], 2, 3, SamplingParams(), frozenset()))
+    assert not service.promise("bob", short).result.result(30).startswith(b"{")
+    assert not any(result.done() for result in results)
+    # One key cannot cancel the samples of another. The owner's are over at once.
+    service.cancel("bob", running[0])
+    assert not results[0].done()
+    for one in running:
+        service.cancel(OWNER, one)
+        assert b"cancelled" in service.promise(OWNER, one).result.result(0)
+    alice.train()
+    while service.sampling:
+        time.sleep(0.001)
+    assert sum(job.num_samples for job in jobs) == 3072
+
+
+def test_what_waits_and_what_is_kept_is_bounded_in_bytes(start, monkeypatch):
+    service = start()
+    client, other = Client(service), Client(service, owner="bob")
+    size = len(batch(client.model_id, 3))
+    monkeypatch.setattr(service_module, "MAX_WAITING", 3 * size)
+    for number in range(3, 7):  # before their turn
+        service.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
+    with pytest.raises(ApiError) as refused:
+        service.submit(OWNER, client.model_id, 7, "forward_backward", batch(client.model_id, 7))
+    assert refused.value.status_code == 429
+    for number in (1, 2):  # those that they wait for have room
+        service.submit(OWNER, client.model_id, number, "forward_backward", batch(client.model_id, number))
+    client.result(6)
+    service.submit(OWNER, client.model_id, 7, "forward_backward", batch(client.model_id, 7))
+    client.result(7)
+    other.train()
+    monkeypatch.setattr(service_module, "MAX_OWNER_RESULTS", service.owner_bytes[OWNER])
+    client.number = 7
+    client.train()
+    kept = sum(service.kept[client.model_id].values())
+    assert service.owner_bytes[OWNER] == kept <= service_module.MAX_OWNER_RESULTS
+    assert "no longer kept" in client.result(1)["error"] and "error" not in other.result(1)
+    service.delete_model(OWNER, client.model_id).result.result(30)
+    assert service.owner_bytes[OWNER] == 0 and service.owner_bytes["bob"] > 0
+
+
+def test_results_go_by_model_and_one_that_is_gone_is_answered(start, monkeypatch):
+    service = start()
+    monkeypatch.setattr(service_module, "KEPT_RESULTS", 3)
+    alice, bob = Client(service), Client(service, owner="bob")
+    bob.train()
+    service.submit(OWNER, alice.model_id, 100, "forward_backward", batch(alice.model_id, 100))  # waits for its turn
+    for _ in range(4):
+        alice.train()
+    assert "error" not in bob.result(0) and "error" not in bob.result(2)
+    assert "error" not in alice.result(8) and "error" not in alice.result(0)
+    gone = alice.result(2)
+    assert gone["category"] == "user" and "request 2 was carried out" in gone["error"]
+    assert not service.promise(OWNER, f"{alice.model_id}:100").result.done()
+    with pytest.raises(ApiError) as unknown:
+        service.promise(OWNER, f"{alice.model_id}:50")
+    assert unknown.value.status_code == 410
+    with pytest.raises(ApiError):
+        service.promise("bob", f"{alice.model_id}:2")
+    assert len(service.kept[alice.model_id]) == 3
+
+
+def test_models_in_memory_are_bounded_also_between_gradients_and_a_step(start, tmp_path):
+    limited = start(models=1)
+    few, many = ([Client(one) for _ in range(3)] for one in (limited, start(tmp_path / "another")))
+    for clients in (few, many):
+        for place, client in enumerate(clients):
+            client.train(shift=place)
+            client.submit("forward_backward", shift=place + 4)
+            assert "checkpoint" not in client.save("x").get("error", "")
+        for client in clients:
+            client.result(client.submit("forward_backward", shift=9))
+            assert sum(model.live is not None for model in limited.models.values()) <= 1
+        for client in clients:
+            assert "error" not in client.run("optim_step", **ADAM)
+            client.final = client.weights()
+    for left, right in zip(few, many, strict=True):
+        assert_same(left.final, right.final)
+
+
+def test_sessions_without_models_expire(start, monkeypatch):
+    service = start()
+    client = Client(service)
+    silent, alive = (service.create_session(OWNER, None) for _ in range(2))
+    sampler = service.create_sampler(OWNER, silent, 1, None)
+    other = service.create_sampler(OWNER, alive, 1, None)
+    old = time.time() - service_module.SESSION_SECONDS - 60
+    for session in (client.session, silent, alive):
+        os.utime(service.folder / "sessions" / f"{session}.json", (old, old))
+    service.touch_session(OWNER, alive)
+    service.expired = 0.0
+    new = service.create_session(OWNER, None)
+    assert service.sessions.keys() == {client.session, alive, new}
+    with pytest.raises(ApiError):
+        service.find_sampler(OWNER, sampler)
+    assert service.find_sampler(OWNER, other)["path"] is None
+    # At the limit the longest silent one makes room, and none with models.
+    monkeypatch.setattr(service_module, "MAX_SESSIONS", 3)
+    os.utime(service.folder / "sessions" / f"{new}.json", (old, old))
+    newest = service.create_session(OWNER, None)
+    assert service.sessions.keys() == {client.session, alive, newest}
+    for session in (alive, newest):
+        service.create_model(OWNER, session, 0, Trained(2), None)
+    with pytest.raises(ApiError, match="delete models") as refused:
+        service.create_session(OWNER, None)
+    assert refused.value.status_code == 400
+    assert service.create_session("bob", None)
+
+
+def test_a_quota_of_disk_is_of_one_owner_and_deleting_makes_room(start):
+    service = start(owner_bytes=10**9)
+    alice, bob = Client(service), Client(service, owner="bob")
+    path = alice.save("x")["path"]
+    used = service.used_bytes(OWNER)
+    size = sum(file.stat().st_size for file in service.path_of(OWNER, path)[0].iterdir())
+    assert size < used < 2 * size
+    loaded = Client(service, load={"path": path, "optimizer": True})
+    assert service.used_bytes(OWNER) < used + size / 2  # a link takes no room
+    service.limits = Limits(owner_bytes=used)
+    assert "delete checkpoints or models" in alice.save("y")["error"]
+    with pytest.raises(ApiError, match="delete checkpoints or models"):
+        service.create_model(OWNER, alice.session, 1, Trained(2), None)
+    assert "error" not in bob.save("y")
+    alice.train()  # is not refused
+    service.delete_checkpoint(OWNER, path)
+    service.delete_model(OWNER, loaded.model_id).result.result(30)
+    assert service.used_bytes(OWNER) < used - size / 2
+    assert "error" not in alice.save("z")
+
+
+def test_a_client_sees_what_its_own_key_has_made(start, monkeypatch):
+    service = start(queue=2)
+    for part in ("sessions", "models", "samplers"):  # nor does another user of the machine
+        assert (service.folder / part).stat().st_mode & 0o777 == 0o700
+    with serving(service, keys=("tml-alice", "tml-bob")) as address:
+        alice, bob = (client_of(address, f"tml-{name}") for name in ("alice", "bob"))
+        training = lora_client(alice)
+        path = training.save_state("mine").result().path
+        assert lora_client(bob).model_id != training.model_id
+        ask = {"base_url": f"{address}/api/v1", "timeout": 30}
+        with httpx.Client(headers={"x-api-key": "tml-bob"}, **ask) as http:
+            for route, body in {
+                "get_info": {"model_id": training.model_id},
+                "optim_step": {"model_id": training.model_id, "seq_id": 5, "adam_params": {}},
+                "retrieve_future": {"request_id": f"{training.model_id}:1"},
+                "weights_info": {"tinker_path": path},
+                "session_heartbeat": {"session_id": alice.holder.get_session_id()},
+            }.items():
+                answer = http.post(f"/{route}", json=body)
+                assert answer.status_code in (404, 410), route
+                mistake_of(answer)
+            for wrong in ("tml-carol", "", "tml-bo"):
+                answer = http.get("/get_server_capabilities", headers={"x-api-key": wrong})
+                assert answer.status_code == 401 and "TINKER_API_KEY" in mistake_of(answer)
+            assert http.get("/healthz", headers={"x-api-key": ""}).status_code == 200
+        # Two requests that come before their turn fill the queue of two; the next one is to come again later.
+        with httpx.Client(headers={"x-api-key": "tml-alice"}, **ask) as http:
+            step = {"model_id": training.model_id, "adam_params": {}}
+            codes = [http.post("/optim_step", json={**step, "seq_id": number}).status_code for number in (5, 6, 7)]
+            assert codes == [200, 200, 429]
+            monkeypatch.setattr(service_app, "MAX_JSON", 1000)
+            answer = http.post("/create_session", content=b"x" * 1001)
+            assert answer.status_code == 413 and "1,000" in mistake_of(answer)
+            assert http.post("/create_session", content=iter([b"x" * 600] * 2)).status_code == 413
+
+
+# ---------------------------------------------------------------------- two clients and a server that is killed
+
+TRIALS = int(os.environ.get("NANOCHAT_TRIALS", "10"))
+KEYS = ("tml-alice-soak", "tml-bob-soak")
+LIMITS = Limits(snapshot_steps=3, batch_tokens=16, models=2)
+DISK_MB = 64
+
+
+class Loop:
+    """Drawn operations of one client. Its record says what it was told: equal records and weights are equal runs."""
+
+    def __init__(self, address: str, key: str, seed: int):
+        self.client = client_of(address, key)
+        self.rest = rest_of(address, key)
+        self.draw = np.random.default_rng(seed)
+        self.seed = seed
+        self.models = [lora_client(self.client, seed=seed)]
+        self.saved: dict[str, str] = {}
+        self.record: list[Any] = []
+        self.names = 0
+        self.refused = 0  # saves that found a full disk
+
+    def run(self, operations: int) -> None:
+        for _ in range(operations):
+            model = self.models[self.draw.integers(len(self.models))]
+            chosen = self.draw.choice(
+                ["train", "save", "load", "grow", "delete", "sample", "forward"],
+                p=[0.5, 0.15, 0.1, 0.07, 0.03, 0.08, 0.07],
+            )
+            path = self.saved[str(self.draw.choice(sorted(self.saved)))] if self.saved else ""
+            if chosen == "train":
+                train(model, 1, first=int(self.draw.integers(9)))
+            elif chosen == "save":
+                name = str(self.draw.choice(["x", "y", "z"]))
+                self.saved[name] = self.persist(model.save_state, name, overwrite=True).path
+            elif chosen == "load" and path:
+                model.load_state_with_optimizer(path).result()
+            elif chosen == "grow" and path:
+                self.models[1:] = [self.client.create_training_client_from_state_with_optimizer(path).result()]
+            elif chosen == "delete" and path:
+                self.delete(path)
+            elif chosen == "sample":
+                sampler = self.persist(model.save_weights_for_sampler, self.name()).path
+                prompt = tinker.ModelInput.from_ints([5, 6, 7])
+                params = tinker.SamplingParams(max_tokens=4, seed=int(self.draw.integers(99)))
+                samples = self.client.create_sampling_client(model_path=sampler).sample(prompt, 2, params).result()
+                self.record.append([one.tokens for one in samples.sequences])
+            elif chosen == "forward":
+                self.record.append(model.forward([datum(IDS[0])], "cross_entropy").result().metrics["loss:sum"])
+
+    def name(self) -> str:
+        self.names += 1
+        return f"sampler-{self.names}"
+
+    def persist(self, save: Any, *arguments: Any, **settings: Any) -> Any:
+        """Until there is room: a save on a full disk is refused with a line that says so."""
+        while True:
+            try:
+                return save(*arguments, **settings).result()
+            except tinker.RequestFailedError as error:
+                assert "disk" in str(error), error
+                self.refused += 1
+                time.sleep(0.5)
+
+    def delete(self, path: str) -> None:
+        with contextlib.suppress(tinker.NotFoundError):  # the answer to the first try was lost with the server
+            self.rest.delete_checkpoint_from_tinker_path(path).result()
+        self.saved = {name: one for name, one in self.saved.items() if one != path}
+
+    def weights(self, folder: Path) -> list[dict[str, torch.Tensor]]:
+        """Those of all models; `folder` is the service's."""
+        found = []
+        for model in self.models:
+            self.persist(model.save_weights_for_sampler, self.name())
+            (file,) = (folder / "models" / model.model_id / "sampler_weights").glob(f"sampler-{self.names}/*/*.safe*")
+            found.append(load_file(file))
+        return found
+
+
+def run_into(ended: list[Loop | Exception], address: str, key: str, seed: int, operations: int) -> None:
+    try:
+        loop = Loop(address, key, seed)
+        loop.run(operations)
+        ended.append(loop)
+    except Exception as error:
+        ended.append(error)
+
+
+def fill(ballast: Path) -> None:
+    """Write a file until the disk is full."""
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"\0" * 4096)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "none", str(path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"a small disk cannot be mounted: {mounted.stderr.decode()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def require_a_round_through_kills(
+    server: Server,
+    draw: np.random.Generator,
+    straight: Path,
+    *,
+    seed: int,
+    operations: int,
+    kills: int | None,
+    ballast: Path | None = None,
+) -> tuple[int, list[Loop]]:
+    """Both clients train through kills, and end as without an accident; returns how many kills, and the clients.
+
+    With a `ballast` the disk also fills up. `kills` is the most; None: until the clients have ended.
+    """
+    ended: list[Loop | Exception] = []
+    for place, key in enumerate(KEYS):
+        run = (ended, server.address, key, seed + place, operations)
+        threading.Thread(target=run_into, args=run, daemon=True).start()
+    killed = 0
+    while len(ended) < len(KEYS):
+        if killed == kills:
+            time.sleep(0.01)
+            continue
+        time.sleep(0.1 + draw.exponential(0.5))
+        if ballast is not None and draw.random() < 0.4:
+            fill(ballast)
+            time.sleep(draw.exponential(2))
+        server.kill()
+        killed += 1
+        if ballast is not None and draw.random() < 0.5:
+            ballast.unlink(missing_ok=True)
+        server.start()  # also on a disk that is full
+        if ballast is not None and ballast.exists():
+            time.sleep(draw.exponential(2))
+            ballast.unlink()
+    loops = [one for one in ended if isinstance(one, Loop)]
+    assert len(loops) == len(KEYS), (ended, server.log.read_text()[-3000:])
+    weights = {loop.seed: loop.weights(server.folder) for loop in loops}
+    server.kill()
+    service = Service(base_model(), straight, NAME, LIMITS)
+    with serving(service) as address:
+        for loop in loops:
+            again = Loop(address, "tml-any", loop.seed)
+            again.run(operations)
+            assert again.record == loop.record
+            for left, right in zip(again.weights(service.folder), weights[loop.seed], strict=True):
+                assert_same(left, right)
+    service.close()
+    return killed, loops
+
+
+def soaked_server(folder: Path, log: Path) -> Server:
+    return Server(folder / "service", log, f"--models={LIMITS.models}", f"--api_key={','.join(KEYS)}")
+
+
+@pytest.mark.slow
+def test_two_clients_train_on_through_kills_of_their_server(tmp_path):
+    """They know nothing of it: they wait while the server is away, and end with the same weights and samples."""
+    server = soaked_server(tmp_path, tmp_path / "server.log")
+    draw = np.random.default_rng(0)
+    try:
+        sizes = {"seed": 0, "operations": 25, "kills": 2}
+        killed, _ = require_a_round_through_kills(server, draw, tmp_path / "straight", **sizes)
+    finally:
+        server.kill()
+    assert killed > 0 and "Traceback" not in server.log.read_text()
+
+
+@pytest.mark.soak
+def test_a_bad_week(start, disk, tmp_path, capsys):
+    draw = np.random.default_rng(int(os.environ.get("NANOCHAT_SEED", "0")))
+    server = soaked_server(disk, tmp_path / "server.log")
+    kills = stops = refused = rounds = 0
+    try:
+        while kills < TRIALS:
+            sizes = {"seed": 100 * rounds, "operations": 400, "kills": None, "ballast": disk / "ballast"}
+            killed, loops = require_a_round_through_kills(server, draw, tmp_path / f"straight-{rounds}", **sizes)
+            ids = [model.model_id for loop in loops for model in loop.models]
+            files = [*files_of(server.folder, ids)]
+            chosen = [files[draw.integers(len(files))] for _ in range(10)]
+            places = [(file, int(draw.integers((server.folder / file).stat().st_size))) for file in chosen]
+            stops += require_flips_noticed(start, server.folder, ids, places, capsys)
+            kills += killed
+            refused += sum(loop.refused for loop in loops)
+            rounds += 1
+            shutil.rmtree(server.folder)
+            server.start()
+            with capsys.disabled():
+                print(
+                    f"{rounds} rounds: {kills} kills, {refused} saves refused by a full disk, "
+                    f"{stops} models stopped by {10 * rounds} flipped bytes, no weight differs"
+                )
+    finally:
+        server.kill()
+    assert "Traceback" not in server.log.read_text()
