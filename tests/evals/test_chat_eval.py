@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_scripts
+import runs
 import torch
-from runs import refused
-from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
-from torch import Tensor
+from tiny import complaint, cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 
-from nanochat.chat import Chat
 from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
@@ -116,68 +113,43 @@ def grade(
     return evaluate(task, model or tiny_model(), engine, sampling=sampling, **settings)
 
 
-# ---------------------------------------------------------------------- a chat
+# ---------------------------------------------------------------------- the report's chat
 
-
-def test_a_chat_is_read_turn_by_turn_as_far_as_it_fits() -> None:
-    read: list[list[int]] = []
-
-    class Listening(Known):
-        model = tiny_model()
-
-        def generate(self, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[list[int]]]:
-            read.extend(prompts)
-            return super().generate(prompts, **settings)
-
-    engine: Any = Listening(lambda question: f"{question}!")
-    chat = Chat(engine, max_tokens=20, seed=7)
-    for question in ("QQQQQQQQ", "ZZZZZZZZ", "XXXXXXXX"):
-        chat.say(question)
-    turns = chat.messages
-    assert [(turn["role"], text_of(turn["content"])) for turn in turns[:3]] == [
-        *(("user", "QQQQQQQQ"), ("assistant", "QQQQQQQQ!"), ("user", "ZZZZZZZZ")),
-    ]
-    assert read[:2] == [render_prompt(engine.tokenizer, turns[:1]), render_prompt(engine.tokenizer, turns[:3])]
-    assert read[2] == render_prompt(engine.tokenizer, turns[2:5])  # with the first turn it leaves no 20 tokens
-    assert [settings["sampling"].seed for _, settings in engine.calls] == [7, 8, 9]  # as in chat_cli
+GOOD = ["Hi.", "It is 85.", "Ravi was a fox."]
+OTHER = ["Hi.", "It is 85.", "A cat."]
+BAD = ["Hi.", "It is 58.", "A cat."]
 
 
 @pytest.mark.parametrize(
-    ("replies", "expected"),
-    [
-        (["Hi.", "It is 85.", "Ravi was a fox."], 1),
-        (["Hi.", "It is 58.", "Ravi was a fox.", "Hi.", "It is 85.", "A fox. Ravi.", "", "", ""], 2),
-        (["Hi.", "It is 58.", "A cat."] * 2 + ["Hi.", "It is 85.", "A cat."] * 2, 3),  # none is good: the first best
-    ],
+    ("chats", "expected"),
+    [([GOOD], 1), ([BAD, GOOD], 2), ([BAD, BAD, OTHER, OTHER], 3)],  # none is good: the first of the best
 )
 def test_the_chat_of_the_report_is_the_first_good_one(
-    replies: list[str], expected: int, monkeypatch: pytest.MonkeyPatch
+    chats: list[list[str]], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
 
     class Replied:
         def __init__(self, engine: Any, *, seed: int, **settings: Any) -> None:
-            self.replies = iter(replies[3 * len(seeds) :])
+            self.replies = iter(chats[len(seeds)])
             self.messages: list[dict[str, str]] = []
             seeds.append(seed)
 
         def say(self, question: str) -> None:
-            self.messages += [{"role": "user", "content": question}]
-            self.messages += [{"role": "assistant", "content": next(self.replies)}]
+            self.messages.append({"role": "user", "content": question})
+            self.messages.append({"role": "assistant", "content": next(self.replies)})
 
     monkeypatch.setattr("nanochat.evals.chat_tasks.Chat", Replied)
     engine: Any = None
     chat, number = good_chat(engine, SamplingParams(seed=5))
-    assert number == expected
-    assert [turn["content"] for turn in chat[1::2]] == replies[3 * expected - 3 : 3 * expected]
-    tries = 4 if len(replies) == 12 else expected
-    assert seeds == [5 + 3 * number for number in range(tries)]  # a seed for each of the three replies
+    assert number == expected and [turn["content"] for turn in chat[1::2]] == chats[expected - 1]
+    assert seeds == [5 + 3 * place for place in range(len(chats))]  # a seed for each of the three replies
 
 
 # ---------------------------------------------------------------------- generative tasks
 
 
-@pytest.mark.parametrize("batch_rows", [1, 3, 4, 100])
+@pytest.mark.parametrize("batch_rows", [3, 100])
 def test_each_question_is_asked_once_and_counted(batch_rows: int) -> None:
     engine = Known(lambda question: str(min(number_in(question), 12)))  # right up to 12
     result, replies = grade(Echo(), engine, SamplingParams(temperature=0, seed=7), batch_rows=batch_rows, max_tokens=9)
@@ -210,6 +182,7 @@ def test_only_the_assistants_end_is_an_end() -> None:
     engine.reply = reply
     result, replies = grade(Echo(12), engine)
     assert (result.correct, result.total, result.cut_off) == (8, 12, 4)
+    assert (result.low, result.high) == wilson_interval(8, 12)
     numbers = [number_in(one.messages[-1]["content"]) for one in replies if not one.correct]
     assert sorted(numbers) == [1, 4, 7, 10]
 
@@ -287,21 +260,19 @@ def test_a_prompt_may_fill_all_but_one_token_of_the_context(room: int) -> None:
 # ---------------------------------------------------------------------- reference answers fed back
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["ended", "cut"])
 @pytest.mark.parametrize("name", generated_tasks())
-def test_chosen_replies_score_all_and_rejected_ones_nothing(
-    name: str, ends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(task_class(name), "__len__", lambda task: 100)
+def test_chosen_replies_score_all_and_rejected_ones_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every second one is cut off before its end."""
+    monkeypatch.setattr(task_class(name), "__len__", lambda task: 50)
     tokenizer, task = tiny_tokenizer(), task_class(name)("test")
     right: dict[tuple[int, ...], list[int]] = {}
     wrong: dict[tuple[int, ...], list[int]] = {}
-    for pair in map(task.pair, range(len(task))):
+    for number, pair in enumerate(map(task.pair, range(len(task)))):
         prompt = render_prompt(tokenizer, pair.question)
         for replies, reply in ((right, pair.chosen), (wrong, pair.rejected)):
             ids = render(tokenizer, [*pair.question, reply]).ids
             assert ids[: len(prompt)] == prompt and ids[-1] == tokenizer.encode_special("<|assistant_end|>")
-            replies[tuple(prompt)] = ids[len(prompt) : len(ids) - (not ends)]
+            replies[tuple(prompt)] = ids[len(prompt) : len(ids) - number % 2]
 
     class Table(Known):
         def __init__(self, table: dict[tuple[int, ...], list[int]]):
@@ -314,7 +285,7 @@ def test_chosen_replies_score_all_and_rejected_ones_nothing(
 
     settings = {"batch_rows": 32, "model": tiny_model(4096)}
     result, replies = grade(task, Table(right), **settings)
-    assert (result.correct, result.total, result.too_long) == (100, 100, 0)
+    assert (result.correct, result.total, result.too_long) == (50, 50, 0)
     assert any("->" in readable(one.reply) for one in replies) == (
         name in ("addition", "arithmetic", "letters", "memory")
     )
@@ -336,8 +307,8 @@ def test_the_episodes_of_an_environment_are_played(is_best: bool, accuracy: floa
         return replies
 
     monkeypatch.setattr("nanochat.evals.chat_tasks.EngineSampler", lambda *_: sampler)
-    result, replies = grade(task_class("nim")("test"), Known(str), max_examples=100, model=tiny_model(300))
-    assert result.questions == 100 and result.accuracy == pytest.approx(accuracy, abs=0.06)
+    result, replies = grade(task_class("nim")("test"), Known(str), max_examples=60, model=tiny_model(300))
+    assert result.questions == 60 and result.accuracy == pytest.approx(accuracy, abs=0.07)
     assert all(reply.messages[0]["content"].startswith("Nim with") for reply in replies)
     assert (max(len(reply.messages) for reply in replies) > 3) == is_best
 
@@ -345,73 +316,38 @@ def test_the_episodes_of_an_environment_are_played(is_best: bool, accuracy: floa
 # ---------------------------------------------------------------------- choice tasks
 
 
-class HandSet:
-    """A model with the logits that a table gives to each prompt's last position, and misleading ones elsewhere."""
-
-    def __init__(self, table: dict[tuple[int, ...], dict[int, float]]):
-        self.table, self.config = table, tiny_config(sequence_len=400)
-        self.shapes: list[tuple[int, ...]] = []
-
-    def hidden(self, tokens: Tensor) -> Tensor:
-        self.shapes.append(tuple(tokens.shape))
-        hidden = torch.zeros(*tokens.shape, tiny_tokenizer().vocab_size)
-        hidden[..., tiny_tokenizer().encode("A")[0]] = 99.0
-        for row, ids in zip(hidden, tokens.tolist(), strict=True):
-            prompt = next(prompt for prompt in self.table if tuple(ids[: len(prompt)]) == prompt)
-            row[len(prompt) - 1] = 0.0
-            for token, logit in self.table[prompt].items():
-                row[len(prompt) - 1, token] = logit
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-
-def test_the_likeliest_of_the_letters_is_the_answer() -> None:
-    tokenizer, task = tiny_tokenizer(), Letters()
-    a, b, c, d, other = (tokenizer.encode(text)[0] for text in ("A", "B", "C", "D", " the"))
-    scores = {  # by how many letters the question has: what is no letter, or none of this question's, is not chosen
-        2: {a: 1.0, b: 2.0, c: 8.0, d: 7.0, other: 9.0},  # B, right
-        3: {a: -3.0, b: -1.0, c: -2.0, d: 5.0, other: 9.0},  # B, wrong
-        4: {a: 1.0, b: 2.0, c: 3.0, d: 3.5, other: 9.0},  # D, right
-    }
-    examples = [task.example(index) for index in range(12)]
-    table = {tuple(render_prompt(tokenizer, e.question)): scores[len(e.letters)] for e in examples}
-    model, engine = HandSet(table), Known(lambda question: "")
-    result, replies = grade(task, engine, model=model, batch_rows=5, samples=3)
-    assert (result.kind, result.correct, result.total, result.accuracy, result.baseline) == (
-        "choice", 8, 12, 8 / 12, 0.25,
-    )  # fmt: skip
-    assert engine.calls == []  # nothing is sampled, and one pass a batch is enough
-    assert [rows for rows, _ in model.shapes] == [5, 5, 2]
-    for reply in replies:
-        letters = len(re.findall(r"^- ", reply.messages[-1]["content"], re.M))
-        assert text_of(reply.reply) == {2: "B", 3: "B", 4: "D"}[letters]
-        assert reply.correct == (letters != 3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_letters_are_preferred_as_by_the_model_alone(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_answer_is_the_letter_that_the_model_prefers_alone(dtype: torch.dtype) -> None:
+    """Of the question's own letters; nothing is sampled. In bf16 the logits are computed in bf16."""
     tokenizer = tiny_tokenizer()
     device = cpu_device(dtype=dtype)
     exact = tiny_model()
     model = lively_model(exact.config, kernels=device.kernels)
-    computed: list[torch.dtype] = []
-    logits_of = model.logits
-    monkeypatch.setattr(model, "logits", lambda hidden: computed.append(hidden.dtype) or logits_of(hidden))
     letters = [tokenizer.encode(text)[0] for text in "ABCDEFGH"]
     prompts = [torch.randint(0, 256, (length,)).tolist() for length in (5, 60, 23, 64, 9, 31, 12, 40)]
     rows = [letters[: 2 + i % 7] for i in range(8)]
     preferred = preferred_letters(model, prompts, rows, device)
-    assert computed == [dtype]
-    gaps = 0
+    compared = []
     for prompt, row, chosen in zip(prompts, rows, preferred, strict=True):
         logits = exact(torch.tensor([prompt]))[0, -1][row]
-        if dtype == torch.bfloat16 and logits.topk(2).values.diff().abs() < 0.3:
-            continue
-        gaps += 1
-        assert chosen == int(logits.argmax())
-    assert gaps > 3 and len(set(preferred)) > 2
+        if dtype == torch.float32 or logits.topk(2).values.diff().abs() > 0.3:
+            compared.append(chosen)
+            assert chosen == int(logits.argmax())
+    assert len(compared) > 3 and len(set(compared)) > 1
+
+    task, engine = Letters(12), Known(lambda question: "", device)
+    result, replies = grade(task, engine, model=model, batch_rows=5, samples=3)
+    assert engine.calls == [] and (result.kind, result.total, result.baseline) == ("choice", 12, 0.25)
+    examples = {example.question[0]["content"]: example for example in map(task.example, range(12))}
+    right = 0
+    for reply in replies:
+        example = examples[reply.messages[-1]["content"]]
+        ids = [[tokenizer.encode(letter)[0] for letter in example.letters]]
+        (chosen,) = preferred_letters(model, [render_prompt(tokenizer, example.question)], ids, device)
+        assert text_of(reply.reply) == example.letters[chosen]
+        assert reply.correct == (example.letters[chosen] == example.answer)
+        right += reply.correct
+    assert result.correct == right and result.accuracy == right / 12
 
 
 def test_a_letter_that_is_no_single_token_is_told() -> None:
@@ -438,40 +374,27 @@ def grade_on_a_rank(device: Device, kind: str, count: int) -> tuple[dict[str, An
     return figures, [(reply.messages, reply.reply, reply.correct) for reply in replies]
 
 
+def grade_all_on_a_rank(device: Device) -> list[tuple[dict[str, Any], list[tuple[Any, Any, bool]]]]:
+    return [grade_on_a_rank(device, *case) for case in (("generative", 9), ("choice", 9), ("generative", 1))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "count"), [("generative", 15), ("choice", 15), ("generative", 1)])
-def test_two_ranks_find_the_same_and_share_the_work(kind: str, count: int) -> None:
-    alone, replies = grade_on_a_rank(cpu_device(), kind, count)
-    (one, first), (two, second) = run_ranks(grade_on_a_rank, kind, count)
-    assert one == two == alone
-    if count > 1:
-        assert 0 < alone["correct"] < alone["total"]
-        assert first and second
-    assert sorted([*first, *second], key=repr) == sorted(replies, key=repr)  # sampled, and yet the same
+def test_two_ranks_find_the_same_and_share_the_work() -> None:
+    ranks = run_ranks(grade_all_on_a_rank)
+    for (alone, replies), (one, first), (two, second) in zip(grade_all_on_a_rank(cpu_device()), *ranks, strict=True):
+        assert one == two == alone
+        if alone["total"] > 2:
+            assert 0 < alone["correct"] < alone["total"]
+            assert first and second
+        assert sorted([*first, *second], key=repr) == sorted(replies, key=repr)  # sampled, and yet the same
 
 
 # ---------------------------------------------------------------------- figures
 
 
-def test_the_interval_is_of_questions() -> None:
-    result, _ = grade(Echo(10), Known(lambda question: str(min(number_in(question), 7))))
-    assert (result.correct, (result.low, result.high)) == (8, wilson_interval(8, 10))
-
-
 def test_chat_core_is_the_mean_above_guessing() -> None:
     assert chat_core([(0.25, 0.25), (1.0, 0.25), (0.4, 0.0)]) == pytest.approx((0 + 1 + 0.4) / 3)
     assert chat_core([(0.1, 0.25)]) == pytest.approx(-0.2)  # worse than guessing
-
-
-def test_a_reply_reads_with_its_calls() -> None:
-    def part(kind: str, text: str) -> Part:
-        return {"type": kind, "text": text}
-
-    parts = [part("text", "Let me see "), part("python", "2+3"), part("python_output", "5"), part("text", " It is 5.")]
-    assert readable(parts) == "Let me see [2+3] [-> 5] It is 5."
-    assert readable([part("python", "2+"), part("text", "hm")]) == "[2+] hm"  # cut off before its answer
-    assert readable([part("python_output", "5")]) == "[-> 5]"
-    assert readable([]) == ""
 
 
 # ---------------------------------------------------------------------- mistakes
@@ -489,22 +412,16 @@ def test_tasks_that_cannot_be_graded_are_told(tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
     own.write_text("")
     for text, words in (
-        ("smoltalk", "--tasks smoltalk: a dialogue has no right answer to grade; those with one are stories, .*mmlu"),
-        ("addition,smoltalk", "--tasks smoltalk: a dialogue"),
-        (str(own), f"--tasks {own}: a dialogue"),
-        ("addition:2", "--tasks addition:2: a weight is for training"),
-        ("addition,stories,addition", "--tasks names addition twice"),
+        ("smoltalk", "--tasks smoltalk: .* those with one are stories, .*mmlu"),
+        (str(own), f"--tasks {own}: "),
+        ("addition:2", "--tasks addition:2: "),
+        ("addition,stories,addition", "addition twice"),
         ("adition", "did you mean addition"),
         (" ", "--tasks is empty"),
     ):
-        with pytest.raises(UserError, match=words) as error:
-            graded_choices(text)
-        assert "\n" not in str(error.value) and "smoltalk" not in str(error.value).partition("those with one")[2]
-
-
-def test_nothing_cannot_be_evaluated() -> None:
-    with pytest.raises(UserError, match="--tasks echo: "):
-        grade(Echo(0), Known(lambda question: ""))
+        line = complaint(lambda text=text: graded_choices(text))
+        assert re.search(words, line) and "smoltalk" not in line.partition("those with one")[2]
+    assert "--tasks echo: " in complaint(lambda: grade(Echo(0), Known(lambda question: "")))
 
 
 # ---------------------------------------------------------------------- the command
@@ -525,7 +442,7 @@ def save_step(step: int) -> Path:
 
 
 def call(*argv: str) -> None:
-    test_scripts.call("chat_eval", "--device=cpu", "--dtype=float32", "--max_tokens=6", *argv)
+    runs.call("chat_eval", "--device=cpu", "--dtype=float32", "--max_tokens=6", *argv)
 
 
 def written() -> dict[str, Any]:
@@ -551,12 +468,8 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert first["chatcore"] == 0.0
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
     assert set(first["samples"][0]) == {"task", "messages", "reply", "correct"}
-    # Without what is the same nothing in every row: guessing, and questions that are too long.
-    assert re.search(r"^task +accuracy +95% interval +questions +(cut off +)?seconds\n-+\naddition +0\.0%", out, re.M)
-    assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +5 ", out, re.M)
-    assert "task 2/2 spelling: 0.0%, " in out and "too long" not in out and "guessing" not in out
-    assert re.search(r"^addition, wrong\n  user: .*\S.*\n  assistant: ", out, re.M)
-    assert "ChatCORE: 0.0000, the mean over 2 tasks\n" in out
+    assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +5 ", out, re.M) and "too long" not in out
+    assert "ChatCORE: 0.0000" in out and re.search(r"^addition, wrong\n  user: .*\S.*\n  assistant: ", out, re.M)
 
     monkeypatch.setattr(task_class("spelling"), "grade", always_right)
     monkeypatch.setattr("nanochat.evals.chat_tasks.ending", lambda *reply: "complete")
@@ -567,23 +480,18 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert both["tasks"]["spelling"]["accuracy"] == 1.0 and both["tasks"]["letters"]["questions"] == 5
     assert both["chatcore"] == pytest.approx((0 + 1 + both["tasks"]["letters"]["accuracy"]) / 3)
     assert [sample["task"] for sample in both["samples"]] == ["addition", "letters", "letters", "spelling", "spelling"]
-    assert "the mean over 3 tasks, 1 of them evaluated before" in out
+    assert "3 tasks, 1 of them evaluated before" in out
 
     call("--tasks=addition", "--max_examples=3", "--show=1")  # a quick look does not cost the figures
     assert written() == both
-    out = capsys.readouterr().out
-    assert "chat_eval.json keeps its result with max_examples 5, not 3 (" in out and "not written" not in out
-    assert "the mean over 3 tasks, 3 of them evaluated before" in out
+    assert "max_examples 5, not 3" in capsys.readouterr().out
 
     # As after the speedrun, which samples its stories: one task has other settings in the file, another is new.
     call("--tasks=letters,identity", "--max_examples=4", "--show=1")
     mixed = written()
     assert mixed["tasks"]["letters"] == both["tasks"]["letters"] and mixed["tasks"]["identity"]["questions"] == 4
-    assert [sample["task"] for sample in mixed["samples"]] == [
-        *(sample["task"] for sample in both["samples"]),
-        "identity",
-    ]
-    assert "the mean over 4 tasks, 3 of them evaluated before" in capsys.readouterr().out
+    assert mixed["samples"][:-1] == both["samples"] and mixed["samples"][-1]["task"] == "identity"
+    assert "4 tasks, 3 of them evaluated before" in capsys.readouterr().out
 
     save_step(6)
     call("--tasks=addition", "--max_examples=3", "--show=0")
@@ -591,7 +499,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert (newer["step"], list(newer["tasks"]), newer["samples"]) == (6, ["addition"], [])
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"step": 5, "tasks": {"a": {}}, "samples": []}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"step": 5, "tasks": {"a": {}}, "samples": []}'])
 def test_a_damaged_file_is_written_anew(checkpoint: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
     path = paths.run_dir("sft", "tiny") / "chat_eval.json"
     path.parent.mkdir(parents=True)
@@ -599,12 +507,6 @@ def test_a_damaged_file_is_written_anew(checkpoint: Path, capsys: pytest.Capture
     call("--tasks=addition", "--max_examples=2")
     assert list(written()["tasks"]) == ["addition"]
     assert "chat_eval.json" in capsys.readouterr().err
-
-
-def test_a_checkpoint_given_by_its_folder_leaves_no_file(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    call(f"--source={checkpoint}", "--tasks=addition", "--max_examples=2")
-    assert "ChatCORE" in capsys.readouterr().out
-    assert not (paths.base_dir() / "runs").exists()
 
 
 def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,16 +517,12 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
         return [[] for _ in prompts], [[] for _ in prompts]
 
     monkeypatch.setattr(Engine, "generate", recorded)
-    call(
-        *("--tasks=addition", "--max_examples=3", "--samples=2", "--temperature=0.5", "--top_k=7", "--top_p=0.9"),
-        *("--seed=11", "--device_batch_size=4"),
-    )
+    flags = ("--temperature=0.5", "--top_k=7", "--top_p=0.9", "--seed=11", "--device_batch_size=4")
+    call("--tasks=addition", "--max_examples=3", "--samples=2", f"--source={checkpoint}", *flags)
     sampling = [SamplingParams(0.5, 7, 0.9, min_p=0.05, seed=seed_of(11, row)) for row in range(6)]
-    assert seen[:2] == [
-        {"rows": 4, "max_tokens": 6, "sampling": sampling[:4], "keep_stop": True},
-        {"rows": 2, "max_tokens": 6, "sampling": sampling[4:], "keep_stop": True},
-    ]
-    assert [one["rows"] for one in seen[2:]] == [1, 1, 1] * 4  # four chats for the report, turn by turn: none is good
+    assert [one["rows"] for one in seen] == [4, 2, *(1, 1, 1) * 4]  # and four chats for the report: none is good
+    assert seen[0]["sampling"] + seen[1]["sampling"] == sampling and seen[0]["max_tokens"] == 6
+    assert not (paths.base_dir() / "runs").exists()  # a checkpoint that is given by its folder
 
 
 USERS = """
@@ -647,18 +545,16 @@ class Guess(Environment):
 @pytest.mark.parametrize(
     ("argv", "words", "code"),
     [
-        (["--tasks=mine.py:Sum"], "--tasks sum: an example has no answer", 1),
+        (["--tasks=mine.py:Sum"], "--tasks sum: ", 1),
         (["--tasks=mine.py:Lost"], "mine.py:6 `def example(self, index): return {}[index]`: KeyError", 1),
         (["--tasks=mine.py:Odd"], "mine.py:8 `def grade(self, example, reply): return 1 / 0`: ZeroDivisionError", 1),
-        (["--tasks=mine.py:Endless"], "mine.py:Endless: a subclass of Task needs __init__, __len__;", 1),
+        (["--tasks=mine.py:Endless"], "mine.py:Endless: ", 1),
         (["--tasks=mine.py:Plain"], "mine.py:Plain: example(", 1),
-        (["--tasks=mine.py:Guess"], "mine.py:Guess: a subclass of Environment needs start, step", 1),
-        (["--tasks=mine.py"], "--tasks mine.py: name the class of a task or an environment in it: mine.py:CLASS", 1),
-        (["--tasks=smoltalk"], "--tasks smoltalk: a dialogue has no right answer", 1),
-        (["--tasks=nosuch"], "--tasks nosuch: no such task", 1),
-        (["--samples=4", "--temperature=0"], "--samples 4: greedy replies are all the same; set --temperature", 1),
+        (["--tasks=mine.py:Guess"], "mine.py:Guess: ", 1),
+        (["--tasks=mine.py"], "mine.py:CLASS", 1),
+        (["--samples=4", "--temperature=0"], "--samples 4: ", 1),
         (["--temperature=-1"], "--temperature -1.0", 2),
-        (["--source=rl"], "there is no rl checkpoint", 1),
+        (["--source=rl"], "no rl checkpoint", 1),
         (["--model_tag=other"], "that is whole", 1),
     ],
 )
@@ -667,4 +563,4 @@ def test_mistakes_cost_a_line(
 ) -> None:
     (tmp_path / "mine.py").write_text(USERS)
     monkeypatch.chdir(tmp_path)
-    refused(capsys, ("chat_eval", "--device=cpu", *argv), words, code=code)
+    runs.refused(capsys, ("chat_eval", "--device=cpu", *argv), words, code=code)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from test_hub import FakeHub
-from tiny import cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
+from tiny import complaint, cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
 from nanochat.device import Device
@@ -176,9 +176,8 @@ DAMAGES = [
 @pytest.mark.parametrize(("damage", "words"), DAMAGES, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_damaged_bundle_is_one_line(bundle, damage, words):
     damage(bundle)
-    with pytest.raises(UserError, match=words) as caught:
-        open_bundle(str(bundle))
-    assert "\n" not in str(caught.value) and str(caught.value).startswith("--core")
+    line = complaint(lambda: open_bundle(str(bundle)))
+    assert line.startswith("--core") and re.search(words, line)
 
 
 # ---------------------------------------------------------------------- zip and download
@@ -223,15 +222,15 @@ def test_the_bundle_is_downloaded_once_and_without_a_token(store, bundle, base):
 def test_a_download_that_fails_names_the_next_step(store, base, monkeypatch):
     next_step = r"fetch http.*eval_bundle\.zip.*--core PATH"
     store.body = store.body[:-1] + b"?"
-    with pytest.raises(UserError, match=rf"--core download: .*sha256.*{next_step}"):
-        open_bundle("download")
-    store.status = 404
-    with pytest.raises(UserError, match=rf"--core download: .*HTTP 404.*{next_step}"):
-        open_bundle("download")
-    monkeypatch.setattr(core, "BUNDLE_URL", "http://127.0.0.1:9/eval_bundle.zip")
-    with pytest.raises(UserError, match=rf"127.0.0.1:9.*{next_step}") as caught:
-        open_bundle("download")
-    assert "MODELSCOPE" not in str(caught.value) and "\n" not in str(caught.value)
+    for words, status, url in (
+        ("sha256", 200, core.BUNDLE_URL),
+        ("HTTP 404", 404, core.BUNDLE_URL),
+        ("127.0.0.1:9", 200, "http://127.0.0.1:9/eval_bundle.zip"),
+    ):
+        store.status = status
+        monkeypatch.setattr(core, "BUNDLE_URL", url)
+        line = complaint(lambda: open_bundle("download"))
+        assert re.search(rf"{words}.*{next_step}", line) and "MODELSCOPE" not in line
     assert not (base / "data" / "core" / "eval_bundle").exists()
 
 
@@ -250,23 +249,16 @@ def test_an_interrupted_unpacking_leaves_no_half_bundle(store, base, bundle, mon
 # ---------------------------------------------------------------------- prompts
 
 
-def test_prompts_of_multiple_choice_letter_by_letter():
+def test_prompts_letter_by_letter():
     two = task("multiple_choice", ANIMALS[:2], shots=1, delimiter="\nAnswer: ")
     solved = "What purrs?\nAnswer: the cat\n\n"
     assert prompts(two, 0) == [f"{solved}What barks?\nAnswer: the dog", f"{solved}What barks?\nAnswer: the cat"]
     solved = "What barks?\nAnswer: the dog\n\n"
     assert prompts(two, 1) == [f"{solved}What purrs?\nAnswer: {it}" for it in ("the dog", "the cat", "the owl")]
-
-
-def test_prompts_of_schemas_letter_by_letter():
-    two = task("schema", PRONOUNS, shots=1)
     solved = "Ann saw Tom and Ann waved.\n\nThe cup fell on the plate and the"
-    assert prompts(two, 0) == [f"{solved} cup broke.", f"{solved} plate broke."]
+    assert prompts(task("schema", PRONOUNS, shots=1), 0) == [f"{solved} cup broke.", f"{solved} plate broke."]
     assert prompts(task("schema", PRONOUNS), 1) == ["Ann saw Tom and Ann waved.", "Ann saw Tom and Tom waved."]
-
-
-def test_prompts_of_language_modelling_letter_by_letter():
-    """Contexts are stripped everywhere, the prompt without its continuation also after the delimiter."""
+    # Contexts are stripped everywhere, the prompt without its continuation also after the delimiter.
     two = task("language_modeling", ENDINGS[:2], shots=1, delimiter="\nEnd: ")
     solved = "run and then\nEnd: run again\n\nhop and then\nEnd:"
     assert prompts(two, 0) == [solved, f"{solved} hop again"]
@@ -312,10 +304,8 @@ def test_what_is_scored(tiny_tokenizer):
 
 def test_a_token_across_the_border_belongs_to_the_continuation(tiny_tokenizer):
     """ "t" and "he" without a delimiter make one token "the", so that the prompt's own last token is not there."""
-    (row,) = scored_texts(
-        task("language_modeling", [{"context": "a t", "continuation": "he"}], delimiter=""), 0, tiny_tokenizer, 100
-    )
-    assert pieces(tiny_tokenizer, [row]) == [("<|bos|>a", " the")]
+    across = task("language_modeling", [{"context": "a t", "continuation": "he"}], delimiter="")
+    assert pieces(tiny_tokenizer, scored_texts(across, 0, tiny_tokenizer, 100)) == [("<|bos|>a", " the")]
 
 
 @pytest.mark.parametrize("kind", ["multiple_choice", "schema", "language_modeling"])
@@ -334,7 +324,7 @@ def test_few_lengths_and_little_padding():
     lengths = {tokens: padded_length(tokens, 2048) for tokens in range(1, 2049)}
     assert len(set(lengths.values())) == 16
     assert all(tokens <= length <= max(64, -(-tokens // 64) * 64, 1.25 * tokens) for tokens, length in lengths.items())
-    assert padded_length(600, 2048) == 640 and padded_length(600, 610) == 610 and padded_length(0, 32) == 32
+    assert padded_length(600, 610) == 610 and padded_length(0, 32) == 32
 
 
 # ---------------------------------------------------------------------- scores
@@ -430,11 +420,11 @@ def varied_tasks() -> list[CoreTask]:
     def text(most: int) -> str:
         return " ".join(rng.choice(("the", "an", "owl", "从", "x")) for _ in range(rng.randint(1, most)))
 
-    choices = [{"query": text(60), "choices": [text(9) + c for c in "abcd"], "gold": n % 4} for n in range(12)]
+    choices = [{"query": text(60), "choices": [text(9) + c for c in "abcd"], "gold": n % 4} for n in range(8)]
     schemas = [
-        {"context_options": [text(60) + "a", text(60) + "b"], "continuation": text(9), "gold": n % 2} for n in range(9)
+        {"context_options": [text(60) + "a", text(60) + "b"], "continuation": text(9), "gold": n % 2} for n in range(5)
     ]
-    endings = [{"context": text(60), "continuation": rng.choice("abc")} for _ in range(12)]
+    endings = [{"context": text(60), "continuation": rng.choice("abc")} for _ in range(8)]
     return [
         task("multiple_choice", choices, 2, label="choices", baseline=0.25),
         task("schema", schemas, 0, label="schemas", baseline=0.5),
@@ -451,10 +441,9 @@ def by_hand(model: Any, tokenizer: Tokenizer, one: CoreTask, context: int) -> fl
     return right / len(one.examples)
 
 
-@pytest.mark.parametrize("batch_rows", [1, 5, 16])
-def test_a_model_scores_as_its_logits_say(tiny_tokenizer, batch_rows):
+def test_a_model_scores_as_its_logits_say(tiny_tokenizer):
     context = 192
-    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=context))
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=context, n_layer=2))
     tasks = varied_tasks()
     lengths = set()
     for one in tasks:
@@ -463,25 +452,14 @@ def test_a_model_scores_as_its_logits_say(tiny_tokenizer, batch_rows):
                 length = padded_length(len(text.tokens) - 1, context)
                 lengths.add(length)
                 if index < 2:
-                    ((loss, hit),) = core.score_texts(model, [text], length, batch_rows, cpu_device())
+                    ((loss, hit),) = core.score_texts(model, [text], length, 5, cpu_device())
                     expected, greedy = plain(model, text.tokens, text.start)
                     assert (loss, hit) == (pytest.approx(expected, rel=1e-5), greedy)
     assert lengths == {64, 128, 192}
-    _, results = evaluate(model, tiny_tokenizer, tasks, cpu_device(), batch_rows)
+    _, results = evaluate(model, tiny_tokenizer, tasks, cpu_device(), 5)
     for one in tasks:
         assert results[one.label]["accuracy"] == by_hand(model, tiny_tokenizer, one, context)
     assert results["choices"]["cut"] > 0
-
-
-def test_bf16_is_near(tiny_tokenizer):
-    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=192))
-    rows = [text for index in range(3) for text in scored_texts(varied_tasks()[0], index, tiny_tokenizer, 192)]
-    exact = [loss for loss, _ in core.score_texts(model, rows, 192, 16, cpu_device())]
-    device = cpu_device(dtype=torch.bfloat16)
-    rounded = lively_model(model.config, kernels=device.kernels)
-    near = [loss for loss, _ in core.score_texts(rounded, rows, 192, 16, device)]
-    assert near != exact
-    assert near == pytest.approx(exact, rel=0.1)
 
 
 def test_the_head_sees_only_what_is_scored_and_in_pieces_of_one_shape(tiny_tokenizer, monkeypatch):
@@ -521,7 +499,7 @@ def test_two_ranks_measure_as_one_and_share_the_work():
     core_alone, tasks_alone, rows = measure_on_a_rank(cpu_device())
     for core_here, tasks_here, rows_here in run_ranks(measure_on_a_rank):
         assert (core_here, tasks_here) == (core_alone, tasks_alone)
-        assert rows_here == rows // 2 == 12 * 4 // 2
+        assert rows_here == rows // 2 == 8 * 4 // 2
 
 
 def save_base(tokenizer: Tokenizer, context: int) -> None:
@@ -543,9 +521,8 @@ def test_the_command_writes_core_with_the_rest(bundle, base, tiny_tokenizer, cap
     centered = [one["centered"] for one in written["core_tasks"].values()]
     assert written["core"] == pytest.approx(sum(centered) / 3) and not math.isnan(written["core"])
     table = out[out.index("measure ") :]  # all numbers in one place, after the samples
-    assert re.search(rf"^CORE +{written['core']:.4f}  the mean of 3 tasks$", table, re.M)
-    assert re.search(rf"^bits per byte, val +{written['val_bpb']:.4f}  \d+ tokens of ", table, re.M)
-    assert re.search(r"^stories that hold together +(0|100)\.0%  [01] of 1", table, re.M)
+    assert f"{written['core']:.4f}" in table and f"{written['val_bpb']:.4f}" in table
+    assert re.search(r"^stories .* (0|100)\.0%  [01] of 1", table, re.M)
     assert len(written["samples"]) == 1 and written["stories"] == 1 and "skipped" not in out
 
 

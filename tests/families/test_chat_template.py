@@ -100,16 +100,8 @@ def test_conversations_are_those_of_transformers(family_folders, family_tokenize
     assert equal > 40 and different < 5
 
 
-def test_the_mask_has_every_reply_that_follows_its_prompt(family_tokenizers):
-    for family in ("qwen2", "llama3", "mistral", "marked"):
-        tokenizer = family_tokenizers[family]
-        rendered = render(tokenizer, HELLO)
-        assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, rendered.target_count)
-        end = tokenizer.decode([tokenizer.reply_ends[0]])
-        assert learned(tokenizer, rendered).replace(" " * (family == "mistral"), "") == "".join(
-            message["content"].replace(" " * (family == "mistral"), "") + end for message in HELLO[1::2]
-        )
-    # Qwen3 drops the thoughts of earlier replies: such a reply is not learned. The last one is, with its own.
+def test_a_reply_whose_thoughts_are_dropped_is_not_learned(family_tokenizers):
+    """Qwen3's template drops those of earlier replies. The last one is learned, with its own."""
     tokenizer = family_tokenizers["qwen3"]
     thoughtful = [dict(message) for message in HELLO]
     for message in thoughtful[1::2]:
@@ -118,8 +110,10 @@ def test_the_mask_has_every_reply_that_follows_its_prompt(family_tokenizers):
     assert learned(tokenizer, rendered) == "<think>\nthe boat\n</think>\n\nThe sail is red.<|im_end|>"
     assert (rendered.replies, rendered.unlearned) == (2, 1) and rendered.reply_tokens > 1.5 * rendered.target_count
     # Where no thoughts are lost, both are.
+    rendered = render(tokenizer, HELLO)
     last = "<think>\n\n</think>\n\nThe sail is red.<|im_end|>"
-    assert learned(tokenizer, render(tokenizer, HELLO)) == f"Hello! A boat?<|im_end|>{last}"
+    assert learned(tokenizer, rendered) == f"Hello! A boat?<|im_end|>{last}"
+    assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, rendered.target_count)
     rendered = render(tokenizer, [{**message, "train": False} for message in HELLO])
     assert not rendered.target_count and not rendered.unlearned
     assert render(tokenizer, HELLO, max_tokens=9).cut
@@ -230,7 +224,6 @@ RUNAWAY = {
     "by a filter": "{{ range(9000) | join('a' * 90000) }}",
     "by a method": "{% set x = 'a' * 90000 %}{{ x.replace('a', x) }}",
     "formatted": "{{ '{:9999999999}'.format(1) }}",
-    "power": "{{ 9 ** (9 ** 9) }}",
     "only with tools": "{% if tools %}{{ 'a' * 10**10 }}{% endif %}",
     "only in long chats": "{% if messages | length > 9 %}{{ 'a' * 10**10 }}{% endif %}",
 }

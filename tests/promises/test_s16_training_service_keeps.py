@@ -196,29 +196,6 @@ def put_aside(start: Any) -> tuple[Service, Client]:
     return service, client
 
 
-def test_a_log_is_run_again_while_an_early_request_takes_its_turn(start, monkeypatch):
-    """The entry of an early request is renamed while the worker, which has listed it, reads the others."""
-    service, client = put_aside(start)
-    last, logged = client.number, RequestLog._logged
-
-    def list_and_submit(log: RequestLog) -> list:
-        found = logged(log)
-        if log is service.models[client.model_id].log and last + 2 not in sent:
-            sent.append(last + 2)
-            service.submit(OWNER, client.model_id, last + 2, "optim_step", json.dumps(ADAM).encode())
-        return found
-
-    sent: list[int] = []
-    early = batch(client.model_id, last + 3)
-    service.submit(OWNER, client.model_id, last + 3, "forward_backward", early)
-    monkeypatch.setattr(RequestLog, "_logged", list_and_submit)
-    service.submit(OWNER, client.model_id, last + 1, "optim_step", json.dumps(ADAM).encode())
-    for number in (1, 2, 3):
-        client.result(last + number)
-    live = service.models[client.model_id].live
-    assert sent == [last + 2] and live is not None and live.steps == 2
-
-
 def test_a_log_that_cannot_be_read_loses_no_step(start, killed, monkeypatch):
     service, client = put_aside(start)
     twin = Client(start(service.folder.with_name("twin"), models=1))
@@ -266,25 +243,25 @@ def test_what_was_answered_as_failed_is_never_run(start, killed, monkeypatch, ki
     client, other = Client(service), Client(service, 1)
     client.train()
     client.result(client.submit("forward_backward", shift=1))
-    with monkeypatch.context() as full:
-        forward, step = TrainedModel._forward, Optimizer.step
 
-        def forward_and_fail(*given: Any) -> Any:
-            forward(*given)
+    def fail_after(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        def call_and_fail(*given: Any, **settings: Any) -> Any:
+            method(*given, **settings)
             raise torch.OutOfMemoryError("a moment of little memory")
 
-        def step_and_fail(*given: Any, **settings: Any) -> Any:
-            step(*given, **settings)
-            raise torch.OutOfMemoryError("a moment of little memory")
+        little.setattr(owner, name, call_and_fail)
 
+    with monkeypatch.context() as little:
         if kind == "load":
             path = f"tinker://{other.model_id}/weights/late"
             assert "does not exist" in client.run("load_weights", path=path, optimizer=True)["error"]
         elif kind == "memory":
-            full.setattr(TrainedModel, "_forward", forward_and_fail)
+            fail_after(TrainedModel, "_forward")
             assert "failed" in client.run("forward_backward", shift=3)["error"]
         else:
-            full.setattr(Optimizer, "step", step_and_fail)
+            fail_after(Optimizer, "step")
             assert "failed" in client.run("optim_step", **ADAM)["error"]
     # After a load the gradients are still there. Otherwise they are dropped, and so was the step before.
     assert ("error" in client.run("optim_step", **ADAM)) == (kind != "load")
@@ -293,13 +270,11 @@ def test_what_was_answered_as_failed_is_never_run(start, killed, monkeypatch, ki
     client.result(client.submit("forward_backward", shift=4))  # gradients are in no snapshot: the log is run again
     other.train()
     assert "error" not in other.save("late")
+    again = start(killed()) if restarted else service
     if restarted:
-        again = start(killed())
-        failed = result_of(again, client.model_id, 4)
-        assert b"send it once more" in failed
+        assert b"send it once more" in result_of(again, client.model_id, 4)
         result_of(again, client.model_id, client.number)
     else:
-        again = service
         assert service.models[client.model_id].live is None
         client.result(client.submit("forward_backward", shift=5))
     assert_same(weights_of(again, client.model_id), expected)
@@ -843,6 +818,9 @@ LIMITS = Limits(snapshot_steps=3, batch_tokens=16, models=2)
 DISK_MB = 64
 
 
+CHOICES = {"train": 0.5, "save": 0.15, "load": 0.1, "grow": 0.07, "delete": 0.03, "sample": 0.08, "forward": 0.07}
+
+
 class Loop:
     """Drawn operations of one client. Its record says what it was told: equal records and weights are equal runs."""
 
@@ -854,62 +832,55 @@ class Loop:
         self.models = [lora_client(self.client, seed=seed)]
         self.saved: dict[str, str] = {}
         self.record: list[Any] = []
-        self.names = 0
+        self.samplers = 0
         self.refused = 0  # saves that found a full disk
 
     def run(self, operations: int) -> None:
         for _ in range(operations):
             model = self.models[self.draw.integers(len(self.models))]
-            chosen = self.draw.choice(
-                ["train", "save", "load", "grow", "delete", "sample", "forward"],
-                p=[0.5, 0.15, 0.1, 0.07, 0.03, 0.08, 0.07],
-            )
-            path = self.saved[str(self.draw.choice(sorted(self.saved)))] if self.saved else ""
+            chosen = self.draw.choice(list(CHOICES), p=list(CHOICES.values()))
+            name = str(self.draw.choice(["x", "y", "z"]))
+            path = self.saved.get(name)
             if chosen == "train":
                 train(model, 1, first=int(self.draw.integers(9)))
             elif chosen == "save":
-                name = str(self.draw.choice(["x", "y", "z"]))
-                self.saved[name] = self.persist(model.save_state, name, overwrite=True).path
+                self.saved[name] = self.persist(model.save_state, name, overwrite=True)
+            elif chosen == "sample":
+                sampler = self.client.create_sampling_client(model_path=self.sampler_of(model)).result()
+                params = tinker.SamplingParams(max_tokens=4, seed=int(self.draw.integers(99)))
+                samples = sampler.sample(tinker.ModelInput.from_ints([5, 6, 7]), 2, params).result()
+                self.record.append([one.tokens for one in samples.sequences])
+            elif chosen == "forward":
+                self.record.append(model.forward([datum(IDS[0])], "cross_entropy").result().metrics["loss:sum"])
             elif chosen == "load" and path:
                 model.load_state_with_optimizer(path).result()
             elif chosen == "grow" and path:
                 self.models[1:] = [self.client.create_training_client_from_state_with_optimizer(path).result()]
             elif chosen == "delete" and path:
-                self.delete(path)
-            elif chosen == "sample":
-                sampler = self.persist(model.save_weights_for_sampler, self.name()).path
-                prompt = tinker.ModelInput.from_ints([5, 6, 7])
-                params = tinker.SamplingParams(max_tokens=4, seed=int(self.draw.integers(99)))
-                samples = self.client.create_sampling_client(model_path=sampler).sample(prompt, 2, params).result()
-                self.record.append([one.tokens for one in samples.sequences])
-            elif chosen == "forward":
-                self.record.append(model.forward([datum(IDS[0])], "cross_entropy").result().metrics["loss:sum"])
+                del self.saved[name]
+                with contextlib.suppress(tinker.NotFoundError):  # the first answer was lost with the server
+                    self.rest.delete_checkpoint_from_tinker_path(path).result()
 
-    def name(self) -> str:
-        self.names += 1
-        return f"sampler-{self.names}"
-
-    def persist(self, save: Any, *arguments: Any, **settings: Any) -> Any:
-        """Until there is room: a save on a full disk is refused with a line that says so."""
+    def persist(self, save: Any, *arguments: Any, **settings: Any) -> str:
+        """The path, once there is room: a save on a full disk is refused with a line that says so."""
         while True:
             try:
-                return save(*arguments, **settings).result()
+                return save(*arguments, **settings).result().path
             except tinker.RequestFailedError as error:
                 assert "disk" in str(error), error
                 self.refused += 1
                 time.sleep(0.5)
 
-    def delete(self, path: str) -> None:
-        with contextlib.suppress(tinker.NotFoundError):  # the answer to the first try was lost with the server
-            self.rest.delete_checkpoint_from_tinker_path(path).result()
-        self.saved = {name: one for name, one in self.saved.items() if one != path}
+    def sampler_of(self, model: Any) -> str:
+        self.samplers += 1
+        return self.persist(model.save_weights_for_sampler, f"sampler-{self.samplers}")
 
-    def weights(self, folder: Path) -> list[dict[str, torch.Tensor]]:
-        """Those of all models; `folder` is the service's."""
+    def weights(self, service: Path) -> list[dict[str, torch.Tensor]]:
+        """Those of all models, in the service's folder."""
         found = []
         for model in self.models:
-            self.persist(model.save_weights_for_sampler, self.name())
-            (file,) = (folder / "models" / model.model_id / "sampler_weights").glob(f"sampler-{self.names}/*/*.safe*")
+            path = Path(self.sampler_of(model))
+            (file,) = (service / "models" / model.model_id / "sampler_weights" / path.name).glob("*/*.safetensors")
             found.append(load_file(file))
         return found
 

@@ -150,12 +150,8 @@ def whole(tmp_path_factory) -> Iterator[Whole]:
     write(base, "dpo", "metrics.jsonl", metrics(5, 15.0, **margins))
     reward = {"reward": lambda step: step / 30, "eval_reward": lambda step: 0.25 + step / 50 if step % 6 == 0 else None}
     write(base, "rl", "metrics.jsonl", metrics(25, 50.0, **reward, loss=lambda step: math.sin(step), kl=0.0123))
-    for stage, accuracy, answer in (
-        ("mid", 0.2, "7"),
-        ("sft", 0.5, "forty-one"),
-        ("dpo", 0.6, "no"),
-        ("rl", 0.9, "forty-two"),
-    ):
+    graded = {"mid": (0.2, "7"), "sft": (0.5, "forty-one"), "dpo": (0.6, "no"), "rl": (0.9, "forty-two")}
+    for stage, (accuracy, answer) in graded.items():
         chat = [{"role": "user", "content": f"Hello, {stage}!"}, {"role": "assistant", "content": CALL}]
         write(base, stage, "chat_eval.json", chat_evaluation(accuracy, answer, accuracy / 3) | {"chat": chat})
     lines = [command("tok_train", "tokenizer", 99.0, None), command("tok_train", "tokenizer", 11.0, None)]
@@ -181,11 +177,6 @@ def as_dicts(table: report_page.Table) -> dict[str, dict[str, str]]:
     return {name: dict(zip(table.heads[1:], row, strict=True)) for name, row in texts.items()}
 
 
-def test_columns_that_no_stage_can_fill_are_left_out(base):
-    write(base, "rl", "chat_eval.json", {"tasks": {"arc": {"accuracy": 0.75}}})
-    assert report_page.stage_table(report.collect(TAG)).heads == ["stage"]
-
-
 def test_times_add_up(whole):
     summary = whole.summary
     # The newest tokenizer, both parts of base_train, no other tag or earlier run; RL, not finished, by its training
@@ -198,24 +189,18 @@ def test_times_add_up(whole):
     assert total["training"] == "9m15s" and total["in all"] == "11m22s" and total["evaluation"] == "25s"
 
 
-def test_an_evaluation_long_after_the_run_adds_nothing_to_it(base):
-    write(base, "base", "metrics.jsonl", metrics(10, 50.0))
-    write(base, "base", "run.json", FACTS)
-    run = [trained("base_train", "base", 60.0, 0, 10)]
-    late = {"started": "2027-05-05T05:05:05+00:00"}
-    write_commands(
-        base, [*run, command("base_eval", "base", 999.0, **late), command("tok_train", "t", 9.0, None, **late)]
-    )
-    summary = report.collect(TAG)
-    assert summary.seconds_by_stage() == {"base": 60.0} and summary.evaluation_seconds() == 999.0
-
-
-def test_steps_of_a_killed_part_count_by_their_training_seconds(base):
-    """Ten steps of 50 s. A killed part has left no command: steps 2 to 5, and what is trained now."""
+def test_seconds_of_parts_and_of_late_evaluations(base):
+    """Ten steps of 50 s. A killed part has left no command: steps 2 to 5, and what is trained now. An evaluation, or a
+    tokenizer, long after the run adds nothing to it."""
     write(base, "base", "metrics.jsonl", metrics(10, 500.0))
+    write(base, "base", "run.json", FACTS)
     parts = [trained("base_train", "base", 120.0, 0, 2), trained("base_train", "base", 180.0, 5, 8)]
-    write_commands(base, [*parts, command("base_eval", "base", 30.0)])
-    assert report.collect(TAG).seconds_by_stage() == {"base": 120.0 + 150.0 + 180.0 + 100.0}
+    late = {"started": "2027-05-05T05:05:05+00:00"}
+    parts += [command("base_eval", "base", 999.0, **late), command("tok_train", "t", 9.0, None, **late)]
+    write_commands(base, parts)
+    summary = report.collect(TAG)
+    assert summary.seconds_by_stage() == {"base": 120.0 + 150.0 + 180.0 + 100.0}
+    assert summary.evaluation_seconds() == 999.0
 
 
 def test_the_tables_hold_what_the_files_hold(whole):
@@ -241,77 +226,31 @@ def test_the_tables_hold_what_the_files_hold(whole):
     assert scores["ChatCORE", ""][4].text == "0.3000" and scores["CORE", ""][0].text == "0.1771"
 
 
-def stories(accuracy: float, **further: float) -> dict[str, float]:
-    return {"accuracy": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "baseline": 0.0, **further}
+def stories(accuracy: float, order: float, together: float) -> dict[str, float]:
+    """A task with further shares."""
+    score = {"accuracy": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "baseline": 0.0}
+    score |= {"order_followed": order, "order_followed_low": order - 0.05, "order_followed_high": order + 0.05}
+    return score | {"holds_together": together, "holds_together_low": together - 0.02, "distinct_4grams": 0.72}
 
 
-@pytest.fixture
-def three_stages(base) -> report.RunSummary:
-    """Base, SFT and RL with further shares of the stories; after RL two skills are lower, one of them by much."""
-    evaluation = {"val_bpb": 1.0, "stories": 100, "stories_passed": 80}
-    write(base, "base", "eval.json", evaluation)
-    counts = {"correct": 1, "total": 1, "questions": 1, "too_long": 0, "cut_off": 0, "seconds": 0.5}
-    order = {"order_followed": 0.5, "order_followed_low": 0.45, "order_followed_high": 0.55}
-    order |= {"holds_together": 0.88, "holds_together_low": 0.86, "holds_together_high": 0.9}
-    tasks = {"stories": stories(0.45, distinct_4grams=0.72, **order, **counts)}
-    write(base, "sft", "chat_eval.json", {"tasks": {**tasks, "sums": stories(0.9), "questions": stories(0.78)}})
-    order = {"order_followed": 0.25, "order_followed_low": 0.2, "order_followed_high": 0.3}
-    order |= {"holds_together": 0.85, "holds_together_low": 0.83, "holds_together_high": 0.87}
-    tasks = {"stories": stories(0.5, distinct_4grams=0.625, **order)}
-    write(base, "rl", "chat_eval.json", {"tasks": {**tasks, "sums": stories(0.87), "questions": stories(0.7)}})
-    return report.collect(TAG)
-
-
-def test_a_further_share_of_a_task_has_its_row(three_stages):
-    rows = {(row[0].text, row[0].detail): row[1:] for row in report_page.score_table(three_stages).rows}
-    assert [cell.text for cell in rows["distinct 4-grams", "stories"]] == ["", "72.0%", "62.5%"]
+def test_further_shares_of_a_task_have_rows_and_a_skill_that_fell_is_marked(base):
+    write(base, "base", "eval.json", {"val_bpb": 1.0, "stories": 100, "stories_passed": 80})
+    plain = {"accuracy": 0.9, "low": 0.85, "high": 0.95, "baseline": 0.0}
+    write(base, "sft", "chat_eval.json", {"tasks": {"stories": stories(0.45, 0.5, 0.88), "sums": plain}})
+    lower = {"accuracy": 0.87, "low": 0.82, "high": 0.92, "baseline": 0.0}
+    write(base, "rl", "chat_eval.json", {"tasks": {"stories": stories(0.5, 0.25, 0.85), "sums": lower}})
+    summary = report.collect(TAG)
+    rows = {(row[0].text, row[0].detail): row[1:] for row in report_page.score_table(summary).rows}
     assert [(cell.text, cell.detail) for cell in rows["order followed", "stories"]] == [
         ("", ""), ("50.0%", "45–55"), ("25.0%", "20–30"),
     ]  # fmt: skip
     assert [cell.text for cell in rows["holds together", "stories"]] == ["80.0%", "88.0%", "85.0%"]
     assert [cell.text for cell in rows["stories", ""]] == ["", "45.0%", "50.0%"]  # what base does is no accuracy
-    names = [name for name, _ in rows]
-    place = names.index("stories")
-    shares = ["holds together", "distinct 4-grams", "order followed"]  # their intervals have no rows
-    assert names[place : place + 4] == ["stories", *shares] and len(names) == 7
-    assert "25.0%" in report_page.to_html(three_stages)
-
-
-def test_a_skill_that_fell_beyond_its_interval_is_marked(three_stages):
-    rows = {row[0].text: row[1:] for row in report_page.score_table(three_stages).rows}
-    assert [cell.fell for cell in rows["questions"]] == [False, False, True]  # 70 is below 73
-    assert [cell.fell for cell in rows["order followed"]] == [False, False, True]  # 25 is below 45
-    assert [cell.fell for cell in rows["holds together"]] == [False, False, True]  # 85 is below 86
-    assert not any(cell.fell for name in ("stories", "sums", "bits per byte") for cell in rows[name])
-    page = Page(report_page.to_html(three_stages))
-    assert page.text.count("fell to ▼") == 3 and "▼ the skill fell below" in page.text
-
-
-def test_the_loss_of_fine_tuning_is_a_wide_mean_and_rl_has_none(base):
-    noisy = metrics(40, 9.0, loss=lambda step: 2.0 + step % 2)
-    for stage in ("base", "sft", "rl"):
-        write(base, stage, "metrics.jsonl", noisy)
-    summary = report.collect(TAG)
-    html = report_page.to_html(summary)
-    assert "Loss: base 2 → 2.5" in html and "Loss: sft 2 → 2.5" in html and "Loss: rl" not in html
-    spread = {}
-    for stage in ("base", "sft"):
-        path = html.partition(f'id="loss-{stage}"')[2].partition(' d="')[2].partition('"')[0]
-        ys = [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)][6:-6]  # in the middle
-        spread[stage] = max(ys) - min(ys)
-    # Of three values in base, whose fall at the beginning must not be smeared out, and of eleven in SFT.
-    assert spread["sft"] < 0.4 * spread["base"]
-
-
-def test_the_chat_says_which_try_it_is(whole, base):
-    assert "A chat with rl at the checkpoint's own settings: the first try, as it came." in Page(whole.html).text
-    evaluation = chat_evaluation(0.5, "no", 0.1) | {"chat": [{"role": "user", "content": "Hi"}], "chat_try": 3}
-    write(base, "sft", "chat_eval.json", evaluation)
-    for odd in ("7", float("inf"), None):
-        write(base, "rl", "chat_eval.json", {"tasks": {"arc": {"accuracy": 0.5}}, "chat_try": odd})
-        assert report.collect(TAG).stages[-1].conversation_try == 1
-    title = "A chat with sft at the checkpoint's own settings: try 3, the best so far, as it came"
-    assert title in Page(report_page.to_html(report.collect(TAG))).text
+    assert rows["distinct 4-grams", "stories"][2].text == "72.0%"
+    # 25 is below 45, and 85 below 86; 87 is not below 85.
+    fell = {name for (name, _), cells in rows.items() if any(cell.fell for cell in cells)}
+    assert fell == {"order followed", "holds together"}
+    assert Page(report_page.to_html(summary)).text.count("fell to ▼") == 2
 
 
 # ---------------------------------------------------------------------- the page
@@ -343,116 +282,71 @@ def test_the_page_is_whole_and_requests_nothing(whole):
     assert "Loss: base 4 → 0.101" in labels and not any(label.startswith(":") for label in labels)
 
 
-def test_each_plot_has_a_line_for_each_stage(whole):
-    html = whole.html
+def ys_of(html: str, line: str) -> list[float]:
+    path = html.partition(f'id="{line}"')[2].partition(' d="')[2].partition('"')[0]
+    return [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
 
-    def lines(key: str) -> list[str]:
+
+def test_each_plot_has_a_line_for_each_stage_that_has_values(whole, base):
+    def lines(html: str, key: str) -> list[str]:
         return re.findall(f' id="{key}-([a-z]+)"', html)
 
-    for key in ("lr", "tok_per_sec"):
-        assert lines(key) == list(STAGES), key
-    assert lines("loss") == ["base", "mid", "sft", "dpo"]  # RL's says nothing
-    assert lines("val_bpb") == ["base"]
-    assert lines("margin") == lines("val_margin") == ["dpo"]
-    assert lines("reward") == lines("eval_reward") == lines("kl") == ["rl"] and lines("response_tokens") == []
-
-
-def test_a_reward_model_and_the_metrics_of_rl_are_drawn(base):
+    assert lines(whole.html, "lr") == lines(whole.html, "tok_per_sec") == list(STAGES)
+    assert lines(whole.html, "loss") == ["base", "mid", "sft", "dpo"]  # RL's says nothing
+    assert lines(whole.html, "val_bpb") == ["base"] and lines(whole.html, "margin") == ["dpo"]
+    assert lines(whole.html, "reward") == lines(whole.html, "kl") == ["rl"]
     write(base, "rm", "metrics.jsonl", metrics(5, 5.0, val_accuracy=lambda step: 0.5 + step / 10))
     names = ("pass_at_k", "no_signal", "entropy", "clipped", "truncated", "sampling_seconds", "training_seconds")
-    write(base, "rl", "metrics.jsonl", metrics(5, 5.0, **dict.fromkeys(names, 0.5), **{"reward/short": -0.25}))
-    html = report_page.to_html(report.collect(TAG))
-    assert ' id="loss-rm"' in html and "Preference accuracy: rm 0.5 → 0.9" in html
-    assert all(f' id="{name}-rl"' in html for name in (*names, "reward/short"))
-    assert "Reward: short" in html and "--rm: light-dark(" in html
-
-
-def test_the_reward_above_its_plot_is_that_of_held_out_questions(base):
     rewards = {"reward": lambda step: 0.9 - step / 10, "eval_reward": lambda step: 0.25 + step / 8}
+    rewards |= {**dict.fromkeys(names, 0.5), "reward/short": -0.25, "eval_reward_before": 0.0625}
     write(base, "rl", "metrics.jsonl", metrics(5, 5.0, **rewards))
-    assert "Reward: rl 0.25 → 0.75" in report_page.to_html(report.collect(TAG))
-    rewards |= {"eval_reward_before": 0.0625}  # an evaluation before the first step
-    write(base, "rl", "metrics.jsonl", metrics(5, 5.0, **rewards))
-    assert "Reward: rl 0.0625 → 0.75" in report_page.to_html(report.collect(TAG))
+    html = report_page.to_html(report.collect(TAG))
+    assert lines(html, "loss") == ["rm"] and "Preference accuracy: rm 0.5 → 0.9" in html
+    assert all(lines(html, name) == ["rl"] for name in (*names, "reward/short"))
+    assert "Reward: rl 0.0625 → 0.75" in html  # of held-out questions, from before the first step
 
 
 def test_a_line_goes_where_its_values_go(base):
-    write(base, "base", "metrics.jsonl", metrics(5, 10.0, val_bpb=lambda step: (3.0, 2.0, 1.0, 2.0, 3.0)[step]))
-    html = report_page.to_html(report.collect(TAG))
-    path = html.partition('id="val_bpb-base"')[2].partition(' d="')[2].partition('"')[0]
-    points = [(float(x), float(y)) for x, y in re.findall(r"[ML] ([\d.]+) ([\d.]+)", path)]
-    assert len(points) == 5
-    xs, ys = zip(*points, strict=True)
-    assert ys[0] == ys[4] < ys[1] == ys[3] < ys[2]  # y grows downwards on a page
-    assert all(math.isclose(b - a, (xs[4] - xs[0]) / 4, rel_tol=1e-4) for a, b in zip(xs, xs[1:], strict=False))
-
-
-def test_every_colour_is_defined_in_light_and_dark(whole):
-    html = whole.html
-    used = set(re.findall(r"var\(--([a-z]+)\)", html)) - {"least", "share", "tone", "mono"}
-    defined = dict(re.findall(r"--([a-z]+): (light-dark\([^)]*\))", html))
-    assert {*STAGES, "text", "quiet", "line", "raised"} <= used <= set(defined)
-    assert "#c0de" not in html
-    chat_page = (Path(report_page.__file__).parents[1] / "serve" / "ui.html").read_text()
-    palette = dict(re.findall(r"--([a-z]+): (light-dark\([^)]*\))", chat_page))
-    for name in ("page", "raised", "soft", "line", "text", "quiet", "accent", "danger"):
-        assert defined[name] == palette[name], name
-
-
-def test_a_question_is_shown_once_with_the_answers_of_all_stages(whole):
-    page = Page(whole.html)
-    assert page.text.count("What is 6 * 7?") == 1
-    answers = page.text.partition("What is 6 * 7?")[2]
-    places = [answers.index(text) for text in ("✗ wrong", "forty-one", "✓ right", "forty-two")]
-    assert places == sorted(places)
-
-
-def test_a_question_may_be_one_stages_only(base):
-    for stage, accuracy in (("mid", 0.2), ("sft", 0.5)):
-        evaluation = chat_evaluation(accuracy, "forty-one", 0.1)
-        if stage == "sft":
-            question = [{"role": "user", "content": "Which word?"}]
-            evaluation["samples"].append({**evaluation["samples"][0], "messages": question})
-        write(base, stage, "metrics.jsonl", metrics(3, 1.0))
-        write(base, stage, "chat_eval.json", evaluation)
-    assert "Which word?" in Page(report_page.to_html(report.collect(TAG))).text
-
-
-def test_a_long_run_is_thinned_out(base):
+    """The loss is a mean: of three values in base, whose fall at the beginning must not be smeared out, of eleven in
+    SFT. What is evaluated is drawn as it is, and a long run is thinned out."""
+    noisy = {"loss": lambda step: 2.0 + step % 2, "val_bpb": lambda step: 1.0 + (step + 1) / 40}
+    noisy["val_bpb_before"] = lambda step: None if step else 3.0
+    for stage in ("base", "sft"):
+        write(base, stage, "metrics.jsonl", metrics(40, 9.0, **noisy))
+    summary = report.collect(TAG)
+    assert summary.stages[0].curve("val_bpb")[:2] == [(0, 3.0), (1, 1.025)]
+    html = report_page.to_html(summary)
+    ys = ys_of(html, "val_bpb-base")
+    assert ys[0] < min(ys[1:]) and ys[1:] == sorted(ys[1:], reverse=True)  # y grows downwards on a page
+    middle = {stage: ys_of(html, f"loss-{stage}")[6:-6] for stage in ("base", "sft")}
+    spread = {stage: max(ys) - min(ys) for stage, ys in middle.items()}
+    assert 0 < spread["sft"] < 0.4 * spread["base"]
     write(base, "base", "metrics.jsonl", metrics(5000, 9000.0, loss=lambda step: step * 7919 % 1000))
     summary = report.collect(TAG)
     curve = summary.stages[0].curve("loss")
     assert 250 < len(curve) <= 302 and curve[0] == (1, 0.0) and curve[-1] == (5000, 4999 * 7919 % 1000)
-    assert len(report_page.to_html(summary)) < 150_000
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_what_a_model_writes_stays_text(base, payload):
-    write(base, "base", "eval.json", {"val_bpb": 1.0, "samples": [payload]})
-    score, chats = {"accuracy": 0.5, "baseline": 0.1}, []
+    write(base, "base", "eval.json", {"val_bpb": 1.0, "samples": [payload, "half \ud83d of a face, \x00\x1b[31m 中文"]})
+    chats = []
     for kind in ("text", "python", "python_output", payload):
         message, reply = {"role": payload, "content": payload}, {"type": kind, "text": payload}
         chats.append({"task": payload, "messages": [message], "reply": [reply], "correct": None})
     chat = [{"role": "user", "content": payload}, {"role": "assistant", "content": payload}]
-    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats, "chat": chat})
+    score = {"accuracy": 0.5, "baseline": 0.1}
+    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats, "chat": chat, "chat_try": 3})
     write(base, "sft", "run.json", {"commit": payload, "data": payload, "versions": {"torch": payload}})
     further = {"command": f"python {payload}", "device": payload, "dtype": payload}
     write_commands(base, [command(payload, payload, 5.0, **further)])
-    summary = report.collect(TAG)
-    page = Page(report_page.to_html(summary))
+    html = report_page.to_html(report.collect(TAG))
+    page = Page(html)
     assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
+    assert "half ? of a face,   [31m 中文" in page.text and "try 3, the best so far" in page.text and html.encode()
     # Nothing is closed early.
     assert page.text.rstrip().endswith("Left out: no run of mid, rm, dpo, rl.")
-
-
-def test_text_that_no_file_can_hold_is_replaced(base):
-    write(
-        base, "base", "eval.json", {"val_bpb": 1.0, "samples": ["half \ud83d of a face, \x00\x1b[31m and 中文 \u202e"]}
-    )
-    summary = report.collect(TAG)
-    assert "half ? of a face,   [31m and 中文" in report_page.to_html(summary)
-    assert report_page.to_html(summary).encode()
 
 
 # ---------------------------------------------------------------------- what is missing or damaged
@@ -469,51 +363,38 @@ def test_damaged_lines_are_skipped_and_counted(base):
     summary = report.collect(TAG)
     assert f"runs/base/{TAG}/metrics.jsonl: damaged lines skipped: 11" in summary.notes
     assert "runs/commands.jsonl: damaged lines skipped: 1" in summary.notes
-    assert summary.stages[0].values("loss") == [4.0, 0.25, 4 / 3, 1.0, 0.0625] and summary.seconds_by_stage() == {
-        "base": 12.0
-    }
+    assert summary.stages[0].values("loss") == [4.0, 0.25, 4 / 3, 1.0, 0.0625]
+    assert summary.seconds_by_stage() == {"base": 12.0}
     assert "damaged lines skipped: 11" in report_page.to_html(summary)
 
 
-def test_a_damaged_evaluation_is_left_out(base):
-    write(base, "sft", "metrics.jsonl", metrics(3, 1.0))
+def test_damaged_evaluations_and_odd_numbers_stop_nothing(base):
+    odd = [0.0, -1.0, 1e300, 10**400, float("inf"), float("nan"), True, "7", None, [], 1e-300]
+    names = ("loss", "lr", "tok_per_sec", "seconds", "val_bpb", "reward", "kl")
+    write(base, "rl", "metrics.jsonl", [{"step": step, **dict.fromkeys(names, odd[step])} for step in range(len(odd))])
+    assert report.collect(TAG).stages[0].values("loss") == [0.0, -1.0, 1e-300]
     for text in ("", "{", "[]", "null", '{"samples": 7}', '{"tasks": [1]}', '{"samples": [{}]}'):
         for name in ("eval.json", "chat_eval.json"):
-            write(base, "sft", name, {}).write_text(text)
+            write(base, "rl", name, {}).write_text(text)
         summary = report.collect(TAG)
         assert summary.stages[0].samples == [] and summary.stages[0].scores == {}
         assert any("eval.json: damaged" in note for note in summary.notes) == bool(text)
-    assert Page(report_page.to_html(summary))
+        assert Page(report_page.to_html(summary))
 
 
-def test_numbers_that_nobody_can_draw_stop_nothing(base):
-    odd = [0.0, -1.0, 1e300, 10**400, float("inf"), float("nan"), True, "7", None, [], 1e-300]
-    lines = [{"step": step, **dict.fromkeys(("loss", "lr", "tok_per_sec", "seconds", "val_bpb", "reward", "kl"), value)}
-             for step, value in enumerate(odd)]  # fmt: skip
-    write(base, "rl", "metrics.jsonl", lines)
-    summary = report.collect(TAG)
-    assert summary.stages[0].values("loss") == [0.0, -1.0, 1e-300]
-    assert Page(report_page.to_html(summary))
-
-
-@pytest.mark.parametrize("stage", SCRIPTS)
-def test_any_stage_may_be_alone(base, stage):
-    write(base, stage, "metrics.jsonl", [{"step": 0, "loss": 3.0, "seconds": 2.0}])  # one step into a run
-    summary = report.collect(TAG)
-    assert Page(report_page.to_html(summary)).text.count("Left out:") == 1
-    assert summary.seconds_by_stage() == {stage: 2.0}
-    assert not {"Evaluation", "Questions and replies"} & set(re.findall("<h2>(.*?)</h2>", report_page.to_html(summary)))
-
-
-@pytest.mark.parametrize("name", ["eval.json", "chat_eval.json", "commands"])
-def test_any_file_may_be_alone(base, name):
-    if name == "commands":
-        write_commands(base, [trained("base_train", "base", 61.0, 0, 5)])
-    else:
-        write(base, "rl", name, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}})
-    summary = report.collect(TAG)
-    expected = {"eval.json": "1.5000", "chat_eval.json": "50.0%", "commands": "1m01s"}[name]
-    assert expected in Page(report_page.to_html(summary)).text
+def test_any_stage_or_file_may_be_alone(base):
+    for stage in SCRIPTS:
+        tag = f"only-{stage}"
+        write(base, stage, "metrics.jsonl", [{"step": 0, "loss": 3.0, "seconds": 2.0}], tag)  # one step into a run
+        summary = report.collect(tag)
+        html = report_page.to_html(summary)
+        assert Page(html).text.count("Left out:") == 1 and summary.seconds_by_stage() == {stage: 2.0}
+        assert not {"Evaluation", "Questions and replies"} & set(re.findall("<h2>(.*?)</h2>", html))
+    write_commands(base, [trained("base_train", "base", 61.0, 0, 5, tag="commands")])
+    for tag, text in {"eval.json": "1.5000", "chat_eval.json": "50.0%", "commands": "1m01s"}.items():
+        if tag != "commands":
+            write(base, "rl", tag, {"val_bpb": 1.5, "tasks": {"arc": {"accuracy": 0.5}}}, tag)
+        assert text in Page(report_page.to_html(report.collect(tag))).text
 
 
 def test_nothing_to_report_names_the_command(base, capsys):
@@ -543,16 +424,14 @@ def test_the_command_reports_the_tag_written_last(whole, capsys):
 
 def test_a_report_needs_no_torch_and_no_pyplot(whole):
     code = (
-        "import sys; from nanochat.report import report_page, summary as report; "
-        "summary = report.collect(sys.argv[1]); "
-        "report_page.to_html(summary); assert 'torch' not in sys.modules; "
-        "assert 'matplotlib.pyplot' not in sys.modules; print(len(summary.stages))"
+        "import sys; from nanochat.report import report_page, summary; "
+        "report_page.to_html(summary.collect(sys.argv[1])); "
+        "print({'torch', 'matplotlib.pyplot'} & set(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, TAG], capture_output=True, text=True, cwd=Path(__file__).parents[2]
-    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code, TAG], capture_output=True, text=True, cwd=root)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(len(STAGES)) and done.stderr == ""
+    assert done.stdout.strip() == "set()" and done.stderr == ""
 
 
 def test_what_computed_is_named(monkeypatch):
@@ -560,16 +439,6 @@ def test_what_computed_is_named(monkeypatch):
     assert {"Python", "torch"} <= set(versions) and versions["Python"] == "{}.{}.{}".format(*sys.version_info)
     monkeypatch.setenv("PATH", "/nowhere")  # no git
     assert provenance.commit() == "unknown"
-
-
-def test_the_x_axis_has_steps_and_begins_with_the_evaluation_before_the_first(base):
-    before = {"val_bpb_before": lambda step: None if step else 3.0}
-    write(base, "base", "metrics.jsonl", metrics(40, 9.0, val_bpb=lambda step: 1.0 if step == 39 else None, **before))
-    summary = report.collect(TAG)
-    assert summary.stages[0].curve("val_bpb") == [(0, 3.0), (40, 1.0)]
-    plot = report_page.to_html(summary).partition('aria-label="Bits per byte: base 3 → 1"')[2].partition("</svg>")[0]
-    ticks = [text for text in re.findall(r">([^<>]+)</text>", plot)]
-    assert {"0", "20", "40"} <= set(ticks)
 
 
 # ---------------------------------------------------------------------- in a browser
