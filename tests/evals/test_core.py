@@ -381,18 +381,6 @@ def test_accuracy_and_centering_by_hand(tiny_tokenizer, capsys):
     assert model.shapes == {(3, 64)}  # whole batches only
 
 
-def test_options_are_compared_by_the_mean_over_their_tokens(tiny_tokenizer):
-    """A sum would prefer the short option, a mean the long one whose further tokens are sure."""
-    table = 3 * follows(tiny_tokenizer, "xy", "yx", " z", " x")
-    chances = table.double().log_softmax(dim=-1)
-    space, x, y, z = (tiny_tokenizer.encode(letter)[0] for letter in " xyz")
-    short, steps = -chances[space, z].item(), [-chances[a, b].item() for a, b in ((space, x), (x, y), (y, x), (x, y))]
-    assert sum(steps) / 4 < short < sum(steps)
-    example = {"query": "q", "choices": ["z", "xyxy"], "gold": 1}
-    mean, _ = evaluate(Bigram(table), tiny_tokenizer, [task("multiple_choice", [example])], cpu_device(), 2)  # type: ignore[arg-type]
-    assert mean == 1.0
-
-
 @pytest.mark.parametrize(("choices", "chosen"), [(["x", "xy"], 0), (["xy", "x"], 0), (["y", "x", "xy"], 1)])
 def test_an_option_that_others_only_add_to(tiny_tokenizer, choices, chosen):
     """It has no token of its own, so no loss: chosen where it comes first, never elsewhere. With a third that differs

@@ -100,25 +100,6 @@ def test_conversations_are_those_of_transformers(family_folders, family_tokenize
     assert equal > 40 and different < 5
 
 
-def test_a_reply_whose_thoughts_are_dropped_is_not_learned(family_tokenizers):
-    """Qwen3's template drops those of earlier replies. The last one is learned, with its own."""
-    tokenizer = family_tokenizers["qwen3"]
-    thoughtful = [dict(message) for message in HELLO]
-    for message in thoughtful[1::2]:
-        message["content"] = f"<think>\nthe boat\n</think>\n\n{message['content']}"
-    rendered = render(tokenizer, thoughtful)
-    assert learned(tokenizer, rendered) == "<think>\nthe boat\n</think>\n\nThe sail is red.<|im_end|>"
-    assert (rendered.replies, rendered.unlearned) == (2, 1) and rendered.reply_tokens > 1.5 * rendered.target_count
-    # Where no thoughts are lost, both are.
-    rendered = render(tokenizer, HELLO)
-    last = "<think>\n\n</think>\n\nThe sail is red.<|im_end|>"
-    assert learned(tokenizer, rendered) == f"Hello! A boat?<|im_end|>{last}"
-    assert (rendered.replies, rendered.unlearned, rendered.reply_tokens) == (2, 0, rendered.target_count)
-    rendered = render(tokenizer, [{**message, "train": False} for message in HELLO])
-    assert not rendered.target_count and not rendered.unlearned
-    assert render(tokenizer, HELLO, max_tokens=9).cut
-
-
 def test_tools_and_settings_of_a_template(family_folders, family_tokenizers):
     transformers = pytest.importorskip("transformers")
     oracle = transformers.PreTrainedTokenizerFast.from_pretrained(family_folders["qwen3"])

@@ -145,6 +145,9 @@ def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, name, capsy
     thought = "<think>\n\n</think>\n\n" if name == "empty thought" else ""
     assert tiny.learned(tokenizer, rendered) == f"{thought}then<|im_end|>"
     assert (rendered.replies, rendered.unlearned) == (2, 1)
+    refused_by_data = render(tokenizer, [{**message, "train": False} for message in messages])
+    assert not refused_by_data.target_count and not refused_by_data.unlearned
+    assert render(tokenizer, messages, max_tokens=9).cut
     report_learned([rendered], tokenizer)
     err = capsys.readouterr().err
     share = rendered.target_count / rendered.reply_tokens

@@ -397,8 +397,7 @@ def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch)
         again.path_of(OWNER, deleted)
     # A save that has failed does not succeed later, when it might replace a newer one.
     third = start(killed())
-    message = result_of(third, client.model_id, client.number)
-    assert b"send it once more" in message
+    assert b"send it once more" in result_of(third, client.model_id, client.number)
     # A snapshot lets the marks go.
     marks = again.folder / "models" / client.model_id / "weights"
     assert list(marks.glob(".*"))

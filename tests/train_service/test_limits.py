@@ -6,7 +6,6 @@ What owners may cost each other is in tests/promises/test_s16_training_service_k
 import asyncio
 import json
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -286,81 +285,3 @@ def test_a_thread_that_hangs_does_not_keep_the_server_from_ending(tmp_path):
     (entry,) = (server.folder / "models" / model_id / "log").iterdir()
     assert entry.read_bytes() == batch(model_id, 1)
     assert entry.stat().st_mode & 0o777 == 0o600
-
-
-# ---------------------------------------------------------------------- the worst bodies, in full
-
-PROTO_TYPE, JSON_TYPE = PROTO["content-type"], "application/json"
-
-
-def worst_bodies(model_id: str) -> list[tuple[str, bytes, str]]:
-    """Route, content and type of what costs most to read: each nearly as large as is allowed."""
-    first = batch(model_id, 1)  # never in its turn
-    tensor = wire._messages()["ForwardBackwardRequest"]
-    token = {"encoded_text": {"tokens": (5).to_bytes(4, "little")}}
-    values = {"dense": bytes(8), "dtype": 2, "shape": [1] * 4}
-    small = {"model_input": [token], "loss_fn_inputs": [{"key": "target_tokens", "value": values}]}
-    shape = {"dense": bytes(8), "dtype": 2, "shape": [1] * 4_000_000}
-    deep = {"model_input": [token], "loss_fn_inputs": [{"key": "target_tokens", "value": shape}]}
-    head = {"model_id": model_id, "seq_id": 10**6}
-    large = {"dense": bytes(15 << 20), "dtype": 2}
-    wide = {"model_input": [token], "loss_fn_inputs": [{"key": "target_tokens", "value": large}]}
-    prompt = {"sampling_session_id": "x", "num_samples": 1, "sampling_params": {}}
-    stops = json.dumps({**prompt, "prompt": {}, "sampling_params": {"stop": "@"}})
-    floats = "[" + ",".join(["0.123456789"] * 150_000) + "]"
-    return [
-        ("forward_backward", tensor(**head, data=[small] * 4096).SerializeToString(), PROTO_TYPE),
-        ("forward_backward", tensor(**head, data=[deep]).SerializeToString(), PROTO_TYPE),
-        ("forward_backward", tensor(**head, data=[wide]).SerializeToString(), PROTO_TYPE),
-        ("forward_backward", first[: len(first) // 2] + b"\x1a\x00" * 8_000_000, PROTO_TYPE),
-        ("forward_backward", b"\x1b" * (16 << 20), PROTO_TYPE),
-        ("asample", json.dumps({**prompt, "prompt": {"chunks": [{"tokens": [5] * 250_000}]}}).encode(), JSON_TYPE),
-        ("asample", json.dumps({**prompt, "prompt": {"chunks": [{"tokens": []}] * 100_000}}).encode(), JSON_TYPE),
-        ("asample", stops.replace('"@"', floats).encode(), JSON_TYPE),
-        ("asample", b"[" * (2 << 20), JSON_TYPE),
-        ("create_session", json.dumps({"tags": ["x"] * 300_000, "sdk_version": "0"}).encode(), JSON_TYPE),
-    ]  # fmt: skip
-
-
-def sent_until(ended: threading.Event, url: str, content: bytes, headers: dict[str, str]) -> list[int]:
-    """Send a body again and again; returns the statuses of the answers."""
-    statuses = []
-    while not ended.is_set():
-        statuses.append(httpx.post(url, content=content, headers=headers, timeout=60).status_code)
-    return statuses
-
-
-@pytest.mark.soak
-def test_health_is_answered_under_the_worst_bodies(tmp_path):
-    """p99 under 100 ms, as for the chat server, while clients send each of the worst bodies as fast as they can."""
-    server = Server(tmp_path / "service", tmp_path / "server.log")
-    slowest: dict[str, float] = {}
-    try:
-        headers = {"x-api-key": "tml-any"}
-        with (
-            httpx.Client(base_url=f"{server.address}/api/v1/", headers=headers, timeout=60) as http,
-            ThreadPoolExecutor(4) as threads,
-        ):
-            model_id = new_model(http)
-            for number, (route, content, kind) in enumerate(worst_bodies(model_id)):
-                ended = threading.Event()
-                kind_of = {**headers, "content-type": kind}
-                senders = [
-                    threads.submit(sent_until, ended, f"{server.address}/api/v1/{route}", content, kind_of)
-                    for _ in range(4)
-                ]
-                seconds = []
-                while len(seconds) < 500:
-                    start = time.perf_counter()
-                    assert http.get("healthz").status_code == 200
-                    seconds.append(time.perf_counter() - start)
-                    time.sleep(0.01)
-                ended.set()
-                statuses = [status for sender in senders for status in sender.result()]
-                assert statuses
-                p99 = sorted(seconds)[int(0.99 * len(seconds))]
-                slowest[f"{number} {route} {len(content):,} bytes {sorted(set(statuses))}"] = p99
-        print(*(f"{1000 * p99:6.1f} ms  {name}" for name, p99 in slowest.items()), sep="\n")
-        assert max(slowest.values()) < 0.1
-    finally:
-        server.kill()
