@@ -24,7 +24,7 @@ from nanochat.families import hf
 from nanochat.gpt import GPTConfig
 from nanochat.run.long_context import NewContext
 
-pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
 TOKENS = torch.randint(0, 300, (2, 80), generator=torch.Generator().manual_seed(3))
 WEIGHTS, NORM, SHARD = "model.safetensors", "model.norm.weight", "model-00001-of-00002.safetensors"
@@ -182,6 +182,13 @@ def test_sampling_is_the_folders(tmp_path):
         _, _, meta = load_model(str(folder), "cpu")
         assert tuple(meta["sampling"][name] for name in ("temperature", "top_k", "top_p")) == expected
     assert model_folder.tag_of(folder) == "model"
+
+
+@pytest.mark.parametrize("family", hf.FAMILIES)
+def test_what_a_config_leaves_out_is_transformers_default(family):
+    settings = transformers.AutoConfig.for_model(family)
+    for name, value in hf.FAMILIES[family].defaults.items():
+        assert getattr(settings, name) == value, name
 
 
 def test_which_family_can_say_what_a_model_computes():

@@ -972,7 +972,7 @@ def test_two_clients_train_on_through_kills_of_their_server(tmp_path):
     server = soaked_server(tmp_path, tmp_path / "server.log")
     draw = np.random.default_rng(0)
     try:
-        sizes = {"seed": 0, "operations": 25, "kills": 2}
+        sizes = {"seed": 0, "operations": 15, "kills": 2}
         killed, _ = require_a_round_through_kills(server, draw, tmp_path / "straight", **sizes)
     finally:
         server.kill()

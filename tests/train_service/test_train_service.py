@@ -328,6 +328,10 @@ def test_greedy_samples_are_the_engines_and_their_logprobs_the_trainers(trained,
     last = sampler.compute_logprobs(tinker.ModelInput.from_ints(prompt), prompt_logprobs_last_n=2).result()
     assert last[:-2] == [None] * (len(prompt) - 2)
     np.testing.assert_allclose(last[-2:], greedy.prompt_logprobs[-2:], atol=1e-6)
+    more = sampler.compute_logprobs(
+        tinker.ModelInput.from_ints(prompt), prompt_logprobs_last_n=len(prompt) - 1
+    ).result()
+    np.testing.assert_allclose(more[1:], greedy.prompt_logprobs[1:], atol=1e-6)
 
 
 def test_a_sample_ends_where_its_request_says(trained, service):
