@@ -38,7 +38,7 @@ from nanochat.tasks.learned_share import report_learned
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_adamw, next_token_loss, train_step
 
-CLOSED = {"enable_thinking": False}  # of the kinds of template here only qwen3's reads it
+CLOSED = {"enable_thinking": False}  # only the template of qwen3 reads it
 PUBLISHED = ("qwen2_5", "qwen3", "qwen3_instruct_2507", "llama3", "llama3_1", "llama3_2")
 
 

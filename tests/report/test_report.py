@@ -303,7 +303,7 @@ def test_each_plot_has_a_line_for_each_stage_that_has_values(whole, base):
     html = report_page.to_html(report.collect(TAG))
     assert lines(html, "loss") == ["rm"] and "Preference accuracy: rm 0.5 → 0.9" in html
     assert all(lines(html, name) == ["rl"] for name in (*names, "reward/short"))
-    assert "Reward: rl 0.0625 → 0.75" in html  # of held-out questions, from before the first step
+    assert "Reward: rl 0.0625 → 0.75" in html  # held-out questions, from before the first step
 
 
 def test_a_line_goes_where_its_values_go(base):
