@@ -934,7 +934,7 @@ def require_a_round_through_kills(
         if killed == kills:
             time.sleep(0.01)
             continue
-        time.sleep(0.1 + draw.exponential(0.5))
+        time.sleep(0.1 + draw.exponential(1))
         if ballast is not None and draw.random() < 0.4:
             fill(ballast)
             time.sleep(draw.exponential(2))

@@ -287,6 +287,14 @@ def ys_of(html: str, line: str) -> list[float]:
     return [float(y) for y in re.findall(r"[ML] [\d.]+ ([\d.]+)", path)]
 
 
+def test_a_question_is_shown_once_with_the_answers_of_all_stages(whole):
+    page = Page(whole.html)
+    assert page.text.count("What is 6 * 7?") == 1
+    answers = page.text.partition("What is 6 * 7?")[2]
+    places = [answers.index(text) for text in ("✗ wrong", "forty-one", "✓ right", "forty-two")]
+    assert places == sorted(places)
+
+
 def test_each_plot_has_a_line_for_each_stage_that_has_values(whole, base):
     def lines(html: str, key: str) -> list[str]:
         return re.findall(f' id="{key}-([a-z]+)"', html)
