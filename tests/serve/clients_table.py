@@ -278,7 +278,7 @@ CALLS = (
 def server() -> Iterator[str]:
     """The address of the API of a tiny model with random weights."""
     import tiny
-    from test_serve import serving
+    from fake_server import serving
 
     from nanochat.engine import Engine
     from nanochat.sampling import SamplingParams

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from test_serve import serving
+from fake_server import serving
 from tiny import cpu_device, lively_model, tiny_config
 from tiny_families import TOOL_FAMILIES, save_family
 

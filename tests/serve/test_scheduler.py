@@ -1,11 +1,9 @@
-"""Continuous batching: batched as alone, nothing leaks, text as people may see it."""
+"""Continuous batching: what is read together, text as people may see it, logprobs, ends; S3 to S5 and S14 have more."""
 
-import functools
 import itertools
-import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,186 +11,25 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from test_serve import until
-from tiny import SHAPES, tiny_tokenizer
+from fake_server import until
+from running_schedulers import (
+    GREEDY,
+    SCHEDULER_CONTEXT,
+    finished,
+    in_all_states,
+    make_engine,
+    metric,
+    prompt_of,
+    started,
+    tokens_of,
+)
 
 from nanochat import engine as engines
-from nanochat.engine import Engine, NewToken, SamplingParams
+from nanochat.engine import NewToken, SamplingParams
 from nanochat.serve import scheduler as schedulers
-from nanochat.serve.scheduler import Chunk, DeviceThread, Overloaded, Request, Scheduler, Stream, TextOut, TokenLogprob
+from nanochat.serve.scheduler import Chunk, Request, Scheduler, Stream, TextOut, TokenLogprob
 
-CONTEXT = 80
-make_engine = functools.partial(tiny.make_engine, sequence_len=CONTEXT)
-GREEDY = SamplingParams(temperature=0)
-
-
-@pytest.fixture
-def running() -> Iterator[Any]:
-    """Makes schedulers that run, and closes them."""
-    made: list[Scheduler] = []
-
-    def make(engine: Engine | None = None, **settings: Any) -> Scheduler:
-        scheduler = Scheduler(engine or make_engine(), **{"slots": 4, "prefill_chunk": 16, **settings})
-        made.append(scheduler)
-        scheduler.start()
-        return scheduler
-
-    yield make
-    for scheduler in made:
-        scheduler.close(grace=0)
-
-
-def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(torch.randint(0, 256, (length,), generator=torch.Generator().manual_seed(seed)).tolist())
-
-
-def tokens_of(stream: Stream) -> list[int]:
-    return [token for chunk in stream for token in chunk.token_ids]
-
-
-def metric(scheduler: Scheduler, name: str, **labels: str) -> float:
-    return scheduler.metrics.registry.get_sample_value(f"nanochat_{name}", labels) or 0
-
-
-def in_all_states(scheduler: Scheduler) -> tuple[float, float]:
-    return metric(scheduler, "requests_running"), metric(scheduler, "requests_queued")
-
-
-def finished(scheduler: Scheduler) -> dict[str, float]:
-    """Requests by how they ended."""
-    samples = [sample for family in scheduler.metrics.finished.collect() for sample in family.samples]
-    return {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
-
-
-# ---------------------------------------------------------------------- batched as alone
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_is_what_the_engine_generates(shape: str, running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engines, "CACHE_STEP", 16)
-    engine = make_engine(shape)
-    scheduler = running(engine)
-    prompts = [prompt_of(length, length) for length in (1, 2, 17, 33, 50, 9, 70)]
-    streams = [scheduler.submit(Request(prompt, 10, GREEDY)) for prompt in prompts]
-    for prompt, stream in zip(prompts, streams, strict=True):
-        assert tokens_of(stream) == engine.generate([prompt], max_tokens=10, sampling=GREEDY)[0][0]
-
-
-def random_requests(count: int, seed: int) -> list[Request]:
-    """Prompts that share beginnings, and every setting."""
-    draw = random.Random(seed)
-    begins = [prompt_of(40, one) for one in range(3)]
-    requests = []
-    for number in range(count):
-        prompt = draw.choice(begins)[: draw.randint(1, 40)] + prompt_of(draw.randint(0, 20), 100 + number)
-        room = min(draw.randint(1, 20), CONTEXT - len(prompt))
-        settings: dict[str, Any] = {}
-        if draw.random() < 0.6:
-            settings = {
-                "temperature": draw.choice([0.3, 1.0, 1.7]),
-                "top_k": draw.choice([0, 0, 1, 5, 400]),
-                "top_p": draw.choice([1.0, 0.5, 0.95]),
-                "min_p": draw.choice([0.0, 0.0, 0.1]),
-                "seed": draw.randint(0, 5),
-            }
-        settings["repetition_penalty"] = draw.choice([1.0, 1.0, 1.3])
-        settings["presence_penalty"] = draw.choice([0.0, 0.0, 0.0, 1.2])
-        settings["frequency_penalty"] = draw.choice([0.0, 0.0, 0.0, -0.5, 0.9])
-        sampling = SamplingParams(**{"temperature": 0.0, **settings})
-        biased = draw.sample(range(260), draw.choice([0, 0, 0, 2, 30]))
-        logit_bias = {token: draw.choice([-100.0, 3.0, 8.0]) for token in biased}
-        stop_ids = frozenset(draw.sample(range(260), draw.choice([0, 0, 20])))
-        requests.append(Request(prompt, room, sampling, logit_bias=logit_bias, stop_ids=stop_ids))
-    return requests
-
-
-@pytest.mark.parametrize(("shape", "seed"), [("fast", 5), ("fast", 6), *((shape, n) for n, shape in enumerate(SHAPES))])
-def test_batched_is_alone_whoever_joins_and_leaves(
-    shape: str, seed: int, running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "CACHE_STEP", 16)
-    engine, draw = make_engine(shape), random.Random(seed)
-    requests = random_requests(30, seed)
-    alone = []
-    for request in requests:  # each in a scheduler that has never seen another
-        scheduler = Scheduler(engine, slots=8, prefill_chunk=32)
-        scheduler.start()
-        alone.append(tokens_of(scheduler.submit(request)))
-        scheduler.close()
-    together = running(engine, slots=8, prefill_chunk=32)
-    streams, cancelled = [], set()
-    for number, request in enumerate(requests):
-        streams.append(together.submit(request))
-        if draw.random() < 0.3:
-            time.sleep(draw.random() * 0.02)
-        if draw.random() < 0.2:
-            victim = draw.randrange(number + 1)
-            streams[victim].cancel()
-            cancelled.add(victim)
-    for number, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
-        tokens = tokens_of(stream)
-        assert tokens == (expected[: len(tokens)] if number in cancelled else expected), f"request {number}"
-    assert in_all_states(together) == (0, 0)
-
-
-def what_is_read(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The lengths of the pieces of prompts that each pass reads from now on."""
-    read: list[list[int]] = []
-    prefill = scheduler.slots.prefill
-
-    def recorded(slot: int, pieces: list[tuple[int, ...]], filled: int) -> int:
-        read.append([len(piece) for piece in pieces])
-        return prefill(slot, pieces, filled)
-
-    monkeypatch.setattr(scheduler.slots, "prefill", recorded)
-    return read
-
-
-def test_a_prompt_is_read_once_for_the_choices_of_a_request_and_again_for_another_request(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the time to the first token would tell one client what another one wrote (S14)."""
-    engine = make_engine()
-    scheduler = running(engine)
-    read = what_is_read(scheduler, monkeypatch)
-    requests = [Request(prompt_of(50), 20, SamplingParams(seed=seed)) for seed in range(4)]
-    choices = [tokens_of(stream) for stream in scheduler.submit_all(requests)]
-    assert sum(map(sum, read)) == 49
-    assert len({tuple(tokens) for tokens in choices}) == 4
-    assert tokens_of(scheduler.submit(requests[2])) == choices[2]
-    assert sum(map(sum, read)) == 2 * 49
-
-
-def test_a_client_learns_nothing_of_what_another_one_wrote(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S14: after a prompt equal to the one before, and after another one as long, all counts and all work are equal."""
-    engine = make_engine()
-    secret, other = prompt_of(50, 1), prompt_of(50, 2)
-    seen = []
-    for written in (secret, other):
-        scheduler = running(engine, slots=4)
-        work: list[tuple[str, Any]] = []
-        slots = scheduler.slots
-        prefill, copy, decode = slots.prefill, slots.copy, slots.decode
-        monkeypatch.setattr(slots, "prefill", lambda s, p, f, run=prefill, to=work: to.append((s, f)) or run(s, p, f))
-        monkeypatch.setattr(slots, "copy", lambda *a, run=copy, to=work: to.append(("copy", a)) or run(*a))
-        monkeypatch.setattr(slots, "decode", lambda run=decode, to=work, **a: to.append(("decode", a)) or run(**a))
-        first = scheduler.submit(Request(written, 4, GREEDY))  # as one request ends, and while another one runs
-        tokens_of(first)
-        running_on = scheduler.submit(Request(written, 30, GREEDY))
-        until(lambda stream=running_on: stream.completion_tokens > 0)
-        began = len(work)
-        guess = scheduler.submit(Request(secret, 4, GREEDY))
-        tokens = tokens_of(guess)
-        of_the_guess = [entry for entry in work[began:] if entry[0] != "decode"]
-        tokens_of(running_on)
-        samples = {}
-        for family in scheduler.metrics.registry.collect():
-            for sample in family.samples:
-                if not sample.name.endswith(("_bucket", "_sum", "_created")):  # times
-                    samples[(sample.name, *sorted(sample.labels.values()))] = sample.value
-        seen.append((tokens, of_the_guess, samples))
-    assert seen[0] == seen[1]
-    assert seen[0][1] and "copy" not in {name for name, _ in seen[0][1]}
+running = pytest.fixture(started)
 
 
 def test_a_bias_forbids_or_forces_a_token(running: Any) -> None:
@@ -282,175 +119,6 @@ def test_logprobs_are_those_of_the_text_that_a_stop_string_leaves(running: Any) 
         assert whole.startswith(shown) and len(whole) - len(shown) < max(1, len(last)), stop
 
 
-# ---------------------------------------------------------------------- who leaves, and too many
-
-
-def test_cancelled_at_any_point_no_slot_is_lost(running: Any) -> None:
-    scheduler, draw = running(queue=600), random.Random(0)
-    streams = []
-    for number in range(500):
-        prompt = prompt_of(draw.randint(1, 60), number % 7)
-        streams.append(scheduler.submit(Request(prompt, draw.randint(1, 20), SamplingParams(seed=number))))
-        if draw.random() < 0.3:
-            time.sleep(0.002 * draw.random())
-        streams[draw.randrange(max(0, number - 6), number + 1)].cancel()
-    for stream in streams:
-        stream.cancel()
-    reasons = [list(stream)[-1].finish_reason for stream in streams]
-    assert set(reasons) <= {"cancelled", "length"} and reasons.count("cancelled") > 100
-    assert in_all_states(scheduler) == (0, 0)
-    assert sum(finished(scheduler).values()) == 500
-    assert not (scheduler.slots.rows or scheduler.requests)
-    after = [scheduler.submit(Request(prompt_of(5), 4, GREEDY)) for _ in range(4)]
-    assert len({tuple(tokens_of(stream)) for stream in after}) == 1
-
-
-def test_a_slot_is_free_before_the_next_token(running: Any) -> None:
-    scheduler = running(slots=1)
-    first = scheduler.submit(Request(prompt_of(4), 70))
-    until(lambda: first.completion_tokens > 0)
-    first.cancel()
-    made = first.completion_tokens
-    chunks = list(first)
-    assert chunks[-1].finish_reason == "cancelled"
-    assert first.completion_tokens <= made + 1
-
-
-def test_too_many_are_told_when_to_come_again(running: Any) -> None:
-    scheduler = running(slots=2, queue=3)
-    streams = [scheduler.submit(Request(prompt_of(5), 75)) for _ in range(5)]
-    with pytest.raises(Overloaded) as refused:
-        scheduler.submit(Request(prompt_of(5), 75))
-    assert refused.value.retry_after >= 1
-    assert sum(in_all_states(scheduler)) == 5 and metric(scheduler, "slots") == 2
-    for stream in streams:
-        stream.cancel()
-        list(stream)
-    assert len(tokens_of(scheduler.submit(Request(prompt_of(5), 3)))) == 3
-
-
-def test_several_are_taken_together_or_not_at_all(running: Any) -> None:
-    scheduler = running(slots=2, queue=2)
-    request = Request(prompt_of(5), 5)
-    with pytest.raises(Overloaded):
-        scheduler.submit_all([request] * 5)
-    assert not scheduler.requests and scheduler.capacity == 4
-    streams = scheduler.submit_all([request] * 4)
-    assert [list(stream)[-1].finish_reason for stream in streams] == ["length"] * 4
-    assert finished(scheduler) == {"length": 4}
-
-
-def test_requests_take_turns(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The many choices of one client do not keep out who comes after it."""
-    scheduler = running(slots=2, queue=8)
-    begun: list[str] = []
-    take_slot = scheduler._take_slot
-
-    def recorded(row: Any) -> bool:
-        taken = take_slot(row)
-        begun.extend([f"{row.request.stop[0][0]}{row.request.sampling.seed}"] if taken else [])
-        return taken
-
-    def submit(name: str, count: int) -> list[Stream]:
-        settings = [SamplingParams(seed=number) for number in range(count)]
-        return scheduler.submit_all([Request(prompt_of(5), 20, one, stop=(name * 9,)) for one in settings])
-
-    monkeypatch.setattr(scheduler, "_take_slot", recorded)
-    with scheduler.changed:  # the device's thread waits until all are there
-        streams = [*submit("a", 4), *submit("b", 3), *submit("c", 1)]
-    assert {list(stream)[-1].finish_reason for stream in streams} == {"length"}
-    assert begun == ["a0", "b0", "c0", "a1", "b1", "a2", "b2", "a3"]
-
-
-def test_one_that_waits_and_is_cancelled_makes_room_at_once(running: Any) -> None:
-    scheduler = running(slots=1, queue=1)
-    first, second = (scheduler.submit(Request(prompt_of(5), 75)) for _ in range(2))
-    second.cancel()
-    assert [chunk.finish_reason for chunk in second] == ["cancelled"]
-    third = scheduler.submit(Request(prompt_of(5), 2))
-    first.cancel()
-    assert len(tokens_of(third)) == 2
-
-
-@pytest.mark.parametrize("grace", [20, 0])
-def test_closing_lets_the_running_finish_and_gives_every_stream_an_end(running: Any, grace: int) -> None:
-    scheduler = running(slots=2)
-    streams = [scheduler.submit(Request(prompt_of(5), 30 if grace else 75)) for _ in range(6)]
-    until(lambda: metric(scheduler, "requests_running") == 2)
-    scheduler.close(grace=grace)
-    reasons = [list(stream)[-1].finish_reason for stream in streams]
-    if grace:
-        assert reasons.count("length") >= 2 and reasons.count("cancelled") >= 3
-    else:
-        assert reasons == ["cancelled"] * 6
-    assert not scheduler.thread.is_alive()
-    with pytest.raises(Overloaded):
-        scheduler.submit(Request(prompt_of(5), 1))
-
-
-def test_models_on_one_device_take_turns_and_close_together(running: Any) -> None:
-    """Each replies as it does alone, and neither waits for the end of the other's replies."""
-    engines = [make_engine(), make_engine("qwen3")]
-    thread = DeviceThread()
-    schedulers = [Scheduler(engine, slots=2, prefill_chunk=16, device_thread=thread) for engine in engines]
-    thread.start()
-    prompt = prompt_of(10)
-    order: list[int] = []
-
-    def taken(number: int, choice: int, chunk: Chunk) -> None:
-        order.extend([number] * len(chunk.token_ids))
-
-    streams = [one.submit(Request(prompt, 30, GREEDY)) for one in schedulers]
-    for engine, stream in zip(engines, streams, strict=True):
-        assert tokens_of(stream) == engine.generate([prompt], max_tokens=30, sampling=GREEDY)[0][0]
-    with thread.changed:  # both begin at once
-        for number, scheduler in enumerate(schedulers):
-            request = Request(prompt, 30, SamplingParams(temperature=0), logit_bias={97: 100.0})
-            scheduler.submit_all([request], functools.partial(taken, number))
-    until(lambda: not any(one.requests for one in schedulers))
-    assert sorted(order) == [0] * 30 + [1] * 30 and order == [0, 1] * 30
-    last = schedulers[1].submit(Request(prompt, 60, GREEDY, logit_bias={97: 100.0}))
-    begin = next(iter(last))  # it has a slot: the grace is for it, too
-    schedulers[0].close(grace=20)
-    assert len(begin.token_ids) + len(tokens_of(last)) == 60 and not schedulers[1].thread.is_alive()
-    with pytest.raises(Overloaded):
-        schedulers[1].submit(Request(prompt, 1))
-
-
-def test_a_failure_ends_the_running_and_the_next_are_served(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = make_engine()
-    scheduler = running(engine, slots=2)
-    decode, failures = scheduler.slots.decode, iter([False, False, True])
-
-    def failing(**arguments: Any) -> Any:
-        if next(failures, False):
-            raise MemoryError("secret words of a prompt")
-        return decode(**arguments)
-
-    monkeypatch.setattr(scheduler.slots, "decode", failing)
-    last = list(scheduler.submit(Request(prompt_of(5), 20)))[-1]
-    assert last.finish_reason == "error" and "MemoryError" in last.error and "secret" not in last.error
-    tokens = tokens_of(scheduler.submit(Request(prompt_of(5), 20, GREEDY)))
-    assert tokens == engine.generate([prompt_of(5)], max_tokens=20, sampling=GREEDY)[0][0]
-
-
-def test_a_device_that_is_gone_leaves_nobody_waiting(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler = running(slots=1)
-
-    def gone(**_: Any) -> None:
-        raise RuntimeError("no device")
-
-    monkeypatch.setattr(scheduler.slots, "decode", gone)
-    monkeypatch.setattr(scheduler.slots, "reset", gone)
-    streams = scheduler.submit_all([Request(prompt_of(5), 5)] * 3)
-    assert [list(stream)[-1].finish_reason for stream in streams] == ["error"] * 3
-    with pytest.raises(Overloaded):
-        scheduler.submit(Request(prompt_of(5), 5))
-
-
-# ---------------------------------------------------------------------- long prompts
-
-
 def test_a_long_prompt_is_read_in_pieces_between_the_tokens_of_others(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,31 +188,6 @@ def test_a_long_prompt_keeps_the_others_waiting_for_two_steps_at_most(
     assert 1.5 < max(stalls) <= 2  # it uses what it may
 
 
-# ---------------------------------------------------------------------- prompts that are read together
-
-
-def test_prompts_that_wait_are_read_together(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One forward pass reads several prompts, and each reply equals the one to its prompt alone."""
-    engine = make_engine()
-    scheduler = running(engine, slots=12, queue=12, prefill_chunk=64)
-    read = what_is_read(scheduler, monkeypatch)
-    lengths = [9, 17, 3, 1, 12, 12, 60, 30, 2]
-    prompts = [prompt_of(length, 1 + number) for number, length in enumerate(lengths)]
-    alone = [engine.generate([prompt], max_tokens=20, sampling=GREEDY)[0][0] for prompt in prompts]
-    requests = [Request(prompt, 20, GREEDY) for prompt in prompts]
-    with scheduler.changed:  # the device's thread waits until all are there
-        streams = [scheduler.submit(request) for request in requests[:5]]
-        choices = scheduler.submit_all([requests[5]] * 3)
-        echo = scheduler.submit(replace(requests[0], logprobs=0, echo=9))
-        streams += [scheduler.submit(request) for request in requests[5:]]
-    assert [tokens_of(stream) for stream in streams] == alone
-    assert [tokens_of(stream) for stream in choices] == [alone[5]] * 3
-    assert tokens_of(echo) == alone[0]
-    assert read[0] == [8, 16, 2]  # 48 of at most 64 tokens, padded; the next prompt has nothing to read
-    # Only one of a request's choices reads the prompt, and `Slots.score` reads an echoed prompt.
-    assert sum(map(sum, read)) == sum(length - 1 for length in [*lengths, lengths[5]])
-
-
 @pytest.mark.parametrize("disturbed", [None, 1, 2])
 def test_how_many_are_read_while_others_wait_is_learned(
     disturbed: int | None, running: Any, monkeypatch: pytest.MonkeyPatch
@@ -567,9 +210,6 @@ def test_how_many_are_read_while_others_wait_is_learned(
         assert counts[:8] == [1, 1, 2, 4, 4, 4, 4, 2]  # two to learn, then 64 tokens at once
     assert max(took for _, took in clock.read) <= 2  # at most twice as many tokens as the time before
     assert 4 <= max(counts[-6:]) <= 5, counts
-
-
-# ---------------------------------------------------------------------- the text
 
 
 def scripted(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
@@ -662,7 +302,7 @@ def test_the_text_ends_before_a_stop_string_wherever_tokens_part(
 
 
 def test_characters_come_whole_and_marks_never() -> None:
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny.tiny_tokenizer()
     out = TextOut(tokenizer.tokens, ())
     assert [out.cut(out.plain(token)) for token in "é从🙂".encode()] == ["", "é", "", "", "从", "", "", "", "🙂"]
     assert [out.cut(out.plain(token)) for token in tokenizer.special_ids.values()] == [""] * len(tokenizer.special_ids)
@@ -671,13 +311,10 @@ def test_characters_come_whole_and_marks_never() -> None:
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
-    out = TextOut(tiny_tokenizer().tokens, ("END", "\n\n"))
+    out = TextOut(tiny.tiny_tokenizer().tokens, ("END", "\n\n"))
     assert [out.cut(out.plain(token)) for token in b"aEENx\nb"] == ["a", "", "E", "", "ENx", "", "\nb"]
     assert out.cut(out.plain(b"E"[0])) == ""
     assert (out.flush(), out.stopped) == ("E", False)
-
-
-# ---------------------------------------------------------------------- logprobs, ends, mistakes
 
 
 def test_logprobs_are_the_models(running: Any) -> None:
@@ -706,9 +343,9 @@ def test_logprobs_are_the_models(running: Any) -> None:
 def test_a_request_ends_at_a_stop_token_or_its_length(running: Any) -> None:
     engine = make_engine()
     prompt = prompt_of(7)
-    free = engine.generate([prompt], max_tokens=CONTEXT - 7, sampling=GREEDY)[0][0]
+    free = engine.generate([prompt], max_tokens=SCHEDULER_CONTEXT - 7, sampling=GREEDY)[0][0]
     scheduler = running(engine)
-    chunks = list(scheduler.submit(Request(prompt, CONTEXT - 7, GREEDY)))
+    chunks = list(scheduler.submit(Request(prompt, SCHEDULER_CONTEXT - 7, GREEDY)))
     assert [token for chunk in chunks for token in chunk.token_ids] == free
     assert chunks[-1].finish_reason == "length"
     named = list(scheduler.submit(Request(prompt, 30, GREEDY, stop_ids=frozenset({free[4], 300}))))

@@ -1,7 +1,9 @@
-"""The chat page in real Chromium, against a small server with scripted replies; a whole conversation with the real one.
+"""P7. The page is a pleasure.
 
-Needs Debian's chromium (or CHROMIUM=path) and the `playwright` package (extra `dev`, see conftest.py); without them all
-but the first tests skip and say so.
+The chat page in real Chromium, against a small server with scripted replies: streaming, stop, regenerate, edit, copy,
+sliders, dark mode, safe Markdown, conversations kept over a reload, 360 px, keyboard, English and Chinese, no request
+to another host; and a conversation with the real server. It needs Debian's chromium (or CHROMIUM=path) and `playwright`
+(extra `dev`); without them all but the first tests skip and say so.
 """
 
 import codecs
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_serve import KEY, FakeScheduler, make_app, serving
+from bodies import KEY
+from fake_server import FakeScheduler, make_app, serving
 
 from nanochat.demo.plots import lexicon
 from nanochat.demo.stories import orders
@@ -30,53 +33,11 @@ pytestmark = pytest.mark.slow  # a server and a browser
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = PAGE.read_text(encoding="utf-8")
-
 SCRIPT = re.findall(r"<script>(.*?)</script>", SOURCE, re.DOTALL)
 STYLE = re.findall(r"<style>(.*?)</style>", SOURCE, re.DOTALL)
-
 FILES = load_page()
-POLICY = content_policy(SOURCE)
+CALL = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]  # the reply to `sum`
 
-PAYLOADS = [
-    "<script>window.hurt=1;alert(1)</script>",
-    '<img src=x onerror="window.hurt=1">',
-    "<svg onload=window.hurt=1>",
-    "<svg><script>window.hurt=1</script></svg>",
-    '<iframe src="javascript:parent.hurt=1"></iframe>',
-    '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
-    "<details open ontoggle=window.hurt=1>x</details>",
-    "<video><source onerror=window.hurt=1></video>",
-    "<body onload=window.hurt=1>",
-    "<input autofocus onfocus=window.hurt=1>",
-    "<style>*{display:none}</style>",
-    "<link rel=stylesheet href=//evil.example/x.css>",
-    '<meta http-equiv=refresh content="0;url=//evil.example">',
-    "<base href=//evil.example/>",
-    "<form action=//evil.example><button>go</button></form>",
-    '<object data="data:text/html,<script>window.hurt=1</script>"></object>',
-    "<math><mtext><img src=x onerror=window.hurt=1></mtext></math>",
-    "[click](javascript:window.hurt=1)",
-    "[click](JaVaScRiPt:window.hurt=1)",
-    "[click](java\tscript:window.hurt=1)",
-    "[click](data:text/html,<script>window.hurt=1</script>)",
-    "[click](vbscript:msgbox)",
-    "[click](//evil.example/relative)",
-    "[click](/v1/models)",
-    "![picture](https://evil.example/track.png)",
-    '![picture](x" onerror="window.hurt=1)',
-    "<javascript:window.hurt=1>",
-    'https://example.com/"onmouseover="window.hurt=1',
-    '```"><img/src=x/onerror=window.hurt=1>\n</code></pre><script>window.hurt=1</script>\n```',
-    "`</code><img src=x onerror=window.hurt=1>`",
-    "| a | b |\n|---|---|\n| <img src=x onerror=window.hurt=1> | [x](javascript:window.hurt=1) |",
-    "# <img src=x onerror=window.hurt=1>\n> <svg onload=window.hurt=1>\n\n- <b onclick=window.hurt=1>x</b>",
-    "</textarea></script><script>window.hurt=1</script><!--",
-    "{{constructor.constructor('window.hurt=1')()}} ${window.hurt=1}",
-]
-ALLOWED_TAGS = (
-    "ARTICLE P BR EM STRONG DEL CODE PRE UL OL LI H2 H3 H4 HR A B BLOCKQUOTE TABLE THEAD TBODY TR TH TD DIV HEADER "
-    "SPAN BUTTON svg path"
-)
 RICH = """# Heading
 
 A *soft* and **strong** line with `code`, ~~old~~ and [a link](https://example.com/a_b?c=1).
@@ -99,21 +60,17 @@ print("<b>not bold</b>")
 
 Last \\*plain\\* line."""
 
-
 # The tokens of a reply, each with its alternatives and their probabilities. One character is spread over two tokens.
 ODDS: list[tuple[bytes, dict[bytes, float]]] = [
     (b"The", {b"The": 0.95, b"A": 0.03}),
-    (b" dragon", {b" fox": 0.6, b" dragon": 0.3, PAYLOADS[1].encode(): 0.1}),
+    (b" dragon", {b" fox": 0.6, b" dragon": 0.3, b"<img src=x>": 0.1}),
     (b" caf\xc3", {b" caf\xc3": 0.5, b"\xc3": 0.4}),
     (b"\xa9", {b"\xa9": 0.4}),
     (b"!", {b".": 0.9, b"!": 0.0001}),
 ]
 
-
-# The same for a text: what /v1/completions says of its tokens. Bytes name a token that ends within a character.
-NAMES = ["The", " dragon", "bytes:\\x20\\x63\\x61\\x66\\xc3", "bytes:\\xa9", "!"]
 ECHOED: dict[str, Any] = {
-    "tokens": NAMES,
+    "tokens": ["The", " dragon", "bytes:\\x20\\x63\\x61\\x66\\xc3", "bytes:\\xa9", "!"],
     "token_logprobs": [None, *(math.log(one) for one in (0.3, 0.5, 0.4, 0.0001))],
     "top_logprobs": [None, {" fox": math.log(0.6), " dragon": math.log(0.3)}, {}, {}, {".": math.log(0.9)}],
 }
@@ -128,7 +85,7 @@ class Script(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, policy: str | None = POLICY):
+    def __init__(self, policy: str | None = content_policy(SOURCE)):
         super().__init__(("127.0.0.1", 0), Answer)
         self.policy, self.key, self.bodies, self.left, self.errors = policy, "", [], threading.Event(), []
         self.models: list[dict[str, Any]] = [{"id": "sft-demo"}]
@@ -175,10 +132,6 @@ class Answer(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.bodies.append(body)
-        final = (
-            body["messages"][-1] if "messages" in body else {"role": "user", "content": "continue " + body["prompt"]}
-        )
-        question = "more" if final["role"] == "assistant" else final["content"]  # a reply to continue
         if not self.allowed():
             return self.refuse(401, "the key is missing")
         if self.server.errors:
@@ -190,31 +143,45 @@ class Answer(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
-            self.stream(question, body)
+            self.stream(body) if "messages" in body else self.continue_text("slow" in body["prompt"])
         except OSError:
             self.server.left.set()
         return None
 
-    def event(self, delta: dict[str, Any], finish: str | None = None, **rest: Any) -> None:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish}
-        self.raw(json.dumps({"choices": [choice], **rest}))
-
-    def raw(self, data: str) -> None:
+    def raw(self, data: Any) -> None:
+        data = data if isinstance(data, str) else json.dumps(data)
         self.wfile.write(f"data: {data}\n\n".encode())
         self.wfile.flush()
 
-    def stream(self, question: str, body: dict[str, Any]) -> None:
+    def event(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> None:
+        self.raw({"choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
+
+    def continue_text(self, is_slow: bool) -> None:
+        for number in range(400 if is_slow else 3):
+            self.raw({"choices": [{"index": 0, "text": f" word{number}", "finish_reason": None}]})
+            time.sleep(0.025)
+        self.raw("[DONE]")
+
+    def stream(self, body: dict[str, Any]) -> None:
+        final = body["messages"][-1]
+        question = "more" if final["role"] == "assistant" else final["content"]  # a reply to continue
         word, _, rest = question.partition(" ")
+        code, output = ({"nanochat": {**part, "kind": part["type"]}} for part in CALL)
+        replies: dict[str, list[dict[str, Any]]] = {
+            "sum": [code, output, {"content": "2+3 = 5."}],
+            "evil": [
+                {"content": rest},
+                *({"nanochat": {"kind": kind, "text": rest}} for kind in ("python", "python_output")),
+            ],
+            "more": [{"content": " and more"}],
+            "break": [{"content": "half an"}],
+            "fail": [{"content": "half"}],
+        }
         self.event({"role": "assistant", "content": ""})
-        tokens = 3
         if word == "slow":
             for number in range(400):
                 self.event({"content": f"word{number} "})
                 time.sleep(0.025)
-        elif word == "sum":
-            self.event({"nanochat": {"kind": "python", "text": "2+3"}})
-            self.event({"nanochat": {"kind": "python_output", "text": "5"}})
-            self.event({"content": "2+3 = 5."})
         elif word == "say":  # cut anywhere, also inside a character's bytes
             pieces = (rest[place : place + 3] for place in range(0, len(rest), 3))
             events = ({"choices": [{"index": 0, "delta": {"content": piece}}]} for piece in pieces)
@@ -222,39 +189,24 @@ class Answer(BaseHTTPRequestHandler):
             for place in range(0, len(data), 97):
                 self.wfile.write(data[place : place + 97])
                 self.wfile.flush()
-        elif word == "continue":
-            for number in range(400 if "slow" in rest else 3):
-                self.raw(json.dumps({"choices": [{"index": 0, "text": f" word{number}", "finish_reason": None}]}))
-                time.sleep(0.025)
-            return self.raw("[DONE]")
-        elif word == "break":
-            return self.event({"content": "half an"})
-        elif word == "fail":
-            self.event({"content": "half"})
-            return self.raw(json.dumps({"error": {"message": "the device is gone"}}))
-        elif word == "evil":
-            self.event({"content": rest})
-            self.event({"nanochat": {"kind": "python", "text": rest}})
-            self.event({"nanochat": {"kind": "python_output", "text": rest}})
         elif word == "odds":
             decoder = codecs.getincrementaldecoder("utf-8")()
             for token, likely in ODDS:
                 others = [logprob_of(*other) for other in likely.items()]
                 logprobs = {"content": [{**logprob_of(token, likely[token]), "top_logprobs": others}]}
                 text = decoder.decode(token)
-                choice = {
-                    "delta": {"content": text} if text else {},
-                    "logprobs": logprobs if body.get("logprobs") else None,
-                }
-                self.raw(json.dumps({"choices": [choice]}))
-        elif word == "more":
-            self.event({"content": " and more"})
-        else:
+                self.event({"content": text} if text else {}, logprobs=logprobs if body.get("logprobs") else None)
+        for delta in replies.get(word, []):
+            self.event(delta)
+        if word == "fail":
+            self.raw({"error": {"message": "the device is gone"}})
+        if word in ("break", "fail"):
+            return
+        if word not in ("slow", "say", "odds", *replies):
             self.event({"content": f"seed {body['seed']}: {question}"})
         self.event({"nanochat": self.server.facts} if self.server.facts else {}, "length" if word == "long" else "stop")
-        self.raw(json.dumps({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": tokens}}))
+        self.raw({"choices": [], "usage": {"prompt_tokens": 11, "completion_tokens": 3}})
         self.raw("[DONE]")
-        return None
 
 
 # ---------------------------------------------------------------------- the file
@@ -301,32 +253,6 @@ def test_both_languages_say_the_same_things():
     assert sorted(marks[0]) == sorted(marks[1])
     used = set(re.findall(r'\bt\("(\w+)"', SCRIPT[0]) + re.findall(r'data-(?:t|label|hint)="(\w+)"', SOURCE))
     assert used <= set(keys[0])
-
-
-def luminance(colour: str) -> float:
-    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    darker, lighter = sorted((luminance(one), luminance(other)))
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def test_text_stands_out():
-    """WCAG AA: 4.5 to 1 for text, and 3 to 1 for the chosen one of several buttons."""
-    pairs = [(ink, paper) for ink in ("text", "quiet") for paper in ("page", "side", "raised", "soft")]
-    pairs += [("text", "mark"), *(("text", f"p{colour}") for colour in (1, 2, 3, 4))]  # the tokens' probabilities
-    pairs += [("on-accent", "accent"), ("accent", "page"), ("text", "softer")]
-    pairs += [("quiet", "danger-soft"), ("danger", "danger-soft")]
-    found = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", STYLE[0])
-    for theme in (0, 1):  # light, dark
-        colours = {name: both[theme] for name, *both in found}
-        for ink, paper in pairs:
-            assert contrast(colours[ink], colours[paper]) >= 4.5, (ink, paper)
-        assert contrast(colours["accent"], colours["soft"]) >= 3
-    assert re.search(r"\.choice :has\(:checked\) \{ background: var\(--accent\)", STYLE[0])
 
 
 # ---------------------------------------------------------------------- the browser
@@ -396,21 +322,27 @@ def written(page: Any) -> None:
     page.wait_for_selector("#write-stop", state="hidden")
 
 
+def type_again(page: Any, text: str) -> None:
+    """Edit the last reply."""
+    press(page, "edit")
+    last(page).locator("textarea").fill(text)
+
+
+def see(page: Any, text: str) -> None:
+    """Once the messages have this text."""
+    page.wait_for_function("text => $('messages').innerText.includes(text)", arg=text)
+
+
 def test_streams_with_a_caret_and_stops(server, page):
     send(page, "slow", wait=False)
-    page.wait_for_selector(".reply .caret")
-    assert page.locator(".reply").get_attribute("aria-busy") == "true"
-    first = last(page).inner_text()
-    page.wait_for_function("length => document.querySelector('.reply').innerText.length > length + 20", arg=len(first))
+    page.wait_for_selector(".reply[aria-busy=true] .caret")
     # a speed is shown once there is enough of a reply to measure it
     page.wait_for_function(r"() => /\d+ tokens · [\d.,]+ tokens\/s/.test(document.querySelector('.reply').innerText)")
     page.keyboard.press("Escape")
     done(page)
-    assert server.left.wait(3), "the server continues to write to a reader who stopped"
+    assert server.left.wait(10), "the server continues to write to a reader who stopped"
     text = last(page).inner_text()
     assert "Stopped." in text and "word5" in text and not page.locator(".caret").count()
-    page.wait_for_timeout(200)
-    assert last(page).inner_text() == text
     send(page, "slow", wait=False)
     page.click("#stop")
     done(page)
@@ -418,34 +350,30 @@ def test_streams_with_a_caret_and_stops(server, page):
     send(page, "hello")
     contents = [message["content"] for message in server.bodies[-1]["messages"]]
     assert contents[0] == "slow" and contents[1].startswith("word0") and contents[-1] == "hello"
+    assert page.locator(".reply .prose").first.inner_text() in text
 
 
 def test_regenerate_edit_and_variants_outlive_a_reload(server, page):
     send(page, "tell one")
     send(page, "tell two")
     assert [m["content"].split(": ")[-1] for m in server.bodies[-1]["messages"]] == ["tell one", "tell one", "tell two"]
-    assert server.bodies[-1]["stream_options"] == {"include_usage": True}
     before = prose(page)
     press(page, "again")
-    assert counted(page) == "2/2"
-    after = prose(page)
-    assert before != after  # another seed
+    assert counted(page) == "2/2" and before != prose(page)  # another seed
     assert server.bodies[-1]["messages"] == server.bodies[-2]["messages"]
     press(page, "previous")
     assert prose(page) == before
-    # The first question, edited: a branch of its own, from which one comes back.
+    # The first question, edited, begins a branch, from which one comes back.
     page.locator(".question").first.hover()
     page.locator(".question [data-act=edit]").first.click()
     page.locator(".editor textarea").fill("tell three")
     page.keyboard.press("Enter")
     done(page)
-    assert questions(page) == ["tell three"]
     assert [m["content"] for m in server.bodies[-1]["messages"]] == ["tell three"]
     page.reload()
     assert questions(page) == ["tell three"]
     page.locator(".question [data-act=previous]").click()
-    assert questions(page) == ["tell one", "tell two"]
-    assert prose(page) == before and counted(page) == "1/2"
+    assert questions(page) == ["tell one", "tell two"] and prose(page) == before and counted(page) == "1/2"
     assert "3 tokens" in last(page).inner_text()
 
 
@@ -459,57 +387,42 @@ def test_a_cut_reply_names_its_limit_and_continues(server, page):
     page.reload()
     order = "[...$('messages').children].map((node) => node.className)"
     assert page.evaluate(order) == ["question", "reply", "horizon", "question", "reply"]
-
     # The same reply grows: it goes along as the last message, without another question.
     server.facts = {}
     press(page, "continue")
     assert [m["role"] for m in server.bodies[-1]["messages"]] == ["user", "assistant", "user", "assistant"]
-    assert server.bodies[-1]["messages"][-1]["content"] == first
-    assert prose(page) == first + " and more"
+    assert server.bodies[-1]["messages"][-1]["content"] == first and prose(page) == first + " and more"
     assert "6 tokens" in last(page).inner_text() and not last(page).locator(".count, .note").count()
-
-    # A limit of the user's own is named with its number, and a stopped reply continues too.
+    # The user's limit is named with its number, and a stopped reply continues too.
     settings(page, max_tokens="3")
     send(page, "long")
-    assert "Cut at 3 tokens, the longest reply that your settings allow." in last(page).inner_text()
+    assert "Cut at 3 tokens" in last(page).inner_text()
     send(page, "slow", wait=False)
     page.wait_for_function("() => document.querySelector('.reply:last-child .prose')?.innerText.includes('word3')")
     page.click("#stop")
     done(page)
-    assert page.locator("[data-act=continue]").count() == 1  # an earlier reply has been answered since
-    page.evaluate("document.querySelector('[data-act=continue]').focus()")
     server.errors.append((400, "no room", {}))
-    page.keyboard.press("Enter")
-    done(page)
+    press(page, "continue")
     assert "word3" in prose(page)  # a failure takes nothing away
     last(page).locator(".failure [data-act=continue]").click()
     done(page)
-    assert prose(page).endswith("and more")
-    assert not page.locator("[data-act=continue], .failure").count()
+    assert prose(page).endswith("and more") and not page.locator("[data-act=continue], .failure").count()
 
 
 def test_a_call_is_a_card_and_its_edited_reply_a_version_to_go_on_from(server, page):
     send(page, "sum")
     assert page.locator(".call").inner_text().split() == ["Calculator", "2+3", "→", "5"]
-    stats = last(page).locator(".stats").inner_text()
-    assert "3 tokens" in stats and "tokens/s" not in stats  # it came at once: there is no speed to measure
-    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
-    send(page, "hello")
-    assert server.bodies[-1]["messages"][1]["content"] == [*call, {"type": "text", "text": "2+3 = 5."}]
-    page.click("#new")
-    send(page, "sum")
-    press(page, "edit")
-    last(page).locator("textarea").fill("It is *five*")
+    assert "3 tokens" in last(page).locator(".stats").inner_text()
+    type_again(page, "It is *five*")
     page.keyboard.press("Escape")
     assert prose(page) == "2+3 = 5."
-    press(page, "edit")
-    last(page).locator("textarea").fill("It is *five*")
+    type_again(page, "It is *five*")
     page.keyboard.press("Control+Enter")
     assert last(page).locator(".prose em").inner_text() == "five" and counted(page) == "2/2"
     assert "Edited by you." in last(page).inner_text() and last(page).locator(".call").count() == 1
     page.reload()
     press(page, "continue")
-    assert server.bodies[-1]["messages"][-1]["content"] == [*call, {"type": "text", "text": "It is *five*"}]
+    assert server.bodies[-1]["messages"][-1]["content"] == [*CALL, {"type": "text", "text": "It is *five*"}]
     assert prose(page) == "It is five and more"
     send(page, "hello")
     assert server.bodies[-1]["messages"][1]["content"][-1]["text"] == "It is *five* and more"
@@ -530,14 +443,12 @@ def test_the_list_has_dates_and_a_search(page):
     page.reload()
     assert page.locator("#list h2").all_inner_texts() == ["Today", "March 2024"]
     page.fill("#search", "dragon SLEEPS")
-    assert page.locator("#list .open").all_inner_texts() == ["say The dragon sleeps.\nsay The dragon sleeps."]
-    assert page.locator("#list mark").first.inner_text() == "dragon sleeps"
+    assert page.locator("#list mark").first.inner_text() == "dragon sleeps" and page.locator("#list .open").count() == 1
     page.fill("#search", "seed")  # only a reply says so
     assert page.locator("#list .open").inner_text().startswith("A fox in the barn\nseed")
     page.fill("#search", "nowhere")
-    assert not page.locator("#list li").count() and page.locator("#live").inner_text() == "Conversations found: 0"
+    assert not page.locator("#list li").count() and page.locator("#live").inner_text().endswith(": 0")
     page.press("#search", "Escape")
-    assert page.locator("#list li").count() == 2
     page.click("#open-settings")
     page.get_by_text("中文", exact=True).click()
     assert page.locator("#list h2").all_inner_texts() == ["今天", "2024年3月"]
@@ -557,8 +468,6 @@ def test_drafts_survive_a_reload(page):
     done(page)
     page.reload()
     assert page.input_value("#input") == ""
-    page.click("#new")
-    assert page.input_value("#input") == "another one"
 
 
 def levels(tokens: Any) -> list[list[str]]:
@@ -567,29 +476,18 @@ def levels(tokens: Any) -> list[list[str]]:
 
 
 def test_tokens_have_the_colours_of_their_probabilities(server, page):
-    send(page, "odds")
-    assert (server.bodies[-1]["logprobs"], server.bodies[-1]["top_logprobs"]) == (True, 5)
-    assert prose(page) == "The dragon café!"
-    press(page, "odds")
-    assert last(page).locator(".token").count() == 5
-    page.click("#new")
     page.click("#open-settings")
     page.check("#set-probabilities")
     page.keyboard.press("Escape")
     send(page, "odds")
+    assert (server.bodies[-1]["logprobs"], server.bodies[-1]["top_logprobs"]) == (True, 5)
     page.reload()
     tokens = page.locator(".token")
     assert tokens.all_text_contents() == ["The", " dragon", " caf", "é", "!"]
     assert levels(tokens) == [["p0"], ["p2"], ["p1"], ["p2"], ["p4"]]  # 95, 30, 50, 40 and 0.01%
-    assert page.locator(".legend").count() == 1
     tokens.nth(1).hover()
-    odds = page.locator("#odds > div").all_inner_texts()
-    assert [text.split("\n") for text in odds] == [
-        ["␣fox", "60%"],
-        ["␣dragon", "30%"],
-        [PAYLOADS[1].replace(" ", "␣"), "10%"],
-    ]
-    assert page.evaluate("window.hurt") is None
+    shown = [text.split("\n") for text in page.locator("#odds > div").all_inner_texts()]
+    assert shown == [["␣fox", "60%"], ["␣dragon", "30%"], ["<img␣src=x>", "10%"]]
 
     # One stop for Tab; the arrow keys move on. A screen reader hears the same as the others see.
     page.mouse.move(0, 0)
@@ -604,9 +502,7 @@ def test_tokens_have_the_colours_of_their_probabilities(server, page):
     assert page.evaluate("$('odds').getBoundingClientRect().right <= innerWidth")
     page.keyboard.press("Escape")
     assert not page.locator("#odds").is_visible()
-
-    # As Markdown again, for this reply alone. A conversation keeps a bounded number of tokens.
-    press(page, "odds")
+    press(page, "odds")  # as Markdown again, for this reply only
     assert prose(page) == "The dragon café!" and not page.locator(".legend").count()
     kept = page.evaluate(
         """() => {
@@ -615,71 +511,40 @@ def test_tokens_have_the_colours_of_their_probabilities(server, page):
              return cleanTalk(current).nodes[node.id].parts[0].tokens.length;
            }"""
     )
-    assert kept == 4000
+    assert kept == 4000  # a conversation keeps a bounded number of tokens
 
 
 def test_conversations_become_training_data(page, tmp_path):
-    assert page.locator("#set-system").count() == 1
     page.evaluate("change('system', 'You are a fox.')")
     send(page, "sum")
     press(page, "again")
-    press(page, "edit")
-    last(page).locator("textarea").fill("Five.")
+    type_again(page, "Five.")
     page.keyboard.press("Control+Enter")
     send(page, "long")  # cut: nothing to learn
     page.click("#new")
-    send(page, "break")  # a failed reply alone is no example
+    send(page, "break")  # a failed reply is no example
     page.click("#training-open")
-    files = {}
-    for name in ("dialogues", "pairs"):
+    files = {name: tmp_path / f"{name}.jsonl" for name in ("dialogues", "pairs")}
+    for name, path in files.items():
         with page.expect_download() as download:
             page.click("#" + name)
-        files[name] = tmp_path / f"{name}.jsonl"
-        download.value.save_as(files[name])
-
-    call = [{"type": "python", "text": "2+3"}, {"type": "python_output", "text": "5"}]
+        download.value.save_as(path)
     asked = [{"role": "system", "content": "You are a fox."}, {"role": "user", "content": "sum"}]
-    edited = {"role": "assistant", "content": [*call, {"type": "text", "text": "Five."}]}
+    edited = {"role": "assistant", "content": [*CALL, {"type": "text", "text": "Five."}]}
     dialogues = Conversations("train", str(files["dialogues"]))
-    assert len(dialogues) == 1
     messages = dialogues.example(0).messages
-    assert messages[:3] == [*asked, edited] and messages[3]["content"] == "long"
+    assert len(dialogues) == 1 and messages[:3] == [*asked, edited] and messages[3]["content"] == "long"
     assert messages[4]["train"] is False and len(messages) == 5
     # The edited version against one of the model's; its two are equal, and each is a pair.
-    rows = [json.loads(line) for line in files["pairs"].read_text().splitlines()]
-    assert len(rows) == 2
+    assert len(files["pairs"].read_text().splitlines()) == 2
     pair = Preferences("train", str(files["pairs"])).pair(0)
     assert pair.question == asked and pair.chosen == edited
-    assert pair.rejected["content"] == [*call, {"type": "text", "text": "2+3 = 5."}]
+    assert pair.rejected["content"] == [*CALL, {"type": "text", "text": "2+3 = 5."}]
 
 
-def test_markdown(page):
-    send(page, "say " + RICH)
-    reply = last(page).locator(".prose")
-    html = re.sub(r"<(?:div class=\"block|header|button)[^>]*>.*?</(?:header|button)>", "", reply.inner_html())
-    for part in (
-        "<h2>Heading</h2>",
-        "<em>soft</em> and <strong>strong</strong>",
-        "<code>code</code>, <del>old</del>",
-        'href="https://example.com/a_b?c=1"',
-        "snake_case_name and 2 * 3 * 4",
-        "<li>one</li>",
-        "<li>two<ol",
-        '<ol start="1"><li>inner</li><li>more</li></ol>',
-        '<blockquote><p dir="auto">quoted</p></blockquote>',
-        "<th>n</th><th>square</th>",
-        "<td>2</td><td>4</td>",
-        'print("&lt;b&gt;not bold&lt;/b&gt;")',
-        "Last *plain* line.",
-    ):
-        assert part in html, part
-    link = reply.locator("a")
-    assert "noopener" in link.get_attribute("rel") and link.get_attribute("target") == "_blank"
-    send(page, "say 龙🐉 und ßtraße ✓ " + "é" * 300)  # bytes of a character in two pieces
-    assert prose(page) == "龙🐉 und ßtraße ✓ " + "é" * 300
+# ---------------------------------------------------------------------- Markdown
 
-
-# What it is -> text, what the node contains. The hand-written reader that the library replaced failed the first six.
+# What it is -> text, what the node contains and how often.
 CASES = {
     "link by name": ("[a] and [b][a]\n\n[a]: https://a.example", '<a href="https://a.example/"', 2),
     "title by a line below": ("Title\n=====", "<h2>Title</h2>", 1),
@@ -696,11 +561,27 @@ CASES = {
     "no formula after all": (r"$\nosuch{1}$ and \(a", r"$\nosuch{1}$</span> and (a", 1),
     "nothing to load in a formula": (r"$\href{javascript:x}{a}$ $\includegraphics{//evil.example}$", "<math", 0),
 }
+CASES |= {"all of it": (RICH, "<strong>bold</strong>", 0)}
+RICH_PARTS = """<h2>Heading</h2>|<em>soft</em> and <strong>strong</strong>|<code>code</code>, <del>old</del>
+href="https://example.com/a_b?c=1"|snake_case_name and 2 * 3 * 4|<li>two<ol|<ol start="1"><li>inner</li><li>more</li>
+<blockquote><p dir="auto">quoted</p></blockquote>|<th>n</th><th>square</th>|<td>2</td><td>4</td>|Last *plain* line.
+print("&lt;b&gt;not bold&lt;/b&gt;")"""
 
 
 def with_libraries(page: Any) -> None:
     page.wait_for_function("() => reader")
     page.evaluate("() => { markdown(document.createElement('div'), '$a$'); return typesetter; }")
+
+
+def test_markdown(page):
+    send(page, "say " + RICH)
+    reply = last(page).locator(".prose")
+    html = re.sub(r"<(?:div class=\"block|header|button)[^>]*>.*?</(?:header|button)>", "", reply.inner_html())
+    assert [part for part in re.split(r"[|\n]", RICH_PARTS) if part not in html] == []
+    link = reply.locator("a")
+    assert "noopener" in link.get_attribute("rel") and link.get_attribute("target") == "_blank"
+    send(page, "say 龙🐉 und ßtraße ✓ " + "é" * 300)  # bytes of a character in two pieces
+    assert prose(page) == "龙🐉 und ßtraße ✓ " + "é" * 300
 
 
 def test_markdown_cases_also_as_they_grow(page):
@@ -710,7 +591,7 @@ def test_markdown_cases_also_as_they_grow(page):
         shown = page.evaluate("text => { const e = make('div'); markdown(e, text); return e.innerHTML; }", text)
         shown = shown.replace('<math class="tml-display" style="display:block math;"', '<math display="block"')
         assert re.sub(r"<math (?!display)[^>]*>", "<math>", shown).count(part) == count, (name, shown)
-    texts = [RICH, *(text for text, _, _ in CASES.values()), "\n\n".join(text for text, _, _ in CASES.values())]
+    texts = [*(text for text, _, _ in CASES.values()), "\n\n".join(text for text, _, _ in CASES.values())]
     differing = page.evaluate(
         """texts => texts.filter((text) => {
              const [whole, growing] = [make("div"), make("div")];
@@ -740,33 +621,21 @@ def test_formulas_are_loaded_when_there_is_one(server, page):
 
 LONG = 50_000
 HOSTILE = {
-    "fence of tildes": "~" * LONG + "`",
     "fence and spaces": "~~~" + " " * LONG + "`",
     "heading that ends oddly": "# " + " " * LONG + "\u2028",
-    "spaces within": "a" + " " * LONG + "b",
     "dots after a link": "http://a" + "." * LONG + "a",
-    "rule": "*" + " *" * (LONG // 2) + "x",
     "stars": "*" * LONG,
-    "emphasis": "*a* " * (LONG // 4),
     "open emphasis": "**a _b " * (LONG // 7),
     "brackets": "[" * LONG,
     "open links": "[a](" * (LONG // 4),
     "addresses": "<http:" * (LONG // 6),
-    "code": "`a" * (LONG // 2),
     "backticks": " ".join("`" * count for count in range(1, 440)),
     "quotes": "> " * (LONG // 2) + "x",
-    "quoted lines": "> a\nb\n" * (LONG // 6),
-    "list": "- a\n" * 15_000,
     "list in list": "- " * (LONG // 2),
     "two lists": "- a\n1. b\n" * 8_000,
-    "headings": "# a\n" * (LONG // 4),
     "paragraphs": "a\n\n" * (LONG // 3),
-    "fences": "```\n" * (LONG // 4),
-    "table": "|a|\n|-|\n" + "|\n" * (LONG // 2),
     "wide table": "|-" * (LONG // 2) + "|\n|-|",
-    "dollars": "$a " * (LONG // 3),
     "open formulas": r"\(\[" * (LONG // 4),
-    "formulas of their own": "\\[\n" * (LONG // 10),
     "deep formula": "$" + "{" * 400 + "}" * 400 + "$",
     "formulas": "$x$ " * (LONG // 4),
     "everything": "*_~~`[](<\n" * (LONG // 10),
@@ -792,9 +661,9 @@ def test_hostile_markdown_takes_linear_work_and_few_elements(page):
 def test_what_is_too_much_to_lay_out_stays_text(page):
     """Also as it grows: a block at a time, nothing is shown twice or left out."""
     with_libraries(page)
-    for line in ("- item%d", "para%d\n", "> quote%d\n", "|cell%d|x|", "**bold%d**\n"):
+    for line in ("- item%d", "|cell%d|x|", "**bold%d**\n"):
         start = "|a|b|\n|-|-|\n" if line[0] == "|" else ""
-        texts = [start + "\n".join(line % number for number in range(count)) for count in (10, 3990, 4100, 5000, 5001)]
+        texts = [start + "\n".join(line % number for number in range(count)) for count in (10, 4100, 5001)]
         shown = page.evaluate(
             """texts => {
                  const element = document.createElement("div");
@@ -805,6 +674,9 @@ def test_what_is_too_much_to_lay_out_stays_text(page):
         )
         numbers = re.findall(r"(?:item|para|quote|cell|bold)(\d+?)(?=\D|item|$)", shown)
         assert [int(number) for number in numbers] == list(range(5001)), line
+
+
+# ---------------------------------------------------------------------- what is kept and sent
 
 
 def test_copies_message_and_code(server, open_page):
@@ -823,7 +695,8 @@ def test_copies_message_and_code(server, open_page):
 
 
 def test_settings_are_sent_and_kept(server, open_page):
-    names = {"temperature", "top_k", "top_p", "min_p", "max_tokens"}
+    sent = {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "max_tokens": 12, "seed": 40}
+    names = set(sent) - {"seed"}
     server.models[0]["nanochat"] = {"sampling": {"temperature": 0.7, "top_k": 0, "top_p": 1, "min_p": 0.05}}
     page = open_page(server)
     send(page, "hello")
@@ -831,11 +704,8 @@ def test_settings_are_sent_and_kept(server, open_page):
     page.click("#open-settings")
     shown = page.locator("#settings output").all_inner_texts()
     assert [text.split(" · ")[0] for text in shown] == ["0.7", "off", "off", "0.05"]
-    assert page.locator("#set-temperature").input_value() == "0.7"
     page.keyboard.press("Escape")
-    sent = {"temperature": 0.3, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "max_tokens": 12, "seed": 40}
     settings(page, system="You are a fox.", **{name: str(value) for name, value in sent.items()})
-    assert not page.locator("#settings").is_visible()
     page.reload()
     page.click("#new")
     send(page, "hello")
@@ -853,134 +723,94 @@ def test_settings_are_sent_and_kept(server, open_page):
 
 
 def test_conversations_are_kept_renamed_deleted_exported_imported(page, tmp_path):
-    titles = lambda: page.locator("#list .open").all_inner_texts()  # noqa: E731
+    def titles() -> list[str]:
+        return page.locator("#list .open").all_inner_texts()
+
+    def delete() -> None:
+        page.locator("#list li").nth(0).hover()
+        page.locator("[data-act=delete]").nth(0).click()
+
+    def load(name: str, new: int, here: int) -> None:
+        page.set_input_files("#file", tmp_path / name)
+        page.wait_for_selector(f"#toast:has-text('Conversations imported: {new}; already here: {here}')")
+
     send(page, "first one")
     page.click("#new")
     send(page, "second one")
-    assert titles() == ["second one", "first one"]
     page.locator("#list li").nth(1).hover()
     page.locator("[data-act=rename]").nth(1).click()
     page.keyboard.type("A better name")
     page.keyboard.press("Enter")
     page.reload()
-    assert titles() == ["second one", "A better name"]
-    assert questions(page) == ["second one"]
+    assert titles() == ["second one", "A better name"] and questions(page) == ["second one"]
     with page.expect_download() as download:
         page.click("#export")
     download.value.save_as(tmp_path / "all.json")
     assert re.fullmatch(r"nanochat-\d{4}-\d\d-\d\d\.json", download.value.suggested_filename)
-    page.locator("#list li").nth(0).hover()
-    page.locator("[data-act=delete]").nth(0).click()
+    delete()
     assert titles() == ["A better name"]
     page.click("#toast button")
     assert titles() == ["second one", "A better name"]
-    for _ in range(2):
-        page.locator("#list li").nth(0).hover()
-        page.locator("[data-act=delete]").nth(0).click()
+    delete()
+    delete()
     page.reload()
     assert titles() == [] and page.locator("#empty").is_visible()
-    page.set_input_files("#file", tmp_path / "all.json")
-    page.wait_for_selector("#list li")
+    load("all.json", 2, 0)
     assert titles() == ["second one", "A better name"]
     page.locator("#list .open").nth(1).click()
-    assert questions(page) == ["first one"]
-    assert "first one" in last(page).inner_text()
-    assert page.locator("#toast span").inner_text() == "Conversations imported: 2; already here: 0"
-    # Imported again, as long as it is here it does not come twice; another text under the same id does.
-    page.set_input_files("#file", tmp_path / "all.json")
-    page.wait_for_selector("#toast:has-text('Conversations imported: 0; already here: 2')")
-    assert len(titles()) == 2
+    assert questions(page) == ["first one"] and "first one" in last(page).inner_text()
+    # Imported again it does not come twice; another text under the same id does.
+    load("all.json", 0, 2)
     (tmp_path / "other.json").write_text((tmp_path / "all.json").read_text().replace("first one", "another one"))
-    page.set_input_files("#file", tmp_path / "other.json")
-    page.wait_for_selector("#toast:has-text('Conversations imported: 1; already here: 1')")
+    load("other.json", 1, 1)
     assert len(titles()) == 3
-
-
-def test_a_wrong_import_changes_nothing(page, tmp_path):
-    send(page, "hello")
     start = '{"format":"nanochat-conversations","conversations":['
-    for content in (
+    for wrong in (
         "no json",
-        "{}",
         start + "]}",
         start + '{"id":"a","nodes":{"root":{"children":["root"]}}}]}',
         start + '{"id":"__proto__","nodes":{"root":{"children":[]}}}]}',
         start + '{"id":"a","nodes":{"root":{"children":["constructor"]}}}]}',
     ):
-        (tmp_path / "wrong.json").write_text(content)
+        (tmp_path / "wrong.json").write_text(wrong)
         page.set_input_files("#file", tmp_path / "wrong.json")
         page.wait_for_selector("#toast:has-text('no conversations')")
         page.reload()
-        assert page.locator("#list .open").all_inner_texts() == ["hello"]
+        assert len(titles()) == 3
 
 
-def test_thirty_payloads_stay_text(browser, open_page):
-    """Without the policy of the server, so that the page has only itself."""
-    server = Script(policy=None)
-    server.models = [{"id": "<img src=x onerror=window.hurt=1>"}]
-    page = open_page(server)
-    outside: list[str] = []
-    page.on("request", lambda request: None if request.url.startswith(server.url) else outside.append(request.url))
-    allowed = set(ALLOWED_TAGS.split())
-    assert len(PAYLOADS) >= 30
-    for number, payload in enumerate(PAYLOADS):
-        if number % 8 == 0:
-            page.click("#new")
-        send(page, "evil " + payload)
-        found = page.evaluate(
-            """() => [...document.querySelectorAll("#messages *")].flatMap((node) => [node.tagName,
-               ...[...node.attributes].map(({name}) => "@" + name).filter((name) => /^@(on|style$|src)/.test(name))])"""
-        )
-        assert set(found) <= allowed, payload
-        links = page.evaluate("[...document.querySelectorAll('#messages a')].map((a) => a.protocol)")
-        assert set(links) <= {"https:", "http:", "mailto:"}, payload
-        assert payload.split("\n")[0].replace("\t", " ")[:12].strip() in last(page).locator(".call").inner_text()
-    page.locator(".reply a, .said").last.hover()
-    server.errors.append((500, "<img src=x onerror=window.hurt=1>", {}))
-    send(page, "<svg onload=window.hurt=1>")
-    assert "<img src=x onerror=window.hurt=1>" in page.locator(".failure").inner_text()
-    page.reload()
-    page.wait_for_function("() => document.getElementById('model-name').textContent.includes('<img')")
-    page.wait_for_timeout(200)
-    assert page.evaluate("window.hurt") is None and outside == []
-    assert (
-        page.evaluate(
-            "document.querySelectorAll('img, iframe, script:not(body > script:last-of-type, [src^=vendor])').length"
-        )
-        == 0
-    )
-    server.shutdown()
+# ---------------------------------------------------------------------- failures
 
 
 def test_errors_are_shown_and_tried_again(server, page):
     for error, words in (
         ((429, "full", {"Retry_After": "7"}), "Try again in about 7 s"),
-        ((429, "full", {}), "busy with other conversations."),
         ((503, "loading", {}), "still being loaded"),
         ((500, "a bug in layer 3", {}), "a bug in layer 3"),
-        ((400, "the prompt has 900 tokens, the context 512", {}), "the prompt has 900 tokens, the context 512"),
     ):
         page.click("#new")
         server.errors.append(error)
         send(page, "hello")
         assert words in page.locator(".failure[role=alert]").inner_text()
-        if error[0] == 400:  # the same request would be refused again: the question can be edited
-            assert not page.locator("[data-act=retry]").count()
-            assert page.locator(".question [data-act=edit]").is_enabled()
-            continue
         page.reload()
         page.locator("#list .open").first.click()
         page.click("[data-act=retry]")
         done(page)
         assert "hello" in prose(page) and not page.locator(".failure").count()
         assert not last(page).locator(".count").count()  # a failed try leaves no variant
-
-
-def test_a_reply_that_breaks_off_keeps_what_came(page):
+    server.errors.append((400, "the prompt has 900 tokens, the context 512", {}))
+    send(page, "hello")  # the same request would be refused again: the question can be edited
+    assert "the context 512" in page.locator(".failure").inner_text() and not page.locator("[data-act=retry]").count()
+    assert page.locator(".question [data-act=edit]").last.is_enabled()
     for question, words in (("break", "connection was lost"), ("fail", "the device is gone")):
         page.click("#new")
         send(page, question)
         assert words in page.locator(".failure").inner_text() and "half" in prose(page)
+    page.click("#new")
+    send(page, "slow", wait=False)
+    see(page, "word9")
+    page.reload()
+    assert "word9" in last(page).inner_text() and "closed before the reply was complete" in last(page).inner_text()
 
 
 def test_offline_and_a_server_that_is_gone(server, page):
@@ -1004,15 +834,13 @@ def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page
     page = open_page(server, "#key=secret-1")
     assert page.url == server.url
     send(page, "hello")
-    assert "hello" in prose(page)
     page.reload()
     send(page, "again")
-    assert "again" in prose(page)
-    assert "secret-1" not in page.evaluate("JSON.stringify(localStorage)")
+    assert "again" in prose(page) and "secret-1" not in page.evaluate("JSON.stringify(localStorage)")
     stranger = open_page(server)
     stranger.wait_for_selector("#dot[data-state=locked]")
     send(stranger, "hello")
-    assert "requires an API key" in stranger.locator(".failure").inner_text()
+    assert "API key" in stranger.locator(".failure").inner_text()
     assert not stranger.locator("[data-act=retry]").count()  # not before the key is there
     stranger.click("[data-act=key]")
     stranger.keyboard.type("secret-1")
@@ -1024,17 +852,14 @@ def test_the_key_leaves_the_address_and_goes_with_each_request(server, open_page
     assert "hello" in prose(stranger)
 
 
-def test_by_keyboard_alone(server, page):
-    keys = page.keyboard
-    assert page.evaluate("document.activeElement.id") == "input"
-    keys.type("one")
-    keys.press("Shift+Enter")
-    keys.type("two")
-    keys.press("Enter")
-    done(page)
-    assert server.bodies[-1]["messages"][-1]["content"] == "one\ntwo"
+# ---------------------------------------------------------------------- everybody can use it
 
-    def reach(selector: str, by: str = "Tab") -> None:
+
+def test_by_keyboard_only(server, page):
+    keys = page.keyboard
+    focused = "document.activeElement."
+
+    def reach(selector: str, by: str = "Shift+Tab") -> None:
         for _ in range(40):
             keys.press(by)
             if page.evaluate("selector => document.activeElement.matches(selector)", selector):
@@ -1044,30 +869,34 @@ def test_by_keyboard_alone(server, page):
         outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", f"{selector} does not show its focus"
 
-    reach(".reply [data-act=again]", "Shift+Tab")
+    assert page.evaluate(focused + "id") == "input"
+    keys.type("one")
+    keys.press("Shift+Enter")
+    keys.type("two")
     keys.press("Enter")
     done(page)
-    reach(".reply [data-act=previous]", "Shift+Tab")
-    keys.press("Enter")
-    assert counted(page) == "1/2"
-    assert page.evaluate("document.activeElement.dataset.act") == "next"
-    reach(".question [data-act=edit]", "Shift+Tab")
+    assert server.bodies[-1]["messages"][-1]["content"] == "one\ntwo"
+    for act in ("again", "previous"):
+        reach(f".reply [data-act={act}]")
+        keys.press("Enter")
+        done(page)
+    assert counted(page) == "1/2" and page.evaluate(focused + "dataset.act") == "next"
+    reach(".question [data-act=edit]")
     keys.press("Enter")
     keys.press("End")
     keys.type(" three")
     keys.press("Escape")
-    assert questions(page) == ["one\ntwo"]
-    assert page.evaluate("document.activeElement.dataset.act") == "edit"
-    reach("#open-settings", "Shift+Tab")
+    assert questions(page) == ["one\ntwo"] and page.evaluate(focused + "dataset.act") == "edit"
+    reach("#open-settings")
     keys.press("Enter")
-    reach("#set-temperature")
+    reach("#set-temperature", "Tab")
     keys.press("Home")
     keys.press("Escape")
-    assert page.evaluate("document.activeElement.id") == "open-settings"
-    reach("#list [data-act=rename]", "Shift+Tab")
-    reach("#new", "Shift+Tab")
+    assert page.evaluate(focused + "id") == "open-settings"
+    reach("#list [data-act=rename]")
+    reach("#new")
     keys.press("Enter")
-    assert page.evaluate("document.activeElement.id") == "input"
+    assert page.evaluate(focused + "id") == "input"
     keys.type("slow")
     keys.press("Enter")
     page.wait_for_selector(".caret")
@@ -1079,19 +908,12 @@ def test_by_keyboard_alone(server, page):
     keys.press("Escape")
     done(page)
     assert page.locator("#live").inner_text() == "Stopped."
-    names = page.evaluate(
-        "[...document.querySelectorAll('button, input, textarea, select')].filter((node) => node.checkVisibility()"
-        " && !(node.ariaLabel || node.innerText || node.labels?.[0]?.innerText)).map((node) => node.outerHTML)"
-    )
-    assert names == []
-
-
-def test_an_input_method_takes_enter_for_itself(server, page):
+    # An input method takes Enter for itself.
     page.fill("#input", "ni hao")
     page.evaluate(
         "$('input').dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', isComposing: true, bubbles: true }))"
     )
-    assert server.bodies == [] and page.input_value("#input") == "ni hao"
+    assert len(server.bodies) == 3 and page.input_value("#input") == "ni hao"
 
 
 def test_a_phone(server, open_page):
@@ -1099,17 +921,13 @@ def test_a_phone(server, open_page):
     assert page.locator("#empty").is_visible() and not page.locator("#side").is_visible()
     page.locator("#ideas button").first.tap()
     done(page)
-    send(
-        page,
-        "say " + "unbreakable" * 40 + "\n\n```\n" + "x" * 300 + "\n```\n\n| " + "a | " * 30 + "\n" + "|---" * 30 + "|",
-    )
+    wide_table = "| " + "a | " * 30 + "\n" + "|---" * 30 + "|"
+    send(page, "say " + "unbreakable" * 40 + "\n\n```\n" + "x" * 300 + "\n```\n\n" + wide_table)
     send(page, "evil " + "9" * 200)
     wide = "document.documentElement.scrollWidth > innerWidth || $('scroll').scrollWidth > $('scroll').clientWidth"
     assert not page.evaluate(wide)
-    small = (
-        "[...document.querySelectorAll('#bar button, #foot button')].filter((b) => b.offsetWidth && b.offsetWidth < 36)"
-    )
-    assert page.evaluate(small) == []
+    buttons = "[...document.querySelectorAll('#bar button, #foot button')]"
+    assert page.evaluate(f"{buttons}.filter((b) => b.offsetWidth && b.offsetWidth < 36)") == []
     page.tap("#show")
     assert page.locator("#list li").count() == 1
     page.evaluate("$('input').focus()")
@@ -1122,35 +940,38 @@ def test_a_phone(server, open_page):
 
 def test_dark_light_and_two_languages(server, open_page):
     ground = "getComputedStyle(document.body).backgroundColor"
+    dark, light = "rgb(25, 25, 24)", "rgb(255, 255, 255)"
     page = open_page(server, color_scheme="dark")
-    assert page.evaluate(ground) == "rgb(25, 25, 24)"
+    assert page.evaluate(ground) == dark and "running on this machine" in page.locator("#empty p").inner_text()
     page.emulate_media(color_scheme="light")
-    assert page.evaluate(ground) == "rgb(255, 255, 255)"
+    assert page.evaluate(ground) == light
     page.click("#open-settings")
     page.get_by_text("Dark", exact=True).click()
     page.reload()
-    assert page.evaluate(ground) == "rgb(25, 25, 24)"
+    assert page.evaluate(ground) == dark
     chinese = open_page(server, locale="zh-CN")
     assert chinese.locator("html").get_attribute("lang") == "zh-CN"
-    assert chinese.locator("#empty h2").inner_text() == "今天聊点什么？"
     assert chinese.locator("#send").get_attribute("aria-label") == "发送"
     server.errors.append((429, "full", {"Retry_After": "4"}))
     send(chinese, "你好")
     assert "请在约 4 秒后重试" in chinese.locator(".failure").inner_text()
     chinese.click("#open-settings")
     chinese.get_by_text("English", exact=True).click()
-    assert chinese.locator("#settings-title").inner_text() == "Settings"
-    assert "Try again in about 4 s" in chinese.locator(".failure").inner_text()
+    assert "in about 4 s" in chinese.locator(".failure").inner_text()
     chinese.reload()
     assert chinese.locator("html").get_attribute("lang") == "en"
+    far = open_page(None)  # only a server on this machine is said to be here
+    far.route("http://far.example/", lambda route: route.fulfill(body=SOURCE, content_type="text/html"))
+    far.route("http://far.example/v*/**", lambda route: route.abort())
+    far.goto("http://far.example/")
+    assert "this machine" not in far.locator("#empty p").inner_text()
 
 
 @pytest.mark.parametrize(("locale", "width"), [("en-GB", 1200), ("zh-CN", 360)])
 def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
-    """axe-core's rules in each part of the page, light and dark."""
-    server.models = [
-        {"id": "sft-demo", "nanochat": {"context": 512, "tasks": ["addition"], "sampling": {"min_p": 0.05}}}
-    ]
+    """axe-core's rules, contrast among them, in each part of the page, light and dark."""
+    facts = {"context": 512, "tasks": ["addition"], "sampling": {"min_p": 0.05}}
+    server.models = [{"id": "sft-demo", "nanochat": facts}]
     page = open_page(server, width=width, locale=locale)
     ready(page)
 
@@ -1180,49 +1001,29 @@ def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
     if width < 800:
         page.click("#show")
     page.fill("#search", "heading")
-    check("conversations")
     page.click("#training-open")
-    check("training data")
+    check("conversations and training data")
     page.keyboard.press("Escape")
     server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
     page.reload()
-    page.fill("#text", "Once")
-    page.press("#text", "Control+Enter")
-    written(page)
-    check("a text that is continued")
     page.fill("#text", "The dragon café!")
     page.click("#write-odds")
     page.locator("#written .token").nth(1).hover()
-    check("its probabilities")
+    check("a text and its probabilities")
     served_models(server)
     page.reload()
     ready(page)
     pick(page, "全部模型并排" if locale == "zh-CN" else "All, side by side")
-    page.click("#model")
-    check("the models to pick")
-    page.keyboard.press("Escape")
     send(page, "odds")
     page.locator(".round [data-act=odds]").last.click()
-    check("all models side by side")
-
+    page.click("#model")
+    check("all models side by side, and the models to pick")
+    page.keyboard.press("Escape")
     page.evaluate("$('input').after(make('button'), make('h4', {}, 'Deep'))")  # what it must find
     assert {line.split()[0] for line in axe_violations(page)} == {"button-name", "heading-order"}
 
 
-def test_only_a_server_on_this_machine_is_said_to_be_here(server, open_page):
-    assert "running on this machine" in open_page(server).locator("#empty p").inner_text()
-    page = open_page(None)
-    page.route("http://far.example/", lambda route: route.fulfill(body=SOURCE, content_type="text/html"))
-    page.route("http://far.example/v*/**", lambda route: route.abort())
-    page.goto("http://far.example/")
-    assert page.locator("#empty p").inner_text() == "A small model, trained from raw text."
-
-
-def test_a_reload_in_the_middle_keeps_what_came(page):
-    send(page, "slow", wait=False)
-    page.wait_for_function("() => document.querySelector('.reply')?.innerText.includes('word9')")
-    page.reload()
-    assert "word9" in last(page).inner_text() and "closed before the reply was complete" in last(page).inner_text()
+# ---------------------------------------------------------------------- several conversations, tabs and models
 
 
 def test_two_conversations_at_once(page):
@@ -1239,60 +1040,59 @@ def test_two_conversations_at_once(page):
     done(page)
 
 
-def test_two_tabs_with_one_conversation(server, open_page):
-    one = open_page(server)
-    send(one, "hello")
+def second_tab(one: Any, server: Any) -> Any:
+    """Another tab with the only conversation of the first."""
     two = one.context.new_page()
     two.goto(server.url)
     two.locator("#list .open").click()
+    return two
+
+
+def test_two_tabs_with_one_conversation(server, open_page):
+    one = open_page(server)
+    send(one, "hello")
+    two = second_tab(one, server)
     send(one, "slow", wait=False)
-    two.wait_for_selector(".reply .caret")
     two.wait_for_function("() => /word9[^]*Being written in another tab/.test($('messages').innerText)")
-    assert "closed before" not in two.locator("#messages").inner_text() and questions(two) == ["hello", "slow"]
-    # A question from the other tab, a new name and another conversation meanwhile.
+    # A question from the other tab and a new name meanwhile.
     send(two, "from two")
     two.locator("#list li").first.hover()
     two.locator("[data-act=rename]").first.click()
     two.keyboard.type("Renamed")
     two.keyboard.press("Enter")
     assert not two.locator("#list input").count()  # nor does Enter go on to the button that comes next
-    one.wait_for_function("() => $('messages').innerText.includes('from two')")
-    one.wait_for_timeout(1500)  # the first tab keeps its reply more than once
-    assert one.locator("#list .open").all_inner_texts() == ["Renamed"]
+    see(one, "from two")
+    see(two, "word60")  # the first tab has kept its reply more than once since
     one.keyboard.press("Escape")
     done(one)
-    two.wait_for_function("() => $('messages').innerText.includes('Stopped.')")
+    see(two, "Stopped.")
     for page in (one, two):
         assert questions(page) == ["hello", "slow", "from two"]
         page.reload()
-        assert (
-            questions(page) == ["hello", "slow", "from two"] and page.locator("#list .open").inner_text() == "Renamed"
-        )
+        assert questions(page) == ["hello", "slow", "from two"]
+        assert page.locator("#list .open").inner_text() == "Renamed"
         assert "word9" in page.locator(".reply").nth(1).inner_text() and "from two" in last(page).inner_text()
     # A tab that is closed says so; a deleted conversation goes from both, also where a reply is on its way.
     send(one, "slow", wait=False)
     two.wait_for_selector(".reply .caret")
     one.evaluate("dispatchEvent(new Event('pagehide'))")
-    two.wait_for_function("() => $('messages').innerText.includes('closed before the reply was complete')")
+    see(two, "closed before the reply was complete")
     send(one, "slow", wait=False)
     two.wait_for_selector(".reply .caret")
     two.locator("#list li").first.hover()
     two.locator("[data-act=delete]").first.click()
     one.wait_for_selector("#empty", state="visible")
-    one.wait_for_timeout(1200)
     for page in (one, two):
         page.reload()
         assert page.locator("#list li").count() == 0
 
 
 def test_tabs_that_write_at_the_same_moment_lose_nothing(server, open_page):
-    """Each tab's write may be the one that the other never saw: the storage event mends it."""
+    """Each tab's write may be the one that the other never saw: the storage event brings it back."""
     one = open_page(server)
     send(one, "hello")
-    two = one.context.new_page()
-    two.goto(server.url)
-    two.locator("#list .open").click()
-    for turn in range(6):
+    two = second_tab(one, server)
+    for turn in range(4):
         for page in (one, two):
             page.fill("#input", f"from {page is one} {turn}")
         for page in (one, two):
@@ -1302,30 +1102,30 @@ def test_tabs_that_write_at_the_same_moment_lose_nothing(server, open_page):
             done(page)
     count = "() => Object.values(JSON.parse(localStorage.getItem(PREFIX + current.id)).nodes).length"
     for page in (one, two):
-        page.wait_for_function(f"() => ({count})() === 1 + 2 * 13")
+        page.wait_for_function(f"() => ({count})() === 1 + 2 * 9")
         page.reload()
-        assert page.evaluate("Object.keys(current.nodes).length") == 1 + 2 * 13
+        assert page.evaluate("Object.keys(current.nodes).length") == 1 + 2 * 9
 
 
 def test_a_base_model_continues_a_text(server, open_page):
-    """In place, with stop, undo and another try; a model that only continues texts is not offered a chat."""
+    """In place, with stop, undo, another try and probabilities; it is not offered a chat."""
     server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
     page = open_page(server, width=360, height=720)
+
+    def write(by: str) -> dict[str, Any]:
+        page.click(by)
+        written(page)
+        return server.bodies[-1]
+
     page.fill("#text", "Once")
     assert not page.locator("#input").is_visible() and not page.locator("#ideas").is_visible()
     page.press("#text", "Control+Enter")
     written(page)
-    assert page.input_value("#text") == "Once word0 word1 word2" and page.locator(
-        "#mirror mark"
-    ).inner_text().startswith(" word0")
+    assert page.input_value("#text") == "Once word0 word1 word2"
+    assert page.locator("#mirror mark").inner_text().startswith(" word0")
     assert server.bodies[-1]["prompt"] == "Once" and server.bodies[-1]["max_tokens"] == 100
-    page.click("#write")
-    written(page)
-    assert server.bodies[-1]["prompt"] == "Once word0 word1 word2"
-    page.click("#write-again")
-    written(page)
-    assert server.bodies[-1]["prompt"] == "Once word0 word1 word2" != server.bodies[-1]["seed"]
-    assert server.bodies[-1]["seed"] != server.bodies[-2]["seed"]
+    first, second = write("#write"), write("#write-again")
+    assert first["prompt"] == second["prompt"] == "Once word0 word1 word2" and first["seed"] != second["seed"]
     for _ in range(2):
         page.click("#write-undo")
     assert page.input_value("#text") == "Once" and page.locator("#write-undo").is_disabled()
@@ -1334,13 +1134,31 @@ def test_a_base_model_continues_a_text(server, open_page):
     page.wait_for_function("() => $('text').value.includes('word5')")
     page.keyboard.press("Escape")
     written(page)
-    assert server.left.wait(3)
+    assert server.left.wait(10)
     server.errors.append((400, "the prompt has 900 tokens, the context 512", {}))
     page.click("#write")
     page.wait_for_selector("#write-note [role=alert]:has-text('the context 512')")
     assert not page.evaluate("document.documentElement.scrollWidth > innerWidth")
     page.reload()
     assert page.input_value("#text").startswith("slow word0")
+
+    # The probabilities also of the words that a person wrote; writing goes on in the text, and shows it again.
+    page.fill("#text", "The dragon café!")
+    page.click("#write-odds")
+    tokens = page.locator("#written .token")
+    tokens.first.wait_for()
+    sent = {name: server.bodies[-1][name] for name in ("prompt", "max_tokens", "echo", "logprobs")}
+    assert sent == {"prompt": "The dragon café!", "max_tokens": 0, "echo": True, "logprobs": 5}
+    assert tokens.all_text_contents() == ["The", " dragon", " caf", "é", "!"]
+    assert levels(tokens) == [[], ["p2"], ["p1"], ["p2"], ["p4"]]  # the first has no probability
+    page.click("#write")
+    page.wait_for_function("() => !writing && !$('written').hidden")
+    assert page.input_value("#text") == "The dragon café! word0 word1 word2" == server.bodies[-1]["prompt"]
+    page.click("#write-odds")
+    assert page.locator("#text").is_visible() and not page.locator("#written").is_visible()
+    page.evaluate("change('temperature', 0); drawText()")
+    write("#write")
+    assert not page.locator("#write-again").is_visible() and page.locator("#write-undo").is_enabled()
 
 
 def test_ideas_and_what_the_model_is(server, open_page):
@@ -1351,22 +1169,17 @@ def test_ideas_and_what_the_model_is(server, open_page):
     page = open_page(server)
     ready(page)
     seen = set()
-    for _ in range(6):
+    for _ in range(4):
         ideas = page.locator("#ideas button").all_inner_texts()
         sums = [idea for idea in ideas if re.fullmatch(r"What is \d+ \+ \d+\?", idea)]
         assert len(set(ideas)) == 4 and len(sums) == 2 and "story" not in " ".join(ideas)
         seen.update(ideas)
         page.click("#more-ideas")
-    assert len(seen) > 8
-    page.click("#new")
-    assert not seen.issuperset(page.locator("#ideas button").all_inner_texts())
+    assert len(seen) > 6
     page.focus("#model")
     page.keyboard.press("Enter")
     words = page.locator("#about").inner_text()
-    for part in ("5.1M", "512 tokens", "demo", "1,200", "3 hours ago", "min_p 0.05"):
-        assert part in words, part
-    page.keyboard.press("Escape")
-    assert not page.locator("#about").is_visible()
+    assert all(part in words for part in ("5.1M", "512 tokens", "demo", "1,200", "3 hours ago", "min_p 0.05")), words
     chinese = open_page(server, locale="zh-CN", width=360, height=720)
     ready(chinese)
     assert re.match(r"\d+ \+ \d+ 等于多少？", chinese.locator("#ideas button").first.inner_text())
@@ -1450,13 +1263,11 @@ def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     page = open_page(server)
     ready(page)
     pick(page, "All, side by side")
-    assert page.locator("#model-name").inner_text() == "All, side by side"
     send(page, "odds")
     asked = {body["model"]: body for body in server.bodies}
     assert set(asked) == {"demo-base", "demo-sft", "demo-rl"} and len(server.bodies) == 3
     assert asked["demo-base"]["prompt"] == "odds" and asked["demo-base"]["max_tokens"] == 100
     assert asked["demo-sft"]["messages"] == asked["demo-rl"]["messages"] == [{"role": "user", "content": "odds"}]
-    assert len({body["seed"] for body in server.bodies}) in (1, 3)
     columns = page.locator(".round > .reply")
     assert columns.locator(".by").all_inner_texts() == ["demo-base", "demo-sft", "demo-rl"]
     assert columns.locator(".prose").all_inner_texts() == ["word0 word1 word2", *["The dragon café!"] * 2]
@@ -1464,21 +1275,18 @@ def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     assert len({round(box["y"]) for box in boxes}) == 1 and boxes[0]["x"] < boxes[1]["x"] < boxes[2]["x"]
     columns.nth(1).locator("[data-act=odds]").click()
     assert columns.nth(1).locator(".token").count() == 5 and not columns.nth(2).locator(".token").count()
-
     # All again are one version; the conversation goes on from the last model's reply; a reload shows the same.
     page.locator(".round > .acts [data-act=again]").click()
     done(page)
     assert page.locator(".round > .acts .count").inner_text() == "2/2" and columns.count() == 3
     page.locator("[data-act=previous]").click()
-    assert columns.nth(1).locator(".token").count() == 5
     send(page, "second")
     second = [body["messages"] for body in server.bodies[-3:] if "messages" in body]
     assert second[0][1] == {"role": "assistant", "content": "The dragon café!"} and len(second) == 2
     page.reload()
     assert page.locator(".round").count() == 2 and columns.count() == 6
-    assert page.evaluate("pairRows(current)") == []  # nobody has chosen one of them
-
-    # One column fails, and is tried again alone. Escape stops all. On a phone they are below each other.
+    assert page.evaluate("pairRows(current)") == []  # the user has not chosen one of them
+    # One column fails, and only it is tried again. Escape stops all. On a phone they are below each other.
     page.click("#new")
     server.errors.append((429, "full", {}))
     send(page, "third")
@@ -1497,23 +1305,6 @@ def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     assert len({round(box["x"]) for box in boxes}) == 1 and not page.evaluate("document.body.scrollWidth > innerWidth")
 
 
-def test_two_models_side_by_side_fill_the_row(server, open_page):
-    """Also where three columns would fit. The buttons of both are below them."""
-    served_models(server)
-    server.models = server.models[1:]
-    page = open_page(server)
-    page.set_viewport_size({"width": 1100, "height": 800})
-    ready(page)
-    pick(page, "All, side by side")
-    send(page, "hello")
-    row, left, right, buttons = (
-        page.locator(place).bounding_box()
-        for place in (".round", ".round > .reply >> nth=0", ".round > .reply >> nth=1", ".round > .acts")
-    )
-    assert abs(left["width"] - right["width"]) < 1 and abs(right["x"] + right["width"] - row["x"] - row["width"]) < 1
-    assert buttons["y"] >= max(box["y"] + box["height"] for box in (left, right))
-
-
 def test_try_again_is_not_offered_where_it_cannot_help(page):
     """At temperature 0 another try is the same reply, until something else has changed."""
     from playwright.sync_api import expect
@@ -1521,51 +1312,20 @@ def test_try_again_is_not_offered_where_it_cannot_help(page):
     again = page.locator("[data-act=again]")
     ready(page)
     send(page, "hello")
-    expect(again).to_have_count(1)
     settings(page, temperature="0")
     expect(again).to_have_count(1)  # this reply was drawn
     again.click()
     done(page)
     expect(again).to_have_count(0)
-    assert counted(page) == "2/2"
-    settings(page, system="You are a fox.")
-    expect(again).to_have_count(1)
-    settings(page, system="")
-    expect(again).to_have_count(0)
-    settings(page, temperature="1")
-    expect(again).to_have_count(1)
+    for changed, count in (({"system": "You are a fox."}, 1), ({"system": ""}, 0), ({"temperature": "1"}, 1)):
+        settings(page, **changed)
+        expect(again).to_have_count(count)
     settings(page, temperature="0")
     send(page, "slow", wait=False)
     page.wait_for_selector(".caret")
     page.keyboard.press("Escape")
     done(page)
     assert last(page).locator("[data-act=again]").count() == 1  # stopped: there is more to come
-
-
-def test_a_text_has_its_probabilities_too(server, open_page):
-    """Of a base model: also of the words that a person wrote."""
-    server.models = [{"id": "base-demo", "nanochat": {"chats": False, "context": 512}}]
-    page = open_page(server)
-    assert page.locator("#write-odds").is_disabled()
-    page.fill("#text", "The dragon café!")
-    page.click("#write-odds")
-    tokens = page.locator("#written .token")
-    tokens.first.wait_for()
-    sent = {name: server.bodies[-1][name] for name in ("prompt", "max_tokens", "echo", "logprobs")}
-    assert sent == {"prompt": "The dragon café!", "max_tokens": 0, "echo": True, "logprobs": 5}
-    assert tokens.all_text_contents() == ["The", " dragon", " caf", "é", "!"]
-    assert levels(tokens) == [[], ["p2"], ["p1"], ["p2"], ["p4"]]  # nobody knows the first
-    tokens.nth(1).hover()
-    assert page.locator("#odds > div").all_inner_texts()[0].split("\n") == ["␣fox", "60%"]
-    page.click("#write")  # goes on in the text, and shows it again
-    page.wait_for_function("() => !writing && !$('written').hidden")
-    assert page.input_value("#text") == "The dragon café! word0 word1 word2" == server.bodies[-1]["prompt"]
-    page.click("#write-odds")
-    assert page.locator("#text").is_visible() and not page.locator("#written").is_visible()
-    page.evaluate("change('temperature', 0); drawText()")
-    page.click("#write")
-    written(page)
-    assert not page.locator("#write-again").is_visible() and page.locator("#write-undo").is_enabled()
 
 
 def test_the_page_is_ready_before_anything_else_has_come(open_page, server):

@@ -1,0 +1,273 @@
+"""S1. No request can crash the server.
+
+Seeded malformed bodies, raw bytes and all that the API's own description allows: never a 5xx, and every error has
+OpenAI's form `{"error": {message, type, param, code}}`. A table of bodies names the field that each error must name.
+"""
+
+import contextlib
+import json
+import random
+import re
+import socket
+from collections import Counter
+from typing import Any
+
+import httpx
+import pytest
+from bodies import BODIES, CHAT, COMPLETIONS, HELLO
+from connections import events_of, head_of
+from fake_server import FakeScheduler, asking, client_of, error_of, make_app, serving
+
+from nanochat.serve.schema import MAX_CONTAINERS
+
+ask = pytest.fixture(asking, scope="module")
+
+
+FIELDS = (
+    *("messages", "model", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p", "n"),
+    *("repetition_penalty", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias"),
+    *("prompt", "echo", "tools", "response_format", "user", "truncation", "nonsense", "\u0000", "表"),
+)
+ODD = (
+    *(None, True, False, 0, -1, 1, 3, 2**63, -(2**70), 10**300, 0.5, -0.0, 1e308, float("inf"), float("nan")),
+    *("", "text", "\x00", "\ud800", "\U0001f642", "<|assistant_end|>", "9" * 5000, "a" * 20_000),
+    *([], [[]], [None], ["x"], [1, 2, 3], [-1], [2**80], {}, {"a": 1}, {"role": "user"}, {"include_usage": 1}),
+    *([{"role": "user", "content": "\ud83d"}], [{"role": "user", "content": None}], [{"role": [], "content": {}}]),
+)
+
+
+def malformed(rng: random.Random) -> bytes:
+    """A body that is wrong in one of many ways; some are right."""
+    body: Any = {**json.loads(json.dumps(HELLO)), "prompt": "x", "max_tokens": 2}
+    for _ in range(rng.randint(0, 4)):
+        body[rng.choice(FIELDS)] = rng.choice(ODD)
+    for name, share in (("prompt", 0.5), ("messages", 0.3)):
+        if rng.random() < share:
+            body.pop(name, None)
+    if isinstance(body.get("messages"), list) and body["messages"] and rng.random() < 0.3:
+        message = {"role": "user", "content": "x", rng.choice(("role", "content", "name", "nanochat")): rng.choice(ODD)}
+        body["messages"] = [message] * rng.randint(1, 3)
+    if rng.random() < 0.1:
+        body = rng.choice(ODD)
+    content = json.dumps(body, ensure_ascii=rng.random() < 0.7).encode(errors="surrogatepass")
+    match rng.randint(0, 9):
+        case 0:
+            content = content[: rng.randint(0, len(content))]
+        case 1:
+            place = rng.randint(0, len(content))
+            content = content[:place] + rng.randbytes(rng.randint(1, 8)) + content[place:]
+        case 2:
+            content = rng.choice((b"[", b'{"messages":', b'{"a":[')) * rng.choice((5, 150, 250, 40_000))
+        case 3:
+            number = rng.choice((b"1e999", b"-1e999", b"9" * 5000, b"1" + b"0" * 400 + b".5", b"0x10", b"1_0"))
+            content = b'{"messages":[{"role":"user","content":"x"}],"seed":' + number + b',"temperature":1}'
+    return content
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.soak)])
+def test_malformed_bodies_get_an_error_in_openais_form(count: int):
+    rng = random.Random(1)
+    statuses = set()
+    with client_of(make_app(FakeScheduler(slots=64, queue=64))) as ask:
+        for number in range(count):
+            answer = ask("POST", (CHAT, COMPLETIONS)[number % 2], content=malformed(rng))
+            statuses.add(answer.status_code)
+            if answer.status_code != 200:
+                error_of(answer)
+        assert ask("GET", "/ready").status_code == 200
+    assert {200, 400} <= statuses <= {200, 400, 404}
+
+
+def test_raw_bytes_do_not_crash_it():
+    rng = random.Random(2)
+    starts = (b"", b"GET / HTTP/1.1\r\n", head_of(COMPLETIONS, 0)[:-5])
+    with serving(make_app()) as port:
+        for _ in range(60):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as connection:
+                connection.sendall(rng.choice(starts) + rng.randbytes(rng.randint(1, 200)) + b"\r\n\r\n")
+        assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+
+
+def test_a_failed_reply_is_an_error():
+    with client_of(make_app(FakeScheduler(fails=True))) as ask:
+        answer = ask("POST", CHAT, json=HELLO)
+        assert answer.status_code == 500 and error_of(answer)["message"] == "out of memory"
+        events = events_of(ask("POST", CHAT, json={**HELLO, "stream": True}).text)
+        assert events[-1]["error"]["code"] == "generation_failed"
+
+
+# ---------------------------------------------------------------------- a table of bodies
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content, **more}]}
+
+
+NOTE = {"type": "url_citation", "url_citation": {"url": "x"}}
+CALLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": {"type": kind}}}
+    for name, kind in (("f", "object"), ("g", "strin"))
+)
+MANY = {"logprobs": True, "top_logprobs": 20, "max_tokens": 500}
+
+
+def call_of(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def schema(of: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": of}}
+
+
+# What each route refuses: the field that the error names, and what the message must name besides. ALLOWED is just
+# within the limits.
+REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    CHAT: [
+        ({"temperature": 3}, "temperature", ""),
+        ({"repetition_penalty": 101}, "repetition_penalty", ""),
+        ({"temperature": "warm"}, "temperature", ""),
+        ({"n": 0}, "n", ""),
+        ({"n": 4}, "n", "1 x 4.* 3 "),  # of three slots; the queue is for other clients
+        ({"messages": []}, "messages", ""),
+        (user(5), "messages.0.content", ""),
+        (user([{"type": "image_url"}]), "messages.0.content.0.type", ""),
+        (user("x", annotations=[0] * 400_000), "messages.0.annotations", ""),  # also what is ignored is bounded
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages", ""),
+        ({"metadata": {str(number): "x" for number in range(17)}}, "metadata", ""),
+        ({"metadata": {"a": [[]] * 40_000}}, "", "20,000"),
+        ({"temprature": 1}, "temprature", ""),
+        ({"model": "gpt-4"}, "model", ""),
+        ({"presence_penalty": 2.5}, "presence_penalty", ""),
+        ({"logit_bias": {"5": 101}}, "logit_bias", ""),
+        ({"logit_bias": {"x": 1}}, "logit_bias", ""),
+        ({"logit_bias": {"100000": 1}}, "logit_bias", ""),
+        ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", ""),
+        ({"stop_token_ids": [100_000]}, "stop_token_ids", ""),
+        ({"stop_token_ids": list(range(65))}, "stop_token_ids", ""),
+        ({"stop": [""]}, "stop.0", ""),
+        ({"stop": ["x"] * 17}, "stop", "16"),
+        ({"stream_options": {}}, "", "stream_options"),
+        ({"tools": [{}]}, "tools.0.type", ""),
+        ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"tool_choice": "any"}, "tool_choice", '"name"'),  # the other form
+        ({"tool_choice": call_of("f")}, "tool_choice", ""),
+        ({"tools": CALLS[:1], "tool_choice": call_of("other")}, "tool_choice", ""),
+        ({"tools": CALLS[:1], "tool_choice": call_of("any")}, "tool_choice", ""),
+        ({"tools": CALLS[:1] * 2}, "tools", ""),
+        ({"tools": CALLS[1:], "tool_choice": "required"}, "tools", "strin"),
+        ({"tools": [call_of("no spaces")]}, "tools.0.function.name", ""),
+        ({"function_call": {"name": "f"}}, "function_call", ""),
+        ({"store": True}, "store", ""),
+        ({"continue_final_message": True}, "continue_final_message", ""),
+        ({"add_generation_prompt": False}, "add_generation_prompt", ""),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs", ""),  # ours has no template
+        ({"chat_template_kwargs": {"x": [1]}}, "chat_template_kwargs", ""),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema"),
+        ({"response_format": {**schema({}), "type": "json_object"}}, "response_format", "json_schema"),
+        ({"response_format": schema({"type": "strin"})}, "response_format", "strin"),
+        ({"response_format": schema({"not": {}})}, "response_format", "not"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", ""),
+        (
+            {"messages": [*HELLO["messages"], {"role": "assistant", "content": "{"}], "response_format": schema({})},
+            "response_format",
+            "",
+        ),
+        # more logprobs than the server can write in a moment
+        ({**MANY, "n": 24}, "max_tokens", "250,000"),
+        ({**MANY, "n": 24, "stream": True}, "max_tokens", "250,000"),
+        ({"logprobs": True, "top_logprobs": 10, "n": 64}, "max_tokens", "250,000"),  # as long as the context allows
+    ],
+    COMPLETIONS: [
+        ({"prompt": ["x"] * 3, "n": 2}, "n", "3 x 2.* 3 "),
+        ({"prompt": ["x"] * 32, "n": 2, "max_tokens": 500, "logprobs": 9}, "max_tokens", "250,000"),
+        ({"prompt": ["x"] * 32, "n": 2, "max_tokens": 500, "logprobs": 9, "stream": True}, "max_tokens", "250,000"),
+        ({"prompt": [[]] * MAX_CONTAINERS}, "", "20,000"),
+        ({"prompt": [[]] * (MAX_CONTAINERS - 5)}, "prompt.0", ""),
+    ],
+}  # fmt: skip
+ALLOWED: dict[str, list[dict[str, Any]]] = {
+    CHAT: [
+        {"presence_penalty": -2, "frequency_penalty": 2, "logit_bias": {"5": -100}, "stop_token_ids": [5]},
+        {"metadata": {str(number): "x" for number in range(16)}},
+        user("x", annotations=[NOTE] * 128),
+        {"n": 3},
+    ],
+    COMPLETIONS: [{"prompt": ["x"] * 3}],
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_what_is_wrong_with_a_body_is_named(path: str):
+    with client_of(make_app(FakeScheduler(slots=3))) as few, client_of(make_app(FakeScheduler(slots=64))) as many:
+        for change, param, named in REFUSED[path]:
+            answer = (few if param == "n" else many)("POST", path, json={**BODIES[path], **change})
+            error = error_of(answer)
+            assert answer.status_code == (404 if param == "model" else 400), change
+            assert (error["param"] or "", error["type"]) == (param, "invalid_request_error"), change
+            assert re.search(named, error["message"]), change
+        for change in ALLOWED[path]:
+            assert few("POST", path, json={**BODIES[path], "max_tokens": 1, **change}).status_code == 200, change
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "content", "status"),
+    [
+        ("GET", "/nowhere", b"", 404),
+        ("GET", "/v1/models/other", b"", 404),
+        ("GET", "/v1/models/a%00b", b"", 404),
+        ("GET", "/%ED%A0%80", b"", 404),
+        ("GET", "/../../etc/passwd", b"", 404),
+        ("PUT", "/v1/models", b"", 405),
+        ("GET", CHAT, b"", 405),
+        ("POST", CHAT, b"", 400),
+        ("POST", CHAT, b'{"messages": ' + b"[" * 300 + b"]" * 300 + b"}", 400),
+        ("POST", COMPLETIONS, b'{"prompt":[]}', 400),
+    ],
+)
+def test_every_error_has_openais_form(ask: Any, method: str, path: str, content: bytes, status: int):
+    answer = ask(method, path, content=content)
+    assert answer.status_code == status and error_of(answer)["type"] == "invalid_request_error"
+
+
+# ---------------------------------------------------------------------- what the description allows
+
+
+def test_the_description_names_every_route_and_is_made_once(ask: Any, monkeypatch: pytest.MonkeyPatch):
+    described = ask("GET", "/openapi.json").json()
+    paths = {CHAT, COMPLETIONS, "/v1/models", "/v1/models/{model}", "/health", "/ready"}
+    assert paths <= set(described["paths"]) and "messages" in json.dumps(described["components"]["schemas"]["ChatBody"])
+    monkeypatch.setattr("nanochat.serve.app.models_json_schema", None)  # another call would fail
+    assert ask("GET", "/openapi.json").json() == described
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("examples", [10, pytest.param(1500, marks=pytest.mark.soak)])
+def test_nothing_that_the_description_allows_makes_it_fail(ask: Any, examples: int):
+    """This many requests for each route, the same at every run."""
+    schemathesis = pytest.importorskip("schemathesis", reason="the extra `dev` brings schemathesis")
+    hypothesis = pytest.importorskip("hypothesis")
+    schema = schemathesis.openapi.from_dict(ask("GET", "/openapi.json").json())
+    failures: list[str] = []
+    statuses: Counter[str] = Counter()
+    for result in schema.get_all_operations():
+        operation = result.ok()
+        calls = hypothesis.settings(
+            max_examples=examples, deadline=None, database=None, derandomize=True, phases=[hypothesis.Phase.generate],
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )  # fmt: skip
+
+        @calls
+        @hypothesis.given(case=operation.as_strategy())
+        def tried(case: Any) -> None:
+            sent = case.as_transport_kwargs(base_url="http://localhost")
+            sent = {name: value for name, value in sent.items() if name in ("params", "json", "data", "headers")}
+            answer = ask(case.method, case.formatted_path, **sent)
+            statuses[f"{case.method} {answer.status_code}"] += 1
+            if answer.status_code >= 500:
+                failures.append(f"{case.method} {case.path} {case.body!r}: {answer.status_code} {answer.text}")
+            elif answer.status_code >= 400:
+                error_of(answer)
+
+        tried()
+    assert not failures, "\n".join(failures[:5])
+    assert statuses["GET 200"] and statuses["POST 400"]

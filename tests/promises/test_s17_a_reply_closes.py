@@ -1,0 +1,448 @@
+"""S17. A reply always closes, and is valid.
+
+Every schema that is accepted ends within the tokens that are left and is followed: those of a table, and generated ones
+that pydantic and jsonschema check (`-m soak`: 2,000); what a schema costs is bounded before the first token and at
+each one, and a hostile schema is refused in a line. Rows without a schema keep every bit.
+"""
+
+import contextlib
+import json
+import random
+import subprocess
+import time
+from typing import Annotated, Any, Literal
+
+import jsonschema_rs
+import pydantic
+import pytest
+import tiny
+import torch
+
+from nanochat.engine import NewToken, Row, Slots
+from nanochat.sampling import SamplingParams
+from nanochat.serve.bounds import LEAST_CHARACTERS, bounded, parts_of
+from nanochat.serve.closing import hints_of
+from nanochat.serve.grammar import (
+    MAX_REPEATS,
+    MAX_SCHEMA,
+    MORE_SECONDS,
+    OPTIONS,
+    TOKEN_SECONDS,
+    Grammar,
+    SchemaError,
+    Vocabulary,
+)
+from nanochat.serve.grammar_trial import try_out
+from nanochat.serve.scheduler import Request, Scheduler
+from nanochat.serve.tools import call_schema
+
+
+def record(*required: str, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(required or properties)}
+
+
+TEXT = {"type": "string"}
+TEXTS = {"type": "array", "items": TEXT}
+NODE = record(value=TEXT, children={"type": "array", "items": {"$ref": "#/$defs/node"}})
+TERM = {"$ref": "#/$defs/term"}
+SUM = record(kind={"const": "add"}, left=TERM, right=TERM)
+NUMBER = record(kind={"const": "number"}, value={"type": "number"})
+SCHEMAS: dict[str, Any] = {
+    "text": TEXT,
+    "anything": {},
+    "any object": {"type": "object"},
+    "any list": {"type": "array"},
+    "record": record(name=TEXT, age={"type": "integer"}),
+    "closed record": {**record(name=TEXT, age={"type": "integer"}), "additionalProperties": False},
+    "record of records": record(a=record(b=record(c=TEXT, d=TEXTS)), e={"type": "boolean"}),
+    "optional": record("name", a={"$ref": "#"}, name=TEXT),
+    "unlisted": {"type": "object", "required": ["x", "y"]},
+    "map": {"type": "object", "additionalProperties": TEXTS},
+    "map by pattern": {"type": "object", "patternProperties": {"^x_": {"type": "integer"}}},
+    "at most two": {"type": "object", "additionalProperties": TEXT, "maxProperties": 2},
+    "list": TEXTS,
+    "lists of lists": {"type": "array", "minItems": 2, "items": {"type": "array", "minItems": 2, "items": TEXT}},
+    "tuple": {"type": "array", "prefixItems": [TEXT, {"type": "integer"}], "minItems": 2},
+    "tree": {"$ref": "#/$defs/node", "$defs": {"node": NODE}},
+    "linked list": record(next={"anyOf": [{"$ref": "#"}, {"type": "null"}]}, value={"type": "number"}),
+    "terms": {"$ref": "#/$defs/term", "$defs": {"term": {"anyOf": [SUM, NUMBER]}}},
+    "all of": {"allOf": [record(a=TEXT), record(b=TEXT)]},
+    "next to any of": {**record("k", k=TEXT), "anyOf": [record(u=TEXT), record(w={"type": "integer"})]},
+    "one of": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "boolean"}]},
+    "several types": {"type": ["string", "null", "array"]},
+    "enum": {"enum": ["a", "bb", 3, None]},
+    "const": {"const": {"a": [1, "é😀"]}},
+    "address": {"type": "string", "pattern": r"^[a-z]+@[a-z]+\.com$"},
+    "unanchored": {"type": "string", "pattern": r"\.txt$"},
+    "words, then a word": {"type": "string", "pattern": r"^([a-z]+ )*end\.$"},
+    "beyond ASCII": {"type": "string", "pattern": "^[é-ü]{3}$"},
+    "minLength": {"type": "string", "minLength": 20},
+    "minLength, maxLength": record(a={"type": "string", "minLength": 3, "maxLength": 9}, b=TEXT),
+    "number": {"type": "number"},
+    "from 150": {"type": "integer", "minimum": 150},
+    "multiple": record(a={"type": "integer", "multipleOf": 997, "minimum": 1}, b={"type": "integer", "multipleOf": 7}),
+    "date-time": {"type": "string", "format": "date-time"},
+    "email": record(mail={"type": "string", "format": "email"}, url={"type": "string", "format": "uri"}),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Any:
+    return tiny.make_engine(stops=True, sequence_len=256)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(engine: Any) -> Vocabulary:
+    return Vocabulary(engine.tokenizer, engine.tokenizer.reply_ends[0])
+
+
+def decode(engine: Any, rows: list[Row], logprobs: int = -1) -> list[list[NewToken]]:
+    """The tokens of rows that run together until all have ended."""
+    slots = Slots(engine, len(rows))
+    slots.fill(rows)
+    replies: dict[Row, list[NewToken]] = {row: [] for row in rows}
+    while slots.rows:
+        new_tokens = slots.decode(logprobs)
+        for new in new_tokens:
+            replies[new.row].append(new)
+        slots.release({new.row for new in new_tokens if new.finish_reason})
+    return list(replies.values())
+
+
+def read(text: str) -> Any:
+    """The document; a number beyond Python's floats becomes the largest, because the validator knows no infinity."""
+    return json.loads(text, parse_float=lambda number: max(min(float(number), 1e308), -1e308))
+
+
+def rows_of(engine: Any, grammar: Grammar, max_tokens: int, count: int = 3) -> list[Row]:
+    prompt = engine.tokenizer.encode("the", prepend="<|bos|>")
+    return [
+        Row(prompt, max_tokens, SamplingParams(temperature=seed * 1.0, seed=seed), grammar=grammar.copy(max_tokens))
+        for seed in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_every_reply_is_a_whole_document(engine: Any, vocabulary: Vocabulary, name: str):
+    schema = SCHEMAS[name]
+    grammar = vocabulary.compile(schema, 64)
+    # Also with the very fewest tokens: then the closing is the reply.
+    rows = rows_of(engine, grammar, 64) + rows_of(engine, grammar, len(grammar._closing), count=1)
+    for reply in decode(engine, rows):
+        assert reply[-1].finish_reason == "stop" and reply[-1].id == engine.tokenizer.reply_ends[0]
+        document = read(engine.tokenizer.decode([new.id for new in reply[:-1]]))
+        assert jsonschema_rs.is_valid(schema, document), document
+
+
+def random_type(rng: random.Random, depth: int) -> Any:
+    """A type of a field: simple, or of further types down to a depth of 3."""
+    simple = [str, int, float, bool, Literal["a", "bb", 3], Annotated[str, pydantic.Field(max_length=9)]]
+    simple += [Annotated[int, pydantic.Field(ge=0, le=150)], Annotated[str, pydantic.Field(pattern="^[a-f]{2,5}$")]]
+    if depth == 3 or rng.random() < 0.4:
+        return rng.choice(simple)
+    inner = random_type(rng, depth + 1)
+    return rng.choice([list[inner], inner | None, dict[str, inner], tuple[inner, bool], random_model(rng, depth)])
+
+
+def random_model(rng: random.Random, depth: int = 0) -> Any:
+    fields: dict[str, Any] = {f"field{n}": (random_type(rng, depth + 1), ...) for n in range(rng.randint(1, 4))}
+    return pydantic.create_model(f"Model{rng.getrandbits(40)}", **fields)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(2000, marks=pytest.mark.soak)])
+def test_generated_schemas_are_followed(engine: Any, vocabulary: Vocabulary, count: int):
+    rng = random.Random(17)
+    refused = 0
+    for _ in range(count):
+        model = random_model(rng)
+        schema = model.model_json_schema()
+        try:
+            grammar = vocabulary.compile(schema, 100)
+        except SchemaError:
+            refused += 1
+            continue
+        for reply in decode(engine, rows_of(engine, grammar, 100)):
+            text = engine.tokenizer.decode([new.id for new in reply[:-1]])
+            assert reply[-1].finish_reason == "stop" and jsonschema_rs.is_valid(schema, read(text)), text
+            model.model_validate_json(text)
+    assert refused <= count / 4
+
+
+@pytest.mark.parametrize(
+    ("name", "shortest"),
+    [
+        ("text", '""'),
+        ("any object", "{}"),
+        ("number", "0"),
+        ("map", "{}"),
+        ("optional", '{"name":""}'),
+        ("enum", '"a"'),
+    ],
+)
+def test_the_first_closing_is_the_shortest_document(vocabulary: Vocabulary, name: str, shortest: str):
+    assert len(vocabulary.compile(SCHEMAS[name], 200, is_compact=True)._closing) == len(vocabulary(shortest)) + 1
+
+
+def test_a_schema_that_does_not_fit_is_refused_with_the_length_that_does(engine: Any, vocabulary: Vocabulary):
+    schema = {"type": "string", "minLength": 50}
+    with pytest.raises(SchemaError, match="takes 53 tokens, and 52 are left") as refused:
+        vocabulary.compile(schema, 52)
+    assert "\n" not in str(refused.value)
+    (reply,) = decode(engine, rows_of(engine, vocabulary.compile(schema, 53), 53, count=1))
+    assert len(json.loads(engine.tokenizer.decode([new.id for new in reply[:-1]]))) == 50
+
+
+def test_a_forced_end_is_the_same_among_other_rows_and_has_its_own_logprobs(engine: Any, vocabulary: Vocabulary):
+    grammar = vocabulary.compile(SCHEMAS["record"], 40)
+
+    def rows() -> list[Row]:
+        others = [Row(row.prompt, 40, row.sampling) for row in rows_of(engine, grammar, 40)]
+        return rows_of(engine, grammar, 40) + others
+
+    together = decode(engine, rows(), logprobs=0)
+    alone = [decode(engine, [row], logprobs=0)[0] for row in rows()]
+    assert [[new.id for new in reply] for reply in together] == [[new.id for new in reply] for reply in alone]
+    for reply in together[:3]:
+        assert len(reply) == 40  # the model did not stop by itself
+        tokens = [*reply[0].row.prompt, *(new.id for new in reply)]
+        with torch.inference_mode():
+            logits = engine.model.logits(engine.model.hidden(torch.tensor([tokens[:-1]])))[0]
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[-len(reply) :, 0]
+        torch.testing.assert_close(torch.tensor([new.logprobs[0] for new in reply]), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_token_is_replaced_only_where_the_document_would_not_end(vocabulary: Vocabulary):
+    grammar = vocabulary.compile(TEXT, 6)
+    (quote,), (letter,), (euro,) = vocabulary('"'), vocabulary("a"), vocabulary("e")
+    assert [grammar.accept(token) for token in (quote, letter, euro)] == [quote, letter, euro]
+    assert grammar.allowed().sum() > 100  # three are left, the closing takes two
+    first_of_three = vocabulary("中")[0]  # two more bytes would have to follow it, then the closing
+    assert grammar.accept(first_of_three) == quote
+    assert grammar.allowed().nonzero().tolist() == [[vocabulary.eos_token_id]]
+
+
+# ---------------------------------------------------------------------- bounds
+
+
+def test_what_is_open_shares_the_tokens_and_what_is_bounded_stays():
+    schema = record(a=TEXT, b={**TEXT, "maxLength": 9999}, c=TEXTS, d={**TEXTS, "maxItems": 500}, e={"const": TEXT})
+    properties = bounded(schema, 256)["properties"]  # a, c, and the items of c and d
+    assert properties["a"] == {**TEXT, "maxLength": 256 // 4 * 4}
+    assert properties["b"]["maxLength"] == 9999 and properties["d"]["maxItems"] == 500
+    assert properties["c"]["maxItems"] == 256 // 4 // 8 and properties["c"]["items"]["maxLength"] == 256
+    assert properties["e"] == {"const": TEXT} and "maxLength" not in schema["properties"]["a"]
+    least = bounded(record(a={**TEXT, "minLength": 80}, b=TEXT), 16)["properties"]
+    assert [part["maxLength"] for part in least.values()] == [80, LEAST_CHARACTERS]
+    assert bounded(TEXT, 256) == TEXT and bounded(record(a=TEXT), 256)["properties"]["a"] == TEXT  # nothing to share
+
+
+def test_an_object_has_the_properties_that_it_lists():
+    assert bounded(record(a=record(b=TEXT)), 99)["properties"]["a"]["additionalProperties"] is False
+    for name in ("any object", "unlisted", "map", "all of", "next to any of"):
+        assert 'additionalProperties": false' not in json.dumps(bounded(SCHEMAS[name], 99)), name
+    is_open = {**record(a=TEXT), "additionalProperties": True}
+    assert bounded(is_open, 99) == is_open
+
+
+def test_bounds_that_contradict_the_schema_are_left_out(vocabulary: Vocabulary):
+    long = {"allOf": [TEXT, {"type": "string", "minLength": 70}]}
+    grammar = vocabulary.compile(record(a=long, b=TEXT), 100)
+    for token in vocabulary('{"a":"' + "x" * 70 + '","b":""}'):
+        assert grammar.accept(token) == token
+
+
+def test_the_first_text_leaves_tokens_for_the_others(vocabulary: Vocabulary):
+    grammar = vocabulary.compile(record(a=TEXT, b=TEXT), 64)
+    for token in vocabulary('{"a":"' + "the" * (64 // 2 * 4 // 3) + "th"):
+        assert grammar.accept(token) == token
+    assert grammar.allowed().nonzero().tolist() == [[vocabulary('"')[0]]]
+
+
+def test_odd_values_of_keywords_are_refused_in_a_line_or_followed(vocabulary: Vocabulary):
+    names = "type properties required items minLength maxItems minItems prefixItems format pattern multipleOf minimum"
+    for value in (None, True, -1, 0.5, float("nan"), 10**400, "x", [], [[1]], [{}], {}, {"a": 1}):
+        for name in [*names.split(), "anyOf", "additionalProperties", "$defs", "enum", "maxLength"]:
+            schema = {**record(a=TEXT, b={**TEXT, name: value}), name: value}
+            bounded(schema, 100)
+            hints_of(parts_of(schema))
+        with contextlib.suppress(SchemaError):
+            vocabulary.compile(record(a=TEXT, b={"type": "string", "minLength": value, "format": value}), 100)
+
+
+# ---------------------------------------------------------------------- what is allowed
+
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "likes": {"type": "array", "items": {"enum": ["tea", "coffee"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "likes"],
+    "additionalProperties": False,
+}
+
+
+def test_no_special_token_but_the_end_is_ever_allowed(engine: Any, vocabulary: Vocabulary):
+    grammar = vocabulary.compile({"type": "string"}, 200)
+    text = len(engine.tokenizer.tokens)
+    for token in engine.tokenizer.encode('"a<|user_end|>"'):
+        assert not grammar.allowed()[text:].any()
+        grammar.accept(token)
+    assert grammar.allowed().nonzero().tolist() == [[engine.tokenizer.reply_ends[0]]]
+
+
+def test_what_is_given_is_written_as_the_tokenizer_writes_it(engine: Any, vocabulary: Vocabulary):
+    grammar = vocabulary.compile({"const": "the other"}, 200)
+    for token in engine.tokenizer.encode('"the other"'):  # " the" is one token, and not four of a byte each
+        assert grammar.allowed().nonzero().tolist() == [[token]]
+        grammar.accept(token)
+
+
+@pytest.mark.parametrize("key", ["$defs", "definitions"])
+def test_the_references_of_each_tool_lead_to_its_own_schema(engine: Any, vocabulary: Vocabulary, key: str):
+    def parameters(kind: str) -> dict[str, Any]:
+        return {"properties": {"key": {"$ref": f"#/{key}/Key"}, "more": {"$ref": "#"}}, key: {"Key": {"type": kind}}}
+
+    schema = call_schema([("first", parameters("string")), ("second", parameters("integer"))])
+    calls = [("first", '{"key":"a","more":{"key":"b"}}'), ("second", '{"key":1,"more":{"key":2}}')]
+    for name, arguments in calls:
+        grammar = vocabulary.compile(schema, 200, is_compact=True)
+        for token in engine.tokenizer.encode(f'{{"name":"{name}","arguments":{arguments}}}'):
+            assert grammar.allowed()[token]
+            grammar.accept(token)
+        assert grammar.allowed().nonzero().tolist() == [[engine.tokenizer.reply_ends[0]]]
+
+
+@pytest.mark.parametrize(
+    "parameters", [None, {}, {"type": "object", "properties": {}}, {"properties": {}, "required": []}], ids=repr
+)
+def test_a_tool_without_parameters_gets_no_arguments(vocabulary: Vocabulary, parameters: Any):
+    grammar = vocabulary.compile(call_schema([("now", parameters)]), 200, is_compact=True)
+    text = '{"name":"now","arguments":{}}'
+    written = b""
+    while written != text.encode():
+        (token,) = grammar.allowed().nonzero().flatten().tolist()
+        written += vocabulary.tokens[grammar.accept(token)]
+        assert text.encode().startswith(written)
+
+
+# ---------------------------------------------------------------------- what a schema costs
+
+NESTED: dict[str, Any] = {}
+for _ in range(99):
+    NESTED = {"anyOf": [{"items": NESTED, "type": "array"}]}
+
+HOSTILE = {
+    "huge": {"enum": [str(number) for number in range(MAX_SCHEMA)]},
+    "repeats": {"type": "array", "minItems": MAX_REPEATS + 1, "items": {"type": "integer"}},
+    "a reference to itself": {"$ref": "#"},
+    "a reference to another host": {"$ref": "https://example.com/schema.json"},
+    "many branches": {"anyOf": [{"type": "object", "properties": {f"a{n}": {}}} for n in range(400)]},
+    "a product of choices": {"allOf": [{"anyOf": [{"enum": [[n, m]]} for n in range(9)]} for m in range(30)]},
+    "impossible": {"enum": []},
+    "no such type": {"type": "strin"},
+    "no such keyword": {"type": "array", "uniqueItems": True},
+    "patterns for one text": {"allOf": [{"type": "string", "pattern": f"a{{1,{n}}}"} for n in range(1, 40)]},
+    "a divisor": {"type": "integer", "multipleOf": 429496729},
+    "a divisor with decimals": {"type": "number", "multipleOf": 4294.96729},
+    "a product of divisors": {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]},
+    "look-around": {"type": "string", "pattern": "(?=a)b"},
+    "references in a circle": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
+    "too deep": NESTED,
+    "too long": {"type": "string", "minLength": 10**9},
+    "too many": {"type": "array", "minItems": 10**400},
+}
+WORDS = {  # what the line names, where it is a short one
+    "a reference to itself": "$ref",
+    "references in a circle": "$ref",
+    "too deep": "128",
+    "too long": "minLength 1,000,000,000: ",
+    "too many": "minItems 10,000,",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_schemas_are_refused_in_a_line_and_a_moment(vocabulary: Vocabulary, name: str):
+    began = time.process_time()  # of this process alone: the machine may be busy
+    with pytest.raises(SchemaError) as refused:
+        vocabulary.compile(HOSTILE[name], 200)
+    line = str(refused.value)
+    assert time.process_time() - began < 1 and "\n" not in line
+    assert WORDS.get(name, "") in line and len(line) < (120 if name in WORDS else 300)
+
+
+COSTLY = {
+    "a long text": {"enum": ["x" * 15000]},
+    "a long text of an object": {"const": {str(number): "y" * 20 for number in range(400)}},
+    "a long pattern": {"type": "string", "pattern": "^[ab]{900}$"},
+    "a long list": {"type": "array", "minItems": 1000, "items": {"type": "integer"}},
+    "lists of lists": {"type": "array", "minItems": 99, "items": {"type": "array", "minItems": 9, "items": PERSON}},
+    "a long minimum": {"type": "string", "minLength": 9000},
+    "a multiple": {"type": "integer", "multipleOf": 9973},
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_a_schema_costs_is_bounded_before_and_after_the_first_token(vocabulary: Vocabulary, name: str):
+    """Half a second, then a millisecond a token: other clients wait for it. The machine may be half as fast."""
+    began = time.process_time()
+    try:
+        grammar = vocabulary.compile(COSTLY[name], 20_000)
+    except SchemaError:
+        return
+    finally:
+        assert time.process_time() - began < 1
+    began, count = time.process_time(), 60
+    for seed in range(count):
+        allowed = grammar.allowed().nonzero().flatten().tolist()
+        if grammar.accept(allowed[seed % len(allowed)]) == vocabulary.eos_token_id:
+            break
+    assert time.process_time() - began < 2 * (MORE_SECONDS + count * TOKEN_SECONDS)
+
+
+def test_a_reply_that_costs_too_much_ends_with_the_limit(vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nanochat.serve.grammar.MORE_SECONDS", 0.0)
+    monkeypatch.setattr("nanochat.serve.grammar.TOKEN_SECONDS", 0.0)
+    grammar = vocabulary.compile(PERSON, 200).copy(200)
+    grammar.allowed()
+    assert "over 0 ms a token" in grammar.error
+
+
+def test_divisors_whose_product_is_small_are_followed(vocabulary: Vocabulary):
+    prices = {name: {"type": "number", "multipleOf": step} for name, step in (("a", 0.01), ("b", 0.05), ("c", 250))}
+    properties = prices | {"d": {"type": "integer", "multipleOf": 7}}
+    grammar = vocabulary.compile({"type": "object", "properties": properties}, 200)
+    for token in vocabulary('{"d":'):
+        grammar.accept(token)
+    assert not grammar.error
+
+
+def test_what_no_limit_of_ours_foresees_ends_in_the_child():
+    """The divisor stands for any keyword that costs more than we know of."""
+    options = json.dumps(OPTIONS)
+    try_out('{"type": "integer", "multipleOf": 7}', options)
+    with pytest.raises(subprocess.SubprocessError):
+        try_out('{"type": "integer", "multipleOf": 429496729}', options)
+
+
+def test_a_grammar_that_fails_ends_its_request_alone(engine: Any, vocabulary: Vocabulary):
+    class Failing:
+        error = ""
+
+        def allowed(self) -> Any:
+            return vocabulary.compile({"type": "string"}, 200).allowed()
+
+        def accept(self, token: int) -> int:
+            self.error = "too many items"
+            return token
+
+    scheduler = Scheduler(engine, slots=2)
+    scheduler.start()
+    prompt = tuple(engine.tokenizer.encode("the", prepend="<|bos|>"))
+    failing: Any = Failing()
+    streams = scheduler.submit_all([Request(prompt, 5, grammar=failing), Request(prompt, 5)])
+    failed, fine = ([chunk for chunk in stream][-1] for stream in streams)
+    scheduler.close()
+    assert failed.finish_reason == "error" and failed.is_clients_error and "too many items" in failed.error
+    assert fine.finish_reason in ("stop", "length")
