@@ -127,7 +127,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"repetition_penalty": 101}, "repetition_penalty", ""),
         ({"temperature": "warm"}, "temperature", ""),
         ({"n": 0}, "n", ""),
-        ({"n": 4}, "n", "1 x 4.* 3 "),  # of three slots; the queue is for other clients
+        ({"n": 4}, "n", "1 x 4.* 3 "),  # three slots: the queue is for other clients
         ({"messages": []}, "messages", ""),
         (user(5), "messages.0.content", ""),
         (user([{"type": "image_url"}]), "messages.0.content.0.type", ""),

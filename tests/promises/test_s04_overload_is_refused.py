@@ -112,7 +112,7 @@ def test_the_largest_reply_is_written_a_little_at_a_time(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(serializer, "logprobs", counted)
     app = make_app(FakeScheduler(slots=24))
-    count, tokens = 24, 490  # of 21 logprobs each: just below the limit
+    count, tokens = 24, 490  # with 21 logprobs each: just below the limit
 
     async def ask_and_count(path: str, body: dict[str, Any]) -> httpx.Response:
         async def count_turns() -> None:

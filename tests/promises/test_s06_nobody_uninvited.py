@@ -9,6 +9,7 @@ import re
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from connections import exchange
 from fake_server import FakeScheduler, asking, client_of, error_of, make_app, serving
 from starlette.routing import Route
 from test_p07_the_page import Script, last, send
+from tiny import complaint
 
-from nanochat.ground import cli
 from scripts import chat_web
 
 PAYLOADS = [
@@ -126,31 +127,34 @@ def test_pages_elsewhere_are_refused(ask: Any, port: int):
 
 
 def test_pages_of_named_origins_may_use_the_api():
-    chosen = "https://chat.example.org"
-    flags = chat_web.Config(allowed_origins=f" {chosen} , http://[::1]:3000")
-    origins = chat_web.allowed_origins(flags)
+    chosen, evil = "https://chat.example.org", "https://evil.example"
+    origins = chat_web.allowed_origins(chat_web.Config(allowed_origins=f" {chosen} , http://[::1]:3000"))
     assert origins == (chosen, "http://[::1]:3000")
+    allow = "access-control-allow-"
     preflight = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,x-stainless-os",
     }
+    key = {"authorization": f"Bearer {KEY}"}
     with client_of(make_app(api_key=KEY, origins=origins)) as ask:
-        answer = ask("OPTIONS", CHAT, headers={"origin": chosen, **preflight})  # a browser sends no key with it
-        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == chosen
-        assert "x-stainless-os" in answer.headers["access-control-allow-headers"]
-        assert "access-control-allow-credentials" not in answer.headers
-        key = {"authorization": f"Bearer {KEY}"}
-        answer = ask("POST", CHAT, json={**HELLO, "max_tokens": 1}, headers={"origin": chosen, **key})
-        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == chosen
-        assert "Origin" in answer.headers["vary"]
-        answer = ask("POST", CHAT, json=HELLO, headers={"origin": chosen})  # the page can read why
-        assert answer.status_code == 401 and answer.headers["access-control-allow-origin"] == chosen
-        for method in ("OPTIONS", "POST"):
-            answer = ask(method, CHAT, headers={"origin": "https://evil.example", **preflight, **key})
-            assert answer.status_code == 403 and "access-control-allow-origin" not in answer.headers
+        for method, origin, more, status in (
+            ("OPTIONS", chosen, preflight, 200),  # a browser sends no key with it
+            ("POST", chosen, key, 200),
+            ("POST", chosen, {}, 401),  # the page can read why
+            ("OPTIONS", evil, {**preflight, **key}, 403),
+            ("POST", evil, key, 403),
+        ):
+            answer = ask(method, CHAT, json={**HELLO, "max_tokens": 1}, headers={"origin": origin, **more})
+            assert answer.status_code == status, (method, origin)
+            assert answer.headers.get(allow + "origin") == (chosen if origin == chosen else None)
+            assert allow + "credentials" not in answer.headers
+            assert (
+                "x-stainless-os" in answer.headers[allow + "headers"] if method + origin == "OPTIONS" + chosen else True
+            )
     for wrong in ("*", "chat.example.org", "https://chat.example.org/", "null", "https://a b"):
-        with pytest.raises(cli.UserError, match="--allowed_origins"):
-            chat_web.allowed_origins(chat_web.Config(allowed_origins=wrong))
+        assert "--allowed_origins" in complaint(
+            partial(chat_web.allowed_origins, chat_web.Config(allowed_origins=wrong))
+        )
 
 
 def test_every_response_carries_the_strict_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -177,21 +181,19 @@ def test_the_command_makes_a_key_where_others_could_reach_it(monkeypatch: pytest
     assert len(made) == 3 and all(len(key or "") >= 32 for key in made)
     assert all(map(chat_web.is_loopback, ("127.0.0.1", "localhost", "::1", "127.8.8.8")))
     assert not any(map(chat_web.is_loopback, ("0.0.0.0", "::", "192.168.1.2", "", "localhost.example", "example.org")))
-    assert chat_web.choose_key(replace(config, api_key="none"), open_to_others=True) is None
     file = tmp_path / "key"
     file.write_text(f"{KEY}\n")
-    assert chat_web.choose_key(replace(config, api_key_file=file), open_to_others=True) == KEY
-    monkeypatch.setenv("NANOCHAT_API_KEY", "from-the-environment")
-    assert chat_web.choose_key(config, open_to_others=False) == "from-the-environment"
-    assert chat_web.choose_key(replace(config, api_key=KEY), open_to_others=False) == KEY
+    for setting, key in (({"api_key": "none"}, None), ({"api_key_file": file}, KEY), ({"api_key": KEY}, KEY)):
+        assert chat_web.choose_key(replace(config, **setting), open_to_others=True) == key
     file.write_bytes(b"\xff\xfe\x00")
     for wrong in (file, tmp_path / "none"):
-        with pytest.raises(cli.UserError, match=f"--api_key_file {wrong}"):
-            chat_web.choose_key(replace(config, api_key_file=wrong), open_to_others=False)
-    monkeypatch.delenv("NANOCHAT_API_KEY")
+        flags = replace(config, api_key_file=wrong)
+        assert f"--api_key_file {wrong}" in complaint(partial(chat_web.choose_key, flags, open_to_others=False))
     for key in ("", "short", "with spaces in it", "nicht-ünlich"):
-        with pytest.raises(cli.UserError, match="api_key"):
-            chat_web.choose_key(replace(config, api_key=key), open_to_others=False)
+        flags = replace(config, api_key=key)
+        assert "api_key" in complaint(partial(chat_web.choose_key, flags, open_to_others=False))
+    monkeypatch.setenv("NANOCHAT_API_KEY", "from-the-environment")
+    assert chat_web.choose_key(config, open_to_others=False) == "from-the-environment"
 
 
 def test_without_a_key_only_names_that_no_other_site_can_own_are_accepted(

@@ -126,15 +126,11 @@ PROBES = [
     Probe("openat", "print(os.read(call(NR['openat'], -100, SECRET.encode(), 0), 99))"),
     Probe("openat2", "print(os.read(call(NR['openat2'], -100, SECRET.encode(), bytes(24), 24), 99))", "mostly"),
     Probe("create", "open(FOLDER + '/new', 'w').write('x')"),
-    Probe("append", "open(SECRET, 'a').write('x')"),
     Probe("truncate", "os.truncate(SECRET, 1)"),
     Probe("unlink", "os.unlink(SECRET)"),
-    Probe("rename", "os.rename(SECRET, SECRET + '.moved')"),
     Probe("mkdir", "os.mkdir(FOLDER + '/new')"),
     Probe("symlink", "os.symlink('/', FOLDER + '/new')"),
-    Probe("link", "os.link(SECRET, FOLDER + '/new')"),
     Probe("chmod", "os.chmod(SECRET, 0o600)\nprint('ESCAPED')"),
-    Probe("listdir", "print(os.listdir(FOLDER))"),
     Probe("stat", "print('ESCAPED', os.stat(SECRET).st_size)"),
     Probe("chdir", "os.chdir(FOLDER)\nprint('ESCAPED')"),
     Probe("inherited descriptor", "for fd in range(256):\n  try: print(os.pread(fd, 99, 0))\n  except OSError: pass"),
@@ -154,7 +150,6 @@ PROBES = [
     Probe("clone3", "a = bytes(32) + struct.pack('Q', 17) + bytes(48)\nif call(NR['clone3'], a, 88) == 0: os._exit(0)\n"
           "print('ESCAPED')\nos.wait()", "mostly"),
     Probe("os.system", "os.system(TOUCH)"),
-    Probe("subprocess", "import subprocess\nsubprocess.run(['/bin/sh', '-c', TOUCH])"),
     Probe("posix_spawn", "os.waitpid(os.posix_spawn('/bin/sh', ['sh', '-c', TOUCH], {}), 0)"),
     Probe("exec", "os.execv('/bin/sh', ['sh', '-c', TOUCH])"),
     Probe("execveat", "v = (ctypes.c_char_p * 4)(b'sh', b'-c', TOUCH.encode())\n"
@@ -165,7 +160,6 @@ PROBES = [
     # signals
     Probe("kill", "os.kill(VICTIM, 9)\nprint('ESCAPED')"),
     Probe("tgkill", "call(NR['tgkill'], VICTIM, VICTIM, 9)\nprint('ESCAPED')"),
-    Probe("sigqueue", "call(NR['rt_sigqueueinfo'], VICTIM, 9, struct.pack('iii116x', 9, 0, -1))\nprint('ESCAPED')"),
     Probe("pidfd", "call(NR['pidfd_send_signal'], call(NR['pidfd_open'], VICTIM, 0), 9, 0, 0)", "mostly"),
     Probe("kill everybody", "os.kill(-1, 0)\nprint('ESCAPED')", "not tried"),
     Probe("kill parent", "os.kill(os.getppid(), 0)\nprint('ESCAPED')"),
@@ -186,10 +180,8 @@ PROBES = [
     Probe("unshare", "call(NR['unshare'], 0x10000000)\nprint('ESCAPED')", "mostly"),
     Probe("dumpable", "if libc.prctl(4, 1, 0, 0, 0) == 0: print('ESCAPED')"),
     Probe("outlive the parent", "if libc.prctl(1, 0, 0, 0, 0) == 0: print('ESCAPED')"),
-    Probe("priority", "os.setpriority(os.PRIO_PROCESS, 0, 5)\nprint('ESCAPED')"),
     Probe("io_uring", "call(NR['io_uring_setup'], 4, bytes(120))\nprint('ESCAPED')", "mostly"),
     Probe("keyring", "call(NR['keyctl'], 0, -3, 1)\nprint('ESCAPED')", "mostly"),
-    Probe("eventfd", "call(NR['eventfd2'], 0, 0)\nprint('ESCAPED')"),
     # what Python keeps within reach
     Probe("reload os", "import importlib\nimportlib.reload(os).system(TOUCH)"),
     Probe("subclasses", "c = [c for c in object.__subclasses__() if c.__name__ == '_wrap_close'][0]\n"

@@ -66,7 +66,7 @@ def test_prompts_are_not_logged(fault: str, capfd: pytest.CaptureFixture[str], c
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "sign"), [("command", signal.SIGINT), ("gunicorn", signal.SIGTERM)])
 def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, sign: signal.Signals, tmp_path: Path):
-    """docs/deploy.md: what it prints, and every file under its home. By itself it prints its address."""
+    """docs/deploy.md: what it prints, and every file under its home. The command prints only its address."""
     if how == "gunicorn":
         pytest.importorskip("gunicorn", reason="GUNICORN IS NOT TESTED: pip install gunicorn")
     folder = checkpoint(tmp_path)

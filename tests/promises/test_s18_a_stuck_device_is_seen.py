@@ -110,7 +110,7 @@ def test_a_failure_ends_the_running_and_the_next_are_served(running: Any, monkey
     assert tokens == engine.generate([prompt_of(5)], max_tokens=20, sampling=GREEDY)[0][0]
 
 
-def test_a_device_that_is_gone_leaves_nobody_waiting(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_is_gone_ends_every_request(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = running(slots=1)
 
     def gone(**_: Any) -> None:

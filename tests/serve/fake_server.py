@@ -35,7 +35,7 @@ class FakeScheduler:
     tick: float = 0.0  # seconds
     word: str = "word "
     calls: bool = False  # a reply calls the calculator first
-    dies: bool = False  # its thread ends by itself
+    dies: bool = False  # its thread ends
     stalled_seconds: float = 0.0
     fails: bool = False  # each reply ends with an error
     raises: str = ""  # submit raises this

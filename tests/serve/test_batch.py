@@ -3,18 +3,17 @@
 import json
 import random
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import call, refused
 from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat.conversation import parse_reply, render_prompt, text_of
 from nanochat.engine import Engine, SamplingParams
-from nanochat.ground import cli, paths
+from nanochat.ground import paths
 from nanochat.serve.scheduler import Scheduler
-from scripts import chat_batch
 
 CONTEXT = 128
 TOKENIZER = tiny_tokenizer()
@@ -23,20 +22,17 @@ QUESTIONS = [f"{'the other 从 ' * (number % 5)}{number}" for number in range(24
 
 
 @pytest.fixture(autouse=True)
-def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+def base(base_folder: Path) -> Path:
     for stage in ("base", "sft"):
         save_checkpoint(paths.checkpoint_dir(stage, "tiny"), 1, MODEL, TOKENIZER, {"stage": stage})
-    return tmp_path
+    return base_folder
 
 
 def answer(folder: Path, *flags: str, source: str = "sft", name: str = "in.jsonl") -> list[Any]:
     """The output's lines."""
     out = folder / "out.jsonl"
     argv = ["--source", source, "--device=cpu", "--slots=3", "--max_tokens=20", "--in", str(folder / name)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["chat_batch", *argv, "--out", str(out), *flags])
-        cli.run(chat_batch.main, chat_batch.Config)
+    call("chat_batch", *argv, "--out", str(out), *flags)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 
@@ -151,24 +147,22 @@ def test_the_system_message_goes_before_conversations_that_have_none(base: Path)
     assert [message["role"] for message in second["messages"]] == ["user", "assistant"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--in", "{base}/no.jsonl", "--out", "{base}/out.jsonl"], "no.jsonl"),
-        (["--in", "{base}/empty.jsonl", "--out", "{base}/out.jsonl"], "empty.jsonl"),
-        (["--in", "{base}/in.jsonl", "--out", "{base}/other.jsonl"], "other.jsonl"),
-        (["--in", "{base}/noise.jsonl", "--out", "{base}/out.jsonl"], "noise.jsonl"),
-        (["--in", "{base}/in.jsonl", "--out", "{base}"], "{base}"),
-    ],
-)
-def test_a_mistake_costs_one_line(base: Path, capsys: Any, flags: list[str], message: str):
+def test_a_mistake_costs_one_line(base: Path, capsys: Any):
     write(base, "hello")
     (base / "empty.jsonl").write_text("\n")
     (base / "noise.jsonl").write_bytes(b"\x00\xff\xfe{")
     (base / "other.jsonl").write_text('{"prompt": "hi", "completion": "a"}\n')
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr(sys, "argv", ["chat_batch", "--device=cpu", *(flag.format(base=base) for flag in flags)])
-        cli.run(chat_batch.main, chat_batch.Config)
-    err = capsys.readouterr().err
-    lines = [line for line in err.splitlines() if "line 1 of --in" not in line]  # which is named first
-    assert stopped.value.code == 1 and len(lines) == 1 and message.format(base=base) in lines[0]
+    for source, out, named in (
+        ("no.jsonl", "out.jsonl", "no.jsonl"),
+        ("empty.jsonl", "out.jsonl", "empty.jsonl"),
+        ("in.jsonl", "other.jsonl", "other.jsonl"),
+        ("in.jsonl", ".", str(base)),
+    ):
+        flags = ("--device=cpu", "--in", f"{base}/{source}", "--out", f"{base}/{out}")
+        refused(capsys, ("chat_batch", *flags), named)
+    with pytest.raises(SystemExit):
+        call("chat_batch", "--device=cpu", "--in", f"{base}/noise.jsonl", "--out", f"{base}/out.jsonl")
+    assert [("line 1" in line, "noise.jsonl" in line) for line in capsys.readouterr().err.splitlines()] == [
+        (True, False),
+        (False, True),
+    ]

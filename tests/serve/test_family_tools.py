@@ -122,6 +122,13 @@ def test_an_agent_calls_reads_the_result_and_answers(client: Any, family: str, m
     answer = chat(client, messages).choices[0]
     assert answer.finish_reason == "stop" and not answer.message.tool_calls
     assert answer.message.content.endswith("It rains, and it has 9 degrees.")
+    for settings in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):  # then nothing is parsed
+        assert chat(client, max_tokens=8, **settings).choices[0].message.tool_calls is None
+    for arguments, results, why in (("", 1, "no call before it"), ("{}", 0, "no result"), ("[1]", 1, "JSON object")):
+        call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+        calls = [{"role": "assistant", "content": None, "tool_calls": [call]}] if arguments else []
+        with pytest.raises(openai.BadRequestError, match=why):
+            chat(client, [*QUESTION, *calls, *SENT[1:] * results])
 
 
 def test_the_prompt_is_the_familys_own(client: Any, model: LoadedModel, folder: Path):
@@ -139,29 +146,18 @@ def test_a_required_call_follows_the_schema(client: Any, family: str, choice: An
     """`roll` is not what the model has learned: its name and arguments come from the schema."""
     faces = {"type": "object", "properties": {"faces": {"enum": [6, 20]}}, "required": ["faces"]}
     tools = [*TOOLS, {"type": "function", "function": {"name": "roll", "parameters": faces}}]
-    for stream in (False, True):
-        answer = chat(client, tools=tools, tool_choice=choice, stream=stream)
-        if stream:
-            fragments = [one for chunk in answer for one in chunk.choices[0].delta.tool_calls or ()]
-            name = fragments[0].function.name
-            arguments = "".join(one.function.arguments for one in fragments)
-        else:
-            (call,) = answer.choices[0].message.tool_calls
-            assert answer.choices[0].finish_reason == "tool_calls" and answer.choices[0].message.content is None
-            name, arguments = call.function.name, call.function.arguments
-        assert name == ("weather" if choice == "required" else "roll")  # of two it takes the one that it has learned
-        if name == "roll":
-            assert json.loads(arguments) in ({"faces": 6}, {"faces": 20})
-        elif family == "mistral named":  # a list, which this model has not learned: it has the name before the call
-            assert list(json.loads(arguments)) == ["city"]
-        else:
-            assert json.loads(arguments) == ARGUMENTS
-
-
-def test_without_tools_and_with_none_nothing_is_parsed(client: Any):
-    for settings in ({"tool_choice": "none"}, {"tools": openai.NOT_GIVEN}):
-        message = chat(client, max_tokens=8, **settings).choices[0].message
-        assert message.tool_calls is None
+    (call,) = chat(client, tools=tools, tool_choice=choice).choices[0].message.tool_calls
+    name, arguments = call.function.name, json.loads(call.function.arguments)
+    stream = chat(client, tools=tools, tool_choice=choice, stream=True)
+    fragments = [one.function for chunk in stream for one in chunk.choices[0].delta.tool_calls or ()]
+    assert fragments[0].name == name and json.loads("".join(one.arguments for one in fragments)) == arguments
+    assert name == ("weather" if choice == "required" else "roll")  # of two it takes the one that it has learned
+    if name == "roll":
+        assert arguments in ({"faces": 6}, {"faces": 20})
+    elif family == "mistral named":  # a list, which this model has not learned: it has the name before the call
+        assert list(arguments) == ["city"]
+    else:
+        assert arguments == ARGUMENTS
 
 
 def test_the_thought_of_an_earlier_reply_goes_to_a_template_that_writes_it(model: LoadedModel):
@@ -173,17 +169,6 @@ def test_the_thought_of_an_earlier_reply_goes_to_a_template_that_writes_it(model
     assert isinstance(model.tokenizer, ImportedTokenizer)
     writes_thoughts = model.tokenizer.chat_format.template.thought_field is not None
     assert ("a cloud" in shown[1]) == writes_thoughts == (shown[0] != shown[1])
-
-
-@pytest.mark.parametrize(
-    ("arguments", "results", "why"),
-    [("", 1, "no call before it"), ("{}", 0, "has no result"), ("[1]", 1, "not a JSON object")],
-)
-def test_histories_that_do_not_fit_together_are_refused(client: Any, arguments: str, results: int, why: str):
-    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
-    calls = [{"role": "assistant", "content": None, "tool_calls": [call]}] if arguments else []
-    with pytest.raises(openai.BadRequestError, match=why):
-        chat(client, [*QUESTION, *calls, *SENT[1:] * results])
 
 
 def test_a_long_chat_loses_old_turns_but_no_result_loses_its_call(model: LoadedModel):

@@ -176,7 +176,7 @@ def test_a_call_of_the_calculator_is_the_same_whole_and_streamed():
 def test_parts_of_a_character_have_names_and_places_of_their_own():
     tokenizer = tiny.tiny_tokenizer()
     serializer = CompletionSerializer(loaded(FakeScheduler()), body_of())
-    tokens = [*"é!".encode(), 0xC3]  # bytes stand first in every vocabulary
+    tokens = [*"é!".encode(), 0xC3]  # bytes come first in every vocabulary
     single = {tokenizer.decode_bytes([token]): token for token in range(256)}
     ids = [single[bytes([byte])] for byte in tokens]
     likely = [TokenLogprob(one, -1.0, ((ids[0], -1.0), (ids[1], -2.0))) for one in ids]
