@@ -1220,23 +1220,6 @@ def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     assert len({round(box["x"]) for box in boxes}) == 1 and not page.evaluate("document.body.scrollWidth > innerWidth")
 
 
-def test_try_again_is_not_offered_where_it_cannot_help(page):
-    """At temperature 0 another try is the same reply, until something else has changed."""
-    from playwright.sync_api import expect
-
-    again = page.locator("[data-act=again]")
-    ready(page)
-    send(page, "hello")
-    settings(page, temperature="0")
-    expect(again).to_have_count(1)  # this reply was drawn
-    again.click()
-    done(page)
-    expect(again).to_have_count(0)
-    for changed, count in (({"system": "You are a fox."}, 1), ({"system": ""}, 0), ({"temperature": "1"}, 1)):
-        settings(page, **changed)
-        expect(again).to_have_count(count)
-
-
 def test_the_page_is_ready_before_anything_else_has_come(open_page, server):
     """P7: ready within a second on a phone. Text box and ideas wait for one file, whose size another test bounds."""
     page = open_page(None)

@@ -20,7 +20,7 @@ import torch
 
 from nanochat.engine import NewToken, Row, Slots
 from nanochat.sampling import SamplingParams
-from nanochat.serve.bounds import LEAST_CHARACTERS, bounded, parts_of
+from nanochat.serve.bounds import bounded, parts_of
 from nanochat.serve.closing import hints_of
 from nanochat.serve.grammar import (
     MAX_REPEATS,
@@ -212,18 +212,6 @@ def test_a_token_is_replaced_only_where_the_document_would_not_end(vocabulary: V
 
 
 # ---------------------------------------------------------------------- bounds
-
-
-def test_what_is_open_shares_the_tokens_and_what_is_bounded_stays():
-    schema = record(a=TEXT, b={**TEXT, "maxLength": 9999}, c=TEXTS, d={**TEXTS, "maxItems": 500}, e={"const": TEXT})
-    properties = bounded(schema, 256)["properties"]  # a, c, and the items of c and d
-    assert properties["a"] == {**TEXT, "maxLength": 256 // 4 * 4}
-    assert properties["b"]["maxLength"] == 9999 and properties["d"]["maxItems"] == 500
-    assert properties["c"]["maxItems"] == 256 // 4 // 8 and properties["c"]["items"]["maxLength"] == 256
-    assert properties["e"] == {"const": TEXT} and "maxLength" not in schema["properties"]["a"]
-    least = bounded(record(a={**TEXT, "minLength": 80}, b=TEXT), 16)["properties"]
-    assert [part["maxLength"] for part in least.values()] == [80, LEAST_CHARACTERS]
-    assert bounded(TEXT, 256) == TEXT and bounded(record(a=TEXT), 256)["properties"]["a"] == TEXT  # nothing to share
 
 
 def test_an_object_has_the_properties_that_it_lists():

@@ -112,17 +112,6 @@ def test_only_a_silent_stream_has_heartbeats(monkeypatch: pytest.MonkeyPatch):
         assert text.count("word") == (10 if not beats else 3) and text.endswith("data: [DONE]\n\n")
 
 
-def test_logprobs_of_a_chat_are_those_of_its_content():
-    """A calculator call is in no content, so its tokens are in no list."""
-    serializer = ChatSerializer(loaded(FakeScheduler()), body_of())
-    call, text = TokenLogprob(50, -1.0), TokenLogprob(65, -0.5)
-    assert serializer.chunk(0, Chunk((50,), "2", kind="python", logprobs=(call,)))["logprobs"] is None
-    for chunk in (Chunk((50,), "2", kind="python", logprobs=(call,)), Chunk((65,), "A", logprobs=(text,))):
-        serializer.add(0, chunk)
-    (choice,) = json.loads(b"".join(serializer.whole({})))["choices"]
-    assert "".join(one["token"] for one in choice["logprobs"]["content"]) == choice["message"]["content"] == "A"
-
-
 @pytest.mark.parametrize(
     ("text", "finish_reason", "arguments"),
     [
