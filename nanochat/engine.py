@@ -376,8 +376,8 @@ class Slots:
 
     Rows do not affect one another. In fp32 on a CPU that is exact by construction: a packed product
     computes a row with the same bits whatever the number of rows (kernels/cpu.py), attention computes each row by
-    itself, and pieces and attended keys are padded to whole vectors, which adds exact zeros. test_scheduler.py
-    compares 480 requests.
+    itself, and pieces and attended keys are padded to whole vectors, which adds exact zeros.
+    test_s05_batched_is_alone.py compares random requests.
     """
 
     def __init__(self, engine: Engine, size: int, capacity: int = 0, prefill_chunk: int = PREFILL_CHUNK):
