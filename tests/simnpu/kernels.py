@@ -1,26 +1,20 @@
 """CPU-backed kernels for the operators that torch_npu registers on PrivateUse1, over the same memory.
 
-`register()` takes torch_npu's own list of operators from the dispatcher and puts a kernel of ours in the place of each
-that computes: it makes CPU tensors over the memory of its NPU tensors, runs the CPU's operator, and copies results
-into NPU tensors from torch_npu's allocator. What torch_npu does above that (autograd, autocast, allocation, views,
-the choice of an attention kernel) stays as it is, and an operator that torch_npu does not have stays missing.
-The npu:: operators come from operators.py.
+`register()` takes torch_npu's own list of operators from the dispatcher and replaces each that computes: a kernel makes
+CPU tensors over the memory of its NPU tensors, runs the CPU's operator, and copies the results into NPU tensors from
+torch_npu's allocator. What torch_npu does above that (autograd, autocast, allocation, views) stays as it is, and an
+operator that torch_npu lacks stays missing. The npu:: operators come from operators.py.
 
-How far the likeness goes:
- - Results are those of the CPU's kernels; new tensors are contiguous, as torch_npu allocates them (its own empty_like
-   and type conversions keep strides, here as there). Kernels need no workspace beside their results.
+ - New tensors are contiguous, as torch_npu allocates them.
  - float64 and complex tensors can be stored and copied to and from the host, nothing else; LIMITS has more.
- - Copies follow torch_npu's: asynchronous ones go through the runtime's aclrtMemcpyAsync, which cann.c delays.
- - Random numbers depend on seed and offset of torch_npu's generator, as they do there, but are other numbers.
- - While a graph is captured kernels are recorded and not run: new tensors hold 0xFF bytes until the replay, which runs
-   the kernels over the same memory. Random operators draw anew at each replay, by torch_npu's own bookkeeping.
-   Collectives are not captured: they run at once.
+ - Asynchronous copies go through the runtime's aclrtMemcpyAsync, which cann.c delays.
+ - While a graph is captured, kernels are recorded and not run: new tensors hold 0xFF bytes until the replay, which runs
+   the kernels over the same memory. Collectives run at once.
 """
 
 import atexit
 import ctypes
 import inspect
-import math
 import os
 import threading
 import warnings
@@ -77,7 +71,7 @@ SCALARS = _words(
     logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor"""
 )
 # Random operators whose schema names no generator.
-RANDOM = {"native_dropout", "_npu_dropout", "rrelu_with_noise", "rrelu_with_noise_", "randperm"}
+RANDOM = {"native_dropout", "_npu_dropout", "randperm"}
 # Operators that the vendor's pages exclude from captured graphs.
 NOT_RECORDED = {"npu_fusion_attention"}
 POISON = 0xFF  # in each byte: NaN, -1
@@ -125,7 +119,7 @@ def _check(error: int, what: str) -> None:
 
 
 def _host_waits(what: str) -> None:
-    """The host waits for the current stream: what is under way there arrives."""
+    """The host waits for the current stream: unfinished copies there arrive."""
     counts.wait()
     with counts.quiet():
         _check(_library.aclrtSynchronizeStream(_stream()), what)
@@ -134,15 +128,7 @@ def _host_waits(what: str) -> None:
 # ---- graphs ----
 
 
-class Graph:
-    """What one capture recorded."""
-
-    def __init__(self) -> None:
-        self.runs: list[Callable[[], Any]] = []
-        self.drawn: dict[torch.Generator, int] = {}  # how far each generator advances in one replay
-        self.before: dict[torch.Generator, tuple[int, int]] = {}  # seed and offset at the beginning of this replay
-
-
+Graph = list[Callable[[], Any]]  # what one capture recorded
 _graphs: dict[int, Graph] = {}
 
 
@@ -155,7 +141,7 @@ def _capturing() -> Graph | None:
 
 def _on_capture(identity: int, begins: int) -> None:
     if begins == 1:
-        _graphs[identity] = Graph()
+        _graphs[identity] = []
     elif begins < 0:
         _graphs.pop(identity, None)
 
@@ -165,11 +151,7 @@ def _on_replay(identity: int) -> int:
     counts.launch()
     try:
         with counts.quiet(), torch.inference_mode():  # the tensors may be an inference's
-            # torch_npu has advanced the generators for the whole graph just now
-            for generator, drawn in graph.drawn.items():
-                seed, offset = _state(generator)
-                graph.before[generator] = seed, offset - drawn
-            for run in graph.runs:
+            for run in graph:
                 run()
     except Exception as error:  # an exception cannot pass through C
         warnings.warn(f"a kernel of a captured graph failed: {error}", stacklevel=2)
@@ -177,42 +159,14 @@ def _on_replay(identity: int) -> int:
     return 0
 
 
-def _on_destroy(identity: int) -> None:
-    _graphs.pop(identity, None)
-
-
 # ---- random numbers ----
 
 
-def _state(generator: torch.Generator) -> tuple[int, int]:
+def _draw(generator: torch.Generator) -> int:
+    """The seed of the next random operator, from the seed and the offset of torch_npu's generator, which advances."""
     seed, offset = generator.get_state().view(torch.int64).tolist()
-    return seed, offset
-
-
-def _draw(generator: torch.Generator, graph: Graph | None) -> Callable[[], int]:
-    """Advance a generator by one operator. Returns what gives the seed for that operator's numbers: the same each
-    time, or in a graph anew for each replay."""
-    seed, offset = _state(generator)
     generator.set_state(torch.tensor([seed, offset + OFFSET_STEP], dtype=torch.int64).view(torch.uint8))
-    if graph is None:
-        return lambda: _mixed(seed, offset)
-    graph.drawn[generator] = offset + OFFSET_STEP
-
-    def at_replay() -> int:
-        if generator not in graph.before:  # the run during the capture, for shapes alone
-            return 0
-        seed_now, offset_now = graph.before[generator]
-        return _mixed(seed_now, offset_now + offset)
-
-    return at_replay
-
-
-def _mixed(seed: int, offset: int) -> int:
-    """64 bits that differ everywhere when seed or offset differ. Source: Steele, Lea, Flood 2014, SplitMix."""
-    bits = (seed * 0x9E3779B97F4A7C15 + offset * 0xD1B54A32D192ED03) & 0xFFFFFFFFFFFFFFFF
-    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-    return bits ^ (bits >> 31)
+    return hash((seed, offset))
 
 
 # ---- the kernel of an operator ----
@@ -223,6 +177,9 @@ class Run(NamedTuple):
 
     result: Any
     outs: list[torch.Tensor]  # of its out arguments
+
+
+Compute = Callable[[dict[str, Any]], Run]
 
 
 class Kernel:
@@ -272,18 +229,14 @@ class Kernel:
 
     def _waits_for(self, given: dict[str, Any]) -> bool:
         """Whether the host must know data to go on."""
-        if self.name in WAITING:
-            return True
         if self.name in ("index", "index_put", "index_put_", "_index_put_impl_"):
             masks = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in given["indices"])
             return masks and ("values" not in given or given["values"].numel() != 1)
         if self.name == "repeat_interleave":
             return isinstance(given.get("repeats"), torch.Tensor) and given.get("output_size") is None
-        return self.name == "one_hot" and given.get("num_classes", -1) == -1
+        return self.name in WAITING or (self.name == "one_hot" and given.get("num_classes", -1) == -1)
 
-    def _run(
-        self, generator: torch.Generator | None, device: torch.device, graph: Graph | None
-    ) -> Callable[[dict[str, Any]], Run]:
+    def _run(self, generator: torch.Generator | None, device: torch.device, graph: Graph | None) -> Compute:
         """What computes on the CPU, with the arguments by name."""
 
         def run(converted: dict[str, Any]) -> Run:
@@ -300,17 +253,16 @@ class Kernel:
 
         if not self.is_random:
             return run
-        seed = _draw(generator or npu.default_generators[device.index], graph)
+        if graph is not None:
+            raise RuntimeError(f"{self.label}: random numbers in a captured graph are not modelled")
+        seed = _draw(generator or npu.default_generators[device.index])
 
         def run_random(converted: dict[str, Any]) -> Run:
             if self.has_generator:
-                return run({**converted, "generator": torch.Generator().manual_seed(seed())})
-            state = torch.get_rng_state()
-            torch.default_generator.manual_seed(seed())
-            try:
+                return run({**converted, "generator": torch.Generator().manual_seed(seed)})
+            with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(seed)
                 return run(converted)
-            finally:
-                torch.set_rng_state(state)
 
         return run_random
 
@@ -342,12 +294,7 @@ class Kernel:
         return tuple(moved(v) if n is None else given[n] for v, n in zip(run.result, names, strict=True))
 
     def _record(
-        self,
-        graph: Graph,
-        run: Callable[[dict[str, Any]], Run],
-        converted: dict[str, Any],
-        given: dict[str, Any],
-        device: torch.device,
+        self, graph: Graph, run: Compute, converted: dict[str, Any], given: dict[str, Any], device: torch.device
     ) -> Any:
         """Results with their shapes and no content; the run comes at each replay."""
         targets: list[torch.Tensor] = []
@@ -366,7 +313,7 @@ class Kernel:
             for target, value in zip(targets, [*done.outs, *_flat(new)], strict=True):
                 target.copy_(value)
 
-        graph.runs.append(at_replay)
+        graph.append(at_replay)
         return finished
 
 
@@ -436,26 +383,17 @@ class Call:
         if device.type == "cpu" and value.dim() == 0 and (kernel.takes_scalars or _is_wrapped_number(value)):
             return value
         if value.dtype in kernel.refused:
-            raise RuntimeError(
-                f"{kernel.label}: Tensor {name} not implemented for {kernel.refused[value.dtype]}, "
-                "which is not in the dtype support list of the NPU's kernel"
-            )
+            raise RuntimeError(f"{kernel.label}: Tensor {name} not implemented for {kernel.refused[value.dtype]}")
         if device.type == "cpu":
             if not (name == "indices" and kernel.name.startswith(("index", "_index"))):
-                raise RuntimeError(
-                    f"{kernel.label}: Expected all tensors to be on the same device. "
-                    f"Expected NPU tensor, please check whether the input tensor {name}'s device is correct."
-                )
+                raise RuntimeError(f"{kernel.label}: {name} is not on the same device as the other tensors")
             counts.launch()  # torch_npu moves indices over
             _host_waits(f"{kernel.label}: indices on the host")
             return value
         if self.device is None:
             self.device = device
         elif device != self.device:
-            raise RuntimeError(
-                f"{kernel.label}: Expected all tensors to be on the same device, "
-                f"but found at least two devices, {self.device} and {device}!"
-            )
+            raise RuntimeError(f"{kernel.label}: tensors on two devices, {self.device} and {device}")
         return alias(value, self.storages)
 
 
@@ -478,7 +416,7 @@ def _memory_copy(target: torch.Tensor, source: torch.Tensor, to_host: bool, non_
             _library.simnpu_invalidate(_stream())
             raise RuntimeError("copy_: a copy of memory that is not pinned cannot be captured in a graph")
         pointers = target.data_ptr(), source.data_ptr()
-        graph.runs.append(lambda: _start_copy(pointers[0], pointers[1], size, kind, host))
+        graph.append(lambda: _start_copy(pointers[0], pointers[1], size, kind, host))
     elif non_blocking:
         _start_copy(target.data_ptr(), source.data_ptr(), size, kind, host)
     else:
@@ -497,22 +435,19 @@ def _start_copy(target: int, source: int, size: int, kind: int, host: torch.Tens
 
 def _copy_to_device(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
     ready = source.to(target.dtype).expand_as(target).contiguous()
-    if target.is_contiguous():
-        _memory_copy(target, ready, to_host=False, non_blocking=non_blocking)
-    else:
-        between = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        _memory_copy(between, ready, to_host=False, non_blocking=non_blocking)
+    between = target if target.is_contiguous() else torch.empty(target.shape, dtype=target.dtype, device=target.device)
+    _memory_copy(between, ready, to_host=False, non_blocking=non_blocking)
+    if between is not target:
         _copy_on_device(target, between)
 
 
 def _copy_to_host(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
     if source.shape != target.shape or not source.is_contiguous():
         source = source.expand_as(target).clone(memory_format=torch.contiguous_format)
-    if target.is_contiguous() and target.dtype == source.dtype:
-        _memory_copy(target, source, to_host=True, non_blocking=non_blocking)
-    else:
-        between = torch.empty(target.shape, dtype=source.dtype)
-        _memory_copy(between, source, to_host=True, non_blocking=non_blocking)
+    is_direct = target.is_contiguous() and target.dtype == source.dtype
+    between = target if is_direct else torch.empty(target.shape, dtype=source.dtype)
+    _memory_copy(between, source, to_host=True, non_blocking=non_blocking)
+    if between is not target:
         target.copy_(between)
 
 
@@ -533,7 +468,7 @@ def _copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
         to.copy_(from_)
     else:
         from_.expand(to.shape)  # or raises
-        graph.runs.append(lambda: to.copy_(from_))
+        graph.append(lambda: to.copy_(from_))
 
 
 def copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -576,34 +511,6 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype, copy=True)
 
 
-def _matmul_backward(
-    gradient: torch.Tensor, left: torch.Tensor, right: torch.Tensor, wanted: list[bool]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of matmul, folded to one product each as the CPU's own backward pass folds them."""
-    if left.dim() == 1 and right.dim() == 1:
-        return gradient * right if wanted[0] else None, gradient * left if wanted[1] else None
-    if left.dim() == 1:
-        gradient = gradient.unsqueeze(-2)
-    if right.dim() == 1:
-        gradient = gradient.unsqueeze(-1)
-    left_matrix = left.unsqueeze(0) if left.dim() == 1 else left
-    right_matrix = right.unsqueeze(1) if right.dim() == 1 else right
-    of_left = of_right = None
-    if left_matrix.dim() > 2 and right_matrix.dim() == 2:
-        count = math.prod(gradient.shape[:-1])
-        rows = gradient.reshape(count, gradient.shape[-1])
-        if wanted[0]:
-            of_left = rows.mm(right_matrix.t()).reshape(left.shape)
-        if wanted[1]:
-            of_right = left_matrix.reshape(count, left_matrix.shape[-1]).t().mm(rows).reshape(right.shape)
-        return of_left, of_right
-    if wanted[0]:
-        of_left = torch.matmul(gradient, right_matrix.mT).sum_to_size(left_matrix.shape).reshape(left.shape)
-    if wanted[1]:
-        of_right = torch.matmul(left_matrix.mT, gradient).sum_to_size(right_matrix.shape).reshape(right.shape)
-    return of_left, of_right
-
-
 def _fused_adamw_(
     weights: Any, grads: Any, firsts: Any, seconds: Any, largest: Any, steps: Any, *, grad_scale: Any = None,
     found_inf: Any = None, **settings: Any,
@@ -614,7 +521,6 @@ def _fused_adamw_(
 
 COMPUTED: dict[str, Callable[..., Any]] = {
     "aten::_fused_adamw_": _fused_adamw_,
-    "aten::matmul_backward": _matmul_backward,
     "npu::npu_dtype_cast": _cast,
     "npu::_npu_dtype_cast": _cast,
     "npu::npu_dtype_cast_backward": _cast,
@@ -640,12 +546,8 @@ class _Tensor(ctypes.Structure):
     """An aclTensor of cann.c."""
 
     _fields_ = [
-        ("dimensions", ctypes.c_int64),
-        ("sizes", ctypes.c_int64 * 16),
-        ("strides", ctypes.c_int64 * 16),
-        ("offset", ctypes.c_int64),
-        ("type", ctypes.c_int32),
-        ("data", ctypes.c_void_p),
+        *(("dimensions", ctypes.c_int64), ("sizes", ctypes.c_int64 * 16), ("strides", ctypes.c_int64 * 16)),
+        *(("offset", ctypes.c_int64), ("type", ctypes.c_int32), ("data", ctypes.c_void_p)),
     ]
 
     def alias(self) -> torch.Tensor:
@@ -656,20 +558,8 @@ class _Tensor(ctypes.Structure):
         return torch.empty(0, dtype=dtype).set_(storage, self.offset, sizes, strides)
 
 
-class _Scalar(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int32), ("value", ctypes.c_char * 16)]
-
-    def number(self) -> float:
-        start = ctypes.addressof(self) + _Scalar.value.offset
-        dtype = TYPES[self.type]
-        return torch.frombuffer(bytearray(ctypes.string_at(start, dtype.itemsize)), dtype=dtype).item()
-
-
 class _Integers(ctypes.Structure):
     _fields_ = [("count", ctypes.c_uint64), ("items", ctypes.POINTER(ctypes.c_int64))]
-
-    def list(self) -> list[int]:
-        return self.items[: self.count]
 
 
 TYPES = {
@@ -683,13 +573,14 @@ def _inplace_copy(target: Any, source: Any) -> Callable[[], Any]:
     return lambda: to.copy_(from_)
 
 
-def _constant_pad(tensor: Any, pads: Any, value: Any, out: Any) -> Callable[[], Any]:
+def _zero_pad(tensor: Any, pads: Any, value: Any, out: Any) -> Callable[[], Any]:
+    """What torch_npu pads short lists of a collective with is zero."""
     from_, to = _Tensor.from_address(tensor).alias(), _Tensor.from_address(out).alias()
-    widths, number = _Integers.from_address(pads).list(), _Scalar.from_address(value).number()
-    return lambda: to.copy_(torch.nn.functional.pad(from_, widths, value=number))
+    widths = _Integers.from_address(pads)
+    return lambda: to.copy_(torch.nn.functional.pad(from_, widths.items[: widths.count]))
 
 
-CALLED_BY_NAME = {"aclnnInplaceCopy": _inplace_copy, "aclnnConstantPadNd": _constant_pad}
+CALLED_BY_NAME = {"aclnnInplaceCopy": _inplace_copy, "aclnnConstantPadNd": _zero_pad}
 
 
 def _on_operator(name: bytes, arguments: Any, count: int) -> int:
@@ -701,7 +592,7 @@ def _on_operator(name: bytes, arguments: Any, count: int) -> int:
             if graph is None:
                 run()
             else:
-                graph.runs.append(run)
+                graph.append(run)
     except Exception as error:  # an exception cannot pass through C
         warnings.warn(f"{name.decode()}: {error}", stacklevel=2)
         return 1
@@ -796,12 +687,14 @@ def register() -> None:
         _keep.append(above)
         for name in FALL_THROUGH:
             above.impl(name.partition("::")[2], torch.library.fallthrough_kernel, allow_override=True)
+        # A product becomes those that autograd knows, as on the CPU: torch_npu's own has a backward pass to itself.
+        above.impl("matmul", torch.ops.aten.matmul.default.decompose, allow_override=True)
 
 
 def _hook_up() -> None:
     capture = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_int)(_on_capture)
     replay = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(_on_replay)
-    destroy = ctypes.CFUNCTYPE(None, ctypes.c_uint32)(_on_destroy)
+    destroy = ctypes.CFUNCTYPE(None, ctypes.c_uint32)(lambda identity: _on_capture(identity, -1))
     heard = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     wait = heard(lambda what: counts.wait())
     launch = heard(lambda what: counts.launch())
