@@ -1,4 +1,6 @@
-"""check_npu.py: each judgement on made-up values, and the whole command on this machine's CPU and simulated NPUs."""
+"""check_npu.py: each judgement on made-up values, and the whole command on simulated NPUs.
+
+promises/test_p10_an_owners_ten_minutes.py has the command on this machine's CPU."""
 
 import importlib
 import os
@@ -26,12 +28,10 @@ A2 = """\
 | npu-smi 25.2.0                   Version: 25.2.0                                               |
 | NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
 | Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
-+===========================+===============+====================================================+
 | 0     910B3               | OK            | 97.9        34                0    / 0             |
 | 0                         | 0000:C1:00.0  | 0           0    / 0          3408 / 65536         |
 | 2     910B4-1             | OK            | 92.3        32                0    / 0             |
 | 0                         | 0000:81:00.0  | 0           0    / 0          41052/ 65536         |
-| NPU     Chip              | Process id    | Process name             | Process memory(MB)      |
 | No running processes found in NPU 0                                                            |
 | 2       0                 | 1333928       |                          | 37709                   |
 """
@@ -40,13 +40,6 @@ A3 = """\
 | 0     Ascend910           | OK            | 232.5       52                0    / 0             |
 | 0     0                   | 0000:9D:00.0  | 17          0    / 0          53444/ 65536         |
 | 0     Ascend910           | Warning       | -           51                0    / 0             |
-| 1     1                   | 0000:9F:00.0  | 17          0    / 0          2888 / 65536         |
-| 0       0                 | 3325989       |                          | 50128                   |
-"""
-INFERENCE = """\
-| npu-smi 25.2.0                                   Version: 25.2.0                                       |
-| 2       310P3                 | OK              | NA           45                0     / 0             |
-| 0       0                     | 0000:01:00.0    | 0            1529 / 44280                            |
 """
 A5 = """\
 | npu-smi 25.7.rc1    Version: 25.7.rc1 |
@@ -71,34 +64,25 @@ LABELLED = "pip install --extra-index-url https://download.pytorch.org/whl/cpu "
     ("versions", "outcome", "says", "fix"),
     [
         # CANN, torch, torch_npu and perhaps numpy that belong together
-        (("8.5.0", "2.9.0", "2.9.0"), None, "2.9.0", ""),
         (("8.5.2", "2.9.0", "2.9.0"), None, "2.9.0", ""),
-        (("8.3.RC2", "2.8.0+cpu", "2.8.0"), None, "2.8.0", ""),
         (("9.0.0", "2.9.0+cpu", "2.9.0.post2", "2.0.2"), None, "2.9.0.post2", ""),
-        (("9.1.0", "2.7.1", "2.7.1.post8"), None, "2.7.1.post8", ""),
         (("9.1.0", "2.9.0", "2.9.0.post8+git1234567"), None, "2.9.0.post8+git1234567", ""),
-        (("9.1.1", "2.12.0", "2.12.0", "2.0.2"), None, "2.12.0", ""),
         (("8.3.RC1", "2.7.1", "2.7.1", "1.26.4"), None, "2.7.1", ""),
         # that do not, and the pair of the table
-        (("8.3.RC1", "2.7.1", "2.7.1", "2.0.2"), Fail, "numpy 2.0.2, .*CANN 8.3.RC1 .* 500001", '"numpy<2"'),
-        (("8.5.2", "2.9.0", "2.9.0", "2.0.2"), Fail, "numpy 2.0.2, .*CANN 8.5.2 .* 500001", '"numpy<2"'),
-        (("9.0.0", "2.9.0", "2.9.0"), Fail, "is for CANN 8.5.0, ", "pip install torch==2.9.0 torch_npu==2.9.0.post2"),
-        (("8.5.0", "2.8.0", "2.8.0.post4"), Fail, "is for CANN 9.0.0", "torch==2.8.0 torch_npu==2.8.0.post2"),
+        (("8.5.2", "2.9.0", "2.9.0", "2.0.2"), Fail, "500001", '"numpy<2"'),
+        (("9.0.0", "2.9.0", "2.9.0"), Fail, "for CANN 8.5.0, ", "pip install torch==2.9.0 torch_npu==2.9.0.post2"),
+        (("8.5.0", "2.8.0", "2.8.0.post4"), Fail, "for CANN 9.0.0", "torch==2.8.0 torch_npu==2.8.0.post2"),
         (("9.0.0", "2.13.0+cpu", "2.9.0.post2"), Fail, "differ", "torch==2.9.0 torch_npu==2.9.0.post2"),
-        (("9.1.0", "2.12.0", None), Fail, "is not installed", f"{LABELLED}torch==2.12.0+cpu torch_npu==2.12.0"),
+        (("9.1.0", "2.12.0", None), Fail, "not installed", f"{LABELLED}torch==2.12.0+cpu torch_npu==2.12.0"),
         (("8.4.0", "2.9.0", "2.9.0"), Fail, "not in the version table", "--cann 8.3.RC1` takes torch==2.7.1"),
-        (("8.1.RC1", "2.7.1", "2.7.1"), Fail, "needs torch>=2.7", "install CANN 8.3.RC1 or later"),
+        (("8.1.RC1", "2.7.1", "2.7.1"), Fail, "torch>=2.7", "CANN 8.3.RC1"),
         # that the table cannot know: others run 2.9.0.post4 on CANN 8.5.2, for one
-        (("9.0.0", "2.9.0", "2.9.0.post5"), Skip, "torch_npu 2.9.0.post5 ", ""),
-        (("8.5.2", "2.9.0+cpu", "2.9.0.post4"), Skip, "torch_npu 2.9.0.post4 ", ""),
-        (("9.1.0", "2.12.0", "2.12.0.post4"), Skip, "torch_npu 2.12.0.post4 ", ""),
-        (("9.1.0", "2.13.0", "2.13.0"), Skip, "not judged", ""),
+        (("8.5.2", "2.9.0+cpu", "2.9.0.post4"), Skip, "2.9.0.post4", ""),
         (("9.9.0", "2.13.0", "2.13.0"), Skip, "not judged", ""),
-        (("10.0.0", "2.9.0", "2.9.0"), Skip, "not judged", ""),
         (("unknown", "2.9.0", "2.9.0"), Skip, "not judged", ""),
-        ((None, "2.9.0", "2.9.0"), Skip, "needs CANN", ""),
+        ((None, "2.9.0", "2.9.0"), Skip, "CANN", ""),
     ],
-)  # fmt: skip
+)
 def test_versions_are_judged_by_the_table(versions: tuple, outcome: type[Exception] | None, says: str, fix: str):
     cann, *installed = versions
     if outcome is None:
@@ -122,11 +106,8 @@ def test_the_pip_line_is_for_this_architecture_and_index(monkeypatch: pytest.Mon
     [
         ("9.1.0", "25.0.RC1.1", False),
         ("9.1.1", "25.2.0", True),
-        ("9.0.0", "25.0.RC1", True),
-        ("8.5.0", "24.1.0", False),
-        ("8.5.2", "26.0.rc1", True),
+        ("8.5.2", "24.1.0", False),
         ("8.3.RC1", "23.0.0", True),  # no source, no judgement
-        ("10.0.0", "23.0.0", True),
         ("unknown", "23.0.0", True),
         (None, "23.0.0", True),
     ],
@@ -137,7 +118,7 @@ def test_a_driver_older_than_cann_takes(cann: str | None, driver: str, fits: boo
         assert check_npu.check_driver(machine, A2).startswith("npu-smi 25.2.0")
         return
     oldest = check_npu.OLDEST_DRIVERS[check_npu.release_of_series(cann or "") or ""]
-    with pytest.raises(Fail, match=f"driver {driver}, .*CANN {cann} .*{oldest}") as failure:
+    with pytest.raises(Fail, match=f"{driver}, .*{cann} .*{oldest}") as failure:
         check_npu.check_driver(machine, A2)
     assert "firmware-drivers" in failure.value.fix
 
@@ -158,13 +139,11 @@ def test_the_version_table_is_in_order():
 
 
 def test_torch_missing_old_or_too_new():
-    with pytest.raises(Fail, match="not installed") as failure:
+    with pytest.raises(Fail) as failure:
         check_npu.check_torch_version(None)
     assert failure.value.fix in ("source .venv/bin/activate", "bash setup_ascend.sh")
-    with pytest.raises(Fail, match=r"2\.1\.0 .*2\.7"):
-        check_npu.check_torch_version("2.1.0")
-    for version in ("2.14.0", "2.15.0+cpu"):
-        with pytest.raises(Fail, match=rf"{re.escape(version)} .* below 2\.14"):
+    for version, bound in (("2.1.0", "2.7"), ("2.14.0", "2.14"), ("2.15.0+cpu", "2.14")):
+        with pytest.raises(Fail, match=rf"{re.escape(version)} .*{bound}"):
             check_npu.check_torch_version(version)
     assert check_npu.check_torch_version("2.13.1+cpu") == "2.13.1+cpu"
     with pytest.raises(Fail, match="3.10"):
@@ -179,11 +158,10 @@ def test_torch_missing_old_or_too_new():
     [
         (A2, ("25.2.0", [("0", "910B3", "OK"), ("2", "910B4-1", "OK")])),
         (A3, ("25.2.3", [("0", "Ascend910", "OK"), ("0", "Ascend910", "Warning")])),
-        (INFERENCE, ("25.2.0", [("2", "310P3", "OK")])),
         (A5, ("25.7.rc1", [("3", "Ascend950DT", "Alarm")])),
         ("no such table", ("unknown", [])),
     ],
-    ids=["A2", "A3", "310P", "950", "none"],
+    ids=["A2", "A3", "950", "none"],
 )
 def test_npu_smi_is_parsed(text: str, expected: tuple[str, list[tuple[str, str, str]]]):
     assert check_npu.parse_npu_smi(text) == expected
@@ -193,9 +171,9 @@ def test_driver():
     machine = Machine(npu_smi="/usr/local/bin/npu-smi")
     assert check_npu.check_driver(machine, A2) == "npu-smi 25.2.0, 2 x 910B3/910B4-1"
     for here, output, reason in (
-        (Machine(), "", "npu-smi not found"),
+        (Machine(), "", "npu-smi"),
         (machine, "", "prints nothing"),
-        (machine, "DrvMngGetConsoleLogLevel failed.\ndcmi module initialize failed. ret is -8005\n", "ret is -8005"),
+        (machine, "DrvMngGetConsoleLogLevel failed.\ndcmi module initialize failed. ret is -8005\n", "-8005"),
         (machine, A3, "NPU 0 is Warning"),
     ):
         with pytest.raises(Fail, match=reason) as failure:
@@ -223,10 +201,12 @@ def test_device_files_must_be_open_to_us(tmp_path: Path):
 
 def test_sourced_means_home_and_libraries():
     home = "/usr/local/Ascend/cann"
-    assert check_npu.is_sourced({"ASCEND_HOME_PATH": home, "LD_LIBRARY_PATH": f"/lib:{home}/lib64"})
-    assert not check_npu.is_sourced({"ASCEND_HOME_PATH": home, "LD_LIBRARY_PATH": "/lib:"})
-    assert not check_npu.is_sourced({"LD_LIBRARY_PATH": f"{home}/lib64"})
-    assert not check_npu.is_sourced({})
+    for variables, is_sourced in (
+        ({"ASCEND_HOME_PATH": home, "LD_LIBRARY_PATH": f"/lib:{home}/lib64"}, True),
+        ({"ASCEND_HOME_PATH": home, "LD_LIBRARY_PATH": "/lib:"}, False),
+        ({"LD_LIBRARY_PATH": f"{home}/lib64"}, False),
+    ):
+        assert check_npu.is_sourced(variables) == is_sourced
 
 
 # ---------------------------------------------------------------------- errors and their fixes
@@ -269,32 +249,29 @@ InnerRunOpApi:torch_npu/csrc/framework/OpParamMaker.cpp:281 OPS function error: 
 EI0006: [PID: 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. Reason: Remote Rank did not send the data
 """
 NO_KERNELS = "call aclnnAdd failed, detail:EZ9999: Inner Error!\nEZ9999: [PID: 1] Parse dynamic kernel config fail.\n"
-NO_DEVICE = "NPU function error: aclrtSetDevice(device_id_), error code is 507033\nERR00100 PTA call acl api failed\n"
 NUMPY = "NPU function error: at_npu::native::AclSetCompileopt(...), error code is 500001\nERR00100 PTA call failed\n"
 NO_MEMORY = "call aclrtSetDevice failed, error code is 507033\nEL0004: [PID: 553] Failed to allocate memory.\n"
-OPERATOR = "NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is {code}\nEZ9999: Inner Error!\n"
+OPERATOR = "NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is {}\nEZ9999: Inner Error!\n"
+OPERATOR_FIXES = {  # error codes
+    "507046": "did not answer", "507048": "did not answer", "507053": "npu-smi info -t ecc", "507054": "ecc",
+    **dict.fromkeys(("507014", "507015", "507017", "507018", "507034", "507035"), "ASCEND_LAUNCH_BLOCKING=1"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("text", "line", "fix"),
     [
-        (OUT_OF_MEMORY, "Tried to allocate 52.00 MiB", "holds the memory: `npu-smi info`"),
+        (OUT_OF_MEMORY, "Tried to allocate 52.00 MiB", "npu-smi info"),
         (SOCKET_TIMEOUT, "HcclAllreduce, error code is 6 | EI0006: [PID: 1292363]", "HCCL_IF_IP"),
-        (NO_KERNELS, "call aclnnAdd failed", "must be installed"),
-        (NO_DEVICE, "error code is 507033", "as OK"),
-        (NUMPY, "error code is 500001", 'pip install "numpy<2"'),
+        (NO_KERNELS, "call aclnnAdd failed", "cann/download"),
+        ("aclrtSetDevice(device_id_), error code is 507033\nERR00100 PTA call acl api failed\n", "507033", "as OK"),
+        (NUMPY, "500001", 'pip install "numpy<2"'),
         # The general failure next to its cause: the cause decides.
-        (NUMPY + "No module named 'decorator'", "error code is 500001", "pip install attrs cffi"),
-        (NUMPY + "No module named 'tbe'", "error code is 500001", "source /usr/local/Ascend"),
-        (NO_MEMORY, "EL0004", "holds the memory"),
-        ("aclrtMalloc failed, error code is 207018", "207018", "holds the memory"),
-        (OPERATOR.format(code=507046), "507046", "did not answer"),
-        (OPERATOR.format(code=507048), "507048", "did not answer"),
-        (OPERATOR.format(code=507053), "507053", "npu-smi info -t ecc -i 0 -c 0"),
-        *(
-            (OPERATOR.format(code=code), str(code), "ASCEND_LAUNCH_BLOCKING=1")
-            for code in (507014, 507015, 507017, 507018, 507035)
-        ),
+        (NUMPY + "No module named 'decorator'", "500001", "pip install attrs cffi"),
+        (NUMPY + "No module named 'tbe'", "500001", "source /usr/local/Ascend"),
+        (NO_MEMORY, "EL0004", "npu-smi info"),
+        ("aclrtMalloc failed, error code is 207018", "207018", "npu-smi info"),
+        *((OPERATOR.format(code), code, fix) for code, fix in OPERATOR_FIXES.items()),
     ],
 )
 def test_known_errors_end_in_one_line_and_their_fix(capsys: pytest.CaptureFixture[str], text: str, line: str, fix: str):
@@ -384,25 +361,6 @@ def test_report(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
-def test_the_whole_command_on_a_cpu():
-    """In a shell that has the ranks of a larger job exported, as a guide on several nodes asks for; the tests on
-    simulated NPUs have none."""
-    command = [sys.executable, str(ROOT / "check_npu.py"), "--device", "cpu"]
-    environment = {**os.environ, "WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.0.0.1"}
-    environment.pop("LOCAL_RANK", None)
-    answer = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300, env=environment)
-    lines = answer.stdout.splitlines()
-    assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert all(re.match(r"(PASS|SKIP) [\w -]+: \S", line) for line in lines[:-1])
-    assert [line for line in lines if line.startswith("SKIP")] == [
-        f"SKIP {name}: --device cpu"
-        for name in ("device files", "driver", "CANN", "CANN environment", "versions match")
-    ]
-    assert "PASS all-reduce: 2 processes" in lines
-    assert lines[-1].startswith("8 passed, 0 failed, 5 skipped")
-
-
-@pytest.mark.slow
 def test_a_copy_without_the_project_looks_around(tmp_path: Path):
     """The file is often all that someone copies to a machine."""
     shutil.copy(ROOT / "check_npu.py", tmp_path)
@@ -410,8 +368,7 @@ def test_a_copy_without_the_project_looks_around(tmp_path: Path):
     command = [sys.executable, str(tmp_path / "check_npu.py"), "--device", "cpu"]
     answer = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=outside, timeout=300)
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    assert "SKIP computation: needs the project" in answer.stdout
-    assert answer.stdout.splitlines()[-1].startswith("3 passed, 0 failed, 6 skipped")
+    assert "SKIP computation: " in answer.stdout and "3 passed, 0 failed, 6 skipped" in answer.stdout
     full = subprocess.run([*command, "--full"], capture_output=True, text=True, cwd=tmp_path, env=outside, timeout=300)
     assert full.returncode == 2 and "tests/on_device" in full.stderr and full.stdout == ""
 
@@ -430,9 +387,7 @@ def test_an_npu_that_is_not_there_fails_with_fixes(
 # ---------------------------------------------------------------------- on simulated NPUs
 
 
-def check_simulated(
-    root: Path, *flags: str, sourced: bool = True, forked: bool = True, **options: Any
-) -> tuple[int, list[str]]:
+def check_simulated(root: Path, is_sourced: bool = True, **options: Any) -> tuple[int, list[str]]:
     """The exit code and the lines of the whole command on a machine with NPUs, and CANN 9.1.0 below `root`."""
     try:
         environment = build.environment(**options)
@@ -448,13 +403,12 @@ def check_simulated(
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
     (root / "usr/local/bin/npu-smi").chmod(0o755)
-    command = [str(ROOT / "check_npu.py"), "--root", str(root), *flags]
-    if forked:
+    command = [str(ROOT / "check_npu.py"), "--root", str(root)]
+    if is_sourced:
         answer = simulated(command, env=environment, **options)
     else:
-        env = {**os.environ, **environment}
-        if not sourced:
-            env = {name: value for name, value in env.items() if not name.startswith(("ASCEND", "LD_"))}
+        bare = {name: value for name, value in environment.items() if not name.startswith(("ASCEND", "LD_"))}
+        env = {**os.environ, **bare}
         answer = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=env, timeout=1500)
     assert "Traceback" not in answer.stdout + answer.stderr
     lines = answer.stdout.splitlines()
@@ -465,7 +419,7 @@ def check_simulated(
 
 @pytest.mark.slow
 def test_the_whole_command_on_simulated_npus(tmp_path: Path):
-    code, lines = check_simulated(tmp_path, forked=False, devices=2)
+    code, lines = check_simulated(tmp_path, devices=2)
     assert code == 0, "\n".join(lines)
     found = dict(line.split(": ", 1) for line in lines)
     assert found["PASS device files"] == "2: /dev/davinci0 /dev/davinci1"
@@ -473,17 +427,7 @@ def test_the_whole_command_on_simulated_npus(tmp_path: Path):
     assert found["PASS CANN"].startswith("9.1.0 in ")
     assert found["PASS npu devices"] == "2 x Ascend910B3, computes in bfloat16"
     assert found["PASS memory"] == "64.0 of 64.0 GiB free"
-    assert "of a CPU's in bfloat16" in found["PASS training step"]
-    assert found["PASS all-reduce"] == "2 processes"
-
-
-@pytest.mark.slow
-def test_out_of_memory_on_a_simulated_npu(tmp_path: Path):
-    code, lines = check_simulated(tmp_path, devices=1, memory="3MiB")
-    assert code == 1
-    index = next(index for index, line in enumerate(lines) if line.startswith("FAIL matrix product"))
-    assert "OutOfMemoryError: NPU out of memory" in lines[index]
-    assert "holds the memory: `npu-smi info`" in lines[index + 1]
+    assert "bfloat16" in found["PASS training step"] and found["PASS all-reduce"] == "2 processes"
 
 
 @pytest.mark.slow
@@ -499,9 +443,8 @@ def test_a_collective_that_fails_on_simulated_chips_for_inference(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_cann_that_is_not_sourced_under_the_real_torch_npu(tmp_path: Path):
-    code, lines = check_simulated(tmp_path, sourced=False, forked=False)
+    code, lines = check_simulated(tmp_path, is_sourced=False)
     assert code == 1
     index = next(index for index, line in enumerate(lines) if line.startswith("FAIL import torch"))
-    assert "cannot open shared object file" in lines[index]
     assert lines[index + 1] == "     fix: source /usr/local/Ascend/cann/set_env.sh"
-    assert "SKIP computation: needs torch" in lines
+    assert any(line.startswith("SKIP computation") for line in lines)

@@ -3,7 +3,6 @@
 import dataclasses
 import gc
 import os
-import resource
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -63,15 +62,20 @@ def packed_batch(rows: int, tokens: int, document: int, device: Device) -> Packe
     return PackedBatch(zeros, zeros, Segments.from_numbers(numbers), zeros).to(device)
 
 
-def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, **changes: Any) -> dict[str, int]:
-    """A step of training, the second, as rank 0 of `ranks` (hccl.c waits for no other); the allocator's peaks in it.
-
-    `document`: the rows are packed with documents of so many tokens.
-    """
-    if ranks > 1:
+def join(ranks: int) -> None:
+    """Become rank 0 of this many; hccl.c waits for no other here."""
+    if ranks > 1 and not dist.is_initialized():
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
         torch.npu.set_device(0)
         dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=ranks)
+
+
+def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, **changes: Any) -> dict[str, int]:
+    """A step of training, the second, as rank 0 of `ranks`; the allocator's peaks in it.
+
+    `document`: the rows are packed with documents of so many tokens.
+    """
+    join(ranks)
     device = devices.init("npu", "bfloat16")
     model = model_of(depth, tokens, device, **changes)
     rates = scaling.rates(model.config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
@@ -109,32 +113,19 @@ def adapters_step(rows: int, tokens: int, rank: int, micro_batches: int = 1) -> 
 
 
 def counted(
-    depth: int,
-    rows: int,
-    tokens: int,
-    ranks: int = 1,
-    dtype: str = "bfloat16",
-    parallel: Literal["ddp", "fsdp"] = "ddp",
-    activation_checkpointing: bool = False,
-    lora_rank: int = 0,
-    micro_batches: int = 1,
-    vocab: int = 32768,
+    depth: int, rows: int, tokens: int, ranks: int = 1, dtype: str = "bfloat16", parallel: Any = "ddp",
+    activation_checkpointing: bool = False, lora_rank: int = 0, micro_batches: int = 1, vocab: int = 32768,
     offload: bool = False,
-    state: str = "float32",
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """A step as `step` takes it, and the same one counted by --dry_run: the allocator's peak, and the count."""
-    if ranks > 1 and not dist.is_initialized():
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
-        torch.npu.set_device(0)
-        dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=ranks)
+    join(ranks)
     device = devices.init("npu", dtype)
     layout = lay_out(device, parallel)
-    kept_as = StateFormat(getattr(torch, state), offload)
+    kept_as = StateFormat(torch.float32, offload)
     sizes: dict[str, int] = {}
     peak = 0
     for is_counted in (False, True):
-        npu.compressed_mask.cache_clear()
-        npu._ones.cache_clear()
+        forget()
         config = scaling.model_config(depth, vocab, tokens)
         with torch.device("meta"):
             model = GPT(config, device.kernels)
@@ -162,7 +153,6 @@ def counted(
                 train_step(model, optimizer, batches, masked_loss, device=device)
             peak = torch.npu.max_memory_allocated()
         del model, optimizer, batches
-        gc.collect()
     return {"allocated": peak, **sizes}
 
 
@@ -226,16 +216,3 @@ def adamw(sizes: list[int]) -> dict[str, Any]:
             *lists, [], steps, **settings, amsgrad=False, maximize=False, grad_scale=scale, found_inf=skip
         )
     return {"unread": [scale.data_ptr(), skip.data_ptr()], "gradients": [one.data_ptr() for one in lists[1]]}
-
-
-def memory(gib: int) -> dict[str, Any]:
-    """Fill some memory and read it; the host's own memory that this took; what refuses to allocate a TiB."""
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    filled = torch.full((gib << 30,), 7, dtype=torch.int8, device="npu")
-    read = filled[5].item()
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    try:
-        torch.empty(1 << 40, dtype=torch.int8, device="npu")
-    except torch.OutOfMemoryError as error:
-        return {"read": read, "host_mib": grown / 1024, "allocated": torch.npu.memory_allocated(), "error": str(error)}
-    raise AssertionError("more than there is was allocated")

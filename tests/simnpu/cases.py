@@ -9,7 +9,7 @@ import importlib
 import inspect
 import io
 import unittest.mock
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tiny
@@ -90,6 +90,26 @@ def _model(device: devices.Device, shape: str, kernels: TorchKernels | None = No
     return tiny.lively_model(config, kernels=kernels or device.kernels).to(device.torch_device)
 
 
+def _engine(found: devices.Device, shape: str = "fast", graphs: Any = "off", stops: bool = False) -> Engine:
+    model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
+    made = Engine(model, tiny.tiny_tokenizer(), found, graphs)
+    if not stops:
+        made.stop_ids = set()
+        made.call_start = made.call_end = -1  # the model writes them at random
+    return made
+
+
+def _batches(steps: int, to: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets of some steps."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        tokens = torch.randint(0, 100, (3, 33), generator=generator)
+        yield to(tokens[:, :-1].contiguous()), to(tokens[:, 1:].contiguous())
+
+
+PROMPTS = [[5, 6, 7], [9] * 12, list(range(20, 37))]
+
+
 def _rates(rate: float = 0.01) -> scaling.Rates:
     return scaling.Rates(**dict.fromkeys(inspect.signature(scaling.Rates).parameters, rate))
 
@@ -104,29 +124,20 @@ def train_losses(
         model = _model(found, shape, PlainKernels() if plain else None)
         optimizer = make_optimizer(model, _rates(), found, "adamw" if plain else "muon")
         meter = Meter(Progress(), found)
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator().manual_seed(2)
         figures = []
-        for _ in range(steps):
-            tokens = torch.randint(0, 100, (3, 33), generator=generator)
+        for inputs, targets in _batches(steps, (lambda tensor: tensor) if packed else found.to_device):
+            batch: Any = (inputs, targets)
+            loss_fn: Any = next_token_loss
             if packed:
                 numbers = (torch.rand(3, 32, generator=generator) < 0.2).cumsum(1)
-                inputs = tokens[:, :-1].contiguous()
-                targets = tokens[:, 1:].contiguous()
-                batch: Any = PackedBatch(inputs, targets, Segments.from_numbers(numbers), numbers).to(found)
-                loss_fn: Any = masked_loss
-            else:
-                batch, loss_fn = (
-                    tuple(found.to_device(x.contiguous()) for x in (tokens[:, :-1], tokens[:, 1:])),
-                    next_token_loss,
-                )
+                batch = PackedBatch(inputs, targets, Segments.from_numbers(numbers), numbers).to(found)
+                loss_fn = masked_loss
             stats = train_step(model, optimizer, [batch], loss_fn, device=found)
-            meter.add(stats, tokens.numel())
+            meter.add(stats, inputs.numel())
             read = meter.read(stats)
             figures += [read["loss"], read["grad_norm"]]
-        return figures + [
-            parameter.double().sum().item() if device == "cpu" else parameter.cpu().double().sum().item()
-            for parameter in model.parameters()
-        ]
+        return figures + [parameter.detach().cpu().double().sum().item() for parameter in model.parameters()]
 
 
 def adapter_losses(
@@ -142,11 +153,8 @@ def adapter_losses(
             layer.set_weight(weights[f"{name}.weight"])
     lora.init_adapters(model)
     optimizer = make_adamw(model, 0.01, found)
-    generator = torch.Generator().manual_seed(1)
     figures = []
-    for _ in range(steps):
-        tokens = torch.randint(0, 100, (3, 33), generator=generator)
-        batch = tuple(found.to_device(x.contiguous()) for x in (tokens[:, :-1], tokens[:, 1:]))
+    for batch in _batches(steps, found.to_device):
         stats = train_step(model, optimizer, [batch], next_token_loss, device=found)
         figures += [stats.loss.item(), stats.grad_norm.item()]
     return figures
@@ -162,8 +170,7 @@ def skipped_steps(device: str, fused: bool = False) -> list[bool]:
     if fused:
         model.kernels.adamw = TorchKernels().adamw  # type: ignore[method-assign]
     optimizer = make_optimizer(model, _rates(), found)
-    tokens = torch.randint(0, 100, (3, 33), generator=torch.Generator().manual_seed(1))
-    good = tuple(found.to_device(x.contiguous()) for x in (tokens[:, :-1], tokens[:, 1:]))
+    (good,) = _batches(1, found.to_device)
     nothing = (good[0], torch.full_like(good[1], -1))
 
     def poisoned(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
@@ -209,12 +216,8 @@ def greedy_tokens(
     """Greedy replies to prompts of several lengths at once."""
     found = devices.init(device, dtype)
     with planted(plant):
-        model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
-        engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
-        engine_.stop_ids = set()
-        engine_.call_start = engine_.call_end = -1  # the model writes them at random
-        prompts = [[5, 6, 7], [9] * 12, list(range(20, 37))]
-        return engine_.generate(prompts, max_tokens=max_tokens, sampling=SamplingParams(temperature=0.0))[0]
+        sampling = SamplingParams(temperature=0.0)
+        return _engine(found, shape, graphs).generate(PROMPTS, max_tokens=max_tokens, sampling=sampling)[0]
 
 
 def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
@@ -228,20 +231,12 @@ def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
     if older:
         del torch.npu.set_task_queue_enable, torch.npu.get_task_queue_enable
     printed = io.StringIO()
-    with (
-        contextlib.redirect_stdout(printed),
-        contextlib.redirect_stderr(printed),
-        unittest.mock.patch.object(decoding, "capture", side_effect=decoding.capture) as captures,
-    ):
+    count = unittest.mock.patch.object(decoding, "capture", side_effect=decoding.capture)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), count as captures:
         losses = train_losses(device, packed=True)[:6:2]
         replies = [sampled_tokens(device, dtype="float32", graphs="auto") for _ in range(2)]
-    return {
-        "losses": losses,
-        "replies": replies,
-        "recorded": captures.call_count,
-        "level": level(),
-        "printed": printed.getvalue(),
-    }
+    numbers = {"losses": losses, "replies": replies}
+    return {**numbers, "recorded": captures.call_count, "level": level(), "printed": printed.getvalue()}
 
 
 def uncached_greedy_tokens(device: str, max_tokens: int, dtype: str = "float32", shape: str = "fast") -> Any:
@@ -250,7 +245,7 @@ def uncached_greedy_tokens(device: str, max_tokens: int, dtype: str = "float32",
     model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
     replies = []
     with torch.inference_mode():
-        for prompt in ([5, 6, 7], [9] * 12, list(range(20, 37))):
+        for prompt in PROMPTS:
             tokens = list(prompt)
             for _ in range(max_tokens):
                 logits = model(found.to_device(torch.tensor([tokens])))
@@ -264,9 +259,8 @@ def sampled_tokens(
 ) -> list[list[int]]:
     found = devices.init(device, dtype)
     with planted(plant):
-        model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
-        engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
-        return engine_.generate_batch([5, 6, 7], 4, max_tokens=20, top_k=50, top_p=0.9, seed=seed)[0]
+        made = _engine(found, graphs=graphs, stops=True)
+        return made.generate_batch([5, 6, 7], 4, max_tokens=20, top_k=50, top_p=0.9, seed=seed)[0]
 
 
 def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
@@ -274,10 +268,7 @@ def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
     from nanochat.serve.scheduler import Request, Scheduler  # here, because tests/on_device needs no server
 
     found = devices.init(device, "float32")
-    model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
-    engine_ = Engine(model, tiny.tiny_tokenizer(), found, graphs)
-    engine_.stop_ids = set()
-    scheduler = Scheduler(engine_, slots=4, prefill_chunk=16)
+    scheduler = Scheduler(_engine(found, graphs=graphs), slots=4, prefill_chunk=16)
     scheduler.start()
     prompts = [(5, 6, 7), (9,) * 12, tuple(range(20, 57)), (9,) * 12 + (4,), (8, 3), (5, 6, 7, 8)]
     settings = [{}, {"repetition_penalty": 1.3}, {}, {}, {}, {"temperature": 0.8, "top_k": 1}]
@@ -293,30 +284,20 @@ def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
 
 
 def replies_of_one_engine(device: str) -> dict[str, Any]:
-    """Four equal calls of `generate`: the bytes that are allocated and the recordings made after each; and the bytes
+    """Three equal calls of `generate`: the bytes that are allocated and the recordings made after each; and the bytes
     once the engine is gone, which the garbage collector must not be needed for."""
     found = devices.init(device, "bfloat16")
-    model = _model(found, "fast", vocab_size=280, sequence_len=160).eval()
-    recorded = 0
-    capture = decoding.capture
-
-    def counting(*arguments: Any) -> Any:
-        nonlocal recorded
-        recorded += 1
-        return capture(*arguments)
-
     allocated, made = [], []
     gc.collect()
     gc.disable()
     before = torch.npu.memory_allocated()
-    with unittest.mock.patch.object(decoding, "capture", counting):
-        engine_ = Engine(model, tiny.tiny_tokenizer(), found, "on")
-        engine_.stop_ids = set()
-        for _ in range(4):
-            engine_.generate([[5, 6, 7], [9] * 12, [3]], max_tokens=90, sampling=SamplingParams(), max_rows=2)
+    with unittest.mock.patch.object(decoding, "capture", side_effect=decoding.capture) as captures:
+        engine_ = _engine(found, graphs="on")
+        for _ in range(3):
+            engine_.generate([[5, 6, 7], [9] * 12, [3]], max_tokens=60, sampling=SamplingParams(), max_rows=2)
             allocated.append(torch.npu.memory_allocated())
-            made.append(recorded)
-    del engine_, model
+            made.append(captures.call_count)
+    del engine_
     left = torch.npu.memory_allocated() - before
     gc.enable()
     return {"allocated": allocated, "recorded": made, "left": left}
@@ -382,8 +363,8 @@ def ppo_estimate(device: str, micro_batches: int, tokens: int = 2048) -> dict[st
 
 # The pieces of the model that kernel_gradients knows, each with a window or another option.
 KERNELS = (
-    "attention", "attention 8", "attention 39", "packed", "packed 8", "packed split", "packed split 8", "packed many",
-    "norm", "norm 1", "norm eps", "rotate", "swiglu", "sum", "sum 1", "sum eps", "grouped", "grouped empty",
+    "attention", "attention 8", "attention 39", "packed", "packed 8", "packed split", "packed split 8", "norm",
+    "norm 1", "norm eps", "rotate", "swiglu", "sum", "sum 1", "sum eps", "grouped", "grouped empty",
 )  # fmt: skip
 
 
@@ -401,12 +382,7 @@ def kernel_gradients(device: str, dtype: str, name: str) -> list[float]:
     if name == "attention":
         out = found.kernels.attention(*inputs, scale=0.3, window=int(window or 0))
     elif name == "packed":
-        if window == "many":  # documents of two tokens, more than a call of the operator takes
-            window = ""
-            inputs = [draw(2, 1100, 2, 16), draw(2, 1100, 1, 16), draw(2, 1100, 1, 16)]
-            numbers = (torch.arange(1100) // 2).repeat(2, 1)
-        else:
-            numbers = (torch.rand(2, 40, generator=generator) < 0.2).cumsum(1)
+        numbers = (torch.rand(2, 40, generator=generator) < 0.2).cumsum(1)
         segments = Segments.from_numbers(numbers).to(found.to_device)
         with contextlib.ExitStack() as stack:
             if window.startswith("split"):  # more documents than a call of the operator takes

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from test_context import kept_and_sent, packed_steps
-from test_parallel import RATES, UNEVEN, VARIANTS, make_run, rows_of_rank, steps, trained
+from test_parallel import RATES, VARIANTS, make_run, rows_of_rank, steps, trained
 from test_train import make_batch
 from tiny import tiny_config
 
@@ -24,16 +24,7 @@ from simnpu import counts
 STEPS = 2
 LAYOUTS = {"ddp": ("ddp", 1), "fsdp": ("fsdp", 1), "hybrid": ("fsdp", 2)}
 SHARED = {"all four": ("ddp", 1, 4), "pairs": ("fsdp", 2, 2)}  # with the number of ranks that share rows
-
-
-def losses(device: devices.Device, how: str, replicate: int) -> list[tuple[float, ...]]:
-    return steps(make_run(device, how, replicate), device, STEPS)
-
-
-def shared_losses(device: devices.Device, how: str, replicate: int, context_ranks: int) -> dict[str, Any]:
-    """Steps of ranks that share rows: whole rows, and documents with windows."""
-    device = replace(device, context_ranks=context_ranks)
-    return {"rows": losses(device, how, replicate), "documents": packed_steps(device, how, STEPS)}
+EXPERTS = "an expert without tokens"
 
 
 def state_and_weights(device: devices.Device, how: str, in_main_memory: bool) -> tuple[dict[str, Any], set[str]]:
@@ -60,20 +51,21 @@ def waits(device: devices.Device, how: Any, replicate: int, context_ranks: int =
     run = make_run(device, how, replicate)
     steps(run, device, 1)
     batches = [[device.to_device(part) for part in make_batch(i)] for i in range(2)]
+    return waits_of(run, batches, device)
+
+
+def waits_of(run: Any, batches: list[Any], device: devices.Device) -> int:
     with counts.counted() as seen:
         train_step(*run, batches, next_token_loss, device=device)
     return seen.waits
 
 
-def expert_waits(device: devices.Device, case: str, expert_parallel: bool) -> int:
-    """The host's waits in a step of two micro-batches of experts, in bfloat16."""
+def expert_waits(device: devices.Device, expert_parallel: bool) -> int:
+    """The same with experts."""
     device = replace(device, dtype=torch.bfloat16)
-    run = make_run(device, "fsdp", expert_parallel=expert_parallel, **VARIANTS[case])
+    run = make_run(device, "fsdp", expert_parallel=expert_parallel, **VARIANTS[EXPERTS])
     train_step(*run, rows_of_rank(device, 1), next_token_loss, device=device)
-    batches = rows_of_rank(device, 3)
-    with counts.counted() as seen:
-        train_step(*run, batches, next_token_loss, device=device)
-    return seen.waits
+    return waits_of(run, rows_of_rank(device, 3), device)
 
 
 def memory(device: devices.Device) -> dict[str, int]:
@@ -106,20 +98,21 @@ def main(folder: Path) -> None:
 
     alone = replace(device, world_size=1)
     four = replace(device, context_ranks=4)
-    cases = dict.fromkeys((*UNEVEN, "shared experts", "adapters of experts"), STEPS)
+    mask = compressed_mask(device.torch_device)
+    cases = dict.fromkeys((EXPERTS, "adapters of experts"), STEPS)
     experts = trained(device, "fsdp", 1, cases, expert_parallel=True)
     results = {
-        "losses": {name: losses(device, *layout) for name, layout in LAYOUTS.items()},
-        "costs": [
-            kept_and_sent(where, device.kernels, compressed_mask(device.torch_device)) for where in (alone, four)
-        ],
-        "shared": {name: shared_losses(device, *layout) for name, layout in SHARED.items()},
+        "losses": {name: steps(make_run(device, *layout), device, STEPS) for name, layout in LAYOUTS.items()},
+        "costs": [kept_and_sent(where, device.kernels, mask) for where in (alone, four)],
+        "documents": {
+            name: packed_steps(replace(device, context_ranks=context_ranks), how, STEPS)
+            for name, (how, _, context_ranks) in SHARED.items()
+        },
         "waits": {name: waits(device, *layout) for name, layout in (LAYOUTS | SHARED).items()},
         "experts": {case: one["stats"] for case, one in experts.items()},
-        "expert waits": [expert_waits(device, case, True) for case in ("an expert without tokens", "shared experts")],
-        "expert waits of fsdp": expert_waits(device, "shared experts", False),
+        "expert waits": [expert_waits(device, is_parallel) for is_parallel in (True, False)],
         "memory": memory(device),
-        "offloads": [offloads(device, how) for how in ("ddp", "fsdp")],
+        "offloads": offloads(device, "fsdp"),
     }
     (folder / f"{device.rank}.json").write_text(json.dumps(results))
     devices.shutdown(device)

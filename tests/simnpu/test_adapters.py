@@ -58,7 +58,6 @@ def depth_12(measure) -> Measured:
         call("token", depth=12, tokens=128),
         call("kept", depth=12, tokens=2048),
         call("adamw", sizes=[3, 5]),
-        call("memory", gib=40),
         call("step", depth=12, rows=1, tokens=128, document=32),
     )
 
@@ -72,10 +71,11 @@ def waits(records: list[Record]) -> int:
 
 
 def test_launches_and_waits(depth_12: Measured):
-    _, log = depth_12
+    results, log = depth_12
     assert launches(log["step"]) <= 959 and waits(log["step"]) == 0
     assert waits(log["log line of a step"]) == 1
     assert launches(log["token"]) <= 241 and waits(log["token"]) == 1
+    assert results[2] <= 395 * 1024, "bytes kept for the backward pass of a token"
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
@@ -123,53 +123,36 @@ def test_a_recorded_token_under_the_second_level_of_the_queue(measure):
 
 def test_top_p_sorts_what_top_k_leaves(measure):
     """Of a vocabulary of 32,768 tokens, and not all of it."""
-    _, log = measure(call("token", depth=2, tokens=128, top_k=50, top_p=0.9))
-    sorts = [record for record in log["token"] if re.search("(?i)topk|sort", record.what)]
-    assert len(sorts) == 2 and all(record.tensors[-1].shape[-1] == 50 for record in sorts)
-    _, log = measure(call("token", depth=2, tokens=128, top_p=0.9))
-    (whole,) = [record for record in log["token"] if re.search("(?i)topk|sort", record.what)]
-    assert whole.tensors[-1].shape[-1] == 32768
+    for top_k, sorted_tokens in ((50, [50, 50]), (0, [32768])):
+        _, log = measure(call("token", depth=2, tokens=128, top_p=0.9, **({"top_k": top_k} if top_k else {})))
+        sorts = [record for record in log["token"] if re.search("(?i)topk|sort", record.what)]
+        assert [record.tensors[-1].shape[-1] for record in sorts] == sorted_tokens
 
 
 def test_a_batch_reaches_the_device_without_a_wait(measure):
     """From pinned memory and not blocking: else the host waits for all that was launched before the copy."""
 
-    def copies(kind: str) -> tuple[int, int, int, int]:
-        """How many copies there are, how many block and are not from pinned memory, and the host's waits."""
+    expected = {"right": (6, 0, 0), "plain": (6, 6, 6), "not pinned": (6, 0, 6), "blocking": (6, 6, 0)}
+    for kind, numbers in expected.items():
         _, log = measure(call("to_device", kind=kind))
         moved = [record for record in log["copies"] if record.kind == "copy"]
-        blocking = sum(record.blocking for record in moved)
-        return len(moved), blocking, sum(not record.pinned for record in moved), waits(log["copies"])
-
-    assert copies("right") == (6, 0, 0, 0)
-    assert copies("plain")[:3] == (6, 6, 6)
-    assert copies("not pinned")[:3] == (6, 0, 6)
-    assert copies("blocking")[:3] == (6, 6, 0)
+        assert (len(moved), sum(one.blocking for one in moved), sum(not one.pinned for one in moved)) == numbers
+        assert kind != "right" or waits(log["copies"]) == 0
 
 
-def test_inputs_that_operators_copy_first(depth_12: Measured):
-    """The channels that value gates read, the long side of Muon's stacks, and the diagonals of their Gram matrices (10,
-    of a few kilobytes); no queries, keys and values."""
+def test_hidden_copies_and_the_ai_cpu(depth_12: Measured):
+    """Inputs that an operator copies first: the channels that value gates read, the long side of Muon's stacks, and the
+    diagonals of their Gram matrices (10, of a few kilobytes); no queries, keys and values. Nothing runs on the AI CPU:
+    two writes into the cache for each layer of a decoded token would, if its axes were apart."""
     _, log = depth_12
     copied = Counter[str]()
     for record in log["step"]:
         copied[record.what] += len(copied_inputs(record))
-    attention = sum(count for what, count in copied.items() if "FlashAttention" in what or "Rotary" in what)
-    assert attention == 0, copied
+    assert not [what for what in copied if re.search("FlashAttention|Rotary", what) and copied[what]]
     assert copied.total() <= 29, copied
-
-
-def test_weight_gradients_that_are_transposed(depth_12: Measured):
-    _, log = depth_12
     casts, copies = transposed_gradients(log["step"])
     assert casts <= 1 and copies == 0
-
-
-def test_what_runs_on_the_ai_cpu(depth_12: Measured):
-    """Nothing. Two writes into the cache for each layer of a decoded token would, if its axes were apart."""
-    _, log = depth_12
-    assert not [record.what for record in log["step"] if on_ai_cpu(record)]
-    assert not [record.what for record in log["token"] if on_ai_cpu(record)]
+    assert not [record.what for name in ("step", "token") for record in log[name] if on_ai_cpu(record)]
 
 
 def test_the_ai_cpu_rule():
@@ -186,17 +169,6 @@ def test_the_ai_cpu_rule():
     assert put("bfloat16", tensor(2, dtype="bool")) and put("float64", tensor(2)) and put("int64", tensor(2))
 
 
-def test_a_log_is_printed_by_section(tmp_path, monkeypatch, capsys):
-    strided = '{"shape": [2, 3], "strides": [9, 1], "storage": [18], "offset": 0, "dtype": 27, "at": 1}'
-    lines = [f'"operator", "what": "aclnnRelu", "arguments": [{strided}, 0]', '"wait", "what": "device"']
-    lines = ['"mark", "what": "begin one"', *lines, '"mark", "what": "end one"', '"wait", "what": "stream"']
-    log = tmp_path / "calls.jsonl"
-    log.write_text("".join(f'{{"kind": {line}}}\n' for line in lines))
-    monkeypatch.setattr("sys.argv", ["adapters.py", str(log)])
-    adapters.main()
-    assert "one: 1 launches, 1 inputs copied first, 0 on the AI CPU\n" in capsys.readouterr().out
-
-
 def test_the_fused_adamw_reads_neither_scale_nor_skip(depth_12: Measured):
     """So a caller must divide the gradients and mask a bad step by itself."""
     results, log = depth_12
@@ -205,19 +177,6 @@ def test_the_fused_adamw_reads_neither_scale_nor_skip(depth_12: Measured):
     assert called == ["aclnnSubs", "aclnnApplyAdamWV2"] * 2, "a loop over the parameters: step - 1, then the update"
     read = {tensor.at for record in log["adamw"] for tensor in record.tensors}
     assert read.isdisjoint(addresses["unread"]) and read.issuperset(addresses["gradients"])
-
-
-def test_memory_is_addresses_alone(depth_12: Measured):
-    """It reads as zeros, costs the host nothing, and ends where the device's ends."""
-    results, _ = depth_12
-    found = results[4]
-    assert found["read"] == 0 and found["host_mib"] < 64 and found["allocated"] >= 40 * GIB
-    assert "out of memory" in found["error"]
-
-
-def test_memory_kept_for_each_token(depth_12: Measured):
-    results, _ = depth_12
-    assert results[2] <= 395 * 1024
 
 
 def test_a_gated_mlp_is_one_operator(measure):
@@ -273,21 +232,12 @@ def test_peak_memory_of_one_of_eight_ranks(measure):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("queue", ["0", "1"])
-def test_the_task_queue_changes_no_call(measure, depth_12: Measured, queue: str):
-    """In the thread that asks (0), or only launched in another one (1), instead of prepared there too (2)."""
-    _, log = measure(call("step", depth=12, rows=1, tokens=128), TASK_QUEUE_ENABLE=queue)
-    assert [record.what for record in log["step"]] == [record.what for record in depth_12[1]["step"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_one_order_of_sums_reaches_cann(simulated, tmp_path, deterministic: bool):
+def test_one_order_of_sums_reaches_cann(simulated, tmp_path):
     """`--deterministic` sets torch's switch, and torch_npu passes it on with the next operator."""
     program = """
-import ctypes, os, sys
+import ctypes, os
 from nanochat import device
-here = device.init("npu", deterministic=bool(int(sys.argv[1])))
+here = device.init("npu", deterministic=True)
 import torch
 x = torch.ones(4, device=here.torch_device)
 (x + x).sum()
@@ -296,8 +246,8 @@ value = ctypes.c_int64(-1)
 ctypes.CDLL(os.environ["SIMNPU_LIBRARY"]).aclrtGetSysParamOpt(0, ctypes.byref(value))  # 0: ACL_OPT_DETERMINISTIC
 print(value.value, os.environ.get("HCCL_DETERMINISTIC"))
 """
-    done = simulated(["-c", program, str(int(deterministic))], adapters=str(tmp_path / "calls.jsonl"))
-    assert done.stdout.splitlines()[-1] == ("1 true" if deterministic else "0 None"), done.stderr[-2000:]
+    done = simulated(["-c", program], adapters=str(tmp_path / "calls.jsonl"))
+    assert done.stdout.splitlines()[-1] == "1 true", done.stderr[-2000:]
 
 
 @pytest.mark.parametrize(

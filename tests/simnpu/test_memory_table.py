@@ -11,14 +11,11 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [(cards, tokens) for cards in (1, 4, 8) for tokens in (1024, 8192, 32768)]
-SHARED = {
+# Qwen2.5 as published.
+QWEN_7B = {
     "model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "tie_word_embeddings": False,
-}  # fmt: skip
-# The published sizes of Qwen2.5.
-SHAPES = {
-    "7B": {"num_hidden_layers": 28, "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28,
-           "num_key_value_heads": 4},
+    "rope_theta": 1e6, "tie_word_embeddings": False, "num_hidden_layers": 28, "hidden_size": 3584,
+    "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
 }  # fmt: skip
 
 
@@ -29,19 +26,15 @@ def cells() -> dict[tuple[str, str], list[str]]:
     return {(model, flags): row.split(" | ") for model, flags, row in found}
 
 
-@pytest.mark.parametrize(
-    ("model", "flags", "cards", "tokens"),
-    [("7B", "--lora_rank 16", 1, 8192), ("7B", "--learning_rate 1e-5", 8, 8192)],
-)
-def test_a_cell_is_what_a_dry_run_counts(
-    simulated: Any, tmp_path: Path, model: str, flags: str, cards: int, tokens: int
-):
-    (tmp_path / "config.json").write_text(json.dumps(SHARED | SHAPES[model]))
+@pytest.mark.parametrize(("flags", "cards"), [("--lora_rank 16", 1), ("--learning_rate 1e-5", 8)])
+def test_a_cell_is_what_a_dry_run_counts(simulated: Any, tmp_path: Path, flags: str, cards: int):
+    tokens = 8192
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
     command = f"-m scripts.chat_sft --device npu --source {tmp_path} --dry_run --device_batch_size 1 {flags}"
     command += f" --activation_checkpointing --gradient_accumulation_steps 1 --max_seq_len {tokens}"
     if cards > 1:
         command += f" --dry_run_devices {cards} --parallel fsdp"
     done = simulated(command.split(), memory="64GiB", env={"NANOCHAT_BASE_DIR": str(tmp_path)})
     (most,) = re.findall(r"most at once.*?([\d,.]+) MiB", done.stdout)
-    written = cells()[model, flags][COLUMNS.index((cards, tokens))]
+    written = cells()["7B", flags][COLUMNS.index((cards, tokens))]
     assert float(most.replace(",", "")) / 1024 == pytest.approx(float(written), abs=0.6), done.stdout

@@ -34,8 +34,9 @@ def close(ours: list[float], theirs: list[float], relative: float) -> bool:
 SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama", "experts", "qwen3_moe")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "packed"), [*((shape, True) for shape in SHAPES), ("fast", False), ("qwen3_moe", False)]
+)
 def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
     on_cpu = by_cpu("train_losses", shape=shape, packed=packed)
     on_npu = simulated("train_losses", shape=shape, packed=packed)
@@ -43,8 +44,9 @@ def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
     assert close(on_npu, on_cpu, 1e-4)  # norms of gradients and sums of weights, where rounding adds up
 
 
-@pytest.mark.parametrize("base_format", ["plain", "nf4"])
-@pytest.mark.parametrize("shape", ["ungrouped", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("shape", "base_format"), [("ungrouped", "plain"), ("qwen3", "nf4"), ("qwen3_moe", "plain"), ("qwen3_moe", "nf4")]
+)
 def test_adapters_learn_as_on_the_cpu(simulated: On, shape: str, base_format: str):
     on_cpu = by_cpu("adapter_losses", shape=shape, base_format=base_format)
     on_npu = simulated("adapter_losses", shape=shape, base_format=base_format)
@@ -66,37 +68,40 @@ def test_a_step_that_must_be_skipped_changes_nothing(simulated: On):
     assert simulated("skipped_steps", fused=True) == [True, True, True], "the simulator behaves as torch_npu's adapter"
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["fast", "qwen3", "experts"])
 def test_training_in_bfloat16_is_the_cpus_within_its_rounding(simulated: On, shape: str):
-    on_cpu = by_cpu("train_losses", dtype="bfloat16", shape=shape)[:6:2]  # losses
-    on_npu = simulated("train_losses", dtype="bfloat16", shape=shape)[:6:2]
+    on_cpu = by_cpu("train_losses", dtype="bfloat16", shape=shape, packed=True)[:6:2]  # losses
+    on_npu = simulated("train_losses", dtype="bfloat16", shape=shape, packed=True)[:6:2]
     # How far bf16 parts from fp32 depends on the shape and on the processor: 0.06% to 1.1%.
-    exact = by_cpu("train_losses", shape=shape)[:6:2]
+    exact = by_cpu("train_losses", shape=shape, packed=True)[:6:2]
     rounding = max(abs(rounded - loss) / loss for rounded, loss in zip(on_cpu, exact, strict=True))
     # A token whose second and third expert score alike goes to another one: 0.54% on an AMD EPYC.
-    floor = 1e-2 if shape in ("experts", "qwen3_moe") else 5e-3
+    floor = 1e-2 if shape == "experts" else 5e-3
     assert close(on_npu, on_cpu, max(floor, 2 * rounding))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", cases.KERNELS)
-def test_fused_is_plain_forward_and_backward(simulated: On, name: str, dtype: str):
-    on_cpu = by_cpu("kernel_gradients", dtype, name)
-    assert close(simulated("kernel_gradients", dtype=dtype, name=name), on_cpu, 1e-5 if dtype == "float32" else 2e-2)
+def test_fused_is_plain_forward_and_backward(simulated: On, dtype: str):
+    tolerance = 1e-5 if dtype == "float32" else 2e-2
+    for name in cases.KERNELS:
+        on_cpu = by_cpu("kernel_gradients", dtype, name)
+        assert close(simulated("kernel_gradients", dtype=dtype, name=name), on_cpu, tolerance), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
-def test_greedy_replies_are_the_cpus_and_those_without_a_cache(simulated: On, shape: str):
-    on_cpu = by_cpu("greedy_tokens", shape=shape)
-    assert simulated("greedy_tokens", shape=shape) == on_cpu
-    if shape == "fast":
-        assert simulated("uncached_greedy_tokens", shape=shape, max_tokens=30) == [reply[:30] for reply in on_cpu]
+def test_greedy_replies_are_the_cpus(simulated: On, shape: str):
+    assert simulated("greedy_tokens", shape=shape, max_tokens=30) == by_cpu("greedy_tokens", shape=shape, max_tokens=30)
 
 
-def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
-    for shape in ("fast", "experts"):
-        assert simulated("greedy_tokens", shape=shape, graphs="on") == by_cpu("greedy_tokens", shape=shape)
+def test_a_decode_by_the_cache_or_recorded_gives_the_same_tokens(simulated: On):
+    """Over the first 64 places of the cache, and without one."""
+    on_cpu = by_cpu("greedy_tokens", max_tokens=70)
+    for graphs in ("off", "on"):
+        assert simulated("greedy_tokens", graphs=graphs, max_tokens=70) == on_cpu
+    assert simulated("uncached_greedy_tokens", max_tokens=10) == [reply[:10] for reply in on_cpu]
+    experts = by_cpu("greedy_tokens", shape="experts", max_tokens=30)
+    assert simulated("greedy_tokens", shape="experts", graphs="on", max_tokens=30) == experts
     # In fp32: a recorded token attends by other operators, which round otherwise.
     one, other = (simulated("sampled_tokens", dtype="float32", graphs=graphs) for graphs in ("on", "off"))
     assert one == other
@@ -104,10 +109,10 @@ def test_a_recorded_decode_gives_the_same_tokens(simulated: On):
 
 def test_calls_record_once_and_need_the_memory_of_one(simulated: On):
     """A second call found its recordings made again, and kept the cache and the graphs of the first for ever."""
-    figures = simulated("replies_of_one_engine")
-    assert figures["recorded"][0] > 2 and set(figures["recorded"]) == {figures["recorded"][0]}
-    assert len(set(figures["allocated"])) == 1, figures["allocated"]
-    assert figures["left"] <= 0, "the model's memory is free, too"
+    found = simulated("replies_of_one_engine")
+    assert found["recorded"][0] >= 2 and set(found["recorded"]) == {found["recorded"][0]}
+    assert len(set(found["allocated"])) == 1, found["allocated"]
+    assert found["left"] <= 0, "the model's memory is free, too"
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2**-22), ("bfloat16", 2**-9)])
@@ -144,12 +149,10 @@ def test_a_seed_decides_what_is_sampled(simulated: On):
 
 def test_ppos_advantages_are_computed_on_the_host(simulated: On):
     """A recurrence place by place on the device made 38,937 launches for a micro-batch of this size."""
-    on_cpu = by_cpu("ppo_estimate", micro_batches=2)
-    for micro_batches in (1, 2):
-        found = simulated("ppo_estimate", micro_batches=micro_batches)
-        launched, waited = found["counts"]
-        assert launched <= 3 + 5 * micro_batches and waited == 1
-    assert close(found["numbers"], on_cpu["numbers"], 1e-5)
+    found = simulated("ppo_estimate", micro_batches=2)
+    launched, waited = found["counts"]
+    assert launched <= 3 + 5 * 2 and waited == 1
+    assert close(found["numbers"], by_cpu("ppo_estimate", micro_batches=2)["numbers"], 1e-5)
 
 
 # ---------------------------------------------------------------------- planted mistakes
@@ -160,7 +163,6 @@ def test_ppos_advantages_are_computed_on_the_host(simulated: On):
     [
         ("documents ignored", True),
         ("causal mode without its mask", False),
-        ("window one too wide", False),
         ("window one too wide", True),
         ("rotary turned the other way", False),
         ("loss read without waiting", False),
@@ -172,9 +174,8 @@ def test_a_planted_mistake_in_training_is_found(simulated: On, plant: str, packe
 
 
 def test_planted_mistakes_in_decoding_are_found(simulated: On):
-    assert simulated("greedy_tokens", plant="torch's mask convention", max_tokens=20) != by_cpu(
-        "greedy_tokens", max_tokens=20
-    )
+    on_cpu = by_cpu("greedy_tokens", max_tokens=30)
+    assert simulated("greedy_tokens", plant="torch's mask convention", max_tokens=30) != on_cpu
     with pytest.raises(RuntimeError, match="aten::multinomial.*DT_BFLOAT16"):
         simulated("sampled_tokens", plant="multinomial in bfloat16")
 
@@ -185,7 +186,7 @@ def test_planted_mistakes_in_decoding_are_found(simulated: On):
 
 @pytest.mark.parametrize("by", ["no streams", "a wait"])
 def test_where_recording_fails_decoding_goes_on(simulated: On, by: str):
-    figures = simulated("tokens_if_recording_fails", by=by)
-    assert figures["tokens"] == by_cpu("greedy_tokens", max_tokens=20)
-    (line,) = [line for line in figures["said"].splitlines() if line.startswith("warning: ")]
+    found = simulated("tokens_if_recording_fails", by=by)
+    assert found["tokens"] == by_cpu("greedy_tokens", max_tokens=20)
+    (line,) = [line for line in found["said"].splitlines() if line.startswith("warning: ")]
     assert "could not be recorded" in line and ("207005" in line or by == "a wait")

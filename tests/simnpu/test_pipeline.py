@@ -5,15 +5,13 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 import pytest
 from runs import call
+from runs import losses as losses_of
 
 from simnpu import build
 from simnpu.forks import simulated
@@ -24,10 +22,10 @@ CHAIN = str(ROOT / "tests/simnpu/chain.py")
 SHORT = "--tasks=addition,identity,spelling"
 STEP = "--device_batch_size=2 --log_every=1"
 BASE = (
-    f"{STEP} --data=texts.txt --depth=2 --head_dim=32 --max_seq_len=128 --total_batch_size=1024 --num_iterations=4 "
+    f"{STEP} --data=texts.txt --depth=2 --head_dim=32 --max_seq_len=64 --total_batch_size=512 --num_iterations=3 "
     "--eval_tokens=512 --compile=off"
 )
-MID = f"{STEP} {SHORT} --total_batch_size=1024 --num_iterations=3 --eval_tokens=512"
+MID = f"{STEP} {SHORT} --total_batch_size=512 --num_iterations=2 --eval_tokens=512"
 SFT = f"{STEP} {SHORT} --target_examples_per_step=8 --num_iterations=2 --eval_examples=8"
 DPO = f"{STEP} {SHORT} --target_examples_per_step=8 --num_iterations=2 --eval_examples=8 --lr_scale=0.2"
 RL = (
@@ -55,14 +53,12 @@ def texts(tmp_path_factory) -> Path:
     return folder
 
 
-def launch(
-    base: Path, folder: Path, *command: str, simulated: str | None = "", timeout: int = 240
-) -> subprocess.CompletedProcess:
-    """Run a command on simulated NPUs with these flags of tests/simnpu/run, or without them (None)."""
+def launch(base: Path, folder: Path, flags: str, *command: str) -> subprocess.CompletedProcess:
+    """Run a command on simulated NPUs with these flags of tests/simnpu/run."""
     keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_TRACEBACK")}
     env = {**keep, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    prefix = [] if simulated is None else [sys.executable, RUN, *simulated.split()]
-    return subprocess.run([*prefix, *command], cwd=folder, env=env, capture_output=True, text=True, timeout=timeout)
+    command = (sys.executable, RUN, *flags.split(), *command)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 
 
 def chain(base: Path, folder: Path, *commands: str, ranks: int = 1) -> str:
@@ -86,8 +82,7 @@ def run_here(base: Path, folder: Path, *commands: str) -> None:
 
 
 def losses(base: Path, stage: str, tag: str = "d2") -> list[float]:
-    lines = (base / "runs" / stage / tag / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines]
+    return losses_of(base, stage, tag)
 
 
 def commands(device: str, dtype: str) -> list[str]:
@@ -127,92 +122,34 @@ def on_npu(texts, tmp_path_factory) -> tuple[Path, str]:
     return base, out
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_in_fp32_has_the_cpus_losses(on_cpu, on_npu, stage: str):
-    assert losses(on_npu[0], stage) == pytest.approx(losses(on_cpu, stage), rel=1e-5)
+def test_stages_in_fp32_have_the_cpus_losses(on_cpu, on_npu):
+    for stage in STAGES:
+        assert losses(on_npu[0], stage) == pytest.approx(losses(on_cpu, stage), rel=1e-5), stage
 
 
 def test_every_stage_runs_and_says_which_device_and_kernels(on_npu):
     base, out = on_npu
     assert out.count("== ") == 12 and "Ascend910B3 (npu, float32)" in out and "npu_fusion_attention" in out
-    assert "held-out reward" in out and "ChatCORE" in out and "eager (compile is opt-in here" in out
+    assert "ChatCORE" in out and "<|bos|>hello" in out.partition("== -c")[2].partition("== base_train")[0]
     assert len(losses(base, "rl")) == 2
     line = json.loads((base / "runs/base/d2/metrics.jsonl").read_text().splitlines()[-1])
     assert 1e6 < line["peak_memory_bytes"] < 1e9
 
 
-def test_the_python_example_runs(on_npu):
-    output = on_npu[1].partition("== -c")[2].partition("== base_train")[0]
-    assert "<|bos|>hello" in output
-
-
 def test_a_profiled_run_is_the_same(on_npu):
     """The real torch_npu.profiler, which has no device to record here."""
     base, out = on_npu
-    assert "profile of 2 steps on 1 x Ascend910B3 (npu, float32)" in out
     assert (base / "runs/base/profiled/profile/summary.txt").read_text() in out
     assert losses(base, "base", "profiled") == losses(base, "base")
 
 
-def test_stages_in_bfloat16_have_the_cpus_losses(texts, on_cpu, tmp_path):
-    """bfloat16 is what --dtype auto chooses on an NPU. One layer, half as wide: without instructions for bfloat16 a CPU
-    multiplies a hundred times as slowly as in float32."""
-    npu, cpu = (with_tokenizer(tmp_path / kind, on_cpu) for kind in ("npu", "cpu"))
-    small = [command.replace("--depth=2", "--depth=1") for command in commands("npu", "auto")]
-    chain(npu, texts, *small)
-    run_here(cpu, texts, *(command.replace("=npu --dtype=auto", "=cpu --dtype=bfloat16") for command in small))
-    for stage in STAGES:
-        assert losses(npu, stage, "d1") == pytest.approx(losses(cpu, stage, "d1"), rel=1e-2)
-
-
-def test_a_chat_over_the_pages_api(on_npu, texts):
-    """What the page sends and gets, from a server on a simulated NPU."""
-    command = [sys.executable, RUN, sys.executable, "-m", "scripts.chat_web", "--device=npu", "--source=rl", "--port=0"]
-    keep = {**os.environ, "NANOCHAT_BASE_DIR": str(on_npu[0]), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    server = subprocess.Popen(command, cwd=texts, env=keep, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout
-        address_line = next(line for line in server.stdout if "http://" in line)
-        address = re.search(r"http://[\w.:]+", address_line)[0]
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                urllib.request.urlopen(f"{address}/ready", timeout=5).close()
-                break
-            except OSError:
-                assert time.monotonic() < deadline and server.poll() is None
-                time.sleep(0.2)
-        body = {
-            "model": "", "messages": [{"role": "user", "content": "hello"}], "stream": True, "temperature": 0,
-            "truncation": "auto", "stream_options": {"include_usage": True}, "max_tokens": 8,
-        }  # fmt: skip
-        with urllib.request.urlopen(f"{address}/v1/models", timeout=30) as answer:
-            body["model"] = json.load(answer)["data"][0]["id"]
-        request = urllib.request.Request(
-            f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            lines = [line.decode().strip() for line in answer if line.startswith(b"data: ")]
-        assert lines[-1] == "data: [DONE]"
-        events = [json.loads(line[6:]) for line in lines[:-1]]
-        usage = next(event["usage"] for event in events if event.get("usage"))
-        assert 1 <= usage["completion_tokens"] <= 8
-        assert any(choice["finish_reason"] for event in events for choice in event["choices"])
-    finally:
-        server.terminate()
-        assert server.wait(30) in (0, -signal.SIGTERM)
-
-
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_several_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path, ranks: int):
+def test_two_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path):
     base = with_tokenizer(tmp_path / "base", on_cpu)
     sizes = [
-        command
-        if "dpo" in command or "rm" in command.split()[0]
-        else command.replace("--device_batch_size=2", "--device_batch_size=1")
+        command if "dpo" in command else command.replace("--device_batch_size=2", "--device_batch_size=1")
         for command in commands("npu", "float32")
     ]
-    chain(base, texts, *sizes, f"chat_rl --device=npu --dtype=float32 {RL}", ranks=ranks)
+    chain(base, texts, *sizes, f"chat_rl --device=npu --dtype=float32 {RL}", ranks=2)
     for stage in STAGES:
         assert losses(base, stage) == pytest.approx(losses(on_npu[0], stage), rel=1e-5), stage
 
@@ -234,11 +171,11 @@ def speedrun(tmp_path) -> Path:
 
 def test_the_speedrun_of_two_npus_is_rehearsed(speedrun, texts, tmp_path, monkeypatch):
     """By the launcher on both, up to a failure in base_eval, which came after hours before there was a rehearsal."""
-    monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=4", "").replace("--data=texts.txt", ""))
+    monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=3", "").replace("--data=texts.txt", ""))
     monkeypatch.setenv("NANOCHAT_BASE_EVAL", "--graphs=planted")
     monkeypatch.setenv("VENV", str(tmp_path / ".venv"))
     base = tmp_path / "base"
-    done = launch(base, texts, "bash", str(speedrun), "--data", "texts.txt", simulated="--devices 2")
+    done = launch(base, texts, "--devices 2", "bash", str(speedrun), "--data", "texts.txt")
     assert done.returncode == 1 and "profile npu, " in done.stdout, done.stderr
     lines = [line.split() for line in done.stdout.partition("== rehearsal")[2].splitlines()[1:]]
     assert [line[0] for line in lines] == ["tok_train", "base_train", "base_eval"]
@@ -300,7 +237,7 @@ def test_the_eight_card_commands_run_as_documented(small, on_cpu, texts, tmp_pat
     """Each by torchrun: a launch of eight is a minute of two cores."""
     base = with_tokenizer(tmp_path / "base", on_cpu)
     for command in documented():
-        done = launch(base, texts, *shlex.split(command), simulated="--devices 8")
+        done = launch(base, texts, "--devices 8", *shlex.split(command))
         assert done.returncode == 0, f"{command}\n{done.stderr[-4000:]}"
         assert "8 x Ascend910B3 (npu, bfloat16)" in done.stdout and "done: " in done.stdout
 
@@ -308,50 +245,38 @@ def test_the_eight_card_commands_run_as_documented(small, on_cpu, texts, tmp_pat
 # ---------------------------------------------------------------------- what goes wrong
 
 
-def one_line(done: subprocess.CompletedProcess, *words: str) -> None:
-    """The command failed with one line that says what and what to do, not with a traceback."""
-    assert done.returncode == 1, (done.returncode, done.stderr)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in done.stderr and len(errors) == 1, done.stderr
-    for word in words:
-        assert re.search(word, errors[0]), errors[0]
-
-
-def test_out_of_memory_is_one_line(on_npu, texts, tmp_path):
-    big = BASE.replace("--device_batch_size=2", "--device_batch_size=64").replace("1024", "8192")
-    command = f"-m scripts.base_train --device=npu {big} --model_tag=big".split()
-    done = simulated(command, memory="48MiB", cwd=texts, env={"NANOCHAT_BASE_DIR": str(on_npu[0])})
-    one_line(done, "out of memory: lower --device_batch_size", "NPU out of memory")
-
-
-def test_a_missing_set_env_is_one_line(texts, tmp_path):
-    variables = build.environment()
-    without = {k: v for k, v in variables.items() if k != "LD_LIBRARY_PATH"}
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.base_train", "--data=texts.txt", "--depth=1"], cwd=texts, capture_output=True,
-        text=True, env={**os.environ, **without, "NANOCHAT_BASE_DIR": str(tmp_path), "LD_LIBRARY_PATH": ""},
-    )  # fmt: skip
-    one_line(done, "set_env.sh")
-
-
 def one_error(done: subprocess.CompletedProcess, *words: str) -> None:
-    """The ranks failed with one line between them; torchrun adds a summary of its own."""
+    """The command, or its ranks, failed with one line between them; torchrun adds its summary."""
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and len(errors) == 1, done.stderr[-4000:]
     assert all(word in errors[0] for word in words), errors
-    before_torchrun = done.stderr.partition("torch/distributed/elastic")[0]
-    assert "Traceback" not in before_torchrun.partition("error: ")[0], done.stderr[-4000:]
+    ours = done.stderr.partition("torch/distributed/elastic")[0].partition("error: ")[0]
+    assert "Traceback" not in ours, done.stderr[-4000:]
+
+
+def test_out_of_memory_is_one_line(on_npu, texts):
+    big = BASE.replace("--device_batch_size=2", "--device_batch_size=128").replace("=512", "=8192")
+    command = f"-m scripts.base_train --device=npu {big} --model_tag=big".split()
+    done = simulated(command, memory="48MiB", cwd=texts, env={"NANOCHAT_BASE_DIR": str(on_npu[0])})
+    one_error(done, "--device_batch_size", "NPU out of memory")
+
+
+def test_a_missing_set_env_is_one_line(texts, tmp_path):
+    variables = {**build.environment(), "NANOCHAT_BASE_DIR": str(tmp_path), "LD_LIBRARY_PATH": ""}
+    command = [sys.executable, "-m", "scripts.base_train", "--data=texts.txt", "--depth=1"]
+    done = subprocess.run(command, cwd=texts, capture_output=True, text=True, env={**os.environ, **variables})
+    one_error(done, "set_env.sh")
 
 
 def test_a_failed_collective_is_one_line(on_npu, texts):
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 -m scripts.base_train"
     command = f"{torchrun} --device=npu {BASE} --model_tag=fault".split()
-    done = launch(on_npu[0], texts, sys.executable, *command, simulated="--devices 2 --hccl_fail all_reduce:4@1")
-    one_error(done, "rank 1: a collective failed", "check_npu.py")
+    done = launch(on_npu[0], texts, "--devices 2 --hccl_fail all_reduce:4@1", sys.executable, *command)
+    one_error(done, "rank 1", "check_npu.py")
 
 
 def test_a_collective_that_hangs_is_one_line(on_npu, texts):
     command = f"-m scripts.base_train --device=npu {BASE} --model_tag=fault".split()
     env = {"HCCL_EXEC_TIMEOUT": "5", "NANOCHAT_BASE_DIR": str(on_npu[0])}
     done = simulated(command, ranks=2, hccl_hang="all_reduce:4@1", cwd=texts, env=env)
-    one_error(done, "rank 0: another process did not take part", "HCCL_EXEC_TIMEOUT")
+    one_error(done, "rank 0", "HCCL_EXEC_TIMEOUT")

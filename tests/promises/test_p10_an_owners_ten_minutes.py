@@ -1,4 +1,8 @@
-"""check_npu.py --full: no part is lost with another one, none is forgotten, and the checks find planted mistakes."""
+"""P10. `check_npu.py --full` on a card writes one file that settles every open doubt of docs/ascend.md.
+
+It runs to the end here: on the CPU, on two simulated NPUs that compute, and over torch_npu's own adapters. Each part is
+a process: one that fails, hangs or is stopped loses nothing else. Planted mistakes are found at their place.
+test_docs.py compares the list of parts with the page."""
 
 import itertools
 import json
@@ -25,7 +29,7 @@ import check_npu
 from nanochat import device as devices
 from nanochat.kernels.cpu import CpuKernels
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LINE = "import json, os, sys; open(os.environ['ON_DEVICE_LINES'], 'a').write(json.dumps({}) + '\\n')\n"
 
 
@@ -62,20 +66,16 @@ def test_a_part_that_hangs_loses_nothing_else(full: FullReport, tmp_path: Path, 
     """It is stopped with what it has started; its earlier line and the next part are in the file."""
     child = tmp_path / "child"
     hang = (
-        "import subprocess, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        f"open({str(child)!r}, 'w').write(str(child.pid))\n"
-        "print('the last thing that it did', flush=True)\ntime.sleep(600)"
+        "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+        f"open({str(child)!r}, 'w').write(str(child.pid))\nprint('the last thing', flush=True)\ntime.sleep(600)"
     )
     full.run("one", part("first", then=hang), 4, {})
     full.run("two", part("second"), 60, {})
     assert full.finish() == 1
     assert not is_running(int(child.read_text()))
-    assert lines_of(full) == [
-        ("one", "first", "PASS", "x"),
-        ("one", "part one", "FAIL", "stopped: no end within 4 s"),
-        ("two", "second", "PASS", "x"),
-    ]
+    found = [(*line[:3], line[3].partition(":")[0]) for line in lines_of(full)]
+    assert found[:2] == [("one", "first", "PASS", "x"), ("one", "part one", "FAIL", "stopped")]
+    assert found[2:] == [("two", "second", "PASS", "x")]
     assert "the last thing" in full.parts["one"]["output"]
     assert "2 passed, 1 failed, 0 skipped" in capsys.readouterr().out
 
@@ -83,17 +83,17 @@ def test_a_part_that_hangs_loses_nothing_else(full: FullReport, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("command", "detail", "fix"),
     [
-        (part(then="import os; os.kill(os.getpid(), 11)"), "ended by signal 11", "send the report"),
-        (part(then="raise SystemExit('error code is 507035')"), "ended with exit code 1", "a known fix"),
-        (part("passed", then="sys.exit(3)"), "ended with exit code 3", "send the report"),
+        (part(then="import os; os.kill(os.getpid(), 11)"), "signal 11", "send the report"),
+        (part(then="raise SystemExit('error code is 507035')"), "exit code 1", "a known fix"),
+        (part("passed", then="sys.exit(3)"), "exit code 3", "send the report"),
         (part("failed", "FAIL", then="sys.exit(1)"), "x", "send the report"),  # as pytest does
-        (part(), "ran no check", "send the report"),
+        (part(), "no check", "send the report"),
     ],
 )
 def test_a_part_that_ends_badly_is_a_line(full: FullReport, command: list[str], detail: str, fix: str):
     full.run("one", command, 60, {})
     (*_, last) = full.parts["one"]["lines"]
-    assert (last["outcome"], last["detail"]) == ("FAIL", detail) and last["fix"].startswith(fix)
+    assert last["outcome"] == "FAIL" and last["detail"].endswith(detail) and last["fix"].startswith(fix)
 
 
 def test_without_a_device_the_other_parts_are_skipped(full: FullReport):
@@ -119,24 +119,20 @@ def test_no_secret_and_no_account_leaves_the_machine(full: FullReport, monkeypat
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_report_that_is_stopped_ends_its_part_and_keeps_its_lines(tmp_path: Path, number: signal.Signals):
-    """The part is in a session of its own, which no signal of a terminal or a service manager reaches."""
+    """The part has its own session, which no signal of a terminal or a service manager reaches."""
     out = tmp_path / "report.json"
-    hang = tmp_path / "sitecustomize.py"  # Python runs it at its start: the process of the checks hangs there
-    hang.write_text(
-        "import os\nif 'ON_DEVICE_LINES' in os.environ:\n"
-        + "".join(
-            f"    {line}\n" for line in LINE.format({"name": "first", "outcome": "PASS", "detail": "x"}).splitlines()
-        )
-        + f"    import time; open({str(tmp_path / 'part')!r}, 'w').write(str(os.getpid())); time.sleep(600)\n"
-    )
+    line = LINE.format({"name": "first", "outcome": "PASS", "detail": "x"})
+    hang = f"{line}import time; open({str(tmp_path / 'part')!r}, 'w').write(str(os.getpid())); time.sleep(600)\n"
+    # Python runs it at its start: the process of the checks hangs there.
+    (tmp_path / "sitecustomize.py").write_text(f"import os\nif 'ON_DEVICE_LINES' in os.environ:\n    exec({hang!r})\n")
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "check_npu.py"), "--device", "cpu", "--full", "--out", str(out)],
         env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         start_new_session=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests may run under nohup
     )  # fmt: skip
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("PASS first"):
+    for printed in process.stdout:
+        if printed.startswith("PASS first"):
             break
     while not (tmp_path / "part").exists():
         time.sleep(0.05)
@@ -149,12 +145,12 @@ def test_a_report_that_is_stopped_ends_its_part_and_keeps_its_lines(tmp_path: Pa
     assert [path.name for path in tmp_path.glob("report*")] == ["report.json"]
 
 
-def test_what_a_report_needs_is_said_before_ten_minutes_of_work(
+def test_what_a_report_needs_is_said_before_it_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     for out in (tmp_path / "none" / "report.json", tmp_path):
         assert check_npu.main(["--full", "--device", "cpu", "--out", str(out)]) == 1
-        assert "--out names a file that can be written" in capsys.readouterr().out
+        assert "--out" in capsys.readouterr().out
     monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
     assert check_npu.main(["--full", "--device", "cpu", "--out", str(tmp_path / "report.json")]) == 1
     assert "fix: pip install pytest" in capsys.readouterr().out
@@ -172,7 +168,7 @@ def test_an_operator_that_is_wrong_or_slow_fails(is_wrong: bool, is_slow: bool, 
     calls = iter(range(100))
 
     def work() -> torch.Tensor:
-        time.sleep(0.02 * is_slow)
+        time.sleep(0.005 * is_slow)
         return torch.ones(4) + (is_wrong and next(calls) > 0)
 
     operator = test_operators.Operator(lambda device, sizes: work, 0.01, lambda sizes: 1024.0)
@@ -187,26 +183,21 @@ def test_an_operator_that_is_wrong_or_slow_fails(is_wrong: bool, is_slow: bool, 
 
 
 def test_other_tokens_are_counted():
-    assert test_decoding.leading([1, 2, 3], [1, 2, 3]) == 3
-    assert test_decoding.leading([1, 2, 3, 4], [1, 2, 5, 4]) == 2
+    assert [test_decoding.leading([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3])] == [3, 1]
 
 
 def test_an_exchange_that_mixes_up_rows_is_found(monkeypatch: pytest.MonkeyPatch):
-    device = devices.init("cpu", "float32")
+    rows = torch.tensor([[10.0, place] for place in range(5)])  # those that rank 1 sends
 
-    def exchange(right: bool) -> Callable[..., None]:
-        def all_to_all(arrived: torch.Tensor, sent: torch.Tensor, arriving: list[int], leaving: list[int]) -> None:
-            assert leaving == [0, 3] and arriving == [0, 5]
-            rows = torch.tensor([[10.0, place] for place in range(5)])
-            arrived.copy_(rows if right else rows.flip(0))
+    def exchange(arrived: torch.Tensor, sent: torch.Tensor, arriving: list[int], leaving: list[int]) -> None:
+        assert leaving == [0, 3] and arriving == [0, 5]
+        arrived.copy_(rows)
 
-        return all_to_all
-
-    monkeypatch.setattr(ranks.dist, "all_to_all_single", exchange(right=True))
-    ranks.all_to_all(device)
-    monkeypatch.setattr(ranks.dist, "all_to_all_single", exchange(right=False))
-    with pytest.raises(AssertionError, match="rank 0 got"):
-        ranks.all_to_all(device)
+    monkeypatch.setattr(ranks.dist, "all_to_all_single", exchange)
+    ranks.all_to_all(devices.init("cpu", "float32"))
+    rows = rows.flip(0)
+    with pytest.raises(AssertionError, match="rank 0"):
+        ranks.all_to_all(devices.init("cpu", "float32"))
 
 
 def second_call_flipped(right: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -225,12 +216,11 @@ def second_call_flipped(right: Callable[..., torch.Tensor]) -> Callable[..., tor
     [
         ("attention", lambda right: lambda self, *qkv, segments=None, **rest: right(self, *qkv, **rest), "blocks.0"),
         ("attention", lambda right: lambda self, *qkv, window=0, **rest: right(self, *qkv, **rest), "blocks.0"),
-        ("rotate", lambda right: lambda self, x, cos, sin: right(self, x, cos, -sin), "blocks.0.attention: rotate"),
         ("rotate", second_call_flipped, "blocks.1.attention: rotate"),
         ("offset_keys", second_call_flipped, "blocks.1.attention: offset_keys"),
         ("rms_norm", lambda right: lambda self, x, *rest: right(self, x, *rest).flip(-1), "embedding_norm: rms_norm"),
     ],
-    ids=["documents ignored", "windows ignored", "turned the other way", "block 1", "keys of block 1", "norm"],
+    ids=["documents ignored", "windows ignored", "block 1", "keys of block 1", "norm"],
 )
 def test_a_wrong_step_fails_at_its_place(
     monkeypatch: pytest.MonkeyPatch, operator: str, change: Callable[[Any], Any], place: str
@@ -256,8 +246,12 @@ def test_a_wrong_step_fails_at_its_place(
 
 @pytest.mark.slow
 def test_a_report_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Two of the parts; tests/on_device runs the others here anyway."""
+    """Two of the parts; tests/on_device runs the others here anyway. A shell may have the ranks of a larger job
+    exported, as a guide on several nodes asks for."""
     monkeypatch.setattr(report, "PARTS", {name: report.PARTS[name] for name in (report.FIRST, "steps")})
+    for name, value in {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setenv("NANOCHAT_API_KEY", "hidden")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     out = tmp_path / "r.json"
@@ -267,9 +261,12 @@ def test_a_report_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert "hidden" not in text and written["environment"]["OMP_NUM_THREADS"] == "1"
     assert written["versions"]["torch"] and written["commit"] and written["vendor_tool"]
     assert all(entry["seconds"] > 0 and entry["output"] for entry in written["parts"].values())
-    lines = {line["name"]: line for line in written["parts"]["steps"]["lines"]}
-    assert lines["step[preset-whole-float32]"]["numbers"]["largest_difference"] < 1e-3
-    assert lines["step[preset-whole-float32]"]["what"].startswith("Every module")
+    checks = {line["name"]: line for line in written["parts"]["checks"]["lines"]}
+    skipped = {name for name, line in checks.items() if line["outcome"] == "SKIP"}
+    assert skipped == {"device files", "driver", "CANN", "CANN environment", "versions match"} and len(checks) == 13
+    assert checks["all-reduce"]["detail"] == "2 processes"
+    (line,) = [line for line in written["parts"]["steps"]["lines"] if line["name"] == "step[preset-whole-float32]"]
+    assert line["numbers"]["largest_difference"] < 1e-3 and line["what"].startswith("Every module")
 
 
 @pytest.mark.slow
@@ -282,8 +279,9 @@ def test_every_part_on_two_simulated_npus(tmp_path: Path):
     except build.Unavailable as missing:
         pytest.skip(f"no simulated NPU: {missing}")
     variables = {**environment, "ON_DEVICE": "npu", "ON_DEVICE_LINES": str(record)}
-    # test_npu_equals_cpu.py has the operators of the model.
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", "not test_kernel", "tests/on_device"]
+    # test_npu_equals_cpu.py has the operators of the model, and steps in fp32.
+    chosen = "not test_kernel and not float32] or test_tokens"
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, "tests/on_device"]
     done = simulated(command, devices=2, env=variables)
     lines = {line["name"]: line for line in map(json.loads, record.read_text().splitlines())}
     failed = {name: line["detail"] for name, line in lines.items() if line["outcome"] == "FAIL"}
