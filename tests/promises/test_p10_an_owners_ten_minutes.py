@@ -4,6 +4,7 @@ It runs to the end here: on the CPU, on two simulated NPUs that compute, and ove
 a process: one that fails, hangs or is stopped loses nothing else. Planted mistakes are found at their place.
 test_docs.py compares the list of parts with the page."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ import pytest
 import torch
 from on_device import quick, ranks, recording, report, test_decoding, test_operators
 from on_device.report import FullReport
-from on_device.sizes import CARD, SMALL
+from on_device.sizes import CARD, SMALL, Sizes
 from simnpu import build
 from simnpu.forks import simulated
 from tiny import is_running
@@ -103,15 +104,14 @@ def test_without_a_device_the_other_parts_are_skipped(full: FullReport):
 
 def test_no_secret_and_no_account_leaves_the_machine(full: FullReport, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/home/somebody")
-    variables = {
-        "TASK_QUEUE_ENABLE": "2", "HF_TOKEN": "a", "NANOCHAT_API_KEY": "hunter2", "PATH": "c",
-        "NANOCHAT_HUB": "https://me:hunter2@host/x", "NANOCHAT_CHAT_WEB": "--api_key hunter2 --port 1",
-        "NANOCHAT_BASE_TRAIN": "https://host/x?a=1&access_token=hunter2",
+    kept = {
+        "TASK_QUEUE_ENABLE": ("2", "2"), "NANOCHAT_HUB": ("https://me:hunter2@host/x", "https://...@host/x"),
+        "NANOCHAT_CHAT_WEB": ("--api_key hunter2 --port 1", "..."),
+        "NANOCHAT_BASE_TRAIN": ("https://host/x?a=1&access_token=hunter2", "https://host/x?..."),
     }  # fmt: skip
-    assert report.environment("npu", variables) == {
-        "TASK_QUEUE_ENABLE": "2", "NANOCHAT_HUB": "https://...@host/x", "NANOCHAT_CHAT_WEB": "...",
-        "NANOCHAT_BASE_TRAIN": "https://host/x?...",
-    }  # fmt: skip
+    variables = {name: value for name, (value, _) in kept.items()}
+    found = report.environment("npu", {**variables, "HF_TOKEN": "a", "NANOCHAT_API_KEY": "hunter2", "PATH": "c"})
+    assert found == {name: written for name, (_, written) in kept.items()}
     full.run("one", part(then="print('/home/somebody/nanochat/gpt.py')"), 60, {})
     text = full.out.read_text()
     assert "somebody" not in text and "~/nanochat/gpt.py" in text
@@ -161,25 +161,21 @@ def test_what_a_report_needs_is_said_before_it_begins(
 
 
 @pytest.mark.parametrize(
-    ("is_wrong", "is_slow", "judges"), [(True, False, False), (False, True, True), (False, True, False)]
+    ("is_wrong", "sizes", "is_right"), [(True, SMALL, False), (False, CARD, False), (False, SMALL, True)]
 )
-def test_an_operator_that_is_wrong_or_slow_fails(is_wrong: bool, is_slow: bool, judges: bool):
+def test_an_operator_that_is_wrong_or_slow_fails(is_wrong: bool, sizes: Sizes, is_right: bool):
     """A small size is not judged by its time."""
     calls = iter(range(100))
 
     def work() -> torch.Tensor:
-        time.sleep(0.005 * is_slow)
+        time.sleep(0.005)
         return torch.ones(4) + (is_wrong and next(calls) > 0)
 
     operator = test_operators.Operator(lambda device, sizes: work, 0.01, lambda sizes: 1024.0)
     numbers: dict[str, float] = {}
-    judge = lambda: test_operators.judge(devices.init("cpu"), operator, CARD if judges else SMALL, numbers.update)  # noqa: E731
-    if is_wrong or judges:
-        with pytest.raises(AssertionError):
-            judge()
-    else:
-        judge()
-    assert ("times_copy" in numbers) == judges
+    with contextlib.nullcontext() if is_right else pytest.raises(AssertionError):
+        test_operators.judge(devices.init("cpu"), operator, sizes, numbers.update)
+    assert ("times_copy" in numbers) == (sizes is CARD)
 
 
 def test_other_tokens_are_counted():
@@ -269,23 +265,26 @@ def test_a_report_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert line["numbers"]["largest_difference"] < 1e-3 and line["what"].startswith("Every module")
 
 
-@pytest.mark.slow
-def test_every_part_on_two_simulated_npus(tmp_path: Path):
-    """All pass, but for two: there is no device that could be profiled, and the one step of depth 20 that a simulator
-    could take is too large."""
+def simulated_lines(tmp_path: Path, chosen: str, devices: int = 1, **options: Any) -> dict[str, dict[str, Any]]:
+    """The lines of the chosen tests of tests/on_device on simulated NPUs, by name."""
     record = tmp_path / "lines.jsonl"
     try:
-        environment = build.environment(devices=2)
+        environment = build.environment(devices=devices, **options)
     except build.Unavailable as missing:
         pytest.skip(f"no simulated NPU: {missing}")
     variables = {**environment, "ON_DEVICE": "npu", "ON_DEVICE_LINES": str(record)}
-    # test_npu_equals_cpu.py has the operators of the model, and steps in fp32.
-    chosen = "not test_kernel and not float32] or test_tokens"
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, "tests/on_device"]
-    done = simulated(command, devices=2, env=variables)
-    lines = {line["name"]: line for line in map(json.loads, record.read_text().splitlines())}
+    simulated(command, devices=devices, env=variables, **options)
+    return {line["name"]: line for line in map(json.loads, record.read_text().splitlines())}
+
+
+@pytest.mark.slow
+def test_every_part_on_two_simulated_npus(tmp_path: Path):
+    """All pass, but for two: there is no device that could be profiled, and the one step of depth 20 that a simulator
+    could take is too large. test_npu_equals_cpu.py has the operators of the model, and steps in fp32."""
+    lines = simulated_lines(tmp_path, "not test_kernel and not float32] or test_tokens", devices=2)
     failed = {name: line["detail"] for name, line in lines.items() if line["outcome"] == "FAIL"}
-    assert failed.keys() == {"profile"} and "no table of kernels" in failed["profile"], (failed, done.stdout)
+    assert failed.keys() == {"profile"} and "no table of kernels" in failed["profile"], failed
     assert {name for name, line in lines.items() if line["outcome"] == "SKIP"} == {"train_depth[20]"}
     assert lines["tokens[float32-recorded]"]["numbers"]["recordings"] >= 1
     assert lines["speed[experts_one_without_rows]"]["numbers"]["ms"] > 0
@@ -296,16 +295,7 @@ def test_every_part_on_two_simulated_npus(tmp_path: Path):
 @pytest.mark.slow
 def test_the_calls_are_ones_that_the_adapters_take(tmp_path: Path):
     """Nothing is computed, so that values are wrong. But no call raises an error."""
-    record = tmp_path / "lines.jsonl"
-    calls = str(tmp_path / "calls.jsonl")
-    try:
-        variables = {**build.environment(adapters=calls), "ON_DEVICE": "npu", "ON_DEVICE_LINES": str(record)}
-    except build.Unavailable as missing:
-        pytest.skip(f"no simulated NPU: {missing}")
     chosen = "speed or tokens or memory or finite or (whole and bfloat16)"
-    simulated(
-        ["-m", "pytest", "-p", "no:cacheprovider", "-k", chosen, "tests/on_device"], env=variables, adapters=calls
-    )
-    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    lines = simulated_lines(tmp_path, chosen, adapters=str(tmp_path / "calls.jsonl")).values()
     assert len(lines) == 9 + 4 + 1 + 1 + 2
     assert all(re.match("assert|AssertionError", line["detail"]) for line in lines if line["outcome"] == "FAIL"), lines

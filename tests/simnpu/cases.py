@@ -239,21 +239,6 @@ def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
     return {**numbers, "recorded": captures.call_count, "level": level(), "printed": printed.getvalue()}
 
 
-def uncached_greedy_tokens(device: str, max_tokens: int, dtype: str = "float32", shape: str = "fast") -> Any:
-    """The same without a cache, a whole forward pass for every token."""
-    found = devices.init(device, dtype)
-    model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
-    replies = []
-    with torch.inference_mode():
-        for prompt in PROMPTS:
-            tokens = list(prompt)
-            for _ in range(max_tokens):
-                logits = model(found.to_device(torch.tensor([tokens])))
-                tokens.append(int(logits[0, -1].argmax()))
-            replies.append(tokens[len(prompt) :])
-    return replies
-
-
 def sampled_tokens(
     device: str, seed: int = 0, dtype: str = "auto", graphs: str = "off", plant: str | None = None
 ) -> list[list[int]]:
@@ -323,19 +308,6 @@ def tokens_if_recording_fails(device: str, by: str) -> dict[str, Any]:
     decoding.NOT_RECORDING.clear()
     assert tokens[0] == tokens[1]
     return {"tokens": tokens[0], "said": said.getvalue(), "device": found.kind}
-
-
-def attention_to_a_cache(device: str, dtype: str) -> dict[str, list[float]]:
-    """Attention of one token a row to a cache, in its two forms on this device."""
-    found = devices.init(device, dtype)
-    generator = torch.Generator().manual_seed(3)
-    shapes = ((3, 1, 6, 16), (3, 2, 64, 16), (3, 2, 64, 16))
-    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)  # the same in both dtypes
-    q, k, v = (x.to(found.torch_device, found.dtype) for x in (q * 3, k, v))
-    seen = (torch.arange(64) <= torch.tensor([63, 7, 30])[:, None])[:, None, None].to(found.torch_device)
-    mask = found.kernels.prepare_mask(seen)
-    forms = {"cached": found.kernels.cached_attention, "recorded": found.kernels.recorded_attention}
-    return {name: form(q, k, v, scale=0.3, mask=mask).float().cpu().flatten().tolist() for name, form in forms.items()}
 
 
 def ppo_estimate(device: str, micro_batches: int, tokens: int = 2048) -> dict[str, list[float]]:

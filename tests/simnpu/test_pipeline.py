@@ -33,15 +33,6 @@ RL = (
     "--eval_examples=8 --lr_scale=0.2"
 )
 STAGES = ("base", "mid", "sft", "rm", "dpo")
-PYTHON = """
-from nanochat.checkpoint_manager import load_model
-from nanochat.engine import Engine
-model, tokenizer, meta = load_model("sft", device="npu:0")     # or "cpu", "cuda:0", or nothing: auto
-engine = Engine(model, tokenizer)
-tokens = tokenizer.encode("hello", prepend=tokenizer.get_bos_token_id())
-generated, masks = engine.generate_batch(tokens, num_samples=1, max_tokens=256, temperature=0.7)
-print(tokenizer.decode(generated[0]))
-"""
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built")]
 
 
@@ -117,7 +108,7 @@ def on_npu(texts, tmp_path_factory) -> tuple[Path, str]:
         f"chat_rl {on} {RL} --graphs=on",
         f"chat_eval {on} --source=rl --tasks=addition,identity --max_examples=6 --max_tokens=8",
         f"chat_cli {on} --source=rl -p hello --max_tokens=8 --graphs=on",
-        f"-c {shlex.quote(PYTHON)}", f"base_train {on} {BASE} --model_tag=profiled --profile=2",
+        f"base_train {on} {BASE} --model_tag=profiled --profile=2",
     )  # fmt: skip
     return base, out
 
@@ -129,9 +120,8 @@ def test_stages_in_fp32_have_the_cpus_losses(on_cpu, on_npu):
 
 def test_every_stage_runs_and_says_which_device_and_kernels(on_npu):
     base, out = on_npu
-    assert out.count("== ") == 12 and "Ascend910B3 (npu, float32)" in out and "npu_fusion_attention" in out
-    assert "ChatCORE" in out and "<|bos|>hello" in out.partition("== -c")[2].partition("== base_train")[0]
-    assert len(losses(base, "rl")) == 2
+    assert out.count("== ") == 11 and "Ascend910B3 (npu, float32)" in out and "npu_fusion_attention" in out
+    assert "ChatCORE" in out and len(losses(base, "rl")) == 2
     line = json.loads((base / "runs/base/d2/metrics.jsonl").read_text().splitlines()[-1])
     assert 1e6 < line["peak_memory_bytes"] < 1e9
 
@@ -152,37 +142,6 @@ def test_two_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path):
     chain(base, texts, *sizes, f"chat_rl --device=npu --dtype=float32 {RL}", ranks=2)
     for stage in STAGES:
         assert losses(base, stage) == pytest.approx(losses(on_npu[0], stage), rel=1e-5), stage
-
-
-@pytest.fixture
-def speedrun(tmp_path) -> Path:
-    """speedrun_npu.sh in a folder where there is nothing to set up: the set-up of a machine with NPUs would replace
-    the environment of these tests."""
-    for name in ("nanochat", "scripts", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "setup_ascend.sh").touch()
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    (tmp_path / ".venv/nanochat_setup.txt").touch()
-    return shutil.copy(ROOT / "speedrun_npu.sh", tmp_path)
-
-
-def test_the_speedrun_of_two_npus_is_rehearsed(speedrun, texts, tmp_path, monkeypatch):
-    """By the launcher on both, up to a failure in base_eval, which came after hours before there was a rehearsal."""
-    monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=3", "").replace("--data=texts.txt", ""))
-    monkeypatch.setenv("NANOCHAT_BASE_EVAL", "--graphs=planted")
-    monkeypatch.setenv("VENV", str(tmp_path / ".venv"))
-    base = tmp_path / "base"
-    done = launch(base, texts, "--devices 2", "bash", str(speedrun), "--data", "texts.txt")
-    assert done.returncode == 1 and "profile npu, " in done.stdout, done.stderr
-    lines = [line.split() for line in done.stdout.partition("== rehearsal")[2].splitlines()[1:]]
-    assert [line[0] for line in lines] == ["tok_train", "base_train", "base_eval"]
-    assert "error: base_eval failed in the rehearsal, before anything was trained: " in done.stderr
-    (folder,) = (base / "speedrun").iterdir()
-    assert {path.name for path in folder.iterdir()} == {"data", "rehearsal.log"}
-    assert "--nproc_per_node=2" in (folder / "rehearsal.log").read_text()
 
 
 # ---------------------------------------------------------------------- eight cards
@@ -211,16 +170,11 @@ def documented() -> list[str]:
     ]
 
 
-@pytest.fixture
-def small(monkeypatch) -> None:
-    for name, flags in EIGHT.items():
-        monkeypatch.setenv(name, flags)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
-
-
-def test_the_eight_card_commands_run(small, on_cpu, texts, tmp_path):
+def test_the_eight_card_commands_run(on_cpu, texts, tmp_path, monkeypatch):
     """All of them as documented, in one start of eight processes."""
     base = with_tokenizer(tmp_path / "base", on_cpu)
+    for name, flags in EIGHT.items():
+        monkeypatch.setenv(name, flags)
     launchers = ("torchrun --standalone", "python -m nanochat.run.launch")
     commands = []
     for command in documented():
@@ -230,16 +184,6 @@ def test_the_eight_card_commands_run(small, on_cpu, texts, tmp_path):
     assert len(commands) == 5
     out = chain(base, texts, *commands, ranks=8)
     assert out.count("8 x Ascend910B3 (npu, bfloat16)") == out.count("done: ") == 5
-
-
-@pytest.mark.soak
-def test_the_eight_card_commands_run_as_documented(small, on_cpu, texts, tmp_path):
-    """Each by torchrun: a launch of eight is a minute of two cores."""
-    base = with_tokenizer(tmp_path / "base", on_cpu)
-    for command in documented():
-        done = launch(base, texts, "--devices 8", *shlex.split(command))
-        assert done.returncode == 0, f"{command}\n{done.stderr[-4000:]}"
-        assert "8 x Ascend910B3 (npu, bfloat16)" in done.stdout and "done: " in done.stdout
 
 
 # ---------------------------------------------------------------------- what goes wrong
