@@ -50,82 +50,78 @@ A5 = """\
 """
 
 
-def on(cann: str | None, arch: str = "aarch64") -> Machine:
-    return Machine(arch=arch, cann=cann, cann_home="/usr/local/Ascend/cann")
+def on(cann: str | None, **facts: Any) -> Machine:
+    return Machine(**{"arch": "aarch64", "cann": cann, "cann_home": "/usr/local/Ascend/cann", **facts})
 
 
-# ---------------------------------------------------------------------- versions
+def driver(cann: str | None, version: str | None = None) -> Machine:
+    return Machine(cann=cann, npu_smi="/usr/local/bin/npu-smi", npu_driver=version)
 
+
+# ---------------------------------------------------------------------- one judgement
 
 LABELLED = "pip install --extra-index-url https://download.pytorch.org/whl/cpu "
+PLAIN = "pip install "
+MATCHES = [  # CANN, torch, torch_npu and perhaps numpy; the outcome, what it says, and the fix
+    (("8.5.2", "2.9.0", "2.9.0"), None, "2.9.0", ""),
+    (("9.0.0", "2.9.0+cpu", "2.9.0.post2", "2.0.2"), None, "2.9.0.post2", ""),
+    (("9.1.0", "2.9.0", "2.9.0.post8+git1234567"), None, "2.9.0.post8", ""),
+    (("8.3.RC1", "2.7.1", "2.7.1", "1.26.4"), None, "2.7.1", ""),
+    (("8.5.2", "2.9.0", "2.9.0", "2.0.2"), Fail, "500001", '"numpy<2"'),
+    (("9.0.0", "2.9.0", "2.9.0"), Fail, "for CANN 8.5.0, ", f"{PLAIN}torch==2.9.0 torch_npu==2.9.0.post2"),
+    (("8.5.0", "2.8.0", "2.8.0.post4"), Fail, "for CANN 9.0.0", "torch==2.8.0 torch_npu==2.8.0.post2"),
+    (("9.0.0", "2.13.0+cpu", "2.9.0.post2"), Fail, "differ", "torch==2.9.0 torch_npu==2.9.0.post2"),
+    (("9.1.0", "2.12.0", None), Fail, "not installed", f"{LABELLED}torch==2.12.0+cpu torch_npu==2.12.0"),
+    (("8.4.0", "2.9.0", "2.9.0"), Fail, "not in the version table", "--cann 8.3.RC1` takes torch==2.7.1"),
+    (("8.1.RC1", "2.7.1", "2.7.1"), Fail, "torch>=2.7", "CANN 8.3.RC1"),
+    # What the table cannot know: others run 2.9.0.post4 on CANN 8.5.2, for one.
+    (("8.5.2", "2.9.0+cpu", "2.9.0.post4"), Skip, "2.9.0.post4", ""),
+    (("9.9.0", "2.13.0", "2.13.0"), Skip, "not judged", ""),
+    (("unknown", "2.9.0", "2.9.0"), Skip, "not judged", ""),
+    ((None, "2.9.0", "2.9.0"), Skip, "CANN", ""),
+]
+DCMI = "DrvMngGetConsoleLogLevel failed.\ndcmi module initialize failed. ret is -8005\n"
+JUDGED = [  # a check and its arguments; the outcome, what it says, and the fix
+    *((check_npu.check_match, (on(versions[0]), *versions[1:]), *rest) for versions, *rest in MATCHES),
+    (check_npu.check_driver, (driver(None), A2), None, "npu-smi 25.2.0, 2 x 910B3/910B4-1", ""),
+    (check_npu.check_driver, (driver("9.1.1", "25.2.0"), A2), None, "npu-smi", ""),
+    (check_npu.check_driver, (driver("9.1.0", "25.0.RC1.1"), A2), Fail, "25.0.RC1.1, .*9.1.0 .*25.2", "firmware"),
+    (check_npu.check_driver, (driver("8.5.2", "24.1.0"), A2), Fail, "24.1.0, .*8.5.2 .*25.0", "firmware"),
+    (check_npu.check_driver, (driver("8.3.RC1", "23.0.0"), A2), None, "npu-smi", ""),  # no source, no judgement
+    (check_npu.check_driver, (driver("unknown", "23.0.0"), A2), None, "npu-smi", ""),
+    (check_npu.check_driver, (Machine(), ""), Fail, "npu-smi", "--device=/dev/davinci0"),
+    (check_npu.check_driver, (driver(None), ""), Fail, "prints nothing", "HwHiAiUser"),
+    (check_npu.check_driver, (driver(None), DCMI), Fail, "-8005", "HwHiAiUser"),
+    (check_npu.check_driver, (driver(None), A3), Fail, "NPU 0 is Warning", "ASCEND_RT_VISIBLE_DEVICES"),
+    (check_npu.check_torch_version, ("2.13.1+cpu",), None, "2.13.1", ""),
+    (check_npu.check_torch_version, (None,), Fail, "not installed", ""),
+    (check_npu.check_torch_version, ("2.1.0",), Fail, "2.1.0 .*2.7", "setup_ascend.sh"),
+    (check_npu.check_torch_version, ("2.14.0",), Fail, "2.14.0 .*2.14", "setup_ascend.sh"),
+    (check_npu.check_torch_version, ("2.15.0+cpu",), Fail, "2.15.0.* 2.14", "setup_ascend.sh"),
+    (check_npu.check_python, ((3, 9, 1),), Fail, "3.10", "setup_ascend.sh"),
+]
 
 
-@pytest.mark.parametrize(
-    ("versions", "outcome", "says", "fix"),
-    [
-        # CANN, torch, torch_npu and perhaps numpy that belong together
-        (("8.5.2", "2.9.0", "2.9.0"), None, "2.9.0", ""),
-        (("9.0.0", "2.9.0+cpu", "2.9.0.post2", "2.0.2"), None, "2.9.0.post2", ""),
-        (("9.1.0", "2.9.0", "2.9.0.post8+git1234567"), None, "2.9.0.post8+git1234567", ""),
-        (("8.3.RC1", "2.7.1", "2.7.1", "1.26.4"), None, "2.7.1", ""),
-        # that do not, and the pair of the table
-        (("8.5.2", "2.9.0", "2.9.0", "2.0.2"), Fail, "500001", '"numpy<2"'),
-        (("9.0.0", "2.9.0", "2.9.0"), Fail, "for CANN 8.5.0, ", "pip install torch==2.9.0 torch_npu==2.9.0.post2"),
-        (("8.5.0", "2.8.0", "2.8.0.post4"), Fail, "for CANN 9.0.0", "torch==2.8.0 torch_npu==2.8.0.post2"),
-        (("9.0.0", "2.13.0+cpu", "2.9.0.post2"), Fail, "differ", "torch==2.9.0 torch_npu==2.9.0.post2"),
-        (("9.1.0", "2.12.0", None), Fail, "not installed", f"{LABELLED}torch==2.12.0+cpu torch_npu==2.12.0"),
-        (("8.4.0", "2.9.0", "2.9.0"), Fail, "not in the version table", "--cann 8.3.RC1` takes torch==2.7.1"),
-        (("8.1.RC1", "2.7.1", "2.7.1"), Fail, "torch>=2.7", "CANN 8.3.RC1"),
-        # that the table cannot know: others run 2.9.0.post4 on CANN 8.5.2, for one
-        (("8.5.2", "2.9.0+cpu", "2.9.0.post4"), Skip, "2.9.0.post4", ""),
-        (("9.9.0", "2.13.0", "2.13.0"), Skip, "not judged", ""),
-        (("unknown", "2.9.0", "2.9.0"), Skip, "not judged", ""),
-        ((None, "2.9.0", "2.9.0"), Skip, "CANN", ""),
-    ],
-)
-def test_versions_are_judged_by_the_table(versions: tuple, outcome: type[Exception] | None, says: str, fix: str):
-    cann, *installed = versions
+@pytest.mark.parametrize(("check", "arguments", "outcome", "says", "fix"), JUDGED)
+def test_judged(check: Any, arguments: tuple, outcome: type[Exception] | None, says: str, fix: str):
     if outcome is None:
-        assert f"torch_npu {says} is for torch" in check_npu.check_match(on(cann), *installed)
+        assert says in check(*arguments)
         return
     with pytest.raises(outcome, match=says) as failure:
-        check_npu.check_match(on(cann), *installed)
+        check(*arguments)
     assert fix in getattr(failure.value, "fix", "")
 
 
 def test_the_pip_line_is_for_this_architecture_and_index(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TORCH_INDEX_URL", "https://mirror.example/cpu")
+    monkeypatch.setenv("TORCH_INDEX_URL", "https://mirror.example")
     with pytest.raises(Fail) as failure:
-        check_npu.check_match(on("8.5.0", "x86_64"), "2.9.0+cpu", "2.9.0.post2")
-    assert failure.value.fix == f"{LABELLED}torch==2.9.0+cpu torch_npu==2.9.0".replace(
-        "download.pytorch.org/whl", "mirror.example"
-    )
-
-
-@pytest.mark.parametrize(
-    ("cann", "driver", "fits"),
-    [
-        ("9.1.0", "25.0.RC1.1", False),
-        ("9.1.1", "25.2.0", True),
-        ("8.5.2", "24.1.0", False),
-        ("8.3.RC1", "23.0.0", True),  # no source, no judgement
-        ("unknown", "23.0.0", True),
-        (None, "23.0.0", True),
-    ],
-)
-def test_a_driver_older_than_cann_takes(cann: str | None, driver: str, fits: bool):
-    machine = Machine(cann=cann, npu_smi="/usr/local/bin/npu-smi", npu_driver=driver)
-    if fits:
-        assert check_npu.check_driver(machine, A2).startswith("npu-smi 25.2.0")
-        return
-    oldest = check_npu.OLDEST_DRIVERS[check_npu.release_of_series(cann or "") or ""]
-    with pytest.raises(Fail, match=f"{driver}, .*{cann} .*{oldest}") as failure:
-        check_npu.check_driver(machine, A2)
-    assert "firmware-drivers" in failure.value.fix
+        check_npu.check_match(on("8.5.0", arch="x86_64"), "2.9.0+cpu", "2.9.0.post2")
+    pair = "torch==2.9.0+cpu torch_npu==2.9.0"
+    assert failure.value.fix == f"pip install --extra-index-url https://mirror.example {pair}"
 
 
 def test_packages_are_those_of_the_extra():
-    """check_npu.py may stand alone on a machine, so it has the list too."""
+    """check_npu.py may be the only file on a machine, so it has the list too."""
     text = (ROOT / "pyproject.toml").read_text()
     extra = re.findall(r'"([\w-]+)"', text[text.index("npu = [") : text.index("track = [")])
     assert extra == ["torch_npu", *check_npu.PACKAGES.split(), "pytest"]
@@ -139,47 +135,15 @@ def test_the_version_table_is_in_order():
         assert all(check_npu.version_key(torch_npu)[:3] == check_npu.version_key(torch) for torch, torch_npu in pairs)
 
 
-def test_torch_missing_old_or_too_new():
-    with pytest.raises(Fail) as failure:
-        check_npu.check_torch_version(None)
-    assert failure.value.fix in ("source .venv/bin/activate", "bash setup_ascend.sh")
-    for version, bound in (("2.1.0", "2.7"), ("2.14.0", "2.14"), ("2.15.0+cpu", "2.14")):
-        with pytest.raises(Fail, match=rf"{re.escape(version)} .*{bound}"):
-            check_npu.check_torch_version(version)
-    assert check_npu.check_torch_version("2.13.1+cpu") == "2.13.1+cpu"
-    with pytest.raises(Fail, match="3.10"):
-        check_npu.check_python((3, 9, 1))
-
-
-# ---------------------------------------------------------------------- the machine
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (A2, ("25.2.0", [("0", "910B3", "OK"), ("2", "910B4-1", "OK")])),
-        (A3, ("25.2.3", [("0", "Ascend910", "OK"), ("0", "Ascend910", "Warning")])),
-        (A5, ("25.7.rc1", [("3", "Ascend950DT", "Alarm")])),
-        ("no such table", ("unknown", [])),
-    ],
-    ids=["A2", "A3", "950", "none"],
-)
-def test_npu_smi_is_parsed(text: str, expected: tuple[str, list[tuple[str, str, str]]]):
-    assert check_npu.parse_npu_smi(text) == expected
-
-
-def test_driver():
-    machine = Machine(npu_smi="/usr/local/bin/npu-smi")
-    assert check_npu.check_driver(machine, A2) == "npu-smi 25.2.0, 2 x 910B3/910B4-1"
-    for here, output, reason in (
-        (Machine(), "", "npu-smi"),
-        (machine, "", "prints nothing"),
-        (machine, "DrvMngGetConsoleLogLevel failed.\ndcmi module initialize failed. ret is -8005\n", "-8005"),
-        (machine, A3, "NPU 0 is Warning"),
+def test_npu_smi_is_parsed():
+    """A 910C has two chips a number; an NPU may be ill."""
+    for text, version, chips in (
+        (A2, "25.2.0", [("0", "910B3", "OK"), ("2", "910B4-1", "OK")]),
+        (A3, "25.2.3", [("0", "Ascend910", "OK"), ("0", "Ascend910", "Warning")]),
+        (A5, "25.7.rc1", [("3", "Ascend950DT", "Alarm")]),
+        ("no such table", "unknown", []),
     ):
-        with pytest.raises(Fail, match=reason) as failure:
-            check_npu.check_driver(here, output)
-        assert failure.value.fix
+        assert check_npu.parse_npu_smi(text) == (version, chips)
 
 
 def test_device_files_must_be_open_to_us(tmp_path: Path):

@@ -1,6 +1,6 @@
 """What tests compute on a device by its name: on "cpu" in the tests' own process, on "npu:0" in a simulated one.
 
-Everything is drawn on the host, so that both see the same numbers. `plant` puts a known mistake into the code first.
+Everything is drawn on the host, so that both see the same numbers.
 """
 
 import contextlib
@@ -21,9 +21,7 @@ from nanochat import device as devices
 from nanochat import engine, scaling
 from nanochat.adapters import lora
 from nanochat.adapters.nf4 import NF4Linear
-from nanochat.alignment.value import ValueFunction
 from nanochat.attention import Segments
-from nanochat.cross_entropy import IGNORE
 from nanochat.engine import Engine, SamplingParams
 from nanochat.experts.layer import grouped_product
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
@@ -31,48 +29,12 @@ from nanochat.kernels import decoding
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.kernels.cpu import CpuKernels
 from nanochat.kernels.grouped import Groups
-from nanochat.losses import PolicyBatch, masked_loss
+from nanochat.losses import masked_loss
 from nanochat.operators import TorchKernels
 from nanochat.packing import PackedBatch
 from nanochat.run.progress import Meter, Progress
-from nanochat.train import StepStats, make_adamw, make_optimizer, next_token_loss, train_step
+from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 from simnpu import operators
-
-# ---------------------------------------------------------------------- planted mistakes
-
-
-def _plants() -> dict[str, tuple[Any, str, Callable[..., Any]]]:
-    """The owner of a function, the function's name, and the wrong one."""
-    npu = importlib.import_module("nanochat.kernels.npu")
-    kernels = npu.NpuKernels
-    attention, rotate, read = kernels.attention, kernels.rotate, Meter.read
-
-    def wide_attention(self: Any, *qkv: Tensor, window: int, **rest: Any) -> Tensor:
-        return attention(self, *qkv, window=window + 1 if window else 0, **rest)
-
-    def read_without_waiting(meter: Meter, stats: StepStats) -> dict[str, Any]:
-        early = stats.loss.to("cpu", non_blocking=True)
-        loss = float(early)  # of a tensor on the host: nothing waits for the copy
-        return {**read(meter, stats), "loss": loss}
-
-    def sample_in_bfloat16(logits: Tensor, *_: Any) -> Tensor:
-        return torch.multinomial(logits.bfloat16().softmax(-1), 1)[:, 0]
-
-    return {
-        "torch's mask convention": (kernels, "prepare_mask", lambda self, mask: mask),
-        "documents ignored": (
-            kernels, "attention", lambda self, *qkv, segments, **rest: attention(self, *qkv, **rest)
-        ),
-        "causal mode without its mask": (npu, "compressed_mask", lambda device: None),
-        "window one too wide": (kernels, "attention", wide_attention),
-        "rotary turned the other way": (kernels, "rotate", lambda self, x, cos, sin: rotate(self, x, cos, -sin)),
-        "loss read without waiting": (Meter, "read", read_without_waiting),
-        "multinomial in bfloat16": (engine, "sample", sample_in_bfloat16),
-    }  # fmt: skip
-
-
-def planted(plant: str | None) -> contextlib.AbstractContextManager[Any]:
-    return unittest.mock.patch.object(*_plants()[plant]) if plant else contextlib.nullcontext()
 
 
 class PlainKernels(CpuKernels):
@@ -116,28 +78,27 @@ def _rates(rate: float = 0.01) -> scaling.Rates:
 
 def train_losses(
     device: str, dtype: str = "float32", shape: str = "fast", steps: int = 3, packed: bool = False,
-    plain: bool = False, plant: str | None = None,
+    plain: bool = False,
 ) -> list[float]:  # fmt: skip
     """Losses and gradient norms of some steps, each read by the meter as a script does; then the weights' sums."""
     found = devices.init(device, dtype)
-    with planted(plant):
-        model = _model(found, shape, PlainKernels() if plain else None)
-        optimizer = make_optimizer(model, _rates(), found, "adamw" if plain else "muon")
-        meter = Meter(Progress(), found)
-        generator = torch.Generator().manual_seed(2)
-        figures = []
-        for inputs, targets in _batches(steps, (lambda tensor: tensor) if packed else found.to_device):
-            batch: Any = (inputs, targets)
-            loss_fn: Any = next_token_loss
-            if packed:
-                numbers = (torch.rand(3, 32, generator=generator) < 0.2).cumsum(1)
-                batch = PackedBatch(inputs, targets, Segments.from_numbers(numbers), numbers).to(found)
-                loss_fn = masked_loss
-            stats = train_step(model, optimizer, [batch], loss_fn, device=found)
-            meter.add(stats, inputs.numel())
-            read = meter.read(stats)
-            figures += [read["loss"], read["grad_norm"]]
-        return figures + [parameter.detach().cpu().double().sum().item() for parameter in model.parameters()]
+    model = _model(found, shape, PlainKernels() if plain else None)
+    optimizer = make_optimizer(model, _rates(), found, "adamw" if plain else "muon")
+    meter = Meter(Progress(), found)
+    generator = torch.Generator().manual_seed(2)
+    figures = []
+    for inputs, targets in _batches(steps, (lambda tensor: tensor) if packed else found.to_device):
+        batch: Any = (inputs, targets)
+        loss_fn: Any = next_token_loss
+        if packed:
+            numbers = (torch.rand(3, 32, generator=generator) < 0.2).cumsum(1)
+            batch = PackedBatch(inputs, targets, Segments.from_numbers(numbers), numbers).to(found)
+            loss_fn = masked_loss
+        stats = train_step(model, optimizer, [batch], loss_fn, device=found)
+        meter.add(stats, inputs.numel())
+        read = meter.read(stats)
+        figures += [read["loss"], read["grad_norm"]]
+    return figures + [parameter.detach().cpu().double().sum().item() for parameter in model.parameters()]
 
 
 def adapter_losses(
@@ -210,14 +171,12 @@ def kernels(device: str, names: Sequence[str] = ()) -> list[str]:
 
 
 def greedy_tokens(
-    device: str, dtype: str = "float32", shape: str = "fast", graphs: str = "off", plant: str | None = None,
-    max_tokens: int = 90,
+    device: str, dtype: str = "float32", shape: str = "fast", graphs: str = "off", max_tokens: int = 90
 ) -> list[list[int]]:  # fmt: skip
     """Greedy replies to prompts of several lengths at once."""
     found = devices.init(device, dtype)
-    with planted(plant):
-        sampling = SamplingParams(temperature=0.0)
-        return _engine(found, shape, graphs).generate(PROMPTS, max_tokens=max_tokens, sampling=sampling)[0]
+    sampling = SamplingParams(temperature=0.0)
+    return _engine(found, shape, graphs).generate(PROMPTS, max_tokens=max_tokens, sampling=sampling)[0]
 
 
 def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
@@ -239,13 +198,10 @@ def under_the_environment(device: str, older: bool = False) -> dict[str, Any]:
     return {**numbers, "recorded": captures.call_count, "level": level(), "printed": printed.getvalue()}
 
 
-def sampled_tokens(
-    device: str, seed: int = 0, dtype: str = "auto", graphs: str = "off", plant: str | None = None
-) -> list[list[int]]:
+def sampled_tokens(device: str, seed: int = 0, dtype: str = "auto", graphs: str = "off") -> list[list[int]]:
     found = devices.init(device, dtype)
-    with planted(plant):
-        made = _engine(found, graphs=graphs, stops=True)
-        return made.generate_batch([5, 6, 7], 4, max_tokens=20, top_k=50, top_p=0.9, seed=seed)[0]
+    made = _engine(found, graphs=graphs, stops=True)
+    return made.generate_batch([5, 6, 7], 4, max_tokens=20, top_k=50, top_p=0.9, seed=seed)[0]
 
 
 def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
@@ -273,15 +229,23 @@ def replies_of_one_engine(device: str) -> dict[str, Any]:
     once the engine is gone, which the garbage collector must not be needed for."""
     found = devices.init(device, "bfloat16")
     allocated, made = [], []
+    captures = 0
+    capture = decoding.capture
+
+    def counting(*arguments: Any) -> Any:  # a Mock would keep the arguments, and with them the engine
+        nonlocal captures
+        captures += 1
+        return capture(*arguments)
+
     gc.collect()
     gc.disable()
     before = torch.npu.memory_allocated()
-    with unittest.mock.patch.object(decoding, "capture", side_effect=decoding.capture) as captures:
+    with unittest.mock.patch.object(decoding, "capture", counting):
         engine_ = _engine(found, graphs="on")
         for _ in range(3):
             engine_.generate([[5, 6, 7], [9] * 12, [3]], max_tokens=60, sampling=SamplingParams(), max_rows=2)
             allocated.append(torch.npu.memory_allocated())
-            made.append(captures.call_count)
+            made.append(captures)
     del engine_
     left = torch.npu.memory_allocated() - before
     gc.enable()
@@ -308,29 +272,6 @@ def tokens_if_recording_fails(device: str, by: str) -> dict[str, Any]:
     decoding.NOT_RECORDING.clear()
     assert tokens[0] == tokens[1]
     return {"tokens": tokens[0], "said": said.getvalue(), "device": found.kind}
-
-
-def ppo_estimate(device: str, micro_batches: int, tokens: int = 2048) -> dict[str, list[float]]:
-    """PPO's advantages and returns in rows of `tokens`; launches and waits for them, those of the model left out."""
-    from simnpu import counts
-
-    found = devices.init(device, "float32")
-    generator = torch.Generator().manual_seed(2)
-    batches = []
-    values = []
-    for _ in range(micro_batches):
-        source = (torch.rand(2, tokens, generator=generator) < 0.01).cumsum(1)
-        is_target = torch.rand(2, tokens, generator=generator) < 0.8
-        targets = torch.where(is_target, 5, IGNORE)
-        rows = PackedBatch(torch.zeros_like(targets), targets, Segments.from_numbers(source), source).to(found)
-        rewards = torch.randn(300, generator=generator)[source] * is_target
-        batches.append(PolicyBatch(rows, found.to_device(rewards), found.to_device(rewards)))
-        values.append(found.to_device(torch.randn(2, tokens, generator=generator)))
-    estimates = iter(values)
-    with counts.counted() as counted:
-        done = ValueFunction(0.9).estimate(lambda *_, **__: next(estimates), [batches], found)
-    numbers = [number.cpu().flatten() for batch in done[0] for number in (batch.advantages, batch.returns)]
-    return {"numbers": torch.cat(numbers).tolist(), "counts": [counted.launches, counted.waits]}
 
 
 # The pieces of the model that kernel_gradients knows, each with a window or another option.

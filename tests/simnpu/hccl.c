@@ -1,8 +1,8 @@
 /* libhccl over shared memory: HCCL's interface for processes of one machine whose device memory is host memory.
  *
  * The real torch_npu looks these functions up in libhccl.so, HcclGroupStart and HcclGroupEnd (which it needs for
- * batch_isend_irecv and coalescing) in libhcomm.so: that has to be a link to this library. Signatures, limits and
- * codes follow CANN's documentation of HCCL (9.1, Atlas A2); what stands behind them is our own and simple:
+ * coalescing) in libhcomm.so: that has to be a link to this library. Signatures, limits and codes follow CANN's
+ * documentation of HCCL (9.1, Atlas A2); what implements them is our own and simple:
  *
  * - A communicator is one anonymous shared memory file. The process that calls HcclGetRootInfo makes it, the others
  *   open it as /proc/<process>/fd/<number>: it has no name, so nothing can be left behind, however a process dies.
@@ -12,18 +12,16 @@
  *   after their reading of it.
  * - Reductions fold the ranks in the order 0, 1, 2, ... and 16-bit floats in fp32, rounded once: every rank gets the
  *   same bits, and the same ones in every run.
- * - Send and receive go through a ring for each ordered pair of ranks. A send is over when the other side has taken
- *   all of it ("between devices, send and receive tasks are synchronous").
  * - Streams are synchronous here: a call returns when its data have arrived. Waiting sleeps in the kernel (futex).
  *
  * Where it differs from the hardware: a call that waits holds its thread, where the real one returns and its stream
  * waits; ranks that call different collectives get HCCL_E_PARA at once with both named, where the real ones hang until
- * the timeout; collectives inside HcclGroupStart and HcclGroupEnd run at once, only send and receive are gathered.
+ * the timeout; collectives inside HcclGroupStart and HcclGroupEnd run at once. What the project does not call (send,
+ * receive, reduce, scatter) is not supported.
  *
  * Environment:
  *   HCCL_CONNECT_TIMEOUT, HCCL_EXEC_TIMEOUT   seconds, fractions too (120; 1836, 0: for ever), as in HCCL
  *   SIMNPU_HCCL_PIECE       bytes of a slot (4 MiB)
- *   SIMNPU_HCCL_LIMITS=0    allow what the documentation excludes and this library could do, see refuse_*()
  *   SIMNPU_HCCL_FAIL        KIND:N[@RANK],... the N-th call of that kind in the process of that rank (RANK, as torchrun
  *                           sets it; without that, the rank in the communicator), or in all, returns HCCL_E_REMOTE
  *   SIMNPU_HCCL_HANG        the same, but the call never returns
@@ -93,38 +91,27 @@ static const struct {
 
 enum kind {
     ALL_REDUCE,
-    REDUCE,
     REDUCE_SCATTER,
     BROADCAST,
-    SCATTER,
     ALL_GATHER,
     ALL_TO_ALL,
     ALL_TO_ALL_V,
     BARRIER,
-    SEND,
-    RECV,
-    BATCH_SEND_RECV,
     KINDS,
 };
 
 static const char *const KIND[KINDS] = {
     [ALL_REDUCE] = "all_reduce",
-    [REDUCE] = "reduce",
     [REDUCE_SCATTER] = "reduce_scatter",
     [BROADCAST] = "broadcast",
-    [SCATTER] = "scatter",
     [ALL_GATHER] = "all_gather",
     [ALL_TO_ALL] = "all_to_all",
     [ALL_TO_ALL_V] = "all_to_all_v",
     [BARRIER] = "barrier",
-    [SEND] = "send",
-    [RECV] = "recv",
-    [BATCH_SEND_RECV] = "batch_send_recv",
 };
 
 #define MAX_RANKS 64
 #define NAME_LENGTH 128
-#define RING_BYTES ((size_t)256 << 10)
 #define DEFAULT_PIECE_BYTES ((size_t)4 << 20)
 #define SUBGROUPS 64
 
@@ -155,14 +142,6 @@ typedef struct {
  * timeouts are followed, what concerns real links and buffers makes no difference here. */
 #define CONFIG_CAPABILITIES 12
 
-typedef struct {
-    int32_t type; /* 0 send, 1 receive */
-    void *buffer;
-    uint64_t count;
-    HcclDataType data_type;
-    uint32_t remote_rank;
-} HcclSendRecvItem;
-
 /* ---- what the processes share ---- */
 
 /* What a rank is calling: compared by all, so that a mismatch is an error and not wrong data. */
@@ -182,20 +161,15 @@ struct subgroup {
     struct place place;
 };
 
-struct channel {
-    _Atomic uint64_t written, read;
-};
-
 struct shared {
     _Atomic uint64_t token;
     _Atomic uint32_t ranks, closed;
     _Atomic uint64_t arrived;
     _Atomic uint32_t generation;           /* waits that all ranks have reached */
     _Atomic uint64_t progress[MAX_RANKS];  /* waits that this rank has reached */
-    _Atomic uint32_t doorbells[MAX_RANKS]; /* rung at a rank when one of its channels has moved */
     struct announcement announcements[2][MAX_RANKS];
     struct subgroup subgroups[SUBGROUPS];
-    struct channel channels[]; /* [from * ranks + to], then 2 * ranks slots, then a ring for each channel */
+    char slots[]; /* 2 * ranks */
 };
 
 /* ---- what a process keeps ---- */
@@ -232,11 +206,6 @@ static void complain(const char *format, ...) {
     fprintf(stderr, "[simulated HCCL, rank %d, process %d] %s\n", known_rank, (int)getpid(), text);
     if (simnpu_explain)
         simnpu_explain(text);
-}
-
-static bool limited(void) {
-    const char *value = getenv("SIMNPU_HCCL_LIMITS");
-    return !(value && strcmp(value, "0") == 0);
 }
 
 static double number_from(const char *name, double otherwise) {
@@ -276,19 +245,10 @@ static void hang(void) {
 }
 
 static char *slot_of(HcclComm comm, uint32_t rank) {
-    char *slots = (char *)&comm->shared->channels[(size_t)comm->ranks * comm->ranks];
-    return slots + ((size_t)(comm->waits % 2) * comm->ranks + rank) * comm->piece;
+    return comm->shared->slots + ((size_t)(comm->waits % 2) * comm->ranks + rank) * comm->piece;
 }
 
-static char *ring_of(HcclComm comm, size_t channel) {
-    char *slots = (char *)&comm->shared->channels[(size_t)comm->ranks * comm->ranks];
-    return slots + (size_t)2 * comm->ranks * comm->piece + channel * RING_BYTES;
-}
-
-static size_t length_for(uint32_t ranks, size_t piece) {
-    size_t pairs = (size_t)ranks * ranks;
-    return sizeof(struct shared) + pairs * (sizeof(struct channel) + RING_BYTES) + 2 * ranks * piece;
-}
+static size_t length_for(uint32_t ranks, size_t piece) { return sizeof(struct shared) + 2 * ranks * piece; }
 
 /* Returns when all ranks are here, or false when they are not within that many seconds (0: for ever). */
 static bool meet(HcclComm comm, double patience) {
@@ -389,7 +349,6 @@ static uint16_t to_fp16(float value) {
     }
 
 FOLD(fold_int8, int8_t, uint32_t)
-FOLD(fold_uint8, uint8_t, uint32_t)
 FOLD(fold_int16, int16_t, uint32_t)
 FOLD(fold_int32, int32_t, uint32_t)
 FOLD(fold_int64, int64_t, uint64_t)
@@ -424,7 +383,6 @@ static void reduce(char *into, const char *const *pieces, uint32_t ranks, size_t
         const void *piece = pieces[rank];
         switch (type) {
         case INT8: fold_int8((int8_t *)into, piece, count, operation); break;
-        case UINT8: fold_uint8((uint8_t *)into, piece, count, operation); break;
         case INT16: fold_int16((int16_t *)into, piece, count, operation); break;
         case INT32: fold_int32((int32_t *)into, piece, count, operation); break;
         case INT64: fold_int64((int64_t *)into, piece, count, operation); break;
@@ -443,15 +401,15 @@ static bool wrong_type(enum kind kind, HcclDataType type) {
 }
 
 /* HCCL's reductions on Atlas A2 and A3 take int8, int16, int32, int64, float16, float32 and bfloat16, and PROD neither
- * int16 nor bfloat16. Of the rest only uint8 and those two products could be done here. */
+ * int16 nor bfloat16. */
 static bool refuse_reduction(enum kind kind, HcclDataType type, HcclReduceOp operation) {
     if ((unsigned)operation > MIN) {
         complain("EI0003: %s: the reduction %d is not supported.", KIND[kind], (int)operation);
         return true;
     }
-    bool impossible = type == UINT64 || type == UINT16 || type == UINT32 || type == FP64;
-    bool undocumented = type == UINT8 || (operation == PROD && (type == INT16 || type == BF16));
-    if (!impossible && !(undocumented && limited()))
+    bool takes = type == INT8 || type == INT16 || type == INT32 || type == INT64 || type == FP16 || type == FP32 ||
+                 type == BF16;
+    if (takes && !(operation == PROD && (type == INT16 || type == BF16)))
         return false;
     complain("EI0003: %s: %s is not supported with the reduction %d (0 sum, 1 prod, 2 max, 3 min).", KIND[kind],
              TYPE[type].name, (int)operation);
@@ -466,7 +424,7 @@ static bool refuse_tensor(enum kind kind, HcclDataType type, uint32_t ranks) {
     bool wrong_ranks = ranks == 3 || ranks == 5 || ranks == 6 || ranks == 7;
     bool right_type = type == BF16 || type == FP16 || type == FP32 || type == INT8 || type == INT32 ||
                       (type == UINT8 && kind == ALL_GATHER);
-    if ((!wrong_ranks && right_type) || !limited())
+    if (!wrong_ranks && right_type)
         return false;
     void *frames[64];
     int depth = backtrace(frames, 64);
@@ -481,8 +439,7 @@ static bool refuse_tensor(enum kind kind, HcclDataType type, uint32_t ranks) {
         if (!gathers && !scatters)
             continue;
         complain("EI0003: torch_npu's documentation excludes %s of %s in a group of %u: world sizes 3, 5, 6 and 7 and "
-                 "types other than bf16, fp16, fp32, int8, int32%s are not supported. (SIMNPU_HCCL_LIMITS=0 allows it "
-                 "in the simulation.)",
+                 "types other than bf16, fp16, fp32, int8, int32%s are not supported.",
                  gathers ? "all_gather_into_tensor" : "reduce_scatter_tensor", TYPE[type].name, ranks,
                  gathers ? " and bool" : "");
         return true;
@@ -664,21 +621,6 @@ HcclResult HcclAllReduce(void *send, void *receive, uint64_t count, HcclDataType
     return collective(comm, &call);
 }
 
-HcclResult HcclReduce(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp operation,
-                      uint32_t root, HcclComm comm, void *stream) {
-    (void)stream;
-    if (!comm)
-        return HCCL_E_PTR;
-    if (wrong_type(REDUCE, type) || wrong_root(comm, REDUCE, root))
-        return HCCL_E_PARA;
-    if (refuse_reduction(REDUCE, type, operation))
-        return HCCL_E_NOT_SUPPORT;
-    uint64_t bytes = count * TYPE[type].size;
-    void *into = comm->rank == root ? receive : NULL;
-    struct call call = {REDUCE, type, operation, root, true, 1, {send}, {bytes}, {into}, {bytes}};
-    return collective(comm, &call);
-}
-
 HcclResult HcclReduceScatter(void *send, void *receive, uint64_t count, HcclDataType type, HcclReduceOp operation,
                              HcclComm comm, void *stream) {
     (void)stream;
@@ -712,24 +654,6 @@ HcclResult HcclBroadcast(void *buffer, uint64_t count, HcclDataType type, uint32
         call.into[root] = buffer;
         call.into_bytes[root] = bytes;
     }
-    return collective(comm, &call);
-}
-
-HcclResult HcclScatter(void *send, void *receive, uint64_t count, HcclDataType type, uint32_t root, HcclComm comm,
-                       void *stream) {
-    (void)stream;
-    if (!comm)
-        return HCCL_E_PTR;
-    if (wrong_type(SCATTER, type) || wrong_root(comm, SCATTER, root))
-        return HCCL_E_PARA;
-    uint64_t bytes = count * TYPE[type].size;
-    struct call call = {.kind = SCATTER, .type = type, .root = root, .parts = comm->ranks};
-    for (uint32_t rank = 0; rank < comm->ranks && comm->rank == root; rank++) {
-        call.from[rank] = (const char *)send + rank * bytes;
-        call.from_bytes[rank] = bytes;
-    }
-    call.into[root] = receive;
-    call.into_bytes[root] = bytes;
     return collective(comm, &call);
 }
 
@@ -795,206 +719,9 @@ HcclResult HcclBarrier(HcclComm comm, void *stream) {
     return collective(comm, &call);
 }
 
-/* ---- send and receive ---- */
+HcclResult HcclGroupStart(void) { return HCCL_SUCCESS; }
 
-/* A message on its way: its length in eight bytes, then its data. */
-struct message {
-    bool receives;
-    char *data;
-    uint64_t bytes, announced, moved;
-    uint32_t peer;
-    bool done;
-};
-
-static void ring_doorbell(HcclComm comm, uint32_t rank) {
-    atomic_fetch_add(&comm->shared->doorbells[rank], 1);
-    wake_all(&comm->shared->doorbells[rank]);
-}
-
-static void copy_through_ring(char *ring, uint64_t position, char *data, size_t bytes, bool receives) {
-    size_t start = position % RING_BYTES, first = smaller(bytes, RING_BYTES - start);
-    memcpy(receives ? data : ring + start, receives ? ring + start : data, first);
-    memcpy(receives ? data + first : ring, receives ? ring : data + first, bytes - first);
-}
-
-/* Moves what can be moved now; true when anything has changed. */
-static bool advance(HcclComm comm, struct message *message) {
-    size_t number = message->receives ? message->peer * comm->ranks + comm->rank
-                                      : comm->rank * comm->ranks + message->peer;
-    struct channel *channel = &comm->shared->channels[number];
-    char *ring = ring_of(comm, number);
-    const uint64_t total = message->bytes + sizeof message->announced;
-    bool changed = false;
-    while (message->moved < total) {
-        uint64_t written = atomic_load(&channel->written), read = atomic_load(&channel->read);
-        size_t room = message->receives ? written - read : RING_BYTES - (written - read);
-        bool in_length = message->moved < sizeof message->announced;
-        char *data = in_length ? (char *)&message->announced + message->moved
-                               : message->data + message->moved - sizeof message->announced;
-        size_t bytes = smaller(room, in_length ? sizeof message->announced - message->moved : total - message->moved);
-        if (bytes == 0)
-            break;
-        copy_through_ring(ring, message->receives ? read : written, data, bytes, message->receives);
-        atomic_fetch_add(message->receives ? &channel->read : &channel->written, bytes);
-        message->moved += bytes;
-        changed = true;
-        if (message->receives && message->moved == sizeof message->announced && message->announced != message->bytes)
-            break; /* exchange() sees it */
-    }
-    if (changed)
-        ring_doorbell(comm, message->peer);
-    message->done = message->moved == total &&
-                    (message->receives || atomic_load(&channel->read) == atomic_load(&channel->written));
-    return changed || message->done;
-}
-
-/* All messages at the same time, those of the same direction and peer in their order. */
-static HcclResult exchange(HcclComm comm, enum kind kind, struct message *messages, size_t count) {
-    if (alone())
-        return HCCL_SUCCESS;
-    double deadline = comm->patience > 0 ? now() + comm->patience : 0;
-    for (;;) {
-        uint32_t bell = atomic_load(&comm->shared->doorbells[comm->rank]);
-        bool open = false, changed = false;
-        for (size_t i = 0; i < count; i++) {
-            struct message *message = &messages[i];
-            bool turn = true;
-            for (size_t j = 0; j < i && turn; j++)
-                turn = messages[j].done || messages[j].receives != message->receives ||
-                       messages[j].peer != message->peer;
-            if (message->done || !turn)
-                continue;
-            changed |= advance(comm, message);
-            open = true;
-            if (message->receives && message->moved >= sizeof message->announced &&
-                message->announced != message->bytes) {
-                complain("EI0005: rank %u sends %llu bytes to rank %u, which expects %llu.", message->peer,
-                         (unsigned long long)message->announced, comm->rank, (unsigned long long)message->bytes);
-                return HCCL_E_PARA;
-            }
-        }
-        if (!open)
-            return HCCL_SUCCESS;
-        if (!changed && !sleep_while(&comm->shared->doorbells[comm->rank], bell, deadline)) {
-            const struct message *message = messages;
-            while (message->done)
-                message++;
-            complain("EI0002: %s of communicator %s on rank %u: no notification from rank %u within %g s "
-                     "(HCCL_EXEC_TIMEOUT).",
-                     KIND[kind], comm->name, comm->rank, message->peer, comm->patience);
-            return HCCL_E_TIMEOUT;
-        }
-    }
-}
-
-/* Between HcclGroupStart and HcclGroupEnd messages are gathered, by thread, and run together at the end. */
-static _Thread_local int group_depth;
-static _Thread_local struct {
-    HcclComm comm;
-    struct message message;
-} *gathered;
-static _Thread_local size_t gathered_count;
-
-static HcclResult point_to_point(HcclComm comm, enum kind kind, struct message *messages, size_t count) {
-    launched(kind);
-    pthread_mutex_lock(&comm->lock);
-    HcclResult result = begin(comm, kind);
-    if (!result && group_depth > 0) {
-        gathered = realloc(gathered, (gathered_count + count) * sizeof *gathered);
-        for (size_t i = 0; i < count; i++, gathered_count++) {
-            gathered[gathered_count].comm = comm;
-            gathered[gathered_count].message = messages[i];
-        }
-    } else if (!result) {
-        result = comm->broken = exchange(comm, kind, messages, count);
-    }
-    pthread_mutex_unlock(&comm->lock);
-    return result;
-}
-
-static bool wrong_peer(HcclComm comm, enum kind kind, uint32_t peer) {
-    if (peer < comm->ranks && (peer != comm->rank || kind == BATCH_SEND_RECV || group_depth > 0))
-        return false;
-    complain("EI0003: %s: rank %u of %u cannot reach rank %u.", KIND[kind], comm->rank, comm->ranks, peer);
-    return true;
-}
-
-HcclResult HcclSend(void *send, uint64_t count, HcclDataType type, uint32_t to, HcclComm comm, void *stream) {
-    (void)stream;
-    if (!comm)
-        return HCCL_E_PTR;
-    if (wrong_type(SEND, type) || wrong_peer(comm, SEND, to))
-        return HCCL_E_PARA;
-    uint64_t bytes = count * TYPE[type].size;
-    struct message message = {.data = send, .bytes = bytes, .announced = bytes, .peer = to};
-    return point_to_point(comm, SEND, &message, 1);
-}
-
-HcclResult HcclRecv(void *receive, uint64_t count, HcclDataType type, uint32_t from, HcclComm comm, void *stream) {
-    (void)stream;
-    if (!comm)
-        return HCCL_E_PTR;
-    if (wrong_type(RECV, type) || wrong_peer(comm, RECV, from))
-        return HCCL_E_PARA;
-    struct message message = {.receives = true, .data = receive, .bytes = count * TYPE[type].size, .peer = from};
-    return point_to_point(comm, RECV, &message, 1);
-}
-
-HcclResult HcclBatchSendRecv(HcclSendRecvItem *items, uint32_t count, HcclComm comm, void *stream) {
-    (void)stream;
-    if (!comm || !items)
-        return HCCL_E_PTR;
-    struct message *messages = calloc(count ? count : 1, sizeof *messages);
-    for (uint32_t i = 0; i < count; i++) {
-        if (wrong_type(BATCH_SEND_RECV, items[i].data_type) ||
-            wrong_peer(comm, BATCH_SEND_RECV, items[i].remote_rank)) {
-            free(messages);
-            return HCCL_E_PARA;
-        }
-        uint64_t bytes = items[i].count * TYPE[items[i].data_type].size;
-        messages[i] = (struct message){.receives = items[i].type == 1,
-                                       .data = items[i].buffer,
-                                       .bytes = bytes,
-                                       .announced = items[i].type == 1 ? 0 : bytes,
-                                       .peer = items[i].remote_rank};
-    }
-    HcclResult result = point_to_point(comm, BATCH_SEND_RECV, messages, count);
-    free(messages);
-    return result;
-}
-
-HcclResult HcclGroupStart(void) {
-    group_depth++;
-    return HCCL_SUCCESS;
-}
-
-HcclResult HcclGroupEnd(void) {
-    if (group_depth == 0)
-        return HCCL_E_PARA;
-    HcclResult result = HCCL_SUCCESS;
-    if (--group_depth > 0 || gathered_count == 0)
-        return result;
-    struct message *messages = calloc(gathered_count, sizeof *messages);
-    for (size_t i = 0; i < gathered_count && !result; i++) {
-        HcclComm comm = gathered[i].comm;
-        size_t count = 0;
-        for (size_t j = i; comm && j < gathered_count; j++)
-            if (gathered[j].comm == comm) {
-                messages[count++] = gathered[j].message;
-                gathered[j].comm = NULL;
-            }
-        if (count == 0)
-            continue;
-        pthread_mutex_lock(&comm->lock);
-        result = comm->broken = exchange(comm, BATCH_SEND_RECV, messages, count);
-        pthread_mutex_unlock(&comm->lock);
-    }
-    free(messages);
-    free(gathered);
-    gathered = NULL;
-    gathered_count = 0;
-    return result;
-}
+HcclResult HcclGroupEnd(void) { return HCCL_SUCCESS; }
 
 /* ---- communicators ---- */
 
@@ -1235,10 +962,15 @@ HcclResult HcclSetConfig(int config, int32_t value) {
     return HCCL_SUCCESS;
 }
 
-/* Optional parts of HCCL, which torch_npu asks for only when told to. */
+/* Optional parts of HCCL, which torch_npu asks for only when told to, and collectives that this project never calls. */
 #define UNSUPPORTED(name) \
     HcclResult name(void) { return HCCL_E_NOT_SUPPORT; }
 
+UNSUPPORTED(HcclReduce)
+UNSUPPORTED(HcclScatter)
+UNSUPPORTED(HcclSend)
+UNSUPPORTED(HcclRecv)
+UNSUPPORTED(HcclBatchSendRecv)
 UNSUPPORTED(HcclCommInitAll)
 UNSUPPORTED(HcclCommInitClusterInfo)
 UNSUPPORTED(HcclCommInitClusterInfoConfig)

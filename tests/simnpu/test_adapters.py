@@ -121,14 +121,6 @@ def test_a_recorded_token_under_the_second_level_of_the_queue(measure):
     assert "aclnnSoftmax" in {record.what for record in log["first token"]}  # the fused attention is not recorded
 
 
-def test_top_p_sorts_what_top_k_leaves(measure):
-    """Of a vocabulary of 32,768 tokens, and not all of it."""
-    for top_k, sorted_tokens in ((50, [50, 50]), (0, [32768])):
-        _, log = measure(call("token", depth=2, tokens=128, top_p=0.9, **({"top_k": top_k} if top_k else {})))
-        sorts = [record for record in log["token"] if re.search("(?i)topk|sort", record.what)]
-        assert [record.tensors[-1].shape[-1] for record in sorts] == sorted_tokens
-
-
 def test_a_batch_reaches_the_device_without_a_wait(measure):
     """From pinned memory and not blocking: else the host waits for all that was launched before the copy."""
 
@@ -153,20 +145,6 @@ def test_hidden_copies_and_the_ai_cpu(depth_12: Measured):
     casts, copies = transposed_gradients(log["step"])
     assert casts <= 1 and copies == 0
     assert not [record.what for name in ("step", "token") for record in log[name] if on_ai_cpu(record)]
-
-
-def test_the_ai_cpu_rule():
-    def tensor(*shape: int, dtype: str = "int64") -> adapters.Tensor:
-        return adapters.Tensor(shape, (1,) * len(shape), shape, 0, dtype, 0)
-
-    def put(dtype: str, *indices: adapters.Tensor) -> bool:
-        return on_ai_cpu(Record("operator", "aclnnIndexPutImpl", (tensor(4, 5, 6, 64, dtype=dtype), indices)))
-
-    none = tensor(0)
-    assert put("bfloat16", tensor(2), none, tensor(2)), "x[rows, :, columns] = ..."
-    assert not put("bfloat16", none, tensor(2), tensor(2)), "x[:, rows, columns] = ..."
-    assert put("bfloat16", tensor(2), tensor(1)), "indices of different shapes"
-    assert put("bfloat16", tensor(2, dtype="bool")) and put("float64", tensor(2)) and put("int64", tensor(2))
 
 
 def test_the_fused_adamw_reads_neither_scale_nor_skip(depth_12: Measured):
