@@ -113,10 +113,18 @@ def adapters_step(rows: int, tokens: int, rank: int, micro_batches: int = 1) -> 
 
 
 def counted(
-    depth: int, rows: int, tokens: int, ranks: int = 1, dtype: str = "bfloat16", parallel: Any = "ddp",
-    activation_checkpointing: bool = False, lora_rank: int = 0, micro_batches: int = 1, vocab: int = 32768,
+    depth: int,
+    rows: int,
+    tokens: int,
+    ranks: int = 1,
+    dtype: str = "bfloat16",
+    parallel: Any = "ddp",
+    activation_checkpointing: bool = False,
+    lora_rank: int = 0,
+    micro_batches: int = 1,
+    vocab: int = 32768,
     offload: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """A step as `step` takes it, and the same one counted by --dry_run: the allocator's peak, and the count."""
     join(ranks)
     device = devices.init("npu", dtype)

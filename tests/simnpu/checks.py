@@ -105,3 +105,12 @@ def launches_and_waits_are_counted() -> None:
         with counts.counted() as counted:
             call()
         assert (counted.launches, counted.waits) == (launches, waits), (call.__code__.co_firstlineno, counted)
+
+
+def dropout_follows_the_seed() -> None:
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        drawn.append([torch.nn.functional.dropout(torch.ones(4000, device="npu"), 0.25) for _ in range(2)])
+    assert torch.equal(drawn[0][0], drawn[1][0]) and not torch.equal(*drawn[0])
+    assert 0.7 < (drawn[0][0] > 0).float().mean().item() < 0.8
