@@ -228,6 +228,7 @@ def replies_of_one_engine(device: str) -> dict[str, Any]:
     """Three equal calls of `generate`: the bytes that are allocated and the recordings made after each; and the bytes
     once the engine is gone, which the garbage collector must not be needed for."""
     found = devices.init(device, "bfloat16")
+    greedy_tokens(device, "bfloat16", max_tokens=2)  # what all models share is in memory now
     allocated, made = [], []
     captures = 0
     capture = decoding.capture
