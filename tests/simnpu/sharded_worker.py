@@ -71,7 +71,7 @@ def expert_waits(device: devices.Device, expert_parallel: bool) -> int:
 def memory(device: devices.Device) -> dict[str, int]:
     """Bytes: the most that this rank's allocator held from the empty model to the end of two steps, and what the
     whole model's parameters, gradients and optimizer state are."""
-    config = tiny_config(n_layer=12, width=256, n_head=4, n_kv_head=4, vocab_size=2048, sequence_len=16)
+    config = tiny_config(n_layer=12, width=128, n_head=4, n_kv_head=4, vocab_size=1024, sequence_len=16)
     device.module.empty_cache()
     device.module.reset_peak_memory_stats()
     begin = device.module.memory_allocated()
@@ -83,7 +83,7 @@ def memory(device: devices.Device) -> dict[str, int]:
     model.init_weights()
     optimizer = make_optimizer(model, RATES, device, layout=layout)
     for step in range(2):
-        tokens = torch.randint(0, 2048, (1, 17), generator=torch.Generator().manual_seed(step))
+        tokens = torch.randint(0, 1024, (1, 17), generator=torch.Generator().manual_seed(step))
         batch = device.to_device(tokens[:, :-1].contiguous()), device.to_device(tokens[:, 1:].contiguous())
         train_step(model, optimizer, [batch], next_token_loss, device=device)
     device.synchronize()
