@@ -1,4 +1,4 @@
-"""Imported models on two simulated NPUs: SFT, DPO and RL of a Qwen3 with adapters and of a Qwen3-MoE, in full and with
+"""Imported models on two simulated NPUs: SFT, DPO and RL of a Qwen3 with adapters, and of a Qwen3-MoE in full or with
 adapters, resumed in another layout; and a model with experts from scratch. Their losses are the CPU's."""
 
 import shlex
@@ -29,11 +29,11 @@ import os, pathlib, shutil
 if os.environ.get("RANK", "0") == "0":
     shutil.rmtree(pathlib.Path(os.environ["NANOCHAT_BASE_DIR"]) / "checkpoints/{stage}/{tag}/step_000002")
 """
-# By name: the model, the flags of every stage, and the layout of the first run on two NPUs. It resumes as fsdp.
+# The model, the stages by name of a run, their flags, and the layout at first on two NPUs. All resume as fsdp.
 RUNS = {
-    "dense": ("qwen3", "--lora_rank=4", "--parallel=ddp"),
-    "experts": ("qwen3_moe", "", "--parallel=fsdp --expert_parallel"),
-    "adapters": ("qwen3_moe", "--lora_rank=4", "--parallel=fsdp --expert_parallel"),
+    "dense": ("qwen3", ("sft", "dpo", "rl"), "--lora_rank=4", "--parallel=ddp"),
+    "experts": ("qwen3_moe", ("sft",), "", "--parallel=fsdp --expert_parallel"),
+    "adapters": ("qwen3_moe", ("dpo", "rl"), "--lora_rank=4", "--parallel=fsdp --expert_parallel"),
 }
 
 
@@ -52,9 +52,9 @@ def commands(folder: Path, device: str) -> list[str]:
     made = [f"tok_train --data={folder / 'texts.txt'} --vocab_size=400"]
     first = "--parallel=fsdp --expert_parallel" if device == "npu" else ""
     made.append(f"base_train {BASE} {STEP} --device={device} --model_tag=experts {first}")
-    for tag, (model, flags, layout) in RUNS.items():
-        for stage, script in STAGES.items():
-            command = f"{script} {STEP} --device={device} --model_tag={tag} {flags} --learning_rate=0.001"
+    for tag, (model, stages, flags, layout) in RUNS.items():
+        for stage in stages:
+            command = f"{STAGES[stage]} {STEP} --device={device} --model_tag={tag} {flags} --learning_rate=0.001"
             command += f" --tasks=addition --source={folder / model}"
             if device == "cpu":
                 made.append(command)
@@ -67,7 +67,8 @@ def commands(folder: Path, device: str) -> list[str]:
 def test_two_npus_learn_what_a_cpu_does(folder, tmp_path):
     run_here(tmp_path / "cpu", folder, *commands(folder, "cpu"))
     chain(tmp_path / "npu", folder, *commands(folder, "npu"), ranks=2)
-    for stage, tag in (("base", "experts"), *((stage, tag) for stage in STAGES for tag in RUNS)):
+    runs = [(stage, tag) for tag, (_, stages, *_) in RUNS.items() for stage in stages]
+    for stage, tag in (("base", "experts"), *runs):
         expected = metrics(tmp_path / "cpu", stage, tag)
         found = metrics(tmp_path / "npu", stage, tag)
         assert len(found) == len(expected) == 2
