@@ -34,18 +34,6 @@ class Blocks:
         return BLOCKS[index % len(BLOCKS)]
 
 
-class Uniform:
-    """Gives every token of V the same probability."""
-
-    def __init__(self, vocab_size: int):
-        self.nats = math.log(vocab_size)
-
-    def __call__(self, tokens: Tensor, targets: Tensor, *, segments: None, reduction: str) -> Tensor:
-        assert segments is None and reduction == "none"
-        assert tokens.min() >= 0
-        return torch.where(targets == IGNORE, 0.0, self.nats)
-
-
 class Pairs:
     """Losses that a token and its predecessor decide, and a record of the pairs that were scored."""
 
@@ -139,7 +127,7 @@ def test_a_text_of_one_token_still_is_a_row(tiny_tokenizer: Tokenizer) -> None:
 
     rows = validation_rows(Empty(), tiny_tokenizer, 4, 100)
     assert rows.tolist() == [[tiny_tokenizer.get_bos_token_id(), *[IGNORE] * 4]]
-    value = bits_per_byte(Uniform(9), rows, weights(tiny_tokenizer), 2, cpu_device())
+    value = bits_per_byte(Pairs(300), rows, weights(tiny_tokenizer), 2, cpu_device())
     assert math.isnan(value)  # no byte to predict
 
 
@@ -167,19 +155,6 @@ def test_with_the_mask_each_document_is_read_by_itself() -> None:
     masked = bits_per_byte(model, rows, weights(tokenizer), 2, cpu_device(), document_mask=True)
     assert masked == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
     assert masked != pytest.approx(bits_per_byte(model, rows, weights(tokenizer), 2, cpu_device()), rel=1e-4)
-
-
-def test_uniform_by_hand() -> None:
-    """Six tokens of text over eleven bytes: 6 log2(V) / 11. The two special tokens count for nothing."""
-    tokenizer = tiny_tokenizer()
-    begin = tokenizer.get_bos_token_id()
-    the, ox, from_ = tokenizer.encode(" the"), tokenizer.encode("a"), tokenizer.encode("从")
-    assert (len(the), len(ox), len(from_)) == (1, 1, 1)
-    rows = torch.tensor([[begin, *the, *ox, begin, *from_], [*from_, begin, *ox, *ox, *ox]])
-    text_bytes = (4 + 1 + 3) + (1 + 1 + 1)
-    model = Uniform(tokenizer.vocab_size)
-    value = bits_per_byte(model, rows, weights(tokenizer), 2, cpu_device())
-    assert value == pytest.approx(6 * math.log2(tokenizer.vocab_size) / text_bytes, rel=1e-6)
 
 
 @pytest.mark.parametrize("batch_rows", [1, 2, 3, 50])
@@ -216,18 +191,23 @@ def test_a_model_scores_as_its_logits_say(tiny_tokenizer: Tokenizer) -> None:
     assert near == pytest.approx(value, rel=0.03)
 
 
-def score_on_a_rank(device: Device, row_tokens: int) -> tuple[float, list[tuple[int, int]]]:
+ROW_TOKENS = (5, 200)  # several rows; one row for two ranks
+
+
+def score_on_a_rank(device: Device) -> list[tuple[float, list[tuple[int, int]]]]:
     tokenizer = tiny_tokenizer()
-    model = Pairs(tokenizer.vocab_size)
-    rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
-    return bits_per_byte(model, rows, weights(tokenizer), 2, device), model.scored
+    found = []
+    for row_tokens in ROW_TOKENS:
+        model = Pairs(tokenizer.vocab_size)
+        rows = validation_rows(Blocks(), tokenizer, row_tokens, ALL)
+        found.append((bits_per_byte(model, rows, weights(tokenizer), 2, device), model.scored))
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row_tokens", [5, 200])  # several rows; one row for two ranks
-def test_two_ranks_score_as_one_and_share_the_work(row_tokens: int) -> None:
-    alone, scored = score_on_a_rank(cpu_device(), row_tokens)
-    (one, scored_of_one), (two, scored_of_two) = run_ranks(score_on_a_rank, row_tokens)
-    assert one == two == pytest.approx(alone, rel=1e-6)
-    assert sorted(scored_of_one + scored_of_two) == sorted(scored)
-    assert bool(scored_of_two) == (row_tokens == 5)
+def test_two_ranks_score_as_one_and_share_the_work() -> None:
+    cases = zip(ROW_TOKENS, score_on_a_rank(cpu_device()), *run_ranks(score_on_a_rank), strict=True)
+    for row_tokens, (alone, scored), (one, scored_of_one), (two, scored_of_two) in cases:
+        assert one == two == pytest.approx(alone, rel=1e-6)
+        assert sorted(scored_of_one + scored_of_two) == sorted(scored)
+        assert bool(scored_of_two) == (row_tokens == 5)

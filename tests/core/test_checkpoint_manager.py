@@ -25,7 +25,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.loader import LoaderState, Position, ShardState
-from nanochat.model_folder import DamagedCheckpoint, newest, steps
+from nanochat.model_folder import newest, steps
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.run import saver
 from nanochat.run.saver import load_training, set_aside
@@ -154,31 +154,33 @@ SAVED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({}, ""),
-        ({"config": {"tasks": "addition"}}, "with --tasks (default), not addition: use its flags"),
-        ({"fingerprints": {"tokens a step": 512}}, "with --total_batch_size (tokens a step) 256, not 512"),
-        ({"fingerprints": {"what --data names": "text"}}, "with what --data names (default), not text"),
-        # The weights have the same shapes, so that nothing else would say that the model is another one.
-        ({"model": {"n_layer": 2, "key_offset": True}}, "with key_offset False, not True: use its flags"),
-    ],
-)
+CHANGES = [
+    ({}, ""),
+    ({"config": {"tasks": "addition"}}, "--tasks .*addition"),
+    ({"fingerprints": {"tokens a step": 512}}, "--total_batch_size .*256.*512"),
+    ({"fingerprints": {"what --data names": "text"}}, "--data .*text"),
+    # The weights have the same shapes, so that nothing else would say that the model is another one.
+    ({"model": {"n_layer": 2, "key_offset": True}}, "key_offset False.*True"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), CHANGES)
 def test_what_has_changed_since_a_run_has_a_name_in_the_message(changes, words):
     def resume() -> list[str]:
         return saver._refuse_changes(SAVED, {**SAVED, **changes}, ["tasks"], Path("step"))
 
-    assert words in complaint(resume) if words else resume() == []
+    assert re.search(words, complaint(resume)) if words else resume() == []
 
 
 def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, capsys):
+    assert steps(folder) == [] and newest(folder) is None
     save_step(folder, 2)
     leftover = folder / "step_000003.tmp"
     shutil.copytree(folder / "step_000002", leftover)
     (leftover / "training.rank7.safetensors").write_bytes(b"of a run of eight")
-    assert steps(folder) == [2]
-    assert newest(folder)[1]["step"] == 2
+    (folder / "notes.txt").write_text("mine")
+    (folder / "step_000008.old").mkdir()
+    assert steps(folder) == [2] and newest(folder)[1]["step"] == 2
     assert capsys.readouterr().err == ""
     path = save_step(folder, 3)
     assert sorted(file.name for file in path.iterdir()) == list(FILES)
@@ -197,38 +199,38 @@ class Malicious:
         return os.mkdir, (str(self.marker),)
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name, how):
+def load_what_it_is_part_of(path: Path, name: str) -> None:
+    if name.startswith("training"):
+        load_training(path, model_folder.verify(path), momentum())
+    else:
+        load_model(str(path), DEVICE)
+
+
+@pytest.mark.parametrize("name", FILES[1:])
+def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name):
     path = save_step(folder, 1)
     marker = tmp_path / "it ran"
-    if how == "pickle":
-        (path / name).write_bytes(pickle.dumps(Malicious(marker)))
-    else:
-        torch.save(Malicious(marker), path / name)
-    with pytest.raises(UserError):
-        load_model("base", DEVICE)
-    rewrite_manifest(path)
-    if name.startswith("training"):
-        with pytest.raises(DamagedCheckpoint):
-            load_training(path, model_folder.verify(path), momentum())
-    else:
+    for save in (torch.save, lambda value, file: file.write_bytes(pickle.dumps(value))):
+        save(Malicious(marker), path / name)
         with pytest.raises(UserError):
-            load_model(str(path), DEVICE)
+            load_model("base", DEVICE)
+        rewrite_manifest(path)
+        with pytest.raises(UserError):
+            load_what_it_is_part_of(path, name)
     assert not marker.exists()
     pickle.loads(pickle.dumps(Malicious(marker)))
     assert marker.exists()  # the payload works where something runs it
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name != "manifest.json"])
-def test_mutated_files_are_an_error_not_a_crash(folder, name):
-    """1,000 over all kinds, under a manifest that matches, so that the file itself is parsed; of safetensors most
-    changes are in the header, of JSON everywhere."""
+@pytest.mark.parametrize("count", [60, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", FILES[1:])
+def test_mutated_files_are_an_error_not_a_crash(folder, name, count):
+    """Under a manifest that matches, so that the file itself is parsed; most changes of safetensors are in the header,
+    those of JSON everywhere."""
     path = save_step(folder, 1)
-    file, training = path / name, name.startswith("training")
     whole, source, refused = (path / name).read_bytes(), random.Random(name), 0
     header = 8 + int.from_bytes(whole[:8], "little") if name.endswith("safetensors") else len(whole)
-    for trial in range(200):
+    for trial in range(count):
         data = bytearray(whole)
         for _ in range(source.randrange(1, 4)):
             place = source.randrange(8 if trial % 4 == 0 else header if trial % 4 < 3 else len(whole))
@@ -238,56 +240,41 @@ def test_mutated_files_are_an_error_not_a_crash(folder, name):
             data = data[: source.randrange(len(data))]
         elif kind == 1:
             data += bytes(source.randrange(1, 64))
-        file.write_bytes(data)
+        (path / name).write_bytes(data)
         rewrite_manifest(path)
         try:
-            if training:
-                load_training(path, model_folder.verify(path), momentum())
-            else:
-                load_model(str(path), DEVICE)
+            load_what_it_is_part_of(path, name)
         except UserError as error:
             refused += 1
             assert re.search("train it again|restore it or train|format version", str(error))
         except ValueError:  # a resume makes one line of it
             refused += 1
-            assert training
-    assert refused > 60
+            assert name.startswith("training")
+    assert refused > 0.3 * count
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda meta: [],
-        lambda meta: "text",
-        lambda meta: {key: value for key, value in meta.items() if key != "model"},
-        lambda meta: {**meta, "model": None},
-        lambda meta: {**meta, "model": {**meta["model"], "unknown": 1}},
-        lambda meta: {**meta, "model": {**meta["model"], "n_head": 0, "head_dim": 0}},
-        lambda meta: {**meta, "model": {**meta["model"], "n_kv_head": 3}},
-        lambda meta: {**meta, "model": {**meta["model"], "width": 6}},
-        lambda meta: {**meta, "model": {**meta["model"], "vocab_size": "many"}},
-        lambda meta: {**meta, "version": "1"},
-        lambda meta: {**meta, "sampling": {"temperature": -1}},
-        lambda meta: {**meta, "sampling": [["temperature", 1]]},
-        lambda meta: {**meta, "tasks": "stories"},
-        lambda meta: {**meta, "tasks": 7},
-        lambda meta: {**meta, "tasks": [1]},
-        lambda meta: {**meta, "tasks": ["stories"] * 10**5},
-        lambda meta: {**meta, "stage": ["sft"]},
-        lambda meta: {**meta, "stage": "s" * 10**6},
-        lambda meta: {**meta, "pretraining": {"data": 3}},
-        lambda meta: {**meta, "trained_at": "today"},
-        lambda meta: {**meta, "trained_at": 10**30},
-    ],
-)
-def test_meta_data_that_describes_no_model_is_one_error(folder, change):
+# What replaces entries of a good meta.json, and sizes of its model.
+META: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    *(({}, sizes) for sizes in ({"unknown": 1}, {"n_head": 0, "head_dim": 0}, {"n_kv_head": 3}, {"width": 6})),
+    ({}, {"vocab_size": "many"}),
+    *(({"sampling": value}, {}) for value in ({"temperature": -1}, [["temperature", 1]])),
+    *(({"tasks": value}, {}) for value in ("stories", 7, [1], ["stories"] * 10**5)),
+    *(({"stage": value}, {}) for value in (["sft"], "s" * 10**6)),
+    *(({"trained_at": value}, {}) for value in ("today", 10**30)),
+    *((changes, {}) for changes in ({"model": None}, {"version": "1"}, {"pretraining": {"data": 3}})),
+]
+
+
+def test_meta_data_that_describes_no_model_is_one_error(folder):
     path = save_step(folder, 1)
     meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps(change(meta)))
-    rewrite_manifest(path)
-    with pytest.raises(UserError) as refused:
-        load_model(str(path), DEVICE)
-    assert "\n" not in str(refused.value) and len(str(refused.value)) < 1000
+    without_model = {key: value for key, value in meta.items() if key != "model"}
+    hostile = [[], "text", without_model]
+    hostile += [{**meta, "model": {**meta["model"], **sizes}, **changes} for changes, sizes in META]
+    for one in hostile:
+        (path / "meta.json").write_text(json.dumps(one))
+        rewrite_manifest(path)
+        assert len(complaint(lambda: load_model(str(path), DEVICE))) < 1000
 
 
 def change_model(path: Path, **sizes: int) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import types
@@ -11,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny import cpu_device, run_ranks
+from tiny import complaint
 
 from nanochat import device as devices
-from nanochat.device import Device, init, runtime_of
+from nanochat.device import init, runtime_of
 from nanochat.ground import host, store
 from nanochat.ground.cli import UserError
 from nanochat.kernels import decoding
@@ -116,33 +117,26 @@ def test_the_cpu_is_always_there() -> None:
     assert device.to_device(tensor) is tensor
 
 
-def test_the_value_is_frozen() -> None:
-    device = init("cpu")
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        device.rank = 1  # type: ignore[misc]
+AMD, INTEL = "AuthenticAMD", "GenuineIntel"
+PROCESSORS = [
+    (AMD, "fma avx512f avx512_bf16", "bfloat16", False),
+    (INTEL, "fma avx512f avx512_bf16 amx_bf16", "bfloat16", False),
+    (INTEL, "fma avx512f avx512_bf16", "float32", True),
+    (INTEL, "fma avx2", "float32", False),
+    ("", "", "float32", False),
+]
 
 
-@pytest.mark.parametrize(
-    ("vendor", "flags", "dtype", "may_round"),
-    [
-        ("AuthenticAMD", "fma avx512f avx512_bf16", "bfloat16", False),
-        ("GenuineIntel", "fma avx512f avx512_bf16 amx_bf16", "bfloat16", False),
-        ("GenuineIntel", "fma avx512f avx512_bf16", "float32", True),
-        ("GenuineIntel", "fma avx2", "float32", False),
-        ("", "", "float32", False),
-    ],
-)
+@pytest.mark.parametrize(("vendor", "flags", "dtype", "may_round"), PROCESSORS)
 def test_a_cpu_computes_in_bfloat16_where_that_is_faster(
     vendor: str, flags: str, dtype: str, may_round: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     info = {"vendor_id": vendor, "flags": flags}
     monkeypatch.setattr(host, "cpu_info", lambda field: info.get(field, ""))
-    assert init("cpu").dtype == getattr(torch, dtype)
-    assert init("cpu").may_round == may_round
-    for asked in (torch.bfloat16, torch.float32):  # perhaps slow, but right
-        device = init("cpu", str(asked).removeprefix("torch."))
-        assert device.dtype == device.kernels.dtype == asked
-    assert not any(init("cpu", asked).may_round for asked in ("float32", "bfloat16"))
+    assert (init("cpu").dtype, init("cpu").may_round) == (getattr(torch, dtype), may_round)
+    for name in ("bfloat16", "float32"):  # perhaps slow, but right
+        device = init("cpu", name)
+        assert device.dtype == device.kernels.dtype == getattr(torch, name) and not device.may_round
 
 
 def test_seed_and_generator_states() -> None:
@@ -166,65 +160,53 @@ def test_seed_and_generator_states() -> None:
 
 
 def test_auto_prefers_an_accelerator(vendors: Any) -> None:
-    npu, cuda = Vendor("npu", "Ascend910B3"), Vendor("cuda", "NVIDIA H100 80GB HBM3")
+    npu, cuda = Vendor("npu", "Ascend910B3"), Vendor("cuda", "NVIDIA A100-SXM4-80GB")
     assert init().kind == "cpu"
     vendors(cuda=cuda)
-    assert (init().kind, init().peak_flops) == ("cuda", 989e12)
+    assert (init().kind, init().peak_flops) == ("cuda", 312e12)
+    assert init("cuda", "float32").peak_flops is None
     vendors(npu=npu, cuda=cuda)
     device = init()
     assert (device.kind, device.name, device.dtype, device.peak_flops) == ("npu", "Ascend910B3", torch.bfloat16, 313e12)
-    assert device.module is npu
-    assert npu.calls == [("set_device", 0)]
-    assert init("cuda").kind == "cuda"
-
-
-def test_the_value_passes_questions_on_to_the_vendor(vendors: Any) -> None:
-    cuda = Vendor("cuda", "NVIDIA A100-SXM4-80GB")
-    vendors(cuda=cuda)
+    assert device.module is npu and npu.calls == [("set_device", 0)]
+    cuda.calls.clear()
     device = init("cuda:1")
     assert device.torch_device == torch.device("cuda", 1)
     device.synchronize()
     device.seed(3)
     assert cuda.calls == [("set_device", 1), "synchronize", ("seed", 3)]
     assert device.peak_memory() == 12345
-
-
-def test_float32_has_no_bfloat16_peak(vendors: Any) -> None:
-    vendors(cuda=Vendor("cuda", "NVIDIA A100-SXM4-80GB"))
-    assert init("cuda", "float32").peak_flops is None
     vendors(cuda=Vendor("cuda", "Tesla T4", has_bfloat16=False))
     assert (init("cuda").dtype, init("cuda").peak_flops) == (torch.float32, None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("tpu",), "--device 'tpu': one of auto, npu, cuda, cpu"),
-        (("",), "--device '': one of auto"),
-        (("cpu:x",), "or one with an index such as npu:0"),
-        (("cpu:-1",), "or one with an index such as npu:0"),
-        (("cpu", "int8"), "--dtype 'int8': one of auto, bfloat16, float32"),
-        (("npu",), "--device npu: none found here; run `python check_npu.py`"),
-        (("cuda:0",), "--device cuda: none found here; .*or use --device cpu"),
-        (("cuda", "bfloat16"), "Tesla T4 has no bfloat16; use --dtype float32"),
-        (("cuda:2",), "--device cuda:2: there are 2, counted from 0"),
-        (("cuda", "auto", "rank 3"), "process 3 has no device: 2 found; lower --nproc_per_node"),
-    ],
-)
-def test_what_is_not_here_is_told_in_one_line(vendors: Any, arguments: tuple[str, ...], words: str) -> None:
+NOT_HERE = [
+    (("tpu",), "--device 'tpu'"),
+    (("",), "--device ''"),
+    (("cpu:x",), "npu:0"),
+    (("cpu:-1",), "npu:0"),
+    (("cpu", "int8"), "--dtype 'int8'"),
+    (("npu",), "--device npu: none found.*check_npu.py"),
+    (("cuda:0",), "--device cuda: none found.*--device cpu"),
+    (("cuda", "bfloat16"), "Tesla T4 .*--dtype float32"),
+    (("cuda:2",), "--device cuda:2"),
+    (("cuda", "auto", "rank 3"), "process 3 .*--nproc_per_node"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), NOT_HERE)
+def test_what_is_not_here_is_named_in_one_line(vendors: Any, arguments: tuple[str, ...], words: str) -> None:
     if "none found" not in words:
         vendors(cuda=Vendor("cuda", "Tesla T4", has_bfloat16=False))
     if len(arguments) == 3:
         os.environ.update(RANK="3", LOCAL_RANK="3", WORLD_SIZE="4")
-    with pytest.raises(UserError, match=words) as error:
-        init(*arguments[:2])
-    assert "\n" not in str(error.value)
+    assert re.search(words, complaint(lambda: init(*arguments[:2])))
 
 
 def test_a_job_that_hccl_cannot_share_out_or_start_again_is_told(vendors: Any, capsys: Any) -> None:
     vendors(npu=Vendor("npu", "Ascend910B3"))
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="3")
-    with pytest.raises(UserError, match="--nproc_per_node 3: HCCL .* 1, 2, 4, 8 or 16"):
+    with pytest.raises(UserError, match="--nproc_per_node 3.* 1, 2, 4, 8 or 16"):
         init("npu")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GROUP_WORLD_SIZE="2")
     assert store.of_this_start(devices.PROCESS_GROUP_TIMEOUT) is None
@@ -274,128 +256,54 @@ def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monk
 
 def test_what_is_set_already_stays(vendors: Any) -> None:
     vendors(npu=Vendor("npu", "Ascend910B3"))
-    os.environ.update(TASK_QUEUE_ENABLE="1", HCCL_EXEC_TIMEOUT="")
+    given = {"TASK_QUEUE_ENABLE": "1", "HCCL_EXEC_TIMEOUT": "", "PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+    os.environ.update(given)
     init("npu")
-    assert os.environ["TASK_QUEUE_ENABLE"] == "1"
-    assert os.environ["HCCL_EXEC_TIMEOUT"] == ""
+    assert given.items() <= os.environ.items()
     assert os.environ["CPU_AFFINITY_CONF"] == NPU_ENVIRONMENT["CPU_AFFINITY_CONF"]
+    assert "PYTORCH_NPU_ALLOC_CONF" not in os.environ, "both names of one setting"
 
 
-def test_the_allocators_two_names_are_not_set_together(vendors: Any) -> None:
-    vendors(npu=Vendor("npu", "Ascend910B3"))
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"
-    init("npu")
-    assert "PYTORCH_NPU_ALLOC_CONF" not in os.environ
+ONE_ORDER = {
+    "npu": {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"},
+    "cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
+    "cpu": {},
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "variables"),
-    [
-        ("npu", {"HCCL_DETERMINISTIC": "true", "CLOSE_MATMUL_K_SHIFT": "1"}),
-        ("cuda", {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}),
-        ("cpu", {}),
-    ],
-)
-def test_one_order_of_sums_is_asked_for_where_it_changes(
-    vendors: Any, monkeypatch: pytest.MonkeyPatch, kind: str, variables: dict[str, str]
-) -> None:
+@pytest.mark.parametrize("kind", ONE_ORDER)
+def test_one_order_of_sums_is_set_where_it_changes(vendors: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     vendors(npu=Vendor("npu", "Ascend910B3"), cuda=Vendor("cuda", "NVIDIA A10"))
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     switched: list[bool] = []
     monkeypatch.setattr(torch, "use_deterministic_algorithms", switched.append)
     before = {**os.environ, **(NPU_ENVIRONMENT if kind == "npu" else {})}
-    init(kind)
+    stage.open_device(TrainFlags(device=kind))
     assert os.environ == before and not switched
-    init(kind, deterministic=True)
-    assert os.environ == before | variables
+    stage.open_device(TrainFlags(device=kind, deterministic=True))
+    assert os.environ == before | ONE_ORDER[kind]
     assert switched == ([] if kind == "cpu" else [True])
-
-
-def test_a_stage_asks_for_one_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-    monkeypatch.setattr(devices, "init", lambda *arguments: asked.append(arguments) or cpu_device())
-    stage.open_device(TrainFlags())
-    stage.open_device(TrainFlags(deterministic=True))
-    assert asked == [("auto", "auto", False), ("auto", "auto", True)]
 
 
 # ---------------------------------------------------------------------- peaks by name
 
 
-@pytest.mark.parametrize(
-    ("name", "flops"),
-    [
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA A800 80GB PCIe", 312e12),
-        ("NVIDIA A10", 125e12),
-        ("NVIDIA L4", 121e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA B200", 2.25e15),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("Ascend910B1", 376e12),
-        ("Ascend910B3", 313e12),
-        ("Ascend910B4", 280e12),
-        ("Ascend910_9382", 376e12),
-        ("Ascend310P3", None),
-        ("NVIDIA A10G", None),
-        ("NVIDIA L40", None),
-        ("NVIDIA RTX A1000 Laptop GPU", None),
-        ("Tesla T4", None),
-        ("Intel(R) Xeon(R) Platinum 8480C", None),
-        ("", None),
-    ],
-)
-def test_peak_flops_by_name(name: str, flops: float | None) -> None:
-    assert Accelerator().peak_flops(name) == flops
+PEAKS = {
+    "NVIDIA H200": 989e12, "NVIDIA H200 NVL": 835e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA GH200 480GB": 989e12,
+    "NVIDIA H100 NVL": 835e12, "NVIDIA H100 PCIe": 756e12, "NVIDIA H20": 148e12, "NVIDIA A800 80GB PCIe": 312e12,
+    "NVIDIA A10": 125e12, "NVIDIA L4": 121e12, "NVIDIA L40S": 362e12, "NVIDIA B200": 2.25e15,
+    "NVIDIA GeForce RTX 4090": 165e12, "Ascend910B1": 376e12, "Ascend910B4": 280e12, "Ascend910_9382": 376e12,
+}  # fmt: skip
+UNKNOWN = ["NVIDIA H100 80GB HBM3 MIG 3g.40gb", "Ascend310P3", "NVIDIA A10G", "NVIDIA L40", "Tesla T4", ""]
+UNKNOWN += ["NVIDIA RTX A1000 Laptop GPU", "Intel(R) Xeon(R) Platinum 8480C"]
+
+
+def test_peak_flops_by_name() -> None:
+    expected = PEAKS | dict.fromkeys(UNKNOWN)
+    assert {name: Accelerator().peak_flops(name) for name in expected} == expected
 
 
 # ---------------------------------------------------------------------- several processes
-
-
-def facts_on_a_rank(device: Device) -> dict[str, Any]:
-    total = torch.tensor([device.rank + 1.0])
-    dist.all_reduce(total)
-    again = init("cpu", "float32")  # joins no second group
-    return {
-        "place": [device.rank, device.local_rank, device.world_size, device.is_main],
-        "again": [again.rank, again.world_size],
-        "backend": dist.get_backend(),
-        "total": total.item(),
-    }
-
-
-@pytest.mark.slow
-def test_processes_join_one_group() -> None:
-    one, two = run_ranks(facts_on_a_rank)
-    assert (one["place"], two["place"]) == ([0, 0, 2, True], [1, 1, 2, False])
-    assert (one["again"], two["again"]) == ([0, 2], [1, 2])
-    assert one["backend"] == two["backend"] == "gloo"
-    assert one["total"] == two["total"] == 3
-
-
-def fail_on_a_rank(device: Device) -> None:
-    if device.rank == 1:
-        raise ValueError("this rank is out of luck")
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_a_rank_that_fails_is_named_and_the_others_do_not_stay() -> None:
-    with pytest.raises(AssertionError, match="rank 1: (.|\n)*out of luck"):
-        run_ranks(fail_on_a_rank)
-
-
-def test_shutdown_without_a_group_is_nothing() -> None:
-    devices.shutdown(cpu_device())
-    assert not dist.is_initialized()
 
 
 def test_ranks_that_a_shell_exports_are_ignored_with_one_line(monkeypatch, capsys):
@@ -409,29 +317,14 @@ def test_ranks_that_a_shell_exports_are_ignored_with_one_line(monkeypatch, capsy
     assert len(warning) == 1 and "WORLD_SIZE" in warning[0]
 
 
-@pytest.mark.slow
-def test_a_command_prints_although_a_shell_exports_a_rank(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from dataclasses import dataclass\nfrom nanochat import device\nfrom nanochat.ground import cli\n"
-        "from nanochat.ground.log import print0\n\n"
-        "@dataclass\nclass Config:\n    device: str = 'cpu'\n\n"
-        "def main(config):\n    device.init(config.device)\n    print0('printed')\n\ncli.run(main, Config)\n"
-    )
-    code = os.fspath(devices.__file__).rpartition("/nanochat/")[0]
-    environment = {**os.environ, "PYTHONPATH": code, "RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1"}
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stdout == "printed\n" and done.stderr.count("warning") == 1
+GPUS = [
+    ((8, 0), torch.bfloat16, "CudaKernels"),
+    ((7, 5), torch.bfloat16, "WrittenKernels"),  # before Ampere
+    ((9, 0), torch.float32, "WrittenKernels"),  # flash attention is for 16 bits
+]
 
 
-@pytest.mark.parametrize(
-    ("capability", "dtype", "name"),
-    [
-        ((8, 0), torch.bfloat16, "CudaKernels"),
-        ((7, 5), torch.bfloat16, "WrittenKernels"),  # before Ampere
-        ((9, 0), torch.float32, "WrittenKernels"),  # flash attention is for 16 bits
-    ],
-)
+@pytest.mark.parametrize(("capability", "dtype", "name"), GPUS)
 def test_a_gpu_with_flash_attention_divides_packed_rows_by_it(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, name: str
 ) -> None:
@@ -456,7 +349,7 @@ def differ():
     return False
 
 torch.set_num_threads(1)  # until they are forked, processes have one thread
-for _ in range(80):
+for _ in range(40):
     process = os.fork()
     if process == 0:
         os._exit(differ())
@@ -466,6 +359,6 @@ for _ in range(80):
 
 @pytest.mark.slow
 def test_first_calls_of_cos_and_exp_give_what_later_ones_do() -> None:
-    """Without `choose_math` one process in 14 differs where MKL computes them: 1 in 300 such tests would pass."""
+    """Without `choose_math` one process in 14 differs where MKL computes them: 1 in 20 such tests would pass."""
     done = subprocess.run([sys.executable, "-c", FIRST_CALLS], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -66,14 +66,6 @@ def test_greedy_is_the_model_without_a_cache(shape: str, monkeypatch: pytest.Mon
     assert len(set(expected[0])) > 3
 
 
-def test_generate_batch_keeps_the_prompt_and_does_not_change_it(engine: Engine) -> None:
-    prompt = prompt_of(5)
-    sequences, masks = engine.generate_batch(prompt, num_samples=2, max_tokens=6, temperature=0)
-    assert sequences == [prompt_of(5) + greedy(engine.model, prompt, 6)] * 2
-    assert masks == [[0] * 5 + [1] * 6] * 2
-    assert prompt == prompt_of(5)
-
-
 def test_equal_prompts_are_read_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
     prefill = Slots.prefill
@@ -188,25 +180,22 @@ def test_threads_change_no_bit_of_a_reply(engine: Engine) -> None:
         torch.set_num_threads(1)
 
 
-def test_samples_of_a_prompt_have_consecutive_seeds(engine: Engine) -> None:
-    samples, _ = engine.generate_batch(prompt_of(6), num_samples=3, max_tokens=12, seed=7)
-    assert len({tuple(sample) for sample in samples}) == 3
-    for number, sample in enumerate(samples):
-        assert engine.generate_batch(prompt_of(6), max_tokens=12, seed=7 + number)[0] == [sample]
-
-
 def test_generate_takes_the_settings_by_name_too(engine: Engine) -> None:
     prompts = [prompt_of(6)] * 3
     named, masks = engine.generate(prompts, max_tokens=12, temperature=0.7, top_k=20, seed=7)
     seeded = [SamplingParams(temperature=0.7, top_k=20, seed=seed) for seed in (7, 8, 9)]
     assert (named, masks) == engine.generate(prompts, max_tokens=12, sampling=seeded)
     assert len({tuple(tokens) for tokens in named}) == 3
+    prompt = prompt_of(6)
+    sequences, masks = engine.generate_batch(prompt, num_samples=3, max_tokens=12, temperature=0.7, top_k=20, seed=7)
+    assert sequences == [prompt_of(6) + tokens for tokens in named] and prompt == prompt_of(6)
+    assert masks == [[0] * 6 + [1] * 12] * 3
     greedy_replies = engine.generate(prompts, max_tokens=12, sampling=GREEDY)
     assert engine.generate(prompts, max_tokens=12, temperature=0) == greedy_replies
-    with pytest.raises(TypeError, match=r"^generate\(\) .* temperature$"):  # which of the two would count?
+    with pytest.raises(TypeError, match="temperature$"):  # which of the two would count?
         engine.generate(prompts, max_tokens=12, temperature=0.7, sampling=GREEDY)
     for call in (engine.generate, lambda ids, **named: engine.generate_batch(ids[0], **named)):
-        with pytest.raises(TypeError, match=r"^generate\(\) has no setting temprature$"):
+        with pytest.raises(TypeError, match="temprature$"):
             call(prompts, max_tokens=12, temprature=0.7)
 
 
@@ -240,15 +229,14 @@ def test_a_row_ends_with_a_stop_token_and_leaves_the_batch(monkeypatch: pytest.M
     assert [len(mask) for mask in masks] == [len(row) for row in kept]
 
 
-def test_a_reply_may_be_empty(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "stop_ids", set(range(engine.model.config.vocab_size)))
-    assert engine.generate_batch(prompt_of(4), num_samples=2) == ([prompt_of(4)] * 2, [[0] * 4] * 2)
-
-
 @pytest.mark.parametrize(("length", "max_tokens", "made"), [(5, 3, 3), (5, 1, 1), (5, 0, 0), (40, 100, 8), (47, 9, 1)])
 def test_max_tokens_and_the_context_limit_a_row(engine: Engine, length: int, max_tokens: int, made: int) -> None:
     sequences, masks = engine.generate_batch(prompt_of(length), max_tokens=max_tokens, temperature=0)
     assert len(sequences[0]) == len(masks[0]) == length + made
+    every_token = set(range(engine.model.config.vocab_size))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "stop_ids", every_token)  # a reply may be empty
+        assert engine.generate_batch(prompt_of(length), max_tokens=max_tokens)[0] == [prompt_of(length)]
 
 
 def test_prompts_that_do_not_fit_and_settings_out_of_range_are_refused(engine: Engine) -> None:
@@ -324,8 +312,7 @@ def test_a_mark_that_the_assistant_may_not_write_ends_the_reply(mark: str, monke
 # ---------------------------------------------------------------------- weights, and the bits of a row
 
 
-@pytest.mark.parametrize("packs", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("packs", "dtype"), [(True, torch.float32), (True, torch.bfloat16), (False, torch.float32)])
 def test_update_takes_over_every_weight(packs: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     supported = CpuKernels.packs  # bf16 needs instructions that not every processor has
     monkeypatch.setattr(CpuKernels, "packs", lambda self, dtype: packs and supported(self, dtype))
@@ -408,8 +395,7 @@ def accelerated(shape: str = "fast", whole_cache: bool = True, records: bool = T
     return engine
 
 
-@pytest.mark.parametrize("whole_cache", [True, False])
-@pytest.mark.parametrize("context", [63, 64, 65])
+@pytest.mark.parametrize(("context", "whole_cache"), [(63, True), (64, True), (64, False), (65, False)])
 def test_a_prompt_as_long_as_the_context_is_read_exactly(context: int, whole_cache: bool) -> None:
     """Its padding has no places after it."""
     engine = accelerated(whole_cache=whole_cache, records=False, sequence_len=context)  # a model with key_offset
@@ -429,8 +415,7 @@ def test_a_prompt_as_long_as_the_context_is_read_exactly(context: int, whole_cac
 LONG = [prompt_of(length, seed=length) for length in (9, 1, 30, 12, 12, 40, 100)]
 
 
-@pytest.mark.parametrize("whole_cache", [True, False])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "whole_cache"), [*((shape, True) for shape in SHAPES), ("fast", False)])
 def test_recorded_launches_give_the_same_tokens_and_are_kept(shape: str, whole_cache: bool, recorded: Recorded) -> None:
     """Few recordings, in one memory, which later calls use again, also smaller ones and ones with other settings."""
     engine = accelerated(shape, whole_cache)
@@ -451,7 +436,7 @@ def test_a_second_call_records_nothing_and_needs_no_memory(recorded: Recorded) -
     first = engine.generate(LONG, **arguments)
     made = len(recorded.memories)
     (kept,) = engine.decoders.kept
-    for _ in range(9):
+    for _ in range(3):
         assert engine.generate(LONG, **arguments) == first
         assert engine.decoders.kept == [kept] and len(recorded.memories) == made
         assert kept.cache.stride == 64, "the next call reads as little as this one"
@@ -540,7 +525,7 @@ def test_a_cache_shrinks_when_its_longest_row_has_left(recorded: Recorded) -> No
     assert [ids] == make_engine(sequence_len=200).generate([prompt_of(9)], max_tokens=60, sampling=GREEDY)[0]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_slots_without_a_row_write_to_no_other_slot(seed: int, recorded: Recorded) -> None:
     """Recordings compute them, too: rows end anywhere, long before others, and new prompts are read meanwhile."""
     chance = random.Random(seed)
@@ -557,22 +542,6 @@ def test_slots_without_a_row_write_to_no_other_slot(seed: int, recorded: Recorde
 
     engine = accelerated()
     assert replies(engine) == replies(make_engine(sequence_len=200))
-
-
-def test_a_slot_whose_long_row_has_ended_stays_in_its_places(recorded: Recorded) -> None:
-    """The last of four slots is computed for 40 more tokens, past its 64 places."""
-    engine = accelerated()
-    slots = engine.decoder(4, 200)
-    rows = [Row(prompt_of(5, seed=number), 50, GREEDY, number) for number in range(3)]
-    slots.fill([*rows, Row(prompt_of(40), 3, GREEDY, 3)])
-    found: list[list[int]] = [[] for _ in range(4)]
-    while slots.rows:
-        new_tokens = slots.decode()
-        for new in new_tokens:
-            found[new.row.number].append(new.id)
-        slots.release({new.row for new in new_tokens if new.finish_reason})
-    plain = make_engine(sequence_len=200)
-    assert found[:3] == plain.generate([row.prompt for row in rows], max_tokens=50, sampling=GREEDY)[0]
 
 
 @pytest.mark.parametrize("copied", [False, True])

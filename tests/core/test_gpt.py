@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -12,16 +11,15 @@ import torch.nn.functional as F
 from tiny import SHAPES, ReferenceKernels, cpu_device, lively_model, tiny_config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import scaling
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
-from nanochat.gpt import GPT, Attention, GPTConfig, Linear
+from nanochat.gpt import GPT, Attention, GPTConfig
 from nanochat.kernels import gradients
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.cpu import CpuKernels
-from nanochat.kernels.gradients import StackedLinear, WrittenKernels
+from nanochat.kernels.gradients import WrittenKernels
 from nanochat.operators import TorchKernels
 
 shapes = pytest.mark.parametrize("shape", SHAPES)
@@ -187,13 +185,6 @@ def test_windows_follow_the_pattern_and_the_last_layer_sees_all() -> None:
     assert tiny_config(window_pattern="S", sequence_len=3).window(0) == 1
 
 
-def test_value_embeddings_stand_on_every_other_layer_and_the_last() -> None:
-    for layers, expected in ((1, {"0"}), (4, {"1", "3"}), (5, {"0", "2", "4"})):
-        model = GPT(tiny_config(n_layer=layers))
-        assert set(model.value_embeddings) == expected
-        assert {str(i) for i, b in enumerate(model.blocks) if b.attention.value_gate is not None} == expected  # type: ignore[union-attr]
-
-
 # ---------------------------------------------------------------------- the loss
 
 
@@ -217,85 +208,48 @@ def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reduction", "shape"), [("sum", "fast"), ("none", "fast"), ("sum", "ungrouped")])
-def test_the_compiler_sees_one_graph(reduction: str, shape: str) -> None:
+def test_the_compiler_sees_one_graph() -> None:
     """The loss of packed rows, forward and backward, traced without generating code."""
-    model = lively_model(tiny_config(**SHAPES[shape]))
+    model = lively_model(tiny_config(key_offset=True, n_layer=2))
     tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
     targets[0, :5] = IGNORE
     segments = Segments.from_numbers(torch.arange(20).expand(3, 20) // 6)
     traced = torch.compile(model, backend="aot_eager", dynamic=False, fullgraph=True)
     results = []
     for forward in (traced, model):
-        losses = forward(tokens, targets, segments=segments, reduction=reduction)
+        losses = forward(tokens, targets, segments=segments, reduction="none")
         weights = torch.linspace(-1, 1, losses.numel()).view_as(losses)
         results.append((losses, *torch.autograd.grad((losses * weights).sum(), list(model.parameters()))))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-class Noting(WrittenKernels):
-    """Notes the dtypes of queries, keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.bfloat16)
-        self.seen: set[torch.dtype] = set()
-
-    def attention(self, *qkv: Tensor, **options: Any) -> Tensor:
-        self.seen |= {x.dtype for x in qkv}
-        return super().attention(*qkv, **options)
-
-
 @shapes
 def test_between_embedding_and_loss_everything_is_in_bfloat16(shape: str) -> None:
-    """By the model's own casts, and so on every device: no autocast has a say in it. The loss is near fp32's."""
-    kernels = Noting()
+    """By the model's own casts, and so on every device: no autocast is involved. The loss is near fp32's."""
     seen: dict[str, set[torch.dtype]] = {}
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: Any, inputs: Any, output: Any) -> None:
-            tensors = [x for x in (*inputs, output) if isinstance(x, Tensor)]
-            seen[name] = {x.dtype for x in tensors if x.is_floating_point()}
+    def note(name: str, *tensors: Any) -> None:
+        floats = {x.dtype for x in tensors if isinstance(x, Tensor) and x.is_floating_point()}
+        seen[name] = seen.get(name, set()) | floats
 
-        return hook
+    class Noting(WrittenKernels):
+        def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+            note("attention", q, k, v)
+            return super().attention(q, k, v, **options)
 
-    model = lively_model(tiny_config(**SHAPES[shape]), kernels=kernels)
+    model = lively_model(tiny_config(**SHAPES[shape]), kernels=Noting(torch.bfloat16))
     for name, module in model.named_modules():
         if name.startswith("blocks.") or name in ("norm", "embedding_norm"):
-            module.register_forward_hook(note(name))
+            module.register_forward_hook(lambda _, inputs, output, name=name: note(name, *inputs, output))
     tokens, targets = random_tokens(model, 2, 32), random_tokens(model, 2, 32, seed=1)
     loss = model(tokens, targets)
     loss.backward()
     exact = lively_model(tiny_config(**SHAPES[shape]))(tokens, targets).item()
-    assert loss.item() == pytest.approx(exact, rel=0.02) and loss.item() != exact
-    assert kernels.seen == {torch.bfloat16}
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, rel=0.02) and loss.item() != exact
     assert {dtype for dtypes in seen.values() for dtype in dtypes} == {torch.bfloat16}
-    assert {"blocks.0.mlp.input", "blocks.0.mlp.output", "blocks.0.attention.qkv", "blocks.0", "norm"} <= seen.keys()
-    assert loss.dtype == torch.float32
+    assert {"attention", "blocks.0.mlp.input", "blocks.0.attention.qkv", "blocks.0", "norm"} <= seen.keys()
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_stacked_products_are_the_columns_of_one(dtype: torch.dtype) -> None:
-    """Their gradients too, to a rounding: a product of another width may add up in another order. Each is contiguous,
-    and so is what backward computes."""
-    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.0, "atol": 0.0}
-    one = Linear(32, 96, WRITTEN)
-    three = StackedLinear(32, 96, WRITTEN)
-    three.load_state_dict(one.state_dict())
-    inputs = [torch.randn(2, 5, 32).to(dtype).requires_grad_() for _ in range(2)]
-    inputs[1].data = inputs[0].data
-    columns = one(inputs[0])
-    pair, last = three(inputs[1])
-    assert pair.shape == (2, 2, 5, 32) and pair.is_contiguous() and last.is_contiguous()
-    torch.testing.assert_close(torch.cat((*pair, last), dim=-1), columns, **close)
-    grad = torch.randn(2, 5, 96).to(dtype)
-    columns.backward(grad)
-    torch.autograd.backward((pair, last), (torch.stack(grad.split(32, dim=-1)[:2]), grad[..., 64:]))
-    assert inputs[0].grad is not None and inputs[1].grad is not None
-    torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **close)
-    assert one.weight.grad is not None and three.weight.grad is not None
-    torch.testing.assert_close(three.weight.grad, one.weight.grad, **close)
 
 
 def test_weights_cast_together_are_those_cast_one_by_one() -> None:
@@ -312,48 +266,6 @@ def test_weights_cast_together_are_those_cast_one_by_one() -> None:
 
     for one, other in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(one, other)
-
-
-def test_each_layers_mix_has_the_gradients_of_its_formula() -> None:
-    config = tiny_config()
-    x, first = torch.randn(2, 2, 5, config.width, dtype=torch.float64).requires_grad_().unbind()
-    scales = torch.randn(4, dtype=torch.float64, requires_grad=True).unbind()
-
-    def two_layers(*inputs: Tensor) -> Tensor:
-        x, first, *scales = inputs
-        x, first = WRITTEN.mix(x, first, *scales[:2])
-        return WRITTEN.mix(x.sin(), first, *scales[2:])[0]
-
-    assert torch.autograd.gradcheck(two_layers, (x, first, *scales))
-
-
-def test_norms_and_rotations_on_a_cpu_have_the_gradients_of_their_formulas() -> None:
-    angles = torch.randn(5, 1, 3, dtype=torch.float64)
-    cos, sin = (torch.cat((table, table), dim=-1) for table in (angles.cos(), angles.sin()))
-    x = torch.randn(2, 5, 2, 6, dtype=torch.float64, requires_grad=True)
-    eps = 0.1  # large enough to be seen
-    assert torch.autograd.gradcheck(lambda x: gradients.RMSNorm.apply(x, eps), x)
-    assert torch.autograd.gradcheck(lambda x: gradients.Rotation.apply(x, cos, sin), x)
-    plain, ours = ReferenceKernels(), CpuKernels()
-    torch.testing.assert_close(ours.rms_norm(x, None, eps), plain.rms_norm(x, None, eps))
-    torch.testing.assert_close(ours.rotate(x, cos, sin), plain.rotate(x, cos, sin))
-
-
-def test_written_out_gradients_refuse_to_have_gradients() -> None:
-    x = torch.randn(2, 3, 6, requires_grad=True)
-    weight, scale, table = torch.randn(6, 6), torch.randn(()), torch.randn(3, 6)
-    for op in (
-        WRITTEN.relu_squared,
-        lambda x: gradients.product(x, weight),
-        lambda x: gradients.Product.apply(x, weight, None, True)[0],
-        lambda x: WRITTEN.mix(x, x, scale, scale)[0],
-        lambda x: gradients.RMSNorm.apply(x, 0.1),
-        lambda x: gradients.Rotation.apply(x, table, table),
-        lambda x: WRITTEN.offset_keys(x, (scale, scale)),
-    ):
-        first = torch.autograd.grad(op(x).square().sum(), x, create_graph=True)[0]
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.sum().backward()
 
 
 def test_norms_and_rotations_on_a_cpu_are_about_as_exact_as_torchs() -> None:
@@ -376,19 +288,6 @@ def test_norms_and_rotations_on_a_cpu_are_about_as_exact_as_torchs() -> None:
         assert 1e-3 < errors[2] <= most * errors[1] <= 0.02, errors
 
 
-class Operators(TorchDispatchMode):
-    """Lists the operators that run, without views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_dry_run_leaves_no_tensor_without_data() -> None:
     """The zero that relu squared adds to is kept for later steps of the process."""
     gradients._zero.cache_clear()
@@ -400,30 +299,8 @@ def test_a_dry_run_leaves_no_tensor_without_data() -> None:
     assert type(x.grad) is Tensor and x.grad.tolist() == [0.0, 6.0]
 
 
-def test_relu_squared_is_three_operators() -> None:
-    """Two forward and one backward, each a pass over the widest tensors of a block."""
-    x = torch.randn(5, 7, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(5, 7, dtype=torch.bfloat16)
-    WRITTEN.relu_squared(x).backward(grad)  # the zero of the backward pass exists from here on
-    x.grad = None
-    with Operators() as operators:
-        WRITTEN.relu_squared(x).backward(grad)
-    assert [func.name() for func in operators.seen] == ["aten::relu", "aten::mul.Tensor", "aten::addcmul"]
-    assert x.grad is not None
-    assert torch.equal(x.grad, grad * x.detach().relu() * 2)  # a factor of 2 is exact
-    double = x.detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(WRITTEN.relu_squared, double)
-
-
-def test_on_a_cpu_a_step_in_bf16_has_no_dot_product() -> None:
-    """torch adds one up place by place, in bf16: 15 ms for a million of them."""
-    model = lively_model(tiny_config(), kernels=cpu_device(dtype=torch.bfloat16).kernels)
-    tokens = random_tokens(model, 2, 8)
-    with Operators() as operators:
-        model(tokens, tokens).backward()
-    assert torch.ops.aten.dot.default not in operators.seen
-
-    # 100,000 ones: in bf16 a sum that goes up by 1 ends at 256.
+def test_a_dot_product_in_bf16_is_added_up_in_fp32() -> None:
+    """Of 100,000 ones: in bf16 a sum that grows by 1 ends at 256."""
     x, first = torch.ones(2, 100_000, dtype=torch.bfloat16).requires_grad_().unbind()
     a, b = torch.ones(2, requires_grad=True).unbind()
     mixed = WRITTEN.mix(x, first, a.to(x.dtype), b.to(x.dtype))[0]
@@ -476,9 +353,8 @@ def test_the_vocabulary_is_padded_to_64(vocab: int, padded: int) -> None:
 # ---------------------------------------------------------------------- rotary positions
 
 
-@pytest.mark.parametrize("head_dim", [32, 64, 128])
-def test_heads_begin_by_looking_back(head_dim: int) -> None:
-    config = tiny_config(sequence_len=64, head_dim=head_dim, width=128, n_kv_head=4, lookback_heads=3)
+def test_heads_begin_by_looking_back() -> None:
+    config = tiny_config(sequence_len=64, head_dim=64, width=128, n_kv_head=4, lookback_heads=3)
     model = GPT(config)
     model.init_weights(0)
     attention = model.blocks[0].attention
@@ -506,13 +382,10 @@ def test_a_parameter_without_initial_values_makes_the_loss_nan() -> None:
 
 
 @shapes
-def test_every_parameter_stands_in_one_group(shape: str) -> None:
+def test_every_parameter_is_in_one_group(shape: str) -> None:
     model = GPT(tiny_config(**SHAPES[shape]))
     groups = model.parameter_groups()
-    names = [name for group in groups.values() for name, _ in group]
-    assert sorted(names) == sorted(name for name, _ in model.named_parameters())
-    named = dict(model.named_parameters())
-    assert all(named[name] is parameter for group in groups.values() for name, parameter in group)
+    assert sorted(dict(sum(groups.values(), []))) == sorted(name for name, _ in model.named_parameters())
     assert len(groups["matrix"]) == 3 * 3  # attention output, MLP in and out
     assert [n for n, _ in groups["qkv"]] == [f"blocks.{i}.attention.qkv.weight" for i in range(3)]
     assert all(p.ndim == 2 for role in ("matrix", "qkv") for _, p in groups[role])
@@ -559,48 +432,26 @@ def test_initial_values() -> None:
     model.init_weights(0)
     weights = dict(model.named_parameters())
     std = 1 / math.sqrt(256)
-
-    def is_uniform(name: str, std: float) -> None:
-        weight = weights[name]
-        assert weight.std().item() == pytest.approx(std, rel=0.02), name
-        assert weight.abs().max().item() == pytest.approx(std * math.sqrt(3), rel=0.001), name
-
-    for name, size in (("embedding.weight", 0.8), ("head.weight", 0.001)):
-        assert weights[name].std().item() == pytest.approx(size, rel=0.02)
-        assert weights[name].mean().item() == pytest.approx(0, abs=0.01 * size)
-        assert weights[name].abs().max() > 3.5 * size  # normal, not uniform
-    for i in range(3):
-        is_uniform(f"blocks.{i}.attention.qkv.weight", std)
-        is_uniform(f"blocks.{i}.mlp.input.weight", 0.4 * std)
-        assert not weights[f"blocks.{i}.attention.output.weight"].any()
-        assert not weights[f"blocks.{i}.mlp.output.weight"].any()
-    for i in (0, 2):
-        is_uniform(f"value_embeddings.{i}.weight", std)
-        assert not weights[f"blocks.{i}.attention.value_gate.weight"].any()
-    torch.testing.assert_close(weights["residual_scales"], torch.tensor([1.15, 1.10, 1.05]))
-    torch.testing.assert_close(weights["embedding_scales"], torch.tensor([0.20, 0.125, 0.05]))
-
-
-def test_learned_norms_begin_at_one_and_biases_at_zero() -> None:
+    normal = {"embedding.weight": 0.8, "head.weight": 0.001}
+    uniform = {f"blocks.{i}.attention.qkv.weight": std for i in range(3)}
+    uniform |= {f"blocks.{i}.mlp.input.weight": 0.4 * std for i in range(3)}
+    uniform |= {f"value_embeddings.{i}.weight": std for i in (0, 2)}
+    for name, size in (normal | uniform).items():
+        weight = weights.pop(name)
+        assert weight.std().item() == pytest.approx(size, rel=0.02), name
+        assert weight.mean().item() == pytest.approx(0, abs=0.01 * size), name
+        if name in uniform:
+            assert weight.abs().max().item() == pytest.approx(size * math.sqrt(3), rel=0.001), name
+        else:
+            assert weight.abs().max() > 3.5 * size, name
+    torch.testing.assert_close(weights.pop("residual_scales"), torch.tensor([1.15, 1.10, 1.05]))
+    torch.testing.assert_close(weights.pop("embedding_scales"), torch.tensor([0.20, 0.125, 0.05]))
+    assert not any(weight.any() for weight in weights.values()), "each branch begins as the identity"
+    # In other families: learned gains begin at one, biases at zero.
     model = lively_model(tiny_config(**SHAPES["qwen2"]))
     model.init_weights(0)
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 1:
-            assert parameter.eq(1 if "norm" in name else 0).all(), name
-
-
-@shapes
-def test_a_fresh_model_is_the_identity_that_knows_nothing(shape: str) -> None:
-    model = GPT(tiny_config(**SHAPES[shape]))
-    model.init_weights(0)
-    tokens = random_tokens(model, 2, 16)
-    x = model.embedding(tokens)
-    if model.embedding_norm is not None:
-        x = model.embedding_norm(x)
-    torch.testing.assert_close(model.hidden(tokens), model.norm(x), rtol=1e-5, atol=1e-5)
-    if not model.config.tied_head:
-        loss = model(tokens, random_tokens(model, 2, 16, seed=1)) / 32
-        assert loss.item() == pytest.approx(math.log(100), abs=0.01)
+        assert parameter.ndim > 1 or parameter.eq(1 if "norm" in name else 0).all(), name
 
 
 def test_the_seed_decides_the_weights() -> None:
@@ -616,18 +467,18 @@ def test_the_seed_decides_the_weights() -> None:
 # ---------------------------------------------------------------------- configs
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"width": 30, "n_head": 4}, "width 30 is not a multiple of n_head 4"),
-        ({"n_head": 4, "n_kv_head": 3}, "n_head 4 is not a multiple of n_kv_head 3"),
-        ({"head_dim": 7}, "head_dim 7 is odd"),
-        ({"lookback_heads": 3}, "lookback_heads 3 are more than the 2 key heads"),
-        ({"head_dim": 6, "key_offset": True}, "four quarters, and head_dim is 6"),
-        ({"window_pattern": "SXL"}, "--window_pattern 'SXL'"),
-        ({"window_pattern": ""}, "--window_pattern ''"),
-    ],
-)
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"width": 30, "n_head": 4}, "width 30 .* n_head 4"),
+    ({"n_head": 4, "n_kv_head": 3}, "n_head 4 .* n_kv_head 3"),
+    ({"head_dim": 7}, "head_dim 7"),
+    ({"lookback_heads": 3}, "lookback_heads 3 .* 2 key heads"),
+    ({"head_dim": 6, "key_offset": True}, "head_dim is 6"),
+    ({"window_pattern": "SXL"}, "--window_pattern 'SXL'"),
+    ({"window_pattern": ""}, "--window_pattern ''"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), IMPOSSIBLE)
 def test_impossible_configs_say_why(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         tiny_config(**changes)
@@ -651,17 +502,15 @@ def test_a_row_longer_than_the_context_is_refused() -> None:
 @pytest.mark.parametrize("options", [{}, {"n_kv_head": 1}, {"norm_weight": True}, {"attention_bias": True}])
 def test_plain_operators_compute_what_the_written_out_ones_do(norm: Any, options: dict[str, Any]) -> None:
     """Loss and every gradient of whole models: separate queries and keys against joined ones, and autograd's gradients
-    against those that are written out."""
-    config = tiny_config(qk_norm=norm, lookback_heads=1, key_offset=True, **options)
+    against those that are written out for every device and for a CPU."""
+    config = tiny_config(qk_norm=norm, lookback_heads=1, key_offset=True, norm_eps=0.1, **options)
     tokens = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(0))
     found = []
-    for kernels in (ReferenceKernels(), WRITTEN):
+    for kernels in (ReferenceKernels(), WRITTEN, CpuKernels()):
         model = lively_model(config, kernels=kernels)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
-        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    (plain_loss, plain), (loss, written) = found
-    torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=0)
-    assert plain.keys() == written.keys()
-    for name, grad in written.items():
-        torch.testing.assert_close(grad, plain[name], rtol=1e-4, atol=1e-4)
+        found.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+    for written in found[1:]:
+        for name, plain in found[0].items():
+            torch.testing.assert_close(written[name], plain, rtol=1e-4, atol=1e-4, msg=name)

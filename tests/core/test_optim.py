@@ -8,7 +8,6 @@ import pytest
 import torch
 from tiny import run_ranks, tiny_config
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import optim
 from nanochat.device import Device
@@ -65,14 +64,6 @@ def test_orthogonalize_is_near_u_vt(rows: int, columns: int, size: float) -> Non
     assert (torch.linalg.matrix_norm(out - torch.stack(nearest), ord=2) < 0.15).all()
 
 
-def test_five_steps_reach_one_from_a_thousandth() -> None:
-    """The iteration acts on each singular value alone, by an odd polynomial a step."""
-    x = torch.logspace(-3, math.log10(1 / 1.02), 500, dtype=torch.float64)
-    for a, b, c in POLAR_EXPRESS:
-        x = a * x + b * x**3 + c * x**5
-    assert 0.85 < x.min() < x.max() < 1.15
-
-
 def test_orthogonalize_of_nothing_is_nothing() -> None:
     some = seeded(2, 4, 6, seed=0)
     some[1] = 0
@@ -89,26 +80,8 @@ def test_orthogonalize_in_bfloat16_follows_fp32(rows: int, columns: int) -> None
         exact, out = (orthogonalize(matrix[None], dtype) for dtype in (torch.float32, torch.bfloat16))
         assert out.dtype == torch.bfloat16
         out = out.float()
-        assert torch.linalg.svdvals(out).max() < 1.2
+        assert torch.linalg.svdvals(exact).min() > 0.85 and torch.linalg.svdvals(out).max() < 1.2
         assert (out - exact).norm() < 0.14 * exact.norm()
-
-
-def test_products_of_a_wide_matrix_are_those_of_its_gram_matrix() -> None:
-    """Of a matrix four times as wide as tall, in products of squares: 45 where each step multiplies the matrix."""
-
-    class Flops(TorchDispatchMode):
-        count = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
-                self.count += out.numel() * args[-2].size(-1)
-            return out
-
-    for dtype, most in ((torch.float32, 25), (torch.bfloat16, 35)):
-        with Flops() as flops:
-            orthogonalize(torch.randn(1, 16, 64), dtype)
-        assert flops.count <= most * 16**3
 
 
 # ---------------------------------------------------------------------- Muon
@@ -174,20 +147,14 @@ def test_muon_moves_imported_matrices_by_a_share_of_adamws_rate(rows: int, colum
     assert moved / IMPORTED_RATE == pytest.approx(0.2 * math.sqrt(width / columns), rel=0.15)
 
 
-@pytest.mark.parametrize(("elements", "error"), [(1 << 22, 0.0), (3 << 23, 2e-4)])
-def test_the_norm_of_a_large_gradient_is_exact(elements: int, error: float) -> None:
+def test_the_norm_of_a_large_gradient_is_exact() -> None:
     """A CPU sums the squares of a whole tensor in fp32: at 25 million elements 0.1% are lost, at 155 million 2%."""
-    parameter = nn.Parameter(torch.empty(elements // 64, 64))
-    parameter.grad = seeded(elements // 64, 64, seed=0)
+    parameter = nn.Parameter(torch.empty(3 << 17, 64))
+    parameter.grad = seeded(3 << 17, 64, seed=0)
     expected = parameter.grad.double().norm().item()
-    by_torch = parameter.grad.norm()
+    assert abs(parameter.grad.norm().item() / expected - 1) > 1e-3, "there is nothing to see"
     optimizer = Optimizer([ParameterGroup("adamw", [("p", parameter)], 0.1)], dtype=torch.float32)
-    norm = optimizer.reduce().sqrt()
-    if not error:  # one slice: the same bits as before there were slices
-        assert norm == by_torch.square().sqrt()
-    else:
-        assert abs(by_torch.item() / expected - 1) > 5 * error  # or there is nothing to see
-        assert norm.item() == pytest.approx(expected, rel=error)
+    assert optimizer.reduce().sqrt().item() == pytest.approx(expected, rel=2e-4)
 
 
 def test_row_splits_are_matrices_of_their_own() -> None:
@@ -207,9 +174,17 @@ def test_row_splits_are_matrices_of_their_own() -> None:
     torch.testing.assert_close(whole.detach(), torch.cat([p.detach() for p in pieces]), rtol=1e-5, atol=1e-6)
 
 
-def test_row_splits_must_cover_the_rows() -> None:
-    with pytest.raises(AssertionError, match="row_splits must cover"):
-        Optimizer([ParameterGroup("muon", [("p", nn.Parameter(torch.zeros(8, 4)))], 0.1, row_splits={"p": (4, 2)})])
+P = ("p", nn.Parameter(torch.zeros(8, 4)))
+MISTAKES = {
+    "row_splits": [ParameterGroup("muon", [P], 0.1, row_splits={"p": (4, 2)})],
+    "two groups": [ParameterGroup("muon", [P], 0.1), ParameterGroup("adamw", [P], 0.1)],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rows_left_out_and_a_parameter_in_two_groups_are_mistakes(mistake: str) -> None:
+    with pytest.raises(AssertionError, match=mistake):
+        Optimizer(MISTAKES[mistake])
 
 
 # ---------------------------------------------------------------------- AdamW
@@ -305,9 +280,10 @@ def assert_same_bytes(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 @every_adamw
 @pytest.mark.parametrize("poison", [0.0, torch.nan, torch.inf])
-def test_a_skipped_step_changes_no_byte(poison: float, kernels: TorchKernels) -> None:
+@pytest.mark.parametrize("begin", [0, 2])
+def test_a_skipped_step_changes_no_byte(begin: int, poison: float, kernels: TorchKernels) -> None:
     optimizer, parameters = make_optimizer(kernels=kernels)
-    run_steps(optimizer, parameters, range(2), [0])
+    run_steps(optimizer, parameters, range(begin), [0])
     before, state = values(parameters), copied(optimizer.state_dict())
     for skipped in range(2):
         set_gradients(parameters, skipped, [0])
@@ -319,47 +295,29 @@ def test_a_skipped_step_changes_no_byte(poison: float, kernels: TorchKernels) ->
         assert all(p.grad is None for p in parameters.values())
     assert_same_bytes(values(parameters), before)
     assert_same_bytes(optimizer.state_dict(), state)
-    run_steps(optimizer, parameters, range(2, 4), [0])
+    run_steps(optimizer, parameters, range(begin, 4), [0])
     straight, others = make_optimizer(kernels=kernels)
     run_steps(straight, others, range(4), [0])
     assert_same_bytes(values(parameters), values(others))
 
 
 @every_adamw
-def test_a_first_step_that_is_skipped_is_as_none(kernels: TorchKernels) -> None:
-    optimizer, parameters = make_optimizer(kernels=kernels)
-    before = values(parameters)
-    set_gradients(parameters, 0, [0])
-    step(optimizer, ok=ZERO)
-    assert_same_bytes(values(parameters), before)
-    assert not any(tensor.any() for tensor in optimizer.state_dict().values())
-
-
-@every_adamw
-def test_buckets_of_the_state_change_no_bit(kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optim, "BUCKET_ELEMENTS", 100)
-    results = []
-    for kept_as in (StateFormat(), StateFormat(in_main_memory=True)):
-        optimizer, parameters = make_optimizer(kernels=kernels, kept_as=kept_as)
-        run_steps(optimizer, parameters, range(6), [0])
-        results.append({**values(parameters), **copied(optimizer.state_dict())})
-    assert_same_bytes(*results)
-
-
-@every_adamw
-def test_an_update_in_parts_changes_no_bit(kernels: TorchKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its temporary tensors have as many elements as a part, and not as many as the model."""
+@pytest.mark.parametrize(("limit", "in_main_memory"), [("BUCKET_ELEMENTS", True), ("UPDATE_ELEMENTS", False)])
+def test_updates_in_buckets_and_in_parts_change_no_bit(
+    kernels: TorchKernels, limit: str, in_main_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Temporary tensors have as many elements as a part, and not as many as the model."""
     results = []
     elements = []
-    for most in (1 << 28, 100):
-        monkeypatch.setattr(optim, "UPDATE_ELEMENTS", most)
-        optimizer, parameters = make_optimizer(kernels=kernels)
+    for most, kept_as in ((1 << 28, StateFormat()), (100, StateFormat(in_main_memory=in_main_memory))):
+        monkeypatch.setattr(optim, limit, most)
+        optimizer, parameters = make_optimizer(kernels=kernels, kept_as=kept_as)
         run_steps(optimizer, parameters, range(6), [0])
         results.append({**values(parameters), **copied(optimizer.state_dict())})
         (adamw,) = [rule for rule in optimizer._rules if isinstance(rule, optim.AdamW)]
         elements.append(max(batch.first_moment.kept.numel() for batch in adamw.batches))
     assert_same_bytes(*results)
-    assert elements[1] < elements[0]
+    assert elements[1] < elements[0] or in_main_memory
 
 
 @every_adamw
@@ -381,13 +339,10 @@ def test_a_rounded_state_is_near_and_skips_steps_too(kernels: TorchKernels) -> N
 
 def test_a_mean_that_moves_slowly_is_not_rounded() -> None:
     """Rounded, a mean of beta 0.999 would never move from 1 towards 0.5."""
-    parameter = nn.Parameter(torch.zeros(3))
-    group = ParameterGroup("adamw", [("p", parameter)], 0.1, betas=(0.9, 0.999))
+    group = ParameterGroup("adamw", [("p", nn.Parameter(torch.zeros(3)))], 0.1, betas=(0.9, 0.999))
     state = Optimizer([group], kept_as=StateFormat(torch.bfloat16)).state_dict()
     assert state["adamw.p.first_moment"].dtype == torch.bfloat16
     assert state["adamw.p.second_moment"].dtype == torch.float32
-    one = torch.ones(())
-    assert one.lerp(one / 2, 0.001).bfloat16() == 1
 
 
 def test_reduce_returns_the_squared_norm() -> None:
@@ -403,18 +358,6 @@ def test_no_targets_divide_by_one() -> None:
         set_gradients(parameters, 0, [0])
         step(optimizer, targets)
     assert_same_bytes(values(one[1]), values(other[1]))
-
-
-def test_a_parameter_in_two_groups_is_a_mistake() -> None:
-    parameter = ("p", nn.Parameter(torch.zeros(4, 4)))
-    with pytest.raises(AssertionError, match="two groups"):
-        Optimizer([ParameterGroup("muon", [parameter], 0.1), ParameterGroup("adamw", [parameter], 0.1)])
-
-
-def test_empty_groups_are_left_out() -> None:
-    optimizer = Optimizer([ParameterGroup("muon", [], 0.1), ParameterGroup("adamw", [], 0.1)])
-    assert optimizer.groups == []
-    assert step(optimizer).item() == 0
 
 
 # ---------------------------------------------------------------------- on two ranks
@@ -455,22 +398,15 @@ def test_two_ranks_are_as_one_and_their_state_is_anyones() -> None:
         torch.testing.assert_close(others[name].detach(), value, rtol=0, atol=1e-5)
 
 
-def state_elements(optimizer: Optimizer) -> int:
-    return sum(tensor.numel() for tensor in optimizer.state_dict().values())
-
-
 def test_each_rank_holds_its_share_of_the_state() -> None:
-    def make(rank: int, world_size: int) -> Optimizer:
+    def elements(rank: int, ranks: int) -> int:
         matrices = [(f"m{i}", nn.Parameter(torch.zeros(32, 32))) for i in range(4)]
         tables = [("table", nn.Parameter(torch.zeros(256, 32)))]
         groups = [ParameterGroup("muon", matrices, 0.1), ParameterGroup("adamw", tables, 0.1)]
-        exchange = DdpExchange(Place(rank=rank, ranks=world_size)) if world_size > 1 else None
-        return Optimizer(groups, exchange=exchange)
+        exchange = DdpExchange(Place(rank=rank, ranks=ranks)) if ranks > 1 else None
+        return sum(tensor.numel() for tensor in Optimizer(groups, exchange=exchange).state_dict().values())
 
-    whole = state_elements(make(0, 1))
-    assert whole == 4 * (32 * 32 + 32) + 2 * 256 * 32 + 1
-    for world_size in (2, 4):
-        for rank in range(world_size):
-            assert (
-                state_elements(make(rank, world_size)) == (whole - 1) // world_size + 1
-            )  # the count of steps is all's
+    whole = 4 * (32 * 32 + 32) + 2 * 256 * 32
+    for ranks in (1, 2, 4):
+        for rank in range(ranks):
+            assert elements(rank, ranks) == whole // ranks + 1  # all have the count of steps

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from tiny import all_losses, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
+from tiny import all_losses, complaint, cpu_device, lively_model, run_ranks, tiny_config, tiny_tokenizer
 
 from nanochat import rollout
 from nanochat.alignment.advantages import kl_of_samples
@@ -18,7 +18,7 @@ from nanochat.conversation import Message, parse_reply, render_prompt, text_of
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
-from nanochat.ground.cli import Failed, UserError
+from nanochat.ground.cli import Failed
 from nanochat.losses import token_logp
 from nanochat.packing import pack_sequences
 from nanochat.rollout import Sample, Samples, policy_batches, with_advantages
@@ -168,16 +168,15 @@ def drawn_on_a_rank(device: Device, rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_ranks_samples_the_same(ranks):
+def test_any_number_of_ranks_samples_the_same():
     alone = drawn_on_a_rank(cpu_device(), 256)
-    assert run_ranks(drawn_on_a_rank, 256, world_size=ranks) == [alone] * ranks
+    assert run_ranks(drawn_on_a_rank, 256, world_size=3) == [alone] * 3
 
 
 def test_rows_at_once_change_no_sample_and_neighbours_do_not(engine):
     """Each reply is what it is by itself, with the seed of its question and its number."""
     alone = drawn_on_a_rank(cpu_device(), 256)
-    for rows in (1, 2, 7):
+    for rows in (2, 7):
         assert drawn_on_a_rank(cpu_device(), rows) == alone
     for number, ids in enumerate(alone["ids"]):
         question, sample = divmod(number, 3)
@@ -293,13 +292,22 @@ class Odd(Length):
 
 
 NOT_REWARDS = [math.nan, math.inf, -math.inf, 1e10, "1", None, [1.0], np.zeros(2), torch.ones(2), 1j]
+# What an environment or a task returns, and what the line must name.
+MISTAKES: list[tuple[Task, str]] = [
+    *((Odd(Step(reward=value)), "reward of length") for value in NOT_REWARDS),
+    *((Odd(None, value), "reward of length") for value in (math.nan, "1", None)),
+    (Odd(0.5), r"environment of length .* 0\.5"),
+    (Odd([]), r"environment of length .* \[\]"),
+    (Odd(Step("higher")), "environment of length .* 'higher'"),  # pyright: ignore[reportArgumentType]
+    (Odd(Step(["higher"])), "environment of length.* message 0"),  # pyright: ignore[reportArgumentType]
+    (Odd(Step([{"role": "guide", "content": "higher"}])), "environment of length.* message 0 .*'guide'"),
+    (Odd(Step([{"role": "user", "content": 3}])), "environment of length.* message 0 .*3"),  # pyright: ignore
+]
 
 
-@pytest.mark.parametrize("value", NOT_REWARDS, ids=repr)
-@pytest.mark.parametrize("source", ["environment", "task"])
-def test_what_is_not_a_reward_is_one_line_that_names_its_source(engine, value, source):
-    task = Odd(Step(reward=value)) if source == "environment" else Odd(None, value)
-    with pytest.raises(Failed, match="environment or the reward of length returned .*: not a number up to") as caught:
+@pytest.mark.parametrize(("task", "words"), MISTAKES)
+def test_what_is_not_a_reward_or_a_step_is_one_line_that_names_its_source(engine, task, words):
+    with pytest.raises(Failed, match=words) as caught:
         sample_episodes(engine, questions(2, task), rows=4, samples=2, max_tokens=4, seed=1)
     assert "\n" not in str(caught.value)
 
@@ -315,24 +323,7 @@ def test_numbers_of_any_library_are_rewards(engine, value, number):
     assert all(type(sample.reward) is float for sample in drawn)
 
 
-@pytest.mark.parametrize(
-    ("step", "words"),
-    [
-        (0.5, r"length returned 0\.5: a Step"),
-        ([], r"length returned \[\]: a Step"),
-        (Step("higher"), "length returned 'higher': a Step"),  # pyright: ignore[reportArgumentType]
-        (Step(["higher"]), "length: message 0 is not an object"),  # pyright: ignore[reportArgumentType]
-        (Step([{"role": "guide", "content": "higher"}]), "length: message 0 has the role 'guide'"),
-        (Step([{"role": "user", "content": 3}]), "length: message 0 .* has 3 as its content"),  # pyright: ignore
-    ],
-)
-def test_what_is_not_a_step_is_one_line_that_names_its_environment(engine, step, words):
-    with pytest.raises(Failed, match=f"the environment of {words}"):
-        sample_episodes(engine, questions(2, Odd(step)), rows=4, samples=2, max_tokens=4, seed=1)
-
-
 @pytest.mark.parametrize("messages", [5, None, [], "hello", ["hello"], [{"role": "guide", "content": "x"}]], ids=repr)
 def test_what_is_not_an_opening_is_one_line_that_names_its_environment(messages):
     environment = type("Game", (Environment,), {"start": lambda _: messages})(random.Random(0))
-    with pytest.raises(UserError, match="the environment of game: .*(start|message)"):
-        opening_of(environment, "game")
+    assert "environment of game" in complaint(lambda: opening_of(environment, "game"))

@@ -46,31 +46,25 @@ def draw(
     return sample(logits, RowSettings(params, table), noise, seen, kernels, counts, bias).tolist()
 
 
-@pytest.mark.parametrize(
-    ("settings", "kept"),
-    [
-        ({}, range(7)),
-        ({"temperature": 0.3}, range(7)),
-        ({"temperature": 2.0}, range(7)),
-        ({"temperature": 1e-3}, [1]),
-        ({"temperature": 1e-7}, [1]),
-        ({"temperature": 5e-324}, [1]),
-        ({"top_k": 1}, [1]),
-        ({"top_k": 3}, [1, 3, 5]),
-        ({"top_k": 99}, range(7)),
-        ({"top_p": 0.01}, [1]),
-        ({"top_p": 0.29}, [1]),
-        ({"top_p": 0.31}, [1, 3]),
-        ({"top_p": 0.54}, [1, 3]),
-        ({"top_p": 0.56}, [1, 3, 5]),
-        ({"top_p": 0.999}, range(7)),
-        ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # top_k first: of the best three, 0.41 + 0.34 reach 0.7
-        ({"min_p": 0.5}, [1, 3, 5]),
-        ({"min_p": 1.0}, [1]),
-        ({"min_p": 0.5, "top_p": 0.54}, [1, 3]),
-        ({"temperature": 2.0, "min_p": 0.5}, [1, 2, 3, 5, 6]),
-    ],
-)
+EVERY = range(7)
+KEPT: list[tuple[dict[str, Any], Any]] = [
+    *(({"temperature": value}, EVERY) for value in (1.0, 0.3, 2.0)),
+    *(({"temperature": value}, [1]) for value in (1e-3, 1e-7, 5e-324)),
+    *(({"top_k": k}, kept) for k, kept in ((1, [1]), (3, [1, 3, 5]), (99, EVERY))),
+    *(
+        ({"top_p": p}, kept)
+        for p, kept in ((0.01, [1]), (0.29, [1]), (0.31, [1, 3]), (0.54, [1, 3]), (0.56, [1, 3, 5]))
+    ),
+    ({"top_p": 0.999}, EVERY),
+    ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # top_k first: of the best three, 0.41 + 0.34 reach 0.7
+    ({"min_p": 0.5}, [1, 3, 5]),
+    ({"min_p": 1.0}, [1]),
+    ({"min_p": 0.5, "top_p": 0.54}, [1, 3]),
+    ({"temperature": 2.0, "min_p": 0.5}, [1, 2, 3, 5, 6]),
+]
+
+
+@pytest.mark.parametrize(("settings", "kept"), KEPT)
 @pytest.mark.parametrize("first_look", [0, 2, 64])
 def test_tokens_are_drawn_from_the_kept_probabilities(settings: dict[str, Any], kept: Any, first_look: int) -> None:
     expected = torch.zeros(7)
@@ -95,7 +89,7 @@ def test_neighbours_change_nothing_in_a_row() -> None:
         SamplingParams(frequency_penalty=-0.7, top_p=0.9),
     ]
     generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
+    for _ in range(20):
         logits = 3 * torch.randn(len(params), 200, generator=generator)
         noise = torch.rand(len(params), 1, generator=generator)
         seen = torch.rand(len(params), 200, generator=generator) < 0.3
@@ -143,7 +137,7 @@ def test_top_p_sorts_no_more_than_top_k_leaves(params, width: int, first: int, m
         seen = torch.zeros_like(logits, dtype=torch.bool)
         looking = TorchKernels()
         looking.top_p_first = first
-        for noise in torch.rand(40, len(params), 1, generator=generator):
+        for noise in torch.rand(10, len(params), 1, generator=generator):
             widths.clear()
             drawn = sample(logits, settings, noise, seen, looking)
             assert widths[-1] <= width and (first or widths[-1] == width)
@@ -186,23 +180,15 @@ def test_the_ends_of_the_noise_draw_nothing_impossible() -> None:
         assert draw(logits, [SamplingParams()], torch.tensor([[noise]])) == [token]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", math.nan),
-        ("temperature", math.inf),
-        ("top_k", -1),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("top_p", math.nan),
-        ("min_p", 1.5),
-        ("repetition_penalty", 0.0),
-        ("presence_penalty", 2.1),
-        ("frequency_penalty", -2.1),
-        ("seed", -1),
-    ],
-)
+OUT_OF_RANGE: list[tuple[str, float]] = [
+    *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
+    *(("top_p", value) for value in (0.0, 1.01, math.nan)),
+    *(("top_k", -1), ("min_p", 1.5), ("repetition_penalty", 0.0), ("seed", -1)),
+    *(("presence_penalty", 2.1), ("frequency_penalty", -2.1)),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
 def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
     with pytest.raises(UserError, match=f"--{name}"):
         check_ranges(SamplingParams(**{name: value}))
@@ -218,7 +204,7 @@ def test_settings_are_saved_as_what_they_change_and_read_back() -> None:
         *({"top_k": value} for value in (1.5, -1, 10**13)),
         *({"min_p": 2}, {"top_p": 0}, {"seed": 1}, {"unknown": 1}, {"temperature": 1, "unknown": 1}),
     ):
-        with pytest.raises(ValueError, match="sampling in meta.json") as refused:
+        with pytest.raises(ValueError, match=r"meta\.json") as refused:
             read_settings(hostile)
         assert "\n" not in str(refused.value) and len(str(refused.value)) < 200
 
@@ -271,5 +257,5 @@ def test_flags_replace_the_settings_of_a_checkpoint_within_their_ranges():
         0, 3, presence_penalty=0.5, seed=7
     )
     for name in set(vars(SamplingFlags())):
-        with pytest.raises(UserError, match=f"^--{name} -1: (at least|above) 0"):
+        with pytest.raises(UserError, match=f"^--{name} -1"):
             SamplingFlags(**{name: -1})

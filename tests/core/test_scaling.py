@@ -34,17 +34,16 @@ def test_parameter_counts_by_hand() -> None:
     }
 
 
-def test_flops_by_hand() -> None:
+def test_flops_and_horizon_by_hand() -> None:
     assert scaling_parameters(SMALL) == 294_912 + 98_304 + 32_768
+    assert training_tokens(SMALL, 10) == 4_259_840
     # 6 a parameter, and 12 x 2 heads x 64 x (128 + 512) tokens seen
     assert flops_per_token(SMALL) == 6 * 425_984 + 983_040
 
 
 def test_windows_save_flops_only_while_they_are_shorter_than_the_row() -> None:
-    long = model_config(4, 256, 512, "L", head_dim=64)
-    short = model_config(4, 256, 512, "S", head_dim=64)
+    long, short = (model_config(4, 256, 512, pattern, head_dim=64) for pattern in "LS")
     assert flops_per_token(long) - flops_per_token(short) == 12 * 256 * 3 * (512 - 128)
-    assert scaling_parameters(long) == scaling_parameters(short)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -67,13 +66,8 @@ def test_depth_decides_the_width(depth: int, head_dim: int, width: int, heads: i
     assert (config.n_layer, config.width, config.n_head, config.n_kv_head) == (depth, width, heads, heads)
     assert (config.head_dim, config.vocab_size, config.sequence_len) == (head_dim, 1000, 128)
     assert config.window_pattern == "SSL"
-
-
-def test_swiglu_has_as_many_parameters() -> None:
-    plain = model_config(12, 32768, 2048)
-    gated = model_config(12, 32768, 2048, mlp="swiglu")
-    assert gated.mlp == "swiglu" and gated.mlp_width == 2048
-    assert scaling_parameters(gated) == scaling_parameters(plain)
+    gated = model_config(depth, 1000, 128, "SSL", head_dim, mlp="swiglu")
+    assert scaling_parameters(gated) == pytest.approx(scaling_parameters(config), rel=0.03)
 
 
 def test_the_reference_is_its_own_rule() -> None:
@@ -88,28 +82,12 @@ def test_the_reference_is_its_own_rule() -> None:
 
 
 def test_batches_are_powers_of_two_that_grow_as_the_law() -> None:
-    config = model_config(12, 32768, 2048)
     sizes = [batch_tokens(10**6 * 2**i) for i in range(24)]
     assert sizes == sorted(sizes)
     assert all(size & (size - 1) == 0 for size in sizes)
-    law = math.log2(sizes[-1] / sizes[0]) / 23
-    assert law == pytest.approx(0.383, abs=1 / 23)
-    tokens = training_tokens(config, 12)
+    assert math.log2(sizes[-1] / sizes[0]) / 23 == pytest.approx(0.383, abs=1 / 23)
+    tokens = training_tokens(model_config(12, 32768, 2048), 12)
     assert batch_tokens(8 * tokens) == 1 << 20  # 8 ** 0.383 = 2.2
-
-
-def test_deeper_is_larger_in_every_number() -> None:
-    configs = [model_config(depth, 32768, 2048) for depth in range(2, 27, 4)]
-    for values in (
-        [scaling_parameters(c) for c in configs],
-        [flops_per_token(c) for c in configs],
-        [training_tokens(c, 10) for c in configs],
-        [batch_tokens(training_tokens(c, 10)) for c in configs],
-    ):
-        assert values == sorted(values)
-        assert values[0] < values[-1]
-    embedding = [rates(c, 1 << 19, 10**9).embedding for c in configs]
-    assert embedding == sorted(embedding, reverse=True)
 
 
 def test_rates_follow_width_batch_and_horizon() -> None:
@@ -129,10 +107,7 @@ def test_small_batches_keep_half_the_reference_rates_and_the_same_total_decay() 
     base = model_config(12, 32768, 2048)
     floor, tiny = rates(base, 1 << 17, 10**9), rates(base, 1 << 12, 10**9)
     assert (tiny.matrix, tiny.vector) == (0.01, 0.025) == (floor.matrix, floor.vector)
-    steps, tiny_steps = 10**9 / (1 << 17), 10**9 / (1 << 12)
-    assert tiny.weight_decay * tiny_steps == pytest.approx(floor.weight_decay * steps)
-    reference = rates(base, 1 << 19, scaling.training_tokens(base, 12))
-    assert (reference.matrix, reference.weight_decay) == pytest.approx((0.02, 0.2))
+    assert tiny.weight_decay * 2**5 == pytest.approx(floor.weight_decay), "with 32 times the steps"
 
 
 @pytest.mark.parametrize("depth", [2, 3, 12, 24])
@@ -144,8 +119,3 @@ def test_adamw_has_its_own_rate_for_the_matrices(depth: int) -> None:
     assert dataclasses.replace(adamw, matrix=muon.matrix, weight_decay=muon.weight_decay) == muon
     assert rates(config, 1 << 19, 10**9) == muon
     assert rates(config, 1 << 12, 10**9, "adamw").matrix == pytest.approx(adamw.matrix / 2)  # the floor of the batch
-
-
-def test_the_horizon_is_the_ratio_times_the_parameters() -> None:
-    assert training_tokens(SMALL, 10) == 4_259_840
-    assert training_tokens(SMALL, 0.5) == 212_992

@@ -37,8 +37,10 @@ def spin_count(program: str, **environment: str) -> str:
     return run.stdout.rpartition("torch: ")[2] if "torch: " in run.stdout else run.stderr
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_threads_wait_for_a_short_time_before_they_sleep(program):
-    assert spin_count(program) == "10000"
-    assert spin_count(program, GOMP_SPINCOUNT="5") == "5"
-    assert spin_count(program, OMP_WAIT_POLICY="active") == "None"
+CASES = [*((program, {}, "10000") for program in PROGRAMS), ("script", {"GOMP_SPINCOUNT": "5"}, "5")]
+CASES += [("launcher", {"OMP_WAIT_POLICY": "active"}, "None")]
+
+
+@pytest.mark.parametrize(("program", "environment", "expected"), CASES)
+def test_threads_wait_for_a_short_time_before_they_sleep(program, environment, expected):
+    assert spin_count(program, **environment) == expected

@@ -1,4 +1,9 @@
-"""Every public function of the story runs, and without it a run is another one: story_worker.py breaks each."""
+"""P9. The story runs, and stays small.
+
+Every public function of the story's files has a part in a run: story_worker.py breaks one after the other, and the weights,
+metrics or replies of a command change. On a CPU a quick sample of files and, in the soak, all; on a simulated NPU the
+model and its updates. The rings' import rules, the budget and the eight dependencies are in test_house.py.
+"""
 
 import json
 import os

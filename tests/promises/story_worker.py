@@ -1,6 +1,6 @@
 """Breaks one public function of the story's files after another, and says which changes no training run and no reply.
 
-python tests/core/story_worker.py DEVICE FILE ...     # breaks the FILEs' functions
+python tests/promises/story_worker.py DEVICE FILE ...     # breaks the FILEs' functions
 
 Commands of every stage run in this process, small. First each runs once, watched: which functions does it call? Then
 for every function copies of this process run commands that call it, with the function broken: it returns another
