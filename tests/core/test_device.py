@@ -35,56 +35,26 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Vendor(types.ModuleType):
-    """A stand-in for torch.npu or torch.cuda that records what it was asked to do."""
+    """A stand-in for torch.npu or torch.cuda that notes the calls which change something."""
 
     def __init__(self, kind: str, name: str, count: int = 2, has_bfloat16: bool = True):
         super().__init__(f"torch.{kind}")
-        self.device_name, self.count, self.has_bfloat16 = name, count, has_bfloat16
         self.calls: list[Any] = []
-
-    def is_available(self) -> bool:
-        return self.count > 0
-
-    def device_count(self) -> int:
-        return self.count
-
-    def set_device(self, index: int) -> None:
-        self.calls.append(("set_device", index))
-
-    def get_device_name(self, index: int) -> str:
-        return self.device_name
-
-    def is_bf16_supported(self) -> bool:
-        return self.has_bfloat16
-
-    def get_device_capability(self) -> tuple[int, int]:
-        return (8, 0) if self.has_bfloat16 else (7, 5)
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-
-    def set_task_queue_enable(self, level: int) -> None:
-        self.calls.append(("task queue", level))
-
-    def get_task_queue_enable(self) -> int:
-        return 2
-
-    def NPUGraph(self) -> Any:  # noqa: N802 (torch_npu's name)
-        return types.SimpleNamespace(replay=lambda: None)
+        facts = {
+            "is_available": count > 0, "device_count": count, "get_device_name": name, "max_memory_allocated": 12345,
+            "is_bf16_supported": has_bfloat16, "get_device_capability": (8, 0) if has_bfloat16 else (7, 5),
+            "_is_in_bad_fork": False, "get_task_queue_enable": 2,
+            "NPUGraph": types.SimpleNamespace(replay=lambda: None),
+        }  # fmt: skip
+        for function, value in facts.items():
+            setattr(self, function, lambda *_, value=value: value)
+        for function in ("set_device", "synchronize", "set_task_queue_enable", "manual_seed_all"):
+            setattr(self, function, lambda *values, function=function: self.calls.append((function, *values)))
 
     def graph(self, graph: Any, pool: Any, capture_error_mode: str) -> Any:
         assert capture_error_mode == "thread_local", "other threads of a server use the device meanwhile"
-        self.calls.append("record" if pool is None else ("record in", pool))
+        self.calls.append(("record", pool))
         return contextlib.nullcontext()
-
-    def max_memory_allocated(self) -> int:
-        return 12345
-
-    def _is_in_bad_fork(self) -> bool:
-        return False
-
-    def manual_seed_all(self, seed: int) -> None:
-        self.calls.append(("seed", seed))
 
 
 @pytest.fixture
@@ -174,7 +144,7 @@ def test_auto_prefers_an_accelerator(vendors: Any) -> None:
     assert device.torch_device == torch.device("cuda", 1)
     device.synchronize()
     device.seed(3)
-    assert cuda.calls == [("set_device", 1), "synchronize", ("seed", 3)]
+    assert cuda.calls == [("set_device", 1), ("synchronize",), ("manual_seed_all", 3)]
     assert device.peak_memory() == 12345
     vendors(cuda=Vendor("cuda", "Tesla T4", has_bfloat16=False))
     assert (init("cuda").dtype, init("cuda").peak_flops) == (torch.float32, None)
@@ -222,15 +192,19 @@ def test_the_task_queue_steps_down_while_launches_are_recorded(vendors: Any) -> 
     device = init("npu")
     with pytest.raises(ZeroDivisionError):
         decoding.capture(device, lambda: 1 / 0)
-    assert npu.calls[-3:] == [("task queue", 1), "record", ("task queue", 2)]
+    assert npu.calls[-3:] == [("set_task_queue_enable", 1), ("record", None), ("set_task_queue_enable", 2)]
     decoding.capture(device, lambda: None, "memory of others")
-    assert npu.calls[-2] == ("record in", "memory of others")
+    assert npu.calls[-2] == ("record", "memory of others")
 
 
-def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(Vendor, "set_task_queue_enable")
+def npu_that_cannot_step_down() -> Vendor:
     npu = Vendor("npu", "Ascend910B3")
-    vendors(npu=npu)
+    del npu.set_task_queue_enable
+    return npu
+
+
+def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any) -> None:
+    vendors(npu=npu_that_cannot_step_down())
     device = init("npu")
     assert os.environ["TASK_QUEUE_ENABLE"] == "1"
     assert device.runtime.records("auto")
@@ -239,16 +213,14 @@ def test_a_torch_npu_that_cannot_step_down_begins_there(vendors: Any, monkeypatc
 
 def test_nothing_is_recorded_where_the_queue_cannot_step_down(vendors: Any, monkeypatch: Any, capsys: Any) -> None:
     """Guides for this vendor export TASK_QUEUE_ENABLE=2, and torch_npu before 2.13 cannot leave it for a recording."""
-    monkeypatch.delattr(Vendor, "set_task_queue_enable")
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "2")
-    vendors(npu=Vendor("npu", "Ascend910B3"))
+    vendors(npu=npu_that_cannot_step_down())
     monkeypatch.setattr(decoding, "NOT_RECORDING", set())
     runtime = init("npu").runtime
     assert not runtime.records("auto") and not runtime.records("auto")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("warning: ") and "unset TASK_QUEUE_ENABLE" in line
-    with pytest.raises(UserError, match="--graphs on: .*unset TASK_QUEUE_ENABLE"):
-        runtime.records("on")
+    assert re.search("--graphs on.*TASK_QUEUE_ENABLE", complaint(lambda: runtime.records("on")))
     decoding.NOT_RECORDING.clear()
     monkeypatch.setenv("TASK_QUEUE_ENABLE", "1")
     assert runtime.records("on")

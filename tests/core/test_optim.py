@@ -64,6 +64,14 @@ def test_orthogonalize_is_near_u_vt(rows: int, columns: int, size: float) -> Non
     assert (torch.linalg.matrix_norm(out - torch.stack(nearest), ord=2) < 0.15).all()
 
 
+def test_five_steps_reach_one_from_a_thousandth() -> None:
+    """The iteration acts on each singular value separately, by an odd polynomial a step."""
+    x = torch.logspace(-3, math.log10(1 / 1.02), 500, dtype=torch.float64)
+    for a, b, c in POLAR_EXPRESS:
+        x = a * x + b * x**3 + c * x**5
+    assert 0.85 < x.min() < x.max() < 1.15
+
+
 def test_orthogonalize_of_nothing_is_nothing() -> None:
     some = seeded(2, 4, 6, seed=0)
     some[1] = 0
@@ -80,7 +88,7 @@ def test_orthogonalize_in_bfloat16_follows_fp32(rows: int, columns: int) -> None
         exact, out = (orthogonalize(matrix[None], dtype) for dtype in (torch.float32, torch.bfloat16))
         assert out.dtype == torch.bfloat16
         out = out.float()
-        assert torch.linalg.svdvals(exact).min() > 0.85 and torch.linalg.svdvals(out).max() < 1.2
+        assert torch.linalg.svdvals(out).max() < 1.2
         assert (out - exact).norm() < 0.14 * exact.norm()
 
 

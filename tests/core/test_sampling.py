@@ -1,7 +1,7 @@
 """Sampling: tokens are drawn from the requested probabilities, each row by its own settings, and by its seed alone."""
 
+import itertools
 import math
-from itertools import product
 from typing import Any
 
 import pytest
@@ -106,44 +106,27 @@ def test_neighbours_change_nothing_in_a_row() -> None:
             assert draw(logits[alone], [one], noise[alone], seen[alone], 0, own_counts, own_bias) == [together[row]]
 
 
-TOP_P_NEEDS = [  # what a batch holds, and how many of the likeliest tokens its top_p looks at
-    ([SamplingParams(top_k=40, top_p=0.9)], 40),
-    ([SamplingParams(top_k=40, top_p=0.9), SamplingParams(top_k=7, top_p=0.5), SamplingParams(top_k=99)], 40),
-    ([SamplingParams(top_k=40, top_p=0.9), SamplingParams(), SamplingParams(temperature=0, top_p=0.8)], 40),
-    ([SamplingParams(top_k=40, top_p=0.9), SamplingParams(top_p=0.9)], 500),
-    ([SamplingParams(top_k=4000, top_p=0.9)], 500),
-    ([SamplingParams(min_p=0.1, top_p=0.9)], 500),  # 500 tokens may all have a tenth of the likeliest one's probability
-    ([SamplingParams(top_k=40), SamplingParams(temperature=0, top_p=0.8)], 1),
-]
+LIMITS = [{"top_k": 40}, {"top_k": 7, "top_p": 0.5}, {"top_k": 99}, {}, {"temperature": 0}]
+LIMITS += [{"top_k": 4000}, {"min_p": 0.1}]
 
 
-@pytest.mark.parametrize(("params", "width"), TOP_P_NEEDS)
 @pytest.mark.parametrize("first", [0, 16])
-def test_top_p_sorts_no_more_than_top_k_leaves(params, width: int, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And it draws what it would draw from a whole sort; a whole vocabulary of equal logits among them."""
-    widths: list[int] = []
-    topk = Tensor.topk
-
-    def counted(tensor: Tensor, k: int, **rest: Any) -> Any:
-        widths.append(k)
-        return topk(tensor, k, **rest)
-
-    monkeypatch.setattr(Tensor, "topk", counted)
+def test_top_p_after_other_limits_is_that_of_a_whole_sort(first: int) -> None:
+    """Among the likeliest tokens that top_k leaves, or the first few; equal logits included."""
     generator = torch.Generator().manual_seed(6)
-    for rounding in (0, 0, 0, 1, 1, 2, 2, 100):  # logits of few values: whole groups are as likely as the k-th
+    looking = TorchKernels()
+    looking.top_p_first = first
+    for rounding, others in itertools.product((0, 1, 2, 100), ([], LIMITS[1:3], LIMITS[3:5], LIMITS)):
+        params = [SamplingParams(**{"top_p": 0.9, **settings}) for settings in (LIMITS[0], *others)]
         logits = 4 * torch.randn(len(params), 500, generator=generator)
-        logits = (logits / rounding).round() * rounding if rounding else logits
+        logits = (logits / rounding).round() * rounding if rounding else logits  # groups are as likely as the k-th
         settings = RowSettings(params, torch.tensor([RowSettings.numbers(one) for one in params]))
+        whole = RowSettings(params, settings.table)
+        whole.top_p_candidates = 0
         seen = torch.zeros_like(logits, dtype=torch.bool)
-        looking = TorchKernels()
-        looking.top_p_first = first
-        for noise in torch.rand(10, len(params), 1, generator=generator):
-            widths.clear()
-            drawn = sample(logits, settings, noise, seen, looking)
-            assert widths[-1] <= width and (first or widths[-1] == width)
-            whole = RowSettings(params, settings.table)
-            whole.top_p_candidates = 0
-            assert torch.equal(drawn, sample(logits, whole, noise, seen, TorchKernels()))
+        for noise in torch.rand(20, len(params), 1, generator=generator):
+            expected = sample(logits, whole, noise, seen, TorchKernels())
+            assert torch.equal(sample(logits, settings, noise, seen, looking), expected)
 
 
 def test_equal_logits_are_kept_or_dropped_together() -> None:
@@ -219,9 +202,8 @@ def test_uniforms_depend_on_seed_and_number_alone_and_are_even() -> None:
     firsts = torch.stack([torch.from_numpy(uniforms(seed, 4)) for seed in range(2000)])
     assert firsts.unique().numel() > 0.999 * firsts.numel()
     assert uniforms(0, 2).tolist() == UNIFORMS and len(uniforms(2**64, 1)) == 1
-    assert (
-        len({seed_of(1, *numbers) for n in range(4) for numbers in product(range(13), repeat=n)}) == 1 + 13 + 169 + 2197
-    )
+    numbers = [path for n in range(4) for path in itertools.product(range(13), repeat=n)]
+    assert len({seed_of(1, *path) for path in numbers}) == len(numbers)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -1,6 +1,6 @@
 """Breaks one public function of the story's files after another, and says which changes no training run and no reply.
 
-python tests/promises/story_worker.py DEVICE FILE ...     # breaks the FILEs' functions
+python tests/promises/story_worker.py DEVICE COUNT FILE ...     # breaks COUNT of the FILEs' functions, 0: all
 
 Commands of every stage run in this process, small. First each runs once, watched: which functions does it call? Then
 for every function copies of this process run commands that call it, with the function broken: it returns another
@@ -20,6 +20,7 @@ import inspect
 import io
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -127,7 +128,8 @@ def outcome(device: str, name: str) -> str:
             digest.update(path.read_bytes())
         elif path.name in ("metrics.jsonl", "meta.json", "tokenizer.json"):
             for line in [path.read_text()] if path.suffix == ".json" else path.read_text().splitlines():
-                digest.update(json.dumps(without_noise(json.loads(line)), sort_keys=True).encode())
+                record = json.dumps(without_noise(json.loads(line)), sort_keys=True)
+                digest.update(record.replace(str(base), "").encode())
     return digest.hexdigest()
 
 
@@ -187,7 +189,7 @@ def is_abstract(function: types.FunctionType) -> bool:
 
 
 def watched(device: str, name: str, codes: dict[types.CodeType, str]) -> str:
-    """Runs a command; the functions that it calls, as JSON."""
+    """Runs a command; its outcome and the functions that it calls, as JSON."""
     seen: set[str] = set()
 
     def watch(frame: Any, event: str, argument: Any) -> None:
@@ -196,9 +198,9 @@ def watched(device: str, name: str, codes: dict[types.CodeType, str]) -> str:
 
     threading.setprofile(watch)
     sys.setprofile(watch)
-    outcome(device, name)
+    found = outcome(device, name)
     sys.setprofile(None)
-    return json.dumps(sorted(seen))
+    return json.dumps([found, sorted(seen)])
 
 
 # ---------------------------------------------------------------------- breaking
@@ -210,6 +212,16 @@ class Unbreakable(Exception):
 
 class Useless:
     """Stands for an object; whatever is done with it fails."""
+
+
+OTHER: dict[type, Callable[[Any], Any]] = {
+    bool: lambda value: not value,
+    int: lambda value: value + 1,
+    float: lambda value: value * 1.5 + 0.125,
+    str: lambda value: value + "x",
+    bytes: lambda value: value + b"x",
+    Path: lambda value: value.with_name(value.name + "x"),
+}
 
 
 def broken(value: Any) -> Any:
@@ -225,18 +237,9 @@ def broken(value: Any) -> Any:
         return value.flip(-1) if value.ndim and not torch.equal(value, value.flip(-1)) else value + 1
     if value is None or isinstance(value, type):
         raise Unbreakable
-    if isinstance(value, bool):
-        return not value
-    if isinstance(value, int):
-        return value + 1
-    if isinstance(value, float):
-        return value * 1.5 + 0.125
-    if isinstance(value, str):
-        return value + "x"
-    if isinstance(value, bytes):
-        return value + b"x"
-    if isinstance(value, Path):
-        return value.with_name(value.name + "x")
+    for kind, change in OTHER.items():
+        if isinstance(value, kind):
+            return change(value)
     if isinstance(value, tuple | list):
         items = broken_items(value)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
@@ -310,8 +313,7 @@ def in_a_process(base: Path, work: Callable[[], str], seconds: int = 60) -> str:
         os.environ["NANOCHAT_BASE_DIR"] = str(base)
         nothing = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nothing, 1)
-        if not os.environ.get("STORY_DEBUG"):
-            os.dup2(nothing, 2)
+        os.dup2(nothing, 2)
         try:
             answer = work()
         except BaseException as error:
@@ -357,11 +359,13 @@ def verdict_of(
 
 
 def main() -> None:
-    device, *files = sys.argv[1:]
+    device, count, *files = sys.argv[1:]
     torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(module)
     found = functions(files)
+    if int(count):
+        found = {name: found[name] for name in random.Random(47).sample(sorted(found), int(count))}
     codes = {function.__code__: name for name, function in found.items()}
     with tempfile.TemporaryDirectory() as temporary:
         os.chdir(temporary)
@@ -377,21 +381,22 @@ def main() -> None:
             before[name] = Path(temporary) / f"before {name}"
             shutil.copytree(base, before[name])
             began = time.time()
-            expected[name] = in_a_copy(before[name], lambda name=name: outcome(device, name))
+            answer = in_a_process(base, lambda name=name: watched(device, name, codes))
+            assert not answer.startswith(FAILED), (name, answer)
+            expected[name], calls[name] = json.loads(answer)
             seconds[name] = time.time() - began
-            calls[name] = json.loads(in_a_process(base, lambda name=name: watched(device, name, codes)))
-            print(name, f"{seconds[name]:.2f} s", expected[name][:60], file=sys.stderr, flush=True)
+            print(name, f"{seconds[name]:.2f} s", file=sys.stderr, flush=True)
         for name, function in found.items():
             users = sorted((command for command in COMMANDS if name in calls[command]), key=lambda user: seconds[user])
 
-            def answer(user: str, runs: bool, function: types.FunctionType = function) -> str:
+            def answer_of(user: str, runs: bool, function: types.FunctionType = function) -> str:
                 def work() -> str:
                     break_function(function, runs)
                     return outcome(device, user)
 
                 return in_a_copy(before[user], work)
 
-            print(json.dumps([name, verdict_of(function, users, expected, answer)]), flush=True)
+            print(json.dumps([name, verdict_of(function, users, expected, answer_of)]), flush=True)
 
 
 if __name__ == "__main__":
