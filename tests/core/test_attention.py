@@ -277,30 +277,3 @@ def test_segments_know_where_documents_end() -> None:
     assert again.numbers.tolist() == [[1, 1, 2, 3]] and again.ends == [2, 3, 4]
     assert segments.bounds.tolist() == [0, 3, 6, 10, 12] and segments.bounds.dtype == torch.int32
     assert [segments.first_key(start) for start in range(6)] == [0, 0, 0, 0, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("plain", "window", "document", "most"),
-    [(1024, 0, 128, 400), (4096, 512, 2048, 680), (1024, 512, 128, 400), (4096, 0, 2048, 1152), (4096, 0, 128, 400)],
-)
-def test_scores_grow_with_windows_and_documents(
-    monkeypatch: pytest.MonkeyPatch, plain: int, window: int, document: int, most: int
-) -> None:
-    """How many scores a query computes in a row of 2,048 tokens; with a mask alone it would be 2,048."""
-    computed = []
-
-    def products(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        computed.append(q.size(1) * k.size(1))
-        return q
-
-    def fused(q: Tensor, k: Tensor, v: Tensor, **_: Any) -> Tensor:
-        computed.append(q.size(2) * k.size(2))
-        return q
-
-    monkeypatch.setattr(cpu, "PLAIN_TOKENS", plain)
-    monkeypatch.setattr(cpu, "masked_products", products)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
-    segments = Segments.from_numbers((torch.arange(2048) // document)[None])
-    row = torch.zeros(1, 2048, 1, 1)
-    CpuKernels().attention(row, row, row, scale=1.0, window=window, segments=segments)
-    assert sum(computed) / 2048 <= most
