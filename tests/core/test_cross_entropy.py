@@ -44,7 +44,7 @@ chunked = pytest.mark.parametrize("chunk_tokens", [1, 7, 4096])
 @chunked
 @pytest.mark.parametrize("cap", [0.0, 15.0, 2.0])
 def test_fused_equals_plain(cap: float, chunk_tokens: int) -> None:
-    """Sums and losses of single tokens, their gradients, and both without gradients."""
+    """Sums and losses of single tokens, their gradients for an upstream gradient of 3, and both without gradients."""
     hidden, weight, targets = case = random_case(scale=3.0)
     share = torch.randn(N)  # as an advantage: of both signs
 
@@ -57,8 +57,9 @@ def test_fused_equals_plain(cap: float, chunk_tokens: int) -> None:
 
     for fused, reference in ((linear_cross_entropy, plain), (weighted, plain_weighted)):
         wanted = with_gradients(reference, *case, cap)
-        for got, one in zip(with_gradients(fused, *case, cap, chunk_tokens), wanted, strict=True):
-            torch.testing.assert_close(got, one, rtol=2e-5, atol=1e-5)
+        thrice = with_gradients(lambda *inputs, fused=fused: 3 * fused(*inputs), *case, cap, chunk_tokens)
+        for got, one in zip(thrice, wanted, strict=True):
+            torch.testing.assert_close(got / 3, one, rtol=2e-5, atol=1e-5)
         with torch.no_grad():
             torch.testing.assert_close(fused(*case, cap, chunk_tokens), wanted[0], rtol=2e-5, atol=1e-5)
     assert token_losses(*case, cap, chunk_tokens)[targets == IGNORE].eq(0).all()
