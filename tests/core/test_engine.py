@@ -66,16 +66,6 @@ def test_greedy_is_the_model_without_a_cache(shape: str, monkeypatch: pytest.Mon
     assert len(set(expected[0])) > 3
 
 
-def test_equal_prompts_are_read_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[int] = []
-    prefill = Slots.prefill
-    monkeypatch.setattr(
-        Slots, "prefill", lambda self, s, pieces, f: read.append(len(pieces)) or prefill(self, s, pieces, f)
-    )
-    engine.generate([prompt_of(9)] * 3 + [prompt_of(4)] + [prompt_of(9)], max_tokens=3, sampling=GREEDY)
-    assert read == [2]
-
-
 def test_bfloat16_weights_are_a_copy() -> None:
     model = lively_model(tiny_config(vocab_size=tiny_tokenizer().vocab_size))
     engine = Engine(model, tiny_tokenizer(), cpu_device(dtype=torch.bfloat16))
@@ -420,39 +410,15 @@ def test_recorded_launches_give_the_same_tokens_and_are_kept(shape: str, whole_c
     """Few recordings, in one memory, which later calls use again, also smaller ones and ones with other settings."""
     engine = accelerated(shape, whole_cache)
     plain = make_engine(shape, sequence_len=200)
+    made = []
     for prompts, new, rows in ((LONG, 60, 4), (LONG, 60, 4), (LONG[:3], 20, 2), (LONG[4:5], 60, None)):
         settings = [SamplingParams(temperature=number % 2, seed=number) for number in range(len(prompts))]
         arguments = {"max_tokens": new, "sampling": settings, "max_rows": rows, "keep_stop": True}
         assert engine.generate(prompts, **arguments) == plain.generate(prompts, **arguments)
-        if prompts is LONG:
-            made = len(recorded.memories)
-    assert 3 <= made <= len(recorded.memories) <= 3 * 3, "by powers of two: 1 to 4 rows, 64 to 200 tokens"
+        made.append(len(recorded.memories))
+    assert 3 <= made[0] == made[1] <= made[-1] <= 3 * 3, "by powers of two: 1 to 4 rows, 64 to 200 tokens"
     assert len(set(map(id, recorded.memories))) == 1
-
-
-def test_a_second_call_records_nothing_and_needs_no_memory(recorded: Recorded) -> None:
-    engine = accelerated()
-    arguments = {"max_tokens": 60, "sampling": SamplingParams(seed=3), "max_rows": 4}
-    first = engine.generate(LONG, **arguments)
-    made = len(recorded.memories)
-    (kept,) = engine.decoders.kept
-    for _ in range(3):
-        assert engine.generate(LONG, **arguments) == first
-        assert engine.decoders.kept == [kept] and len(recorded.memories) == made
-        assert kept.cache.stride == 64, "the next call reads as little as this one"
-
-
-def test_callers_that_take_turns_record_once(recorded: Recorded) -> None:
-    """Many short replies and one long one; a caller with more rows replaces one with fewer."""
-    engine = accelerated()
-    short = [prompt_of(5, seed=number) for number in range(8)]
-    counts = []
-    for _ in range(3):
-        for rows in (7, 8):
-            engine.generate(short[:rows], max_tokens=20, sampling=GREEDY)
-        engine.generate([prompt_of(100)], max_tokens=40, sampling=GREEDY)
-        counts.append(len(recorded.memories))
-    assert counts[0] == counts[1] == counts[2] and [slots.size for slots in engine.decoders.kept] == [8, 1]
+    assert len(engine.decoders.kept) == 1
 
 
 def test_an_engine_and_its_recordings_are_freed_without_the_garbage_collector(recorded: Recorded) -> None:
