@@ -8,6 +8,7 @@ import pytest
 import torch
 from tiny import run_ranks, tiny_config
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanochat import optim
 from nanochat.device import Device
@@ -90,6 +91,26 @@ def test_orthogonalize_in_bfloat16_follows_fp32(rows: int, columns: int) -> None
         out = out.float()
         assert torch.linalg.svdvals(out).max() < 1.2
         assert (out - exact).norm() < 0.14 * exact.norm()
+
+
+class Flops(TorchDispatchMode):
+    """Counts the multiplications of batched products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default):
+            self.count += out.numel() * args[-2].size(-1)
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 25), (torch.bfloat16, 35)])
+def test_products_of_a_wide_matrix_are_those_of_its_gram_matrix(dtype: torch.dtype, most: int) -> None:
+    """Of a matrix four times as wide as tall, in products of squares: 45 where each step multiplies the matrix."""
+    with Flops() as flops:
+        orthogonalize(torch.randn(1, 16, 64), dtype)
+    assert flops.count <= most * 16**3
 
 
 # ---------------------------------------------------------------------- Muon
