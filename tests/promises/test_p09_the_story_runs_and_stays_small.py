@@ -90,7 +90,7 @@ def require_parts(found: dict[str, str], more: str = "") -> set[str]:
 
 @pytest.mark.slow
 def test_each_of_a_sample_of_functions_has_its_part_in_a_run():
-    found = verdicts("cpu", 10, *STORY.split())
+    found = verdicts("cpu", 8, *STORY.split())
     assert sorted(require_parts(found) & found.keys()) == [], "they have a part"
 
 
