@@ -451,6 +451,7 @@ def trl_trainer(**settings: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_losses_of_preferences_are_those_of_trl():
     """The same tiny models on the same tokens: padded rows in TRL's functions, packed ones in ours."""
     cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer").CPOTrainer
