@@ -8,10 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import SHAPES, ReferenceKernels, lively_model, tiny_config
+from tiny import SHAPES, ReferenceKernels, cpu_device, lively_model, tiny_config
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from nanochat import scaling
 from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.gpt import GPT, Attention, GPTConfig
@@ -485,3 +486,24 @@ def test_plain_operators_compute_what_the_written_out_ones_do(norm: Any, options
     for written in found[1:]:
         for name, plain in found[0].items():
             torch.testing.assert_close(written[name], plain, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_bytes_kept_for_backward() -> None:
+    """One more token keeps 391 KiB, at depth 12 in bf16 on a CPU."""
+
+    def bytes_kept(tokens: int) -> int:
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with FakeTensorMode():
+            model = GPT(scaling.model_config(12, 1024, tokens), cpu_device(dtype=torch.bfloat16).kernels)
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                model(ids, ids)
+        return sum(kept.values())
+
+    assert bytes_kept(512) - bytes_kept(256) <= 256 * 392 * 1024

@@ -534,3 +534,19 @@ def test_a_micro_batch_of_padding_adds_nothing():
         loss, count = row.function(model, batch, sft_weight=1.0, stats=stats)
         assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
         assert not gradient(model, loss).any()
+
+
+@pytest.mark.slow  # it imports TRL
+def test_the_reward_loss_is_that_of_trl():
+    trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
+    numbers = torch.arange(10)[None]  # of the replies to five questions, each with its one target
+    batch = PairBatch(PackedBatch(numbers, numbers, Segments.from_numbers(numbers), numbers), 5)
+    scores = torch.randn(1, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    loss, count = reward_loss(lambda *_, **__: scores, batch)
+    chosen_first = torch.cat((scores[0, 0::2], scores[0, 1::2]))[:, None]
+    inputs = {"attention_mask": numbers}
+    theirs = trainer.compute_loss(trl_trainer(), lambda **_: SimpleNamespace(logits=chosen_first), inputs)
+    torch.testing.assert_close(loss / count, theirs)
+    ours, expected = (torch.autograd.grad(one, scores)[0] for one in (loss / count, theirs))
+    torch.testing.assert_close(ours, expected)
+    assert expected.abs().max() > 0.05

@@ -5,8 +5,11 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -133,6 +136,44 @@ def test_a_profiled_run_is_the_same(on_npu):
     assert losses(base, "base", "profiled") == losses(base, "base")
 
 
+def test_a_chat_over_the_pages_api(on_npu, texts):
+    """What the page sends and gets, from a server on a simulated NPU."""
+    command = [sys.executable, RUN, sys.executable, "-m", "scripts.chat_web", "--device=npu", "--source=rl", "--port=0"]
+    keep = {**os.environ, "NANOCHAT_BASE_DIR": str(on_npu[0]), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen(command, cwd=texts, env=keep, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout
+        address_line = next(line for line in server.stdout if "http://" in line)
+        address = re.search(r"http://[\w.:]+", address_line)[0]
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{address}/ready", timeout=5).close()
+                break
+            except OSError:
+                assert time.monotonic() < deadline and server.poll() is None
+                time.sleep(0.2)
+        body = {
+            "model": "", "messages": [{"role": "user", "content": "hello"}], "stream": True, "temperature": 0,
+            "truncation": "auto", "stream_options": {"include_usage": True}, "max_tokens": 8,
+        }  # fmt: skip
+        with urllib.request.urlopen(f"{address}/v1/models", timeout=30) as answer:
+            body["model"] = json.load(answer)["data"][0]["id"]
+        request = urllib.request.Request(
+            f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            lines = [line.decode().strip() for line in answer if line.startswith(b"data: ")]
+        assert lines[-1] == "data: [DONE]"
+        events = [json.loads(line[6:]) for line in lines[:-1]]
+        usage = next(event["usage"] for event in events if event.get("usage"))
+        assert 1 <= usage["completion_tokens"] <= 8
+        assert any(choice["finish_reason"] for event in events for choice in event["choices"])
+    finally:
+        server.terminate()
+        assert server.wait(30) in (0, -signal.SIGTERM)
+
+
 def test_two_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path):
     base = with_tokenizer(tmp_path / "base", on_cpu)
     sizes = [
@@ -142,6 +183,37 @@ def test_two_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path):
     chain(base, texts, *sizes, f"chat_rl --device=npu --dtype=float32 {RL}", ranks=2)
     for stage in STAGES:
         assert losses(base, stage) == pytest.approx(losses(on_npu[0], stage), rel=1e-5), stage
+
+
+@pytest.fixture
+def speedrun(tmp_path) -> Path:
+    """speedrun_npu.sh in a folder where there is nothing to set up: the set-up of a machine with NPUs would replace
+    the environment of these tests."""
+    for name in ("nanochat", "scripts", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "setup_ascend.sh").touch()
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / ".venv/nanochat_setup.txt").touch()
+    return shutil.copy(ROOT / "speedrun_npu.sh", tmp_path)
+
+
+def test_the_speedrun_of_two_npus_is_rehearsed(speedrun, texts, tmp_path, monkeypatch):
+    """By the launcher on both, up to a failure in base_eval, which came after hours before there was a rehearsal."""
+    monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=4", "").replace("--data=texts.txt", ""))
+    monkeypatch.setenv("NANOCHAT_BASE_EVAL", "--graphs=planted")
+    monkeypatch.setenv("VENV", str(tmp_path / ".venv"))
+    base = tmp_path / "base"
+    done = launch(base, texts, "--devices 2", "bash", str(speedrun), "--data", "texts.txt")
+    assert done.returncode == 1 and "profile npu, " in done.stdout, done.stderr
+    lines = [line.split() for line in done.stdout.partition("== rehearsal")[2].splitlines()[1:]]
+    assert [line[0] for line in lines] == ["tok_train", "base_train", "base_eval"]
+    assert "error: base_eval failed in the rehearsal, before anything was trained: " in done.stderr
+    (folder,) = (base / "speedrun").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"data", "rehearsal.log"}
+    assert "--nproc_per_node=2" in (folder / "rehearsal.log").read_text()
 
 
 # ---------------------------------------------------------------------- eight cards
