@@ -31,6 +31,7 @@ EMPTY = (
     *("libacl_op_compiler.so", "libge_runner.so", "libgraph.so", "libacl_tdt_channel.so"),
     *("libopapi.so", "libmsprofiler.so", "libmspti.so", "libascend_hal.so"),
 )
+HEADERS = "2.13.0"  # the C sources are written against this wheel's headers; older ones lack some of their names
 DEFAULT_MEMORY = "64GiB"
 DEFAULT_SOC = "Ascend910B3"
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -67,6 +68,8 @@ def environment(
             )
     wheel, libraries = build()
     home = libraries / "home"
+    # As `device.init` sets it: a wheel before 2.13 records nothing at the second level.
+    queue = "2" if tuple(map(int, _version().split(".")[:2])) >= (2, 13) else "1"
     variables = {
         "SIMNPU_DEVICES": str(devices),
         "SIMNPU_MEMORY": str(parse_size(memory)),
@@ -79,7 +82,7 @@ def environment(
         "PYTHONPATH": _prepend("PYTHONPATH", HERE / "site", wheel),
         # The user's, else as `device.init` sets it. Several devices have none: a queued collective would run after the
         # kernels that follow it, which compute at once here.
-        "TASK_QUEUE_ENABLE": os.environ.get("TASK_QUEUE_ENABLE", "2") if adapters or devices == 1 else "0",
+        "TASK_QUEUE_ENABLE": os.environ.get("TASK_QUEUE_ENABLE", queue) if adapters or devices == 1 else "0",
         "CPU_AFFINITY_CONF": "0",  # nothing here to bind threads to
         "TORCH_DEVICE_BACKEND_AUTOLOAD": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1"),
         "TORCH_NPU_FALLBACK_CPU_DISABLE": "1",  # what has no NPU kernel is an error
@@ -118,14 +121,19 @@ def build() -> tuple[Path, Path]:
     if not shutil.which("gcc") or not shutil.which("nm"):
         raise Unavailable("gcc and nm (binutils) are needed to build the simulated CANN")
     cache().mkdir(parents=True, exist_ok=True)
-    wheel = _wheel()
-    return wheel, _libraries(wheel)
+    wheel = _wheel(_version())
+    return wheel, _libraries(wheel, _wheel(HEADERS))
 
 
 def _prepend(name: str, *folders: Path) -> str:
     added = [str(folder) for folder in folders]
     before = [folder for folder in os.environ.get(name, "").split(os.pathsep) if folder and folder not in added]
     return os.pathsep.join(added + before)
+
+
+def _version() -> str:
+    """The torch of this environment, and so the torch_npu: 2.13.0."""
+    return importlib.metadata.version("torch").partition("+")[0]
 
 
 @contextmanager
@@ -150,8 +158,7 @@ def download(version: str, folder: Path, *options: str) -> Path:
     return found[0]
 
 
-def _wheel() -> Path:
-    version = importlib.metadata.version("torch").partition("+")[0]
+def _wheel(version: str) -> Path:
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     folder = cache() / f"torch_npu-{version}-{python}-{platform.machine()}"
     if folder.is_dir():
@@ -174,7 +181,7 @@ def _wheel() -> Path:
     return folder
 
 
-def _libraries(wheel: Path) -> Path:
+def _libraries(wheel: Path, headers: Path) -> Path:
     sources = [HERE / name for name in ("cann.c", "hccl.c", "opapi.c", "objects.h")]
     digest = hashlib.sha256(wheel.name.encode() + Path(__file__).read_bytes())
     for source in sources:
@@ -190,24 +197,24 @@ def _libraries(wheel: Path) -> Path:
             (made / "home" / sub).mkdir(parents=True)
         empty = made / "empty.c"
         empty.touch()
-        _compile(wheel, sources[0], made / "libascendcl.so")
-        _compile(wheel, sources[1], made / "libhccl.so", "-lrt")
+        _compile(headers, sources[0], made / "libascendcl.so")
+        _compile(headers, sources[1], made / "libhccl.so", "-lrt")
         (made / "libhcomm.so").symlink_to("libhccl.so")  # torch_npu looks HcclGroupStart up there
         stubs = made / "stubs.c"
         stubs.write_text(_stubs(wheel, made))
         runtime = (f"-L{made}", "-Wl,--no-as-needed", "-lascendcl")
-        _compile(wheel, empty, made / "libhcomm.so", f"-L{made}", "-Wl,--no-as-needed", "-lhccl")
+        _compile(headers, empty, made / "libhcomm.so", f"-L{made}", "-Wl,--no-as-needed", "-lhccl")
         for name in EMPTY:
-            _compile(wheel, stubs if name == "libge_runner.so" else empty, made / name, *runtime)
+            _compile(headers, stubs if name == "libge_runner.so" else empty, made / name, *runtime)
         (made / "adapters").mkdir()
         (made / "adapters/operators.h").write_text(_operators(wheel))
-        _compile(wheel, sources[2], made / "adapters/libopapi.so", f"-I{made / 'adapters'}", *runtime)
+        _compile(headers, sources[2], made / "adapters/libopapi.so", f"-I{made / 'adapters'}", *runtime)
         made.rename(folder)
     return folder
 
 
-def _compile(wheel: Path, source: Path, target: Path, *options: str) -> None:
-    include = wheel / "torch_npu/include/third_party"
+def _compile(headers: Path, source: Path, target: Path, *options: str) -> None:
+    include = headers / "torch_npu/include/third_party"
     command = ["gcc", "-O2", "-g", "-Wall", "-Wextra", "-shared", "-fPIC", f"-I{include}/acl/inc"]
     command += [f"-I{include}/hccl/inc", str(source), "-o", str(target), f"-Wl,-soname,{target.name}", "-pthread"]
     done = subprocess.run([*command, *options], capture_output=True, text=True)

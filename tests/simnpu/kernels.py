@@ -612,13 +612,15 @@ def _modelled(function: Callable[..., Any], operator: torch._ops.OpOverload) -> 
     """A function of operators.py with the arguments of the operator: what it does not model must be at its default."""
     known = inspect.signature(function).parameters
     defaults = {argument.name: argument.default_value for argument in operator._schema.arguments}
+    returned = len(operator._schema.returns)  # older wheels lack the last results of some operators
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(defaults, args, strict=False)) | kwargs
         for name, value in given.items():
             if name not in known and (isinstance(value, torch.Tensor) or value != defaults[name]):
                 raise RuntimeError(f"{function.__name__}: {name}: only its default is modelled")
-        return function(**{name: value for name, value in given.items() if name in known})
+        results = function(**{name: value for name, value in given.items() if name in known})
+        return results[:returned] if isinstance(results, tuple) else results
 
     return compute
 
@@ -672,6 +674,9 @@ def register() -> None:
     _library.simnpu_graph.argtypes = _library.simnpu_invalidate.argtypes = [pointer]
     _hook_up()
 
+    # torch 2.7 overrides with a warning only, and has no flag for it.
+    flag = "allow_override"
+    override = {flag: True} if flag in inspect.signature(torch.library.Library.impl).parameters else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden is the purpose
         libraries = {space: torch.library.Library(space, "IMPL", "PrivateUse1") for space in ("aten", "npu")}
@@ -680,15 +685,15 @@ def register() -> None:
             space, _, rest = name.partition("::")
             compute = OPERATORS.get(name) or COMPUTED.get(name)
             if name in DIRECT:
-                libraries[space].impl(rest, DIRECT[name], allow_override=True)
+                libraries[space].impl(rest, DIRECT[name], **override)
             elif compute is not None or _replaced(name):
-                libraries[space].impl(rest, _lazy(name, compute), allow_override=True)
+                libraries[space].impl(rest, _lazy(name, compute), **override)
         above = torch.library.Library("aten", "IMPL", "AutogradPrivateUse1")
         _keep.append(above)
         for name in FALL_THROUGH:
-            above.impl(name.partition("::")[2], torch.library.fallthrough_kernel, allow_override=True)
+            above.impl(name.partition("::")[2], torch.library.fallthrough_kernel, **override)
         # A product becomes those that autograd knows, as on the CPU: torch_npu's own has a backward pass to itself.
-        above.impl("matmul", torch.ops.aten.matmul.default.decompose, allow_override=True)
+        above.impl("matmul", torch.ops.aten.matmul.default.decompose, **override)
 
 
 def _hook_up() -> None:
