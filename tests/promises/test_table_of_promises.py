@@ -30,8 +30,8 @@ def table() -> list[str]:
     for number in PROMISES:
         for file in files_of(number):
             promise = promise_of(file).removeprefix(f"{number}. ").removesuffix(".").replace("|", "\\|")
-            rows.append(f"| {number} | {promise} | [{file.stem.split('_', 2)[2]}](promises/{file.name}) |")
-    return ["| | promise | file |", "|---|---|---|", *rows]
+            rows.append(f"| [{number}](promises/{file.name}) | {promise} |")
+    return ["| | promise |", "|---|---|", *rows]
 
 
 def test_the_readme_lists_the_promises():
