@@ -1,6 +1,6 @@
 """Breaks one public function of the story's files after another, and says which changes no training run and no reply.
 
-python tests/promises/story_worker.py DEVICE COUNT FILE ...     # breaks COUNT of the FILEs' functions, 0: all
+python tests/promises/story_worker.py DEVICE COMMANDS FILE ...     # COMMANDS: tok,base,sft or all
 
 Commands of every stage run in this process, small. First each runs once, watched: which functions does it call? Then
 for every function copies of this process run commands that call it, with the function broken: it returns another
@@ -20,7 +20,6 @@ import inspect
 import io
 import json
 import os
-import random
 import re
 import resource
 import shutil
@@ -360,13 +359,12 @@ def verdict_of(
 
 
 def main() -> None:
-    device, count, *files = sys.argv[1:]
+    device, chosen, *files = sys.argv[1:]
+    names = list(COMMANDS) if chosen == "all" else chosen.split(",")
     torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(module)
     found = functions(files)
-    if int(count):
-        found = {name: found[name] for name in random.Random(52).sample(sorted(found), int(count))}
     codes = {function.__code__: name for name, function in found.items()}
     with tempfile.TemporaryDirectory() as temporary:
         os.chdir(temporary)
@@ -378,7 +376,7 @@ def main() -> None:
         calls: dict[str, list[str]] = {}
         seconds: dict[str, float] = {}
         before: dict[str, Path] = {}  # the base folder before each command
-        for name in COMMANDS:
+        for name in names:
             before[name] = Path(temporary) / f"before {name}"
             shutil.copytree(base, before[name])
             began = os.times()
@@ -388,7 +386,7 @@ def main() -> None:
             seconds[name] = os.times().children_user - began.children_user
             print(name, f"{seconds[name]:.2f} s", file=sys.stderr, flush=True)
         for name, function in found.items():
-            users = sorted((command for command in COMMANDS if name in calls[command]), key=lambda user: seconds[user])
+            users = sorted((command for command in names if name in calls[command]), key=lambda user: seconds[user])
 
             def answer_of(user: str, runs: bool, function: types.FunctionType = function) -> str:
                 def work() -> str:

@@ -1,9 +1,9 @@
 """P9. The story runs, and stays small.
 
 Every public function of the story's files has a part in a run: story_worker.py breaks one after the other, and the
-weights, metrics or replies of a command change. On a CPU the quick form breaks a seeded sample, the soak all; on the
-simulated NPU another soak breaks the model and its updates. The rings' import rules, the budget and the eight
-dependencies are in test_house.py.
+weights, metrics or replies of a command change. On a CPU the quick form breaks the model and its updates in a few
+commands, the soak all files in every command; on the simulated NPU another soak breaks the model and its updates. The
+rings' import rules, the budget and the eight dependencies are in test_house.py.
 """
 
 import json
@@ -62,12 +62,15 @@ ONLY_ON_A_CPU = """
     attention.Segments.first_key attention.blockwise_attention attention.causal_mask
     gpt.GPT.head_weight
 """
+# The quick form's commands, and what only others call.
+MODEL_COMMANDS = "tok,base,mid,sft,fp32"
+ELSEWHERE = "gpt.ScalarHead.forward gpt.GPT.gradient_order attention.row_follows"
 REFUSALS = ("require_", "check_")  # functions that do nothing but raise
 
 
-def verdicts(device: str, count: int, *files: str) -> dict[str, str]:
-    """What became of a run with each of `count` functions of these files broken, by the function's name; 0: of all."""
-    command = [sys.executable, str(WORKER), device, str(count), *files]
+def verdicts(device: str, commands: str, *files: str) -> dict[str, str]:
+    """What became of these commands with each function of these files broken, by the function's name."""
+    command = [sys.executable, str(WORKER), device, commands, *files]
     if device == "npu":
         command = [str(WORKER.parents[1] / "simnpu/run"), *command]
     path = os.pathsep.join([str(WORKER.parents[2]), str(WORKER.parent)])
@@ -75,7 +78,7 @@ def verdicts(device: str, count: int, *files: str) -> dict[str, str]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = dict(json.loads(line) for line in done.stdout.splitlines())
-    assert len(found) == count or len(found) > 50 > count
+    assert len(found) > 30
     return found
 
 
@@ -89,16 +92,18 @@ def require_parts(found: dict[str, str], more: str = "") -> set[str]:
 
 
 @pytest.mark.slow
-def test_each_of_a_sample_of_functions_has_its_part_in_a_run():
-    found = verdicts("cpu", 8, *STORY.split())
-    assert sorted(require_parts(found) & found.keys()) == [], "they have a part"
+def test_a_model_is_what_the_story_shows():
+    found = verdicts("cpu", MODEL_COMMANDS, "gpt", "attention", "optim")
+    require_parts(found, ELSEWHERE)
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_every_function_of_the_story_has_its_part_in_a_run():
-    assert sorted(require_parts(verdicts("cpu", 0, *STORY.split()))) == [], "they have a part, or no longer exist"
+    assert sorted(require_parts(verdicts("cpu", "all", *STORY.split()))) == [], "they have a part, or no longer exist"
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_the_model_is_the_same_code_on_an_npu():
-    require_parts(verdicts("npu", 0, "gpt", "attention", "optim"), ONLY_ON_A_CPU)
+    require_parts(verdicts("npu", "all", "gpt", "attention", "optim"), ONLY_ON_A_CPU)
