@@ -19,7 +19,7 @@ from torch import Tensor
 from nanochat.device import Device
 from nanochat.gpt import GPTConfig
 from nanochat.ground import paths, rooms, storage
-from nanochat.ground.cli import UserError
+from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.ground.log import warn
 from nanochat.ground.untrusted import read_json, require_file
 from nanochat.ranks import decide_on_rank_zero
@@ -50,9 +50,11 @@ def damage_of(path: Path) -> Iterator[None]:
     """Raises DamagedCheckpoint, which names the path, for every error of a parser in the block."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError):  # the first one names the fix, the second is the device's: no damage
+    except UserError:  # it names the fix
         raise
     except UNREADABLE as error:
+        if out_of_memory(error):  # the device's: no damage. Older ones raise a plain RuntimeError.
+            raise
         # A hostile file can put megabytes into a parser's message.
         if is_foreign(path):
             raise UserError(f"--source {path} cannot be used: {str(error)[:500]}") from error
