@@ -32,9 +32,7 @@ MAX_TIME = 2**40  # seconds since 1970
 MAX_BASES = 16  # adapters of adapters of adapters ...
 
 # The errors of a parser for a file that is damaged, or is not ours.
-UNREADABLE = (
-    OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError, SafetensorError,
-)  # fmt: skip
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError, SafetensorError)
 
 
 class DamagedCheckpoint(UserError):

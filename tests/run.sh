@@ -5,11 +5,26 @@
 #   bash tests/run.sh tests/core/test_gpt.py -k cache
 #   bash tests/run.sh --newest    # with the newest versions that pyproject.toml allows, in .venv_newest: it reports what
 #                                 # will fail once the locks are renewed, and gates nothing (exit code 0)
+#   bash tests/run.sh --torch_npu 2.7.1   # the simulated NPU under another torch_npu and its torch, in an environment
+#                                         # of their own (.venv_torch_npu_2.7.1, some 6 GB where pip finds no CPU build)
 set -euo pipefail
 
 case ${1-} in --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export VENV=${VENV:-$PWD/.venv}
+if [[ ${1-} == --torch_npu ]]; then
+  version=${2-}
+  [[ $version =~ ^[0-9]+\.[0-9]+\.[0-9]+$ ]] || { echo "--torch_npu: a version such as 2.7.1" >&2; exit 2; }
+  shift 2
+  export VENV=$PWD/.venv_torch_npu_$version
+  [[ -x $VENV/bin/python ]] || "${PYTHON:-python3}" -m venv "$VENV"
+  # What torch_npu imports and does not declare; its wheel is unpacked by simnpu/build.py.
+  undeclared=(attrs decorator psutil pyyaml scipy)
+  "$VENV/bin/pip" install -q "torch==$version" -e '.[families,serve]' "${undeclared[@]}" pytest pytest-timeout </dev/null
+  tests=("$@")
+  [[ $# != 0 ]] || tests=(tests/simnpu/test_npu_equals_cpu.py tests/simnpu/test_adapters.py)
+  OMP_NUM_THREADS=1 exec "$VENV/bin/python" -m pytest "${tests[@]}" </dev/null
+fi
 newest=no
 if [[ ${1-} == --newest ]]; then
   newest=yes

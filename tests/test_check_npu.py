@@ -388,7 +388,7 @@ def test_a_collective_that_fails_on_simulated_chips_for_inference(tmp_path: Path
     assert code == 1
     assert any(line.startswith("SKIP training step: Ascend310P3") for line in lines)
     (index,) = (index for index, line in enumerate(lines) if line.startswith("FAIL"))
-    assert re.match(r"FAIL all-reduce: RuntimeError: 1 process .*HcclAllreduce, error code is \d+", lines[index])
+    assert re.match(r"FAIL all-reduce: RuntimeError: 1 process .*HcclAllreduce", lines[index])
     assert "HCCL_SOCKET_IFNAME" in lines[index + 1]
 
 

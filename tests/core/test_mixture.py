@@ -152,7 +152,7 @@ WRONG_FLAGS = {
     "org/chats.jsonl": "no such task or file",
     "mine=/nowhere": "no such task or file",
     "storys=/tmp": "did you mean stories",
-    "../x@train": "no such task or file",
+    "../no_such_folder@train": "no such task or file",
     "org/name/a/b": "no such task or file",
 }
 

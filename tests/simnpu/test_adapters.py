@@ -1,7 +1,7 @@
 """What torch_npu's own adapters ask of CANN, counted in their log: launches, hidden copies, AI CPU, memory.
 
 Every number was counted on a simulated Ascend910B3 under torch_npu 2.13.0; a change may lower a bound, and should then
-write the new number here."""
+write the new number here. The same bounds hold under 2.7.1, but for what `IS_OLD` says."""
 
 import contextlib
 import re
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from simnpu import adapters
 from simnpu.adapters import Record, copied_inputs, on_ai_cpu, sections, transposed_gradients
@@ -18,6 +19,7 @@ from simnpu.conftest import computing
 
 GIB = 1 << 30
 ROOT = Path(__file__).resolve().parents[2]
+IS_OLD = torch.__version__.startswith(("2.7.", "2.8."))
 Measured = tuple[list[Any], dict[str, list[Record]]]
 
 
@@ -105,8 +107,10 @@ def test_a_recorded_token_under_the_second_level_of_the_queue(measure):
     """torch_npu refuses to record under it, and the vendor excludes the fused attention from recordings."""
     _, log = measure(call("token", depth=12, tokens=128, graphs="on"))
     kinds = Counter(record.kind for record in log["token"] if record.launches)
-    assert kinds["replay"] == 1 and kinds["operator"] <= 7 and kinds["copy"] == 1 and waits(log["token"]) == 1
-    assert launches(log["token"]) <= 9
+    assert (
+        kinds["replay"] == 1 and kinds["operator"] <= 7 + 2 * IS_OLD and kinds["copy"] == 1 and waits(log["token"]) == 1
+    )
+    assert launches(log["token"]) <= 9 + 2 * IS_OLD
 
     # Each layer multiplies with its keys and its values, of 6 heads, 64 places and 128 numbers, once when the token
     # runs and once when it is recorded; before that the prompt attends to them. All read them in the cache.
@@ -241,6 +245,7 @@ print(value.value, os.environ.get("HCCL_DETERMINISTIC"))
     ],
     ids=["one rank", "two ranks"],
 )
+@pytest.mark.skipif(IS_OLD, reason="torch 2.7 counts a third too much in fp32, and has no collectives without data")
 def test_a_dry_run_counts_what_the_allocator_holds(measure, cases: list[dict[str, Any]]):
     results, _ = measure(*(call("counted", **case) for case in cases))
     for case, result in zip(cases, results, strict=True):
