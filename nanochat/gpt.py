@@ -397,6 +397,12 @@ class ScalarHead(nn.Module):
         return hidden.float() @ self.weight
 
 
+def capped_logits(config: GPTConfig, products: Tensor) -> Tensor:
+    """Hidden states times the head's weight (..., V), which a device may have packed -> logits (..., V) in fp32."""
+    # The 8 bits of precision of bf16 are too few for a softmax over the vocabulary.
+    return soft_cap(products.float(), config.logit_cap)
+
+
 def read_out(
     config: GPTConfig, kernels: TorchKernels, weight: Tensor, hidden: Tensor,
     targets: Tensor | None = None, reduction: str = "sum", temperature: float = 1.0,
@@ -410,8 +416,7 @@ def read_out(
         weight = weight[: config.vocab_size]  # without the padding
     cap = config.logit_cap
     if targets is None:
-        # In fp32: the 8 bits of precision of bf16 are too few for a softmax over the vocabulary.
-        return soft_cap(F.linear(hidden, weight.to(hidden.dtype)).float(), cap)
+        return capped_logits(config, F.linear(hidden, weight.to(hidden.dtype)))
     if temperature != 1:  # cap tanh(x / cap) / t is a cap of cap / t on x / t
         hidden = hidden / temperature
         cap = cap / temperature

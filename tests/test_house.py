@@ -142,6 +142,8 @@ def rings_hold(source: Source) -> Iterator[str]:
         top, _, module = name.partition(".")
         if top == "scripts":
             yield f"{source.path} imports {name}: scripts import the library, nobody imports scripts"
+        elif source.ring == "story" and (top == "importlib" or name in ("nanochat", "nanochat.*")):
+            yield f"{source.path} imports {name}: the story names the modules that it imports"
         elif top == "nanochat" and source.path.endswith("/__init__.py"):
             yield f"{source.path} imports {name}: a package's __init__ imports nothing of ours"
         elif top == "nanochat" and module and below and ring_of(name) not in below:
@@ -269,6 +271,9 @@ PLANTED = [
     (rings_hold, "nanochat/novelty.py", "def f():\n    from nanochat.families.hf import read"),
     (rings_hold, "nanochat/novelty.py", "if TYPE_CHECKING:\n    from .parallel.mesh import Layout"),
     (rings_hold, "nanochat/novelty.py", "import importlib\nimportlib.import_module('nanochat.data.hub')"),
+    (rings_hold, "nanochat/novelty.py", "def f(name):\n    from importlib import import_module as load"),
+    (rings_hold, "nanochat/novelty.py", "import nanochat\nnanochat.data.hub.find()"),
+    (rings_hold, "nanochat/novelty.py", "from nanochat import *"),
     (rings_hold, "nanochat/novelty.py", "from nanochat import gpt, run"),
     (rings_hold, "nanochat/novelty.py", "def f():\n    from nanochat.run.flags import TrainFlags"),
     (rings_hold, "nanochat/ground/novelty.py", "def f():\n    from nanochat.gpt import GPT"),

@@ -11,8 +11,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from nanochat.attention import Segments, blockwise_attention
-from nanochat.cross_entropy import soft_cap
 from nanochat.device import Runtime
+from nanochat.gpt import GPTConfig, capped_logits
 from nanochat.ground.cli import UserError
 from nanochat.kernels.gradients import NO_FP16, RMSNorm, Rotation, WrittenKernels, apply, cached_products
 from nanochat.operators import WeightFormat
@@ -96,7 +96,7 @@ class CpuKernels(WrittenKernels):
             # 2026-11-27). A rounded router would choose other experts.
             packed = rounded_linear
         # The head first: its padding is cut off, and the loop below then skips it.
-        model.head = PackedHead(packed(model.head_weight().detach()), model.config.logit_cap)
+        model.head = PackedHead(packed(model.head_weight().detach()), model.config)
         places = []
         for module in model.modules():
             places += [(module, name) for name, child in module.named_children() if isinstance(child, nn.Linear)]
@@ -194,10 +194,10 @@ class SmallLinear(nn.Module):
 class PackedHead(nn.Module):
     """The output head, packed: logits only, no loss."""
 
-    def __init__(self, product: nn.Module, logit_cap: float):
+    def __init__(self, product: nn.Module, config: GPTConfig):
         super().__init__()
         self.product = product
-        self.logit_cap = logit_cap
+        self.config = config
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return soft_cap(self.product(hidden).float(), self.logit_cap)
+        return capped_logits(self.config, self.product(hidden))
