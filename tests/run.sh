@@ -5,8 +5,8 @@
 #   bash tests/run.sh tests/core/test_gpt.py -k cache
 #   bash tests/run.sh --newest    # with the newest versions that pyproject.toml allows, in .venv_newest: it reports what
 #                                 # will fail once the locks are renewed, and gates nothing (exit code 0)
-#   bash tests/run.sh --torch_npu 2.7.1   # the simulated NPU under another torch_npu and its torch, in an environment
-#                                         # of their own (.venv_torch_npu_2.7.1, some 6 GB where pip finds no CPU build)
+#   bash tests/run.sh --torch_npu 2.7.1   # the simulated NPU under another torch_npu and its torch, in the separate
+#                                         # .venv_torch_npu_2.7.1 (some 6 GB where pip finds no CPU build)
 set -euo pipefail
 
 case ${1-} in --help | -h) sed -n '2,/^set -e/{/^set -e/d;s/^# \{0,1\}//;p;}' "${BASH_SOURCE[0]}"; exit 0 ;; esac

@@ -30,6 +30,7 @@ from nanochat.ground import cli, paths
 from nanochat.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
+STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
 TIMED = {"seconds", "tok_per_sec", "mfu", "peak_memory_bytes", "eta", "sampling_seconds", "training_seconds"}
 
 # ---------------------------------------------------------------------- flags: each stage, as small as it can be

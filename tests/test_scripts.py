@@ -4,7 +4,6 @@ Most tests run a script's `main` in this process, through the same `run` as on t
 slow start real processes. Mistakes are in tests/promises (P5).
 """
 
-import dataclasses
 import importlib
 import io
 import json
@@ -24,6 +23,7 @@ import pytest
 import torch
 from runs import (  # noqa: F401 (base, tokenizer and trained_tokenizer are fixtures)
     ROOT,
+    STAGE_SCRIPTS,
     TINY,
     base,
     call,
@@ -47,62 +47,6 @@ from nanochat.run import loop, saver, speed
 from nanochat.run.flags import TrainFlags
 from nanochat.run.progress import Progress
 from nanochat.run.run_log import REQUIRED
-
-SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
-STAGE_SCRIPTS = ("base_train", "mid_train", "chat_sft", "chat_dpo", "chat_rl")
-
-# What other people's documents already use (the public contract).
-CONTRACT_FLAGS = {
-    "tok_train": "data val_data",
-    "tok_eval": "data val_data",
-    "base_train": "depth device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers "
-    "num_iterations max_seq_len target_param_data_ratio window_pattern run model_tag resume data val_data hub",
-    "base_eval": "data val_data",
-    "chat_cli": "source",
-    "mid_train": "device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers",
-    "chat_sft": "device_batch_size target_examples_per_step",
-    "chat_dpo": "device_batch_size target_examples_per_step beta",
-    "chat_rl": "device_batch_size examples_per_step",
-    "chat_web": "host port source",
-}
-
-HELP = """
-import contextlib, importlib, io, json, sys
-from nanochat.ground import cli
-pages = {}
-for script in sys.argv[1:]:
-    out = io.StringIO()
-    module = importlib.import_module(f"scripts.{script}")
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
-        cli.parse(module.Config, ["--help"])
-    pages[script] = out.getvalue()
-print(json.dumps(pages))
-"""
-
-
-def test_help_answers_without_torch_and_touches_nothing(tmp_path):
-    stub = tmp_path / "stub"
-    stub.mkdir()
-    for name in ("torch", "torch_npu"):
-        (stub / f"{name}.py").write_text("raise RuntimeError('--help imports torch')")
-    (stub / "all_help.py").write_text(HELP)
-    result = process("all_help", *SCRIPTS, PYTHONPATH=f"{stub}{os.pathsep}{ROOT}", COLUMNS="100")
-    assert (result.returncode, result.stderr) == (0, "")
-    pages = json.loads(result.stdout)
-    for script in SCRIPTS:
-        assert f"python -m scripts.{script}" in pages[script]
-        for flag in CONTRACT_FLAGS.get(script, "").split():
-            assert re.search(rf"--{flag}\b", pages[script])
-        without_a_description = r"^\W*--\w+( \S+)? +\(default"
-        assert not re.search(without_a_description, pages[script], re.MULTILINE)
-        if script in STAGE_SCRIPTS:
-            flags = re.findall(r"(?m)^\W --(\w+)", pages[script].partition("--help ")[2])
-            config = importlib.import_module(f"scripts.{script}").Config
-            assert sorted(flags) == sorted(field.name for field in dataclasses.fields(config))
-    assert not (tmp_path / "base").exists()
-    result = process("scripts.base_train", PYTHONPATH=str(stub))
-    assert "--help imports torch" in result.stderr  # the stub stops what does import it
-
 
 # ---------------------------------------------------------------------- the chain
 

@@ -226,7 +226,7 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name):
 @pytest.mark.parametrize("name", FILES[1:])
 def test_mutated_files_are_an_error_not_a_crash(folder, name, count):
     """Under a manifest that matches, so that the file itself is parsed; most changes of safetensors are in the header,
-    those of JSON everywhere."""
+    and changes of JSON are anywhere."""
     path = save_step(folder, 1)
     whole, source, refused = (path / name).read_bytes(), random.Random(name), 0
     header = 8 + int.from_bytes(whole[:8], "little") if name.endswith("safetensors") else len(whole)

@@ -355,7 +355,7 @@ def test_means_are_over_the_pairs_and_nothing_without_one():
     assert mean_pair_stats(torch.zeros(4), cpu_device()) == {}
 
 
-# Of one pair: log p of the replies -3 ln 2 and -3 ln 2, gains ln 2 and -ln 2, means -1.5 ln 2 and -ln 2.
+# A pair whose replies have log p -3 ln 2 and -3 ln 2, gains ln 2 and -ln 2, and means -1.5 ln 2 and -ln 2.
 PAIRS_BY_HAND = [  # the settings, the loss, the rewards in units of ln 2
     ("dpo", {}, 0.626233, (0.1, -0.1)),
     # Half the difference of the gains is ln 2, whose sigmoid is 2/3.
@@ -539,7 +539,7 @@ def test_a_micro_batch_of_padding_adds_nothing():
 @pytest.mark.slow  # it imports TRL
 def test_the_reward_loss_is_that_of_trl():
     trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
-    numbers = torch.arange(10)[None]  # of the replies to five questions, each with its one target
+    numbers = torch.arange(10)[None]  # replies to five questions, each with one target
     batch = PairBatch(PackedBatch(numbers, numbers, Segments.from_numbers(numbers), numbers), 5)
     scores = torch.randn(1, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
     loss, count = reward_loss(lambda *_, **__: scores, batch)

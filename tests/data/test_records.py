@@ -92,7 +92,7 @@ def test_a_record_that_cannot_be_read_is_named(tmp_path, monkeypatch, name, cont
 def test_paths_that_cannot_be(tmp_path):
     assert "no.jsonl" in complaint(lambda: open_records([tmp_path / "no.jsonl"]))
     assert ".jsonl, .jsonl.gz, .parquet" in complaint(lambda: open_records([tmp_path]))
-    (tmp_path / "dataset_infos.json").write_text("{}")  # settings of a folder are no records
+    (tmp_path / "dataset_infos.json").write_text("{}")  # a folder's settings are left out
     opened = open_records([write(tmp_path / "a.parquet", WANTED)], {"answer": int, "list": list})
     assert opened[7] == {"answer": 7, "list": [{"a": "7"}]}  # only the wanted fields are read
     assert len(open_records([tmp_path])) == 1000

@@ -323,7 +323,7 @@ def served(engine: Engine) -> Iterator[TestClient]:
 
 
 def test_the_server_chats_with_an_imported_tokenizer(engine):
-    """Its replies are the engine's; that its prompts are those of training is promise T12."""
+    """Its replies are the engine's. Promise T12 compares its prompts with training's."""
     tokenizer = engine.tokenizer
     schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
     with served(engine) as client:

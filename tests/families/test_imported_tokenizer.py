@@ -1,6 +1,6 @@
 """Other families' tokenizers: what ends a reply, one file that holds everything, and hostile files in one line.
 
-That ids and texts are those of transformers is shown in tests/promises/test_p08_interchange_is_exact.py.
+tests/promises/test_p08_interchange_is_exact.py compares ids and texts with transformers.
 """
 
 import base64

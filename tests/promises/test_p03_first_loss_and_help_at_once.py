@@ -5,17 +5,35 @@ imports no torch and makes no file; a first run on a CPU imports no package that
 of its first step before the second one begins.
 """
 
+import dataclasses
+import importlib
 import json
 import os
 import re
 
-from runs import ROOT, call, process
+from runs import ROOT, STAGE_SCRIPTS, call, process
 from test_house import imported
 
 from nanochat import train
 from nanochat.tokenizer import Tokenizer
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if path.stem != "__init__")
+
+# What other people's documents already use (the public contract).
+CONTRACT_FLAGS = {
+    "tok_train": "data val_data",
+    "tok_eval": "data val_data",
+    "base_train": "depth device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers "
+    "num_iterations max_seq_len target_param_data_ratio window_pattern run model_tag resume data val_data hub",
+    "base_eval": "data val_data",
+    "chat_cli": "source",
+    "mid_train": "device_batch_size total_batch_size gradient_accumulation_steps dataloader_num_workers",
+    "chat_sft": "device_batch_size target_examples_per_step",
+    "chat_dpo": "device_batch_size target_examples_per_step beta",
+    "chat_rl": "device_batch_size examples_per_step",
+    "chat_web": "host port source",
+}
+
 HELP = """
 import contextlib, importlib, io, json, sys
 from nanochat.ground import cli
@@ -41,7 +59,13 @@ def test_help_answers_without_torch_and_touches_nothing(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     for script, page in json.loads(result.stdout).items():
         assert f"python -m scripts.{script}" in page
+        for flag in CONTRACT_FLAGS.get(script, "").split():
+            assert re.search(rf"--{flag}\b", page)
         assert not re.search(r"^\W*--\w+( \S+)? +\(default", page, re.MULTILINE), "a flag without a description"
+        if script in STAGE_SCRIPTS:
+            flags = re.findall(r"(?m)^\W --(\w+)", page.partition("--help ")[2])
+            config = importlib.import_module(f"scripts.{script}").Config
+            assert sorted(flags) == sorted(field.name for field in dataclasses.fields(config))
     assert not (tmp_path / "base").exists()
     result = process("scripts.base_train", PYTHONPATH=str(stub))
     assert "--help imports torch" in result.stderr  # the stub stops what does import it

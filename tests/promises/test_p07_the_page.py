@@ -508,7 +508,7 @@ def test_conversations_become_training_data(page, tmp_path):
     page.keyboard.press("Control+Enter")
     send(page, "long")  # cut: nothing to learn
     page.click("#new")
-    send(page, "break")  # a failed reply is no example
+    send(page, "break")  # a failed reply does not become an example
     page.click("#training-open")
     files = {name: tmp_path / f"{name}.jsonl" for name in ("dialogues", "pairs")}
     for name, path in files.items():

@@ -83,7 +83,7 @@ def verdicts(device: str, commands: str, *files: str) -> dict[str, str]:
 
 
 def require_parts(found: dict[str, str], more: str = "") -> set[str]:
-    """Every function has its part in a run, but for those of EXEMPT and `more`. Returns the exempt ones that have."""
+    """Every function has a part in a run, except EXEMPT and `more`. Returns the exempt functions that have one."""
     useless = {name for name, verdict in found.items() if verdict in ("nothing", "is not called")}
     useless = {name for name in useless if not name.rpartition(".")[2].startswith(REFUSALS)}
     exempt = {name for names in (*EXEMPT.values(), more) for name in names.split()}

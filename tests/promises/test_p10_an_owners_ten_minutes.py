@@ -280,8 +280,8 @@ def simulated_lines(tmp_path: Path, chosen: str, devices: int = 1, **options: An
 
 @pytest.mark.slow
 def test_every_part_on_two_simulated_npus(tmp_path: Path):
-    """All pass, but for two: there is no device that could be profiled, and the one step of depth 20 that a simulator
-    could take is too large. test_npu_equals_cpu.py has the operators of the model, and steps in fp32."""
+    """All pass except two: the device cannot be profiled, and a step of depth 20 is too large for a simulator.
+    test_npu_equals_cpu.py has the operators of the model, and steps in fp32."""
     lines = simulated_lines(tmp_path, "not test_kernel and not float32] or test_tokens", devices=2)
     failed = {name: line["detail"] for name, line in lines.items() if line["outcome"] == "FAIL"}
     assert failed.keys() == {"profile"} and "no table of kernels" in failed["profile"], failed

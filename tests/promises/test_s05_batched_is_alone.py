@@ -1,7 +1,7 @@
 """S5. Batched is the same as alone.
 
-Every request of a mixed batch, whoever joins and leaves and whatever its settings, gets the tokens that it gets in a
-scheduler without others, and greedy ones those of `Engine.generate`, for every shape of model.
+Requests with different settings join and leave a batch. Each gets the tokens that it gets in a scheduler without
+others. A greedy request gets the tokens of `Engine.generate`, for every shape of model.
 """
 
 import functools
