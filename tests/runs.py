@@ -72,7 +72,7 @@ def graded(base: Path) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------------- folders that a test begins with
 
-FOLDERS: dict[str, Path] = {}  # built once for all modules: to pytest each module has fixtures of its own
+FOLDERS: dict[str, Path] = {}  # built once for all modules; a module's fixtures are its own
 
 
 def write_lines(path: Path, rows: Sequence[Any]) -> str:

@@ -143,7 +143,7 @@ def test_resume_reports_what_it_changes_and_where_nothing_is(base, tokenizer, ca
 @pytest.mark.slow
 def test_the_mask_between_documents_holds_in_every_stage(base, monkeypatch, capsys):  # noqa: F811
     call("tok_train", "--max_chars=100000", "--vocab_size=300")
-    long_rows = ("--max_seq_len=256", "--total_batch_size=512")  # of several documents
+    long_rows = ("--max_seq_len=256", "--total_batch_size=512")  # rows of several documents
     sizes = ("--eval_tokens=256", "--device_batch_size=2", "--dtype=float32", "--device=cpu")
     mid = (*sizes, "--total_batch_size=512", "--tasks=addition,stories", "--model_tag=mid")
     used = []

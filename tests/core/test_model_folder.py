@@ -209,3 +209,8 @@ def test_a_full_device_is_no_damage(folder, kind):
     """An owner would delete a good model, or train it again."""
     with pytest.raises(kind, match="^NPU out of memory"), model_folder.damage_of(folder):
         raise kind("NPU out of memory. Tried to allocate 2.00 GiB")
+
+
+def test_a_header_that_asks_for_more_memory_than_there_is_is_damage(folder):
+    with pytest.raises(model_folder.DamagedCheckpoint), model_folder.damage_of(folder):
+        torch.empty(1 << 60)

@@ -218,7 +218,7 @@ RULES: list[dict] = [
     {"not": ["4"]},  # nothing says what is right
     {"number": "4", "not": "5"},
     {"number": "4", "before": "hello"},
-    {"number": "4", "before": [{"role": "user", "content": "hello"}]},  # nobody replied
+    {"number": "4", "before": [{"role": "user", "content": "hello"}]},  # without a reply
     {"right": "4"},
 ]
 

@@ -75,7 +75,7 @@ def test_rewards_and_measures_count_what_holds_together_and_what_was_ordered():
     assert (measures["holds_together"], measures["order_followed"]) == ((2, 4), (2, 4))
     assert (measures["details_followed"], measures["rarest_plot"]) == ((0, 1), 0)
     assert 0 < measures["distinct_4grams"] < 0.5
-    assert task.measures([*replies, (order(), good)])["order_followed"] == (2, 4)  # it asks for nobody
+    assert task.measures([*replies, (order(), good)])["order_followed"] == (2, 4)  # it names no character
     assert task.measures([])["holds_together"] == (0, 0)
 
 

@@ -174,7 +174,7 @@ def test_counts_between_two_lines(start, tmp_path, monkeypatch):
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The compiler begins anew whenever a run starts, as in a process of its own. Only the traced operators run: each
+    """The compiler begins anew whenever a run starts, as in a new process. Only the traced operators run: each
     program in C++ takes seconds."""
     compile_ = torch.compile
 

@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parent
 README = FOLDER.parent / "README.md"
 # T: training, S: serving, P: people.
 PROMISES = [f"{letter}{number}" for letter, last in (("T", 13), ("S", 18), ("P", 11)) for number in range(1, last + 1)]
-BEGIN, END = "<!-- promises -->", "<!-- end of promises -->"  # of the table in tests/README.md
+BEGIN, END = "<!-- promises -->", "<!-- end of promises -->"  # around the table in tests/README.md
 
 
 def files_of(number: str) -> list[Path]:

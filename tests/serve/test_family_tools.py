@@ -151,7 +151,7 @@ def test_a_required_call_follows_the_schema(client: Any, family: str, choice: An
     stream = chat(client, tools=tools, tool_choice=choice, stream=True)
     fragments = [one.function for chunk in stream for one in chunk.choices[0].delta.tool_calls or ()]
     assert fragments[0].name == name and json.loads("".join(one.arguments for one in fragments)) == arguments
-    assert name == ("weather" if choice == "required" else "roll")  # of two it takes the one that it has learned
+    assert name == ("weather" if choice == "required" else "roll")  # it takes the learned one of the two
     if name == "roll":
         assert arguments in ({"faces": 6}, {"faces": 20})
     elif family == "mistral named":  # a list, which this model has not learned: it has the name before the call

@@ -128,7 +128,7 @@ def of_documents(*ends: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("angles", [(1, 5, 1, 16), (2, 5, 3, 16)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotary_mul_and_its_gradient(angles, dtype):
-    """Pair by pair: (a, b) becomes (a cos - b sin, b cos + a sin), each element with the angle of its own place."""
+    """Pair by pair: (a, b) becomes (a cos - b sin, b cos + a sin), each element with the angle of its position."""
     shape = (2, 5, 3, 16)
     x, grad = random(*shape, seed=1).to(dtype), random(*shape, seed=2).to(dtype)
     cos, sin = random(*angles, seed=3), random(*angles, seed=4)  # fp32: cast to the input's dtype by the operator
