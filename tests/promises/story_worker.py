@@ -2,6 +2,8 @@
 
 python tests/promises/story_worker.py DEVICE COMMANDS FILE ...     # COMMANDS: tok,base,sft or all
 
+LEFT_OUT in the environment names functions that are left out.
+
 Commands of every stage run in this process, small. First each runs once, watched: which functions does it call? Then
 for every function copies of this process run commands that call it, with the function broken: it returns another
 result, or where that has no effect, does nothing. A line of JSON for each function: its name, and what became of them:
@@ -364,7 +366,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for module in MODULES:
         importlib.import_module(module)
-    found = functions(files)
+    left_out = os.environ.get("LEFT_OUT", "").split()
+    found = {name: function for name, function in functions(files).items() if name not in left_out}
     codes = {function.__code__: name for name, function in found.items()}
     with tempfile.TemporaryDirectory() as temporary:
         os.chdir(temporary)
