@@ -70,8 +70,6 @@ class Rendered:
     replies: int = 0  # the assistant's replies that the model should learn
     unlearned: int = 0  # replies that the template does not write as the model would: not learned
     reply_tokens: int = 0  # tokens of all replies, before anything was left out or cut
-    misplaced: int = 0  # replies that are learned after another prompt than the served one ...
-    misplaced_tokens: int = 0  # ... and their tokens
 
     @property
     def target_count(self) -> int:
@@ -136,15 +134,31 @@ def render(
     max_tokens: int | None = None,
     tools: Sequence[Any] | None = None,
 ) -> Rendered:
-    """Token ids and loss mask of a whole conversation, cut off after `max_tokens`.
+    """The last of `renderings`, in which the last reply is learned."""
+    return renderings(tokenizer, messages, max_tokens, tools)[-1]
+
+
+def renderings(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_tokens: int | None = None,
+    tools: Sequence[Any] | None = None,
+) -> list[Rendered]:
+    """All that a model learns from a conversation, as token ids with a loss mask, each cut off after `max_tokens`.
+
+    Before every learned reply are the ids that `render_prompt` gives for the messages before it. The format of this
+    project writes all of them in one rendering. A template that writes earlier turns in another way needs several.
 
     Raises UnrenderableChat: when the format refuses the conversation. Raises UserError: when a model has no format.
     """
-    rendered = chat_format(tokenizer).render(messages, tools)
-    if max_tokens is None or len(rendered.ids) <= max_tokens:
-        return rendered
+    found = chat_format(tokenizer).renderings(messages, tools)
+    if max_tokens is None:
+        return found
     # Training cuts the end off, because each target needs all that precedes it and nothing that follows.
-    return replace(rendered, ids=rendered.ids[:max_tokens], mask=rendered.mask[:max_tokens], cut=True)
+    for number, one in enumerate(found):
+        if len(one.ids) > max_tokens:
+            found[number] = replace(one, ids=one.ids[:max_tokens], mask=one.mask[:max_tokens], cut=True)
+    return found
 
 
 def render_prompt(
@@ -216,6 +230,10 @@ class ChatFormat:
             mask += turn_mask
             replies += turn_mask[-1]
         return Rendered(ids, mask, replies=replies, reply_tokens=sum(mask))
+
+    def renderings(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Rendered]:
+        """The conversation, once or several times, so that each reply follows its prompt in one of them."""
+        return [self.render(messages, tools)]
 
     def _turn(self, message: Message) -> tuple[list[int], list[int]]:
         """One message as token ids and a mask."""

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from nanochat.conversation import Message, Rendered, UnrenderableChat, render
+from nanochat.conversation import Message, Rendered, UnrenderableChat, renderings
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.task import Example, GeneratedTask, Task
@@ -67,19 +67,19 @@ class Mixture:
         other, number = self.draw(FAR_DRAW + index)
         return other.example(number).messages if isinstance(other, GeneratedTask) else []
 
-    def rendered(self, tokenizer: Tokenizer, index: int) -> Rendered:
-        """Example `index` as mid-training reads it: one chat."""
+    def rendered(self, tokenizer: Tokenizer, index: int) -> list[Rendered]:
+        """Example `index` as mid-training reads it."""
         task, number = self.draw(index)
         example = task.example(number)
         return self._render(tokenizer, task, number, example.messages, example.tools, None)
 
-    def rendered_chat(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> Rendered:
+    def rendered_chat(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> list[Rendered]:
         """Example `index` as SFT reads it, in a chat that may begin with another."""
         task, number = self.draw(index)
         example = task.example(number)
         before = self.before(index, task, example)
         chat = self._render(tokenizer, task, number, [*before, *example.messages], example.tools, max_tokens)
-        if chat.cut and before:  # without the earlier messages it is more likely to fit
+        if before and any(one.cut for one in chat):  # without the earlier messages it is more likely to fit
             return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
         return chat
 
@@ -89,20 +89,20 @@ class Mixture:
         tools = task.example(number).tools
         chosen, rejected = task.pair(number).conversations
         return (
-            self._render(tokenizer, task, number, chosen, tools, max_tokens),
-            self._render(tokenizer, task, number, rejected, tools, max_tokens),
+            self._render(tokenizer, task, number, chosen, tools, max_tokens)[-1],
+            self._render(tokenizer, task, number, rejected, tools, max_tokens)[-1],
         )
 
     def _render(
         self, tokenizer: Tokenizer, task: Task, number: int, messages: Sequence[Message],
         tools: Sequence[Any] | None, max_tokens: int | None,
-    ) -> Rendered:  # fmt: skip
-        """Messages of an example as tokens. An example that the model's chat format refuses becomes empty: the model
-        learns nothing from it. With `bad_records="fail"`, or where the format refuses all, it is an error that names
-        the example.
+    ) -> list[Rendered]:  # fmt: skip
+        """Messages of an example as tokens, as conversation.renderings does. An example that the model's chat format
+        refuses becomes empty: the model learns nothing from it. With `bad_records="fail"`, or where the format refuses
+        all, it is an error that names the example.
         """
         try:
-            rendered = render(tokenizer, messages, max_tokens, tools)
+            rendered = renderings(tokenizer, messages, max_tokens, tools)
         except UnrenderableChat as error:
             problem = f"--tasks {task.name}: {task.where(number)}: {error}"
             self._refused += 1
@@ -110,7 +110,7 @@ class Mixture:
                 raise UserError(problem) from error
             if self._refused == 1:
                 warn(f"{problem}; it is left out, as others like it will be (--bad_records fail makes this an error)")
-            return Rendered([], [], cut=False)
+            return [Rendered([], [])]
         self._written += 1
         return rendered
 
@@ -197,11 +197,11 @@ class MixtureCorpus:
         examples = range(index * BLOCK_EXAMPLES, (index + 1) * BLOCK_EXAMPLES)
         documents = []
         for number in examples:
-            conversation = self.mixture.rendered(self.tokenizer, number)
-            if not conversation.ids:
-                continue
-            # The loader finds a document by its begin token, which chats of some families (Qwen) lack.
-            bos = self.tokenizer.get_bos_token_id()
-            begin = [] if conversation.ids[0] == bos else [bos]
-            documents.append(np.array([*begin, *conversation.ids], dtype=np.int32))
+            for one in self.mixture.rendered(self.tokenizer, number):
+                if not one.ids:
+                    continue
+                # The loader finds a document by its begin token, which chats of some families (Qwen) lack.
+                bos = self.tokenizer.get_bos_token_id()
+                begin = [] if one.ids[0] == bos else [bos]
+                documents.append(np.array([*begin, *one.ids], dtype=np.int32))
         return documents

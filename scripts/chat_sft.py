@@ -5,6 +5,7 @@ python -m scripts.chat_sft --device_batch_size=4
 python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_sft -- --target_examples_per_step=32
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Annotated
@@ -62,7 +63,8 @@ def main(config: Config) -> None:
 
     def draw(mixture: Mixture, numbers: range) -> tuple[PackedBatch, list[Rendered]]:
         """Conversations by number, the same on every rank. The rows leave out conversations without a target."""
-        rendered = [mixture.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in numbers]
+        chats = (mixture.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in numbers)
+        rendered = list(itertools.chain.from_iterable(chats))
         learned = [one for one in rendered if is_learned(one)]
         ids = [one.ids for one in learned]
         return pack_sequences(ids, [one.mask for one in learned], row_tokens, device.data_ranks), rendered
@@ -71,7 +73,9 @@ def main(config: Config) -> None:
     # The steps of a mixture begin with the first conversation that mid-training has not read.
     first = start.pretraining.get("conversations", 0)
     require_learnable(
-        train.rendered_chat(start.tokenizer, number, row_tokens + 1) for number in range(first, first + FIRST_EXAMPLES)
+        one
+        for number in range(first, first + FIRST_EXAMPLES)
+        for one in train.rendered_chat(start.tokenizer, number, row_tokens + 1)
     )
     horizon = Horizon.of(train, config.target_examples_per_step, config.num_iterations, config.num_epochs, first)
     steps = horizon.steps

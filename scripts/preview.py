@@ -70,12 +70,12 @@ def main(config: Config) -> None:
     sizes = ", ".join(f"{task.name} {len(task):,}" for task in held_out.tasks)
     print0(f"examples held out: {sizes or 'none'}")
 
-    def texts_of(number: int) -> dict[str, "Rendered"]:
-        """The texts of an example by name: a conversation, or the two replies of a pair."""
+    def texts_of(number: int) -> list[tuple[str, "Rendered"]]:
+        """The texts of an example with their names: those of a conversation, or the two replies of a pair."""
         if is_sft:
-            return {"": mixture.rendered_chat(tokenizer, number, row_tokens + 1)}
+            return [("", text) for text in mixture.rendered_chat(tokenizer, number, row_tokens + 1)]
         chosen, rejected = mixture.rendered_pair(tokenizer, number, row_tokens + 1)
-        return {"chosen: ": chosen, "rejected: ": rejected}
+        return [("chosen: ", chosen), ("rejected: ", rejected)]
 
     # ------------------------------------------------------------------ examples
     shown: set[tuple[Task, int]] = set()
@@ -88,7 +88,7 @@ def main(config: Config) -> None:
             continue
         shown.add((task, place))
         print0(f"\n--- example {number + 1:,}, of {task.name}")
-        for name, text in texts_of(number).items():
+        for name, text in texts_of(number):
             cut = f", cut at {len(text.ids):,}" if text.cut else ""
             print0(f"{name}{len(text.ids):,} tokens, {text.target_count:,} of them learned{cut}")
             print(marked(text, tokenizer))
@@ -97,7 +97,7 @@ def main(config: Config) -> None:
     examples: dict[str, list[Sequence[Rendered]]] = {}  # by task
     for number in track(range(first, first + config.count), "examples"):
         task, _ = mixture.draw(number)
-        examples.setdefault(task.name, []).append(list(texts_of(number).values()))
+        examples.setdefault(task.name, []).append([text for _, text in texts_of(number)])
     print_table(COLUMNS, [table_row(name, examples[name]) for name in sorted(examples)])
     for task in mixture.tasks:
         if len(task) < (drawn := len(examples.get(task.name, ()))):
@@ -106,7 +106,7 @@ def main(config: Config) -> None:
                 f"{task.name} has {counted(len(task), kind)}: the {drawn:,} of the table repeat them, as training does"
             )
     if is_sft:
-        rendered = [text for texts in examples.values() for [text] in texts]
+        rendered = [text for texts in examples.values() for every in texts for text in every]
         report_learned(rendered, tokenizer)
         learned = [text for text in rendered if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)

@@ -187,6 +187,12 @@ def learned(tokenizer: Tokenizer, rendered: Rendered) -> str:
     return tokenizer.decode(targets)
 
 
+def runs_of(mask: list[int]) -> list[tuple[int, int]]:
+    """(begin, end) of each run of ones."""
+    edges = [place for place in range(len(mask) + 1) if [0, *mask, 0][place] != [0, *mask, 0][place + 1]]
+    return list(zip(edges[0::2], edges[1::2], strict=True))
+
+
 def write_rows(path: Path, rows: list[Any]) -> str:
     """A .parquet, or a file of JSON lines, in which a row that is a text is written as it is."""
     if path.suffix == ".parquet":

@@ -7,12 +7,13 @@ import bisect
 import json
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
-from nanochat.families.chat_template import ChatTemplate, RenderedText, Span
-from nanochat.families.reply_spans import Conversation
+from nanochat.families.chat_template import ChatTemplate, RenderedText
+from nanochat.families.reply_spans import Conversation, Text
 from nanochat.families.tool_calls import CallForm, find_form
 from nanochat.ground.cli import UserError
 
@@ -39,38 +40,52 @@ class TemplateFormat(ChatFormat):
         return self._template
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
+        return self.renderings(messages, tools)[-1]
+
+    def renderings(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Rendered]:
         plain = self._as_texts(messages)
         whole = self.template.render(plain, tools)
-        spans: list[Span] = []
-        elsewhere: list[Span] = []  # the spans that follow another prompt than the served one
+        conversation = Conversation(self.template, whole, plain, tools, self._end_names)
+        learned: list[tuple[Text, Rendered]] = []
         count = 0
-        unlearned = 0
-        misplaced = 0
-        lost = 0  # tokens of the replies that the template does not leave in one place
-        replies = [
-            (message, text) for message, text in zip(messages, plain, strict=True) if text["role"] == "assistant"
-        ]
-        found = Conversation(self.template, whole, plain, tools, self._end_names).replies()
-        for (message, text), reply in zip(replies, found, strict=True):
+        lost: list[str] = []  # replies that are not learned
+        for number, (message, text) in enumerate(zip(messages, plain, strict=True)):
             parts = [text.get(self.template.thought_field or ""), text["content"], text.get("tool_calls")]
-            if not any(parts) or not message.get("train", True):
+            if message["role"] != "assistant" or not any(parts) or not message.get("train", True):
                 continue
             count += 1
-            written = "".join(whole.text[start:end] for start, end in reply.spans)
-            if not reply.spans or (not self.template.has_marks(tools) and self._lacks(written, text)):
-                unlearned += 1
-                written = "".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
-                lost += len(self.tokenizer.encode(written)) + 1  # and the end of the turn
-                continue
-            spans += reply.spans
-            if not reply.is_served:
-                misplaced += 1
-                elsewhere += reply.spans
-        ids, mask = self.tokenizer.encode_rendered(whole, spans)
-        return Rendered(
-            ids, mask, replies=count, unlearned=unlearned, reply_tokens=sum(mask) + lost, misplaced=misplaced,
-            misplaced_tokens=sum(self.tokenizer.encode_rendered(whole, elsewhere)[1]) if elsewhere else 0,
-        )  # fmt: skip
+            reply = conversation.reply(number)
+            alone = None if reply is None or self._lacks(conversation, reply, text) else self._encoded(reply)
+            if reply is None or alone is None:
+                lost.append("".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part))
+            else:
+                learned.append((reply, alone))
+        found = self._together(whole, learned)
+        lost_tokens = sum(len(self.tokenizer.encode(text)) + 1 for text in lost)  # and the end of the turn
+        known = sum(one.target_count for one in found)
+        found[-1] = replace(found[-1], replies=count, unlearned=len(lost), reply_tokens=known + lost_tokens)
+        return found
+
+    def _encoded(self, reply: Text) -> Rendered | None:
+        """A reply behind its prompt; None: these are not the tokens that serving would read before it."""
+        ids, mask = self.tokenizer.encode_rendered(reply.rendered, reply.spans)
+        prompt, _ = self.tokenizer.encode_rendered(reply.prompt)
+        return Rendered(ids, mask) if ids[: len(prompt)] == prompt else None
+
+    def _together(self, whole: RenderedText, learned: Sequence[tuple[Text, Rendered]]) -> list[Rendered]:
+        """One rendering of all replies that have the same tokens before them in `whole`, and one of each other reply.
+
+        The last reply is in the last one.
+        """
+        together = [one for one in learned if whole.text.startswith(one[0].rendered.text)]
+        ids, mask = self.tokenizer.encode_rendered(whole, [span for reply, _ in together for span in reply.spans])
+        if any(ids[: len(alone.ids)] != alone.ids for _, alone in together):  # a token crosses the end of a reply
+            together = []
+        apart = [alone for reply, alone in learned if (reply, alone) not in together]
+        if apart and not together:
+            return apart
+        one = Rendered(ids, mask)
+        return [*apart, one] if not apart or learned[-1] in together else [one, *apart]
 
     def shorten(
         self,
@@ -169,8 +184,11 @@ class TemplateFormat(ChatFormat):
         text = self.tokenizer.decode(tokens)
         return [{"type": "text", "text": text}] if text else []
 
-    def _lacks(self, written: str, message: dict[str, Any]) -> bool:
-        """Whether a template left out a call of a message, or its thought: it would be learned to reply without."""
+    def _lacks(self, conversation: Conversation, reply: Text, message: dict[str, Any]) -> bool:
+        """Whether a template left out a call of a message, or its thought: it would be learned to reply without it."""
+        if conversation.marked is not None:  # the template has said what is learned
+            return False
+        written = reply.rendered.text[len(reply.prompt.text) :]
         needed = [call.get("function", {}).get("name", "") for call in message.get("tool_calls") or []]
         found = THOUGHT.match(message["content"])
         needed.append(found[1] if found else message.get(self.template.thought_field or "") or "")

@@ -104,6 +104,9 @@ class ChatTemplate:
         request = {"source": self.source(tools), "fields": fields, "marks": unused[:2]}
         return self._divided(_renderer(os.getpid()).request(request, self.file), unused)
 
+    def is_special(self, name: str) -> bool:
+        return name in self._special
+
     def source(self, tools: Sequence[Any] | None) -> str:
         """The template of a conversation with these tools."""
         return self.sources["tool_use" if tools and "tool_use" in self.sources else "default"]
@@ -117,12 +120,6 @@ class ChatTemplate:
         """The end of a prompt, such as `<|im_start|>assistant` and a line end; empty if a prompt adds nothing to the
         conversation."""
         return self._added({}, {"add_generation_prompt": True})
-
-    @cached_property
-    def closed_thought(self) -> str:
-        """What a prompt has in addition with enable_thinking=False, such as the empty thought of Qwen3."""
-        prompt: dict[str, Any] = {"add_generation_prompt": True}
-        return self._added(prompt, {**prompt, "settings": {"enable_thinking": False}})
 
     def _added(self, less: dict[str, Any], more: dict[str, Any]) -> str:
         """What a question ends with in addition when it is rendered with the options `more` instead of `less`."""

@@ -1,23 +1,21 @@
-"""Where the replies are in a rendered conversation: what a model learns of it, and nothing else.
+"""What a model learns of a conversation: each reply behind exactly the prompt that serving renders before it.
 
 A template writes a whole conversation as one text. A reply in it is what the model would write after its prompt, up to
-and with the token that ends its turn. Three rules find it, each where the one before does not:
+and with the token that ends its turn. But many templates write earlier turns in another way than the last one: Qwen3
+writes an empty thought into the last reply only and drops the thoughts of earlier ones, the prompt of R1 opens a
+thought that no written reply has, and Mistral moves the system message into the last question. A model that learned a
+reply there would learn it where it is never asked. So:
 
-1. *Marks.* The template says it itself, by {% generation %}: exactly what it marks is learned.
-2. *Prompts.* The whole text begins with the prompt before the reply. Then the reply begins where the prompt ends.
-3. *Places.* The whole text differs from the prompt somewhere before the reply. Qwen3 writes an empty thought into the
-   last reply only, Mistral moves the system message into the last question, and the prompt of R1 opens a thought that
-   no reply has. So every text of the conversation is rendered between two characters that occur nowhere else. They
-   show where in the whole text each message went, and the prompt shows what comes between a question and its reply.
+    the whole text begins with the prompt and the reply     it is learned there, with all other such replies
+    it does not                                             the reply is learned in another text, see `reply`
 
-A reply of which the template drops a part, such as the thoughts of earlier replies, is not learned: the model would
-learn to reply without it. A reply that the third rule finds may follow other text than the prompt that serving renders
-before it, as with R1: then the model is asked where it has learned nothing. Such replies are counted.
+What of a reply is learned, its template may say itself, by {% generation %}: then exactly what it marks. A reply of
+which the template drops a part, such as its thoughts, is not learned: the model would learn to reply without it.
 """
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,16 +26,20 @@ BEGINS = 0xF0000
 ENDS = 0x100000
 MAX_LEAVES = 0xFFFD
 MARK = re.compile("[\U000f0000-\U0010ffff]")
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # at the beginning of a reply
 THOUGHT_TAG = re.compile("(</?think>)")  # templates divide a reply there
+OPENED_THOUGHT = re.compile(r"<think>\s*\Z")  # at the end of a prompt
+CLOSED = "</think>"
 TEXT_FIELDS = ("content", *THOUGHT_FIELDS)
 
 
 @dataclass(frozen=True)
-class Reply:
-    """What the model writes in one message of a rendered conversation."""
+class Text:
+    """A text that a model reads, and what it learns of it."""
 
-    spans: list[Span]  # several only where a template marks them; none where it leaves no such place
-    is_served: bool  # serving renders the same text before it as a prompt
+    rendered: RenderedText
+    prompt: RenderedText  # what serving renders before the reply; `rendered` begins with it
+    spans: list[Span]  # what is learned of the reply
 
 
 @dataclass(frozen=True)
@@ -50,77 +52,111 @@ class Conversation:
     tools: Sequence[Any] | None
     ends: Collection[str]
 
-    def replies(self) -> list[Reply]:
-        """What the model writes in each assistant's message, from where the reply begins to its end."""
-        numbers = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
-        if not self.template.has_marks(self.tools):
-            return [self._reply(number) for number in numbers]
-        marked = self._marked(numbers)
-        return [Reply(own, self._is_served(number)) for number, own in zip(numbers, marked, strict=True)]
-
-    def _reply(self, number: int) -> Reply:
-        span = self._after_prompt(number)
-        if span is not None:
-            return Reply([span], self._matches_mode(span[0], number))
-        span = None if self.places is None else self.places.reply(number)
-        return Reply([], False) if span is None else Reply([span], self._is_served(number))
+    @cached_property
+    def marked(self) -> dict[int, list[Span]] | None:
+        """What the template marks of each reply; None where it marks nothing at all."""
+        return self._marked() if self.template.has_marks(self.tools) else None
 
     @cached_property
     def places(self) -> "Places | None":
         return Places.of(self)
 
-    def prompt(self, messages: Messages) -> str | None:
+    def prompt(self, messages: Messages) -> RenderedText | None:
         """The prompt that serving renders for a reply to these messages; None: the template refuses one of them."""
         try:
-            return self.template.render(messages, self.tools, add_generation_prompt=True).text
+            return self.template.render(messages, self.tools, add_generation_prompt=True)
         except TemplateError:
             return None
 
-    def _is_served(self, number: int) -> bool:
-        """Whether `whole` begins with the prompt that serving renders before message `number`."""
+    def reply(self, number: int) -> Text | None:
+        """The prompt before message `number`, and the message as the template writes it at the end of a conversation.
+
+        None: the template refuses one of the two, marks nothing of the message, or does not leave it in one place.
+        """
+        if self.marked is not None and not self.marked[number]:
+            return None
+        text = self._alone(number)
+        if text is None or self.marked is None or not self.whole.text.startswith(text.rendered.text):
+            return text if text is not None and text.spans else None
+        return replace(text, spans=self.marked[number])
+
+    def _alone(self, number: int) -> Text | None:
         prompt = self.prompt(self.messages[:number])
-        return prompt is not None and self.whole.text.startswith(prompt) and self._matches_mode(len(prompt), number)
+        if prompt is None:
+            return None
+        try:
+            written = self.template.render(self.messages[: number + 1], self.tools)
+        except TemplateError:
+            return None
+        turn = Conversation(self.template, written, self.messages[: number + 1], self.tools, self.ends)
+        #     the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
+        #     the turn       <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
+        #     learned                                                               5.<|im_end|>
+        start = len(prompt.text)
+        if written.text.startswith(prompt.text):
+            return turn.learned(number, prompt, "", start, turn.end_after(start))
+        # R1's prompt opens a thought, and the turns that it writes have none: the reply closes it.
+        #
+        #     the prompt     <|User|>2+3?<|Assistant|><think>\n
+        #     the turn       <|User|>2+3?<|Assistant|>5.<|end|>
+        #     learned                                          \n</think>\n\n5.<|end|>
+        opened = OPENED_THOUGHT.search(prompt.text)
+        if opened and written.text.startswith(prompt.text[: opened.start()]):
+            end = turn.end_after(opened.start())
+            found = THOUGHT.match(written.text, opened.start(), end)
+            start = found.end() if found else opened.start()
+            thought = found[1] if found else thought_of(self.messages[number])
+            start = end - len(written.text[start:end].lstrip())
+            return turn.learned(number, prompt, f"{thought.strip()}\n{CLOSED}\n\n", start, end)
+        # Mistral's prompt has the system message in its last question, the turn does not.
+        span = None if turn.places is None else turn.places.reply(number)
+        return None if span is None else turn.learned(number, prompt, "", *span)
 
-    def _matches_mode(self, start: int, number: int) -> bool:
-        """Whether a reply at `start` without a thought also follows the prompt of `enable_thinking=False`, for which it
-        is trained."""
-        message = self.messages[number]
-        has_thought = "</think>" in (message.get("content") or "") or any(message.get(name) for name in THOUGHT_FIELDS)
-        return has_thought or self.whole.text.startswith(self.template.closed_thought, start)
+    def end_after(self, start: int) -> int:
+        """Where the reply ends that begins at `start`: behind the token that ends its turn."""
+        ends = (end for first, end, name in self.whole.specials if first >= start and name in self.ends)
+        return next(ends, len(self.whole.text))
 
-    def _marked(self, replies: list[int]) -> list[list[Span]]:
+    def learned(self, number: int, prompt: RenderedText, closing: str, start: int, end: int) -> Text:
+        """`whole`'s text from `start` to `end`, which is message `number`, behind a prompt and the end of a thought."""
+        begin = len(prompt.text) + len(closing)
+        shift = begin - start
+        specials = list(prompt.specials)
+        if closing and self.template.is_special(CLOSED):
+            place = len(prompt.text) + closing.rindex(CLOSED)
+            specials.append((place, place + len(CLOSED), CLOSED))
+        for first, last, name in self.whole.specials:
+            if start <= first and last <= end:
+                specials.append((first + shift, last + shift, name))
+        spans = [(len(prompt.text), end + shift)]
+        if self.marked is not None:
+            own = [(max(first, start) + shift, min(last, end) + shift) for first, last in self.marked[number]]
+            spans = [(first, last) for first, last in own if first < last]
+            if spans and spans[0][0] == begin:
+                spans[0] = (len(prompt.text), spans[0][1])  # what closes the thought belongs to its reply
+        text = prompt.text + closing + self.whole.text[start:end]
+        return Text(RenderedText(text, specials, []), prompt, spans)
+
+    def _marked(self) -> dict[int, list[Span]]:
         """The marked spans of each reply. A template may mark only some replies, or several parts of one."""
-        if not replies:
-            return []
-        if len(self.whole.marked) == len(replies):
-            return [[span] for span in self.whole.marked]
+        replies = [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
         owned: dict[int, list[Span]] = {number: [] for number in replies}
-        for span in self.whole.marked:
+        if len(self.whole.marked) == len(replies):
+            return {number: [span] for number, span in zip(replies, self.whole.marked, strict=True)}
+        for span in self.whole.marked if replies else []:
             # A span belongs to the reply with the last text that begins before its end, as the text inside of it does.
             before = [(-1, replies[-1])]
             if self.places is not None:
                 for leaf, begins in zip(self.places.leaves, self.places.begins, strict=True):
                     before += [(begin, leaf.message) for begin in begins if begin < span[1] and leaf.message in owned]
             owned[max(before)[1]].append(span)
-        return list(owned.values())
+        return owned
 
-    def _after_prompt(self, number: int) -> Span | None:
-        """Message `number`, where the whole conversation begins with its prompt and its turn."""
-        #     the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
-        #     with the turn  <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
-        #     learned                                                               5.<|im_end|>
-        prompt = self.prompt(self.messages[:number])
-        if prompt is None:
-            return None
-        try:
-            turn = self.template.render(self.messages[: number + 1], self.tools)
-        except TemplateError:
-            return None
-        start = len(prompt)
-        ends = (end for first, end, name in turn.specials if first >= start and name in self.ends)
-        end = next(ends, len(turn.text))
-        is_exact = turn.text.startswith(prompt) and self.whole.text.startswith(turn.text[:end])
-        return (start, end) if is_exact else None
+
+def thought_of(message: Mapping[str, Any]) -> str:
+    """The thought of a reply, in its content or in a field."""
+    found = THOUGHT.match(message.get("content") or "")
+    return found[1] if found else next((message[name] for name in THOUGHT_FIELDS if message.get(name)), "")
 
 
 @dataclass(frozen=True)
@@ -164,7 +200,7 @@ class Places:
         return cls(conversation, marked, leaves, begins, ends)
 
     def reply(self, number: int) -> Span | None:
-        """What the model writes in message `number`; None where a part of it is missing or not in one place."""
+        """What the model writes in message `number`, the last; None where a part is missing or not in one place."""
         own = [index for index, leaf in enumerate(self.leaves) if leaf.message == number]
         if not own or any(len(self.begins[index]) != 1 or len(self.ends[index]) != 1 for index in own):
             return None
@@ -172,16 +208,15 @@ class Places:
         last_leaf = max(own, key=lambda index: self.ends[index])
         first = self.begins[first_leaf][0]
         last = self.ends[last_leaf][0]
-        # Texts of other messages, which the reply must not contain: the last one before it, the first one after it.
+        # The reply must not contain a text of another message.
         others = [index for index, leaf in enumerate(self.leaves) if leaf.message != number]
         ended = [(place, index) for index in others for place in self.ends[index]]
-        begun = [place for index in others for place in self.begins[index]]
-        if any(first < place < last for place in begun) or any(first < place < last for place, _ in ended):
+        if any(first < place for index in others for place in self.begins[index]) or any(
+            first < place for place, _ in ended
+        ):
             return None
-        before = max((one for one in ended if one[0] <= first), default=None)
-        following = min((place for place in begun if place >= last), default=None)
-        start = self._start(number, first, self.leaves[first_leaf], before)
-        end = self._end(last, self.leaves[last_leaf], following)
+        start = self._start(number, first, self.leaves[first_leaf], max(ended, default=None))
+        end = self._end(last, self.leaves[last_leaf])
         return None if start is None or end is None else (start, end)
 
     def _start(self, number: int, first: int, leaf: Leaf, before: tuple[int, int] | None) -> int | None:
@@ -193,21 +228,21 @@ class Places:
             #     its prompt        <|im_end|>\n<|im_start|>assistant\n
             #     R1                <|Assistant|>                                         less than the prompt
             #     its prompt        <|Assistant|><think>\n
-            prompt = self.conversation.prompt(self.marked[:number]) or ""
-            _, mark, opening = prompt.rpartition(chr(ENDS + before[1]))
+            prompt = self.conversation.prompt(self.marked[:number])
+            _, mark, opening = (prompt.text if prompt else "").rpartition(chr(ENDS + before[1]))
             is_plain = mark and not MARK.search(opening)  # no other text comes between
             if is_plain and self.conversation.whole.text.startswith(opening, before[0], first):
                 return before[0] + len(opening)
-        # A text is the assistant's from its first character on. What comes before a name in a call may not be.
-        return None if leaf.is_call else first
+        # A text is the assistant's from its first character on. What comes before a name in a call may not be, and what
+        # opens a thought belongs to it.
+        between = self.conversation.whole.text[before[0] if before else 0 : first]
+        return None if leaf.is_call or THOUGHT_TAG.search(between) else first
 
-    def _end(self, last: int, leaf: Leaf, following: int | None) -> int | None:
-        """Where a reply ends whose last leaf ends at `last`; `following` is where another message's text begins."""
+    def _end(self, last: int, leaf: Leaf) -> int | None:
+        """Where a reply ends whose last leaf ends at `last`."""
         specials = (special for special in self.conversation.whole.specials if special[0] >= last)
         _, end, name = next(specials, (last, last, ""))
-        if name in self.conversation.ends and (following is None or end <= following):
-            return end
-        return None if leaf.is_call else last
+        return end if name in self.conversation.ends else None if leaf.is_call else last
 
 
 def _with_marks(message: Mapping[str, Any], number: int, leaves: list[Leaf]) -> dict[str, Any]:

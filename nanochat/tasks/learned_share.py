@@ -14,18 +14,16 @@ LEARNED_SHARE = 0.9  # the least share of replies and of their tokens that is le
 def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
     """Print which share of the replies in some conversations is learned, and of their tokens; warn under 90%.
 
-    The rest is cut off at the context, or a chat template writes it as the model would not. A reply that is learned
-    after another prompt than the served one counts as not learned, and is a warning. Another line says how many replies
-    have only the empty thought that a template such as Qwen3's writes where data have none.
+    The rest is cut off at the context, or a chat template writes it as the model would not. Another line says how many
+    replies have only the empty thought that a template such as Qwen3's writes where data have none.
     """
     replies = sum(one.replies for one in rendered)
     tokens = sum(one.reply_tokens for one in rendered)
     if not replies or not tokens:
         return
-    misplaced = sum(one.misplaced for one in rendered)
-    reply_share = 1 - (sum(one.unlearned for one in rendered) + misplaced) / replies
-    token_share = sum(max(0, one.target_count - one.misplaced_tokens) for one in rendered) / tokens
-    conversations = counted(len(rendered), "conversation")
+    reply_share = 1 - sum(one.unlearned for one in rendered) / replies
+    token_share = sum(one.target_count for one in rendered) / tokens
+    conversations = counted(sum(one.replies > 0 for one in rendered), "conversation")
     line = f"learned: {reply_share:.1%} of the replies and {token_share:.1%} of their tokens, in {conversations}"
     empty = 0
     for one in rendered:
@@ -35,16 +33,10 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
         print0(
             f"{empty:,} of {replies:,} replies have no thought: the chat template writes an empty one, which is learned"
         )
-    if min(reply_share, token_share) >= LEARNED_SHARE and not misplaced:
+    if min(reply_share, token_share) >= LEARNED_SHARE:
         print0(line)
         return
     causes = []
-    if misplaced:
-        causes.append(
-            f"{misplaced:,} of {replies:,} replies are learned after other text than the prompt that serving renders "
-            "before them, such as without the thought that it opens, or the empty one of enable_thinking=False: name a "
-            "template that writes both alike (--chat_template FILE)"
-        )
     if any(one.unlearned for one in rendered):
         causes.append(
             "the chat template writes the others not as the model would, such as without their thoughts or calls, or "

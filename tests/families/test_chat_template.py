@@ -128,12 +128,12 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys):
     file = write_rows(tmp_path / "calls.parquet", [row] * 2)
     mixture = open_mixture(file, "train")
     expected = render(family_tokenizers["qwen3"], [*CALLED, *CALLED[1:3]], tools=[WEATHER])
-    rendered = mixture.rendered(family_tokenizers["qwen3"], 0)
+    rendered = mixture.rendered(family_tokenizers["qwen3"], 0)[-1]
     assert (rendered.ids, rendered.mask) == (expected.ids, expected.mask)
     # Our own format has no such calls.
-    assert not mixture.rendered(tiny_tokenizer(), 0).ids
+    assert not mixture.rendered(tiny_tokenizer(), 0)[0].ids
     assert "left out" in capsys.readouterr().err
-    assert not mixture.rendered(tiny_tokenizer(), 1).ids
+    assert not mixture.rendered(tiny_tokenizer(), 1)[0].ids
     assert not capsys.readouterr().err
     strict = open_mixture(f"mine={file}", "train", Reading(bad_records="fail"))
     corpora = [MixtureCorpus(one, tiny_tokenizer()) for one in (mixture, strict)]
@@ -146,7 +146,7 @@ def test_a_model_whose_format_refuses_every_chat_ends_the_run(tmp_path):
     file = write_rows(tmp_path / "calls.jsonl", [{"messages": CALLED}] * 2)
     mixture = open_mixture(file, "train")
     for index in range(99):
-        assert not mixture.rendered(tiny_tokenizer(), index).ids
+        assert not mixture.rendered(tiny_tokenizer(), index)[0].ids
     assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 99))
 
 

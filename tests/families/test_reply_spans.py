@@ -1,7 +1,8 @@
 """What is learned where a template does not write a conversation as its prompts: transformers' masks are the oracle.
 
 Each template here has a twin, the same text with {% generation %} marks where its replies are. transformers computes
-the mask of the twin; ours must be the same for the template without marks.
+the mask of the twin for a conversation that ends with a reply; what we learn of that reply must be the same for the
+template without marks. tests/promises has what stands before it (T12).
 """
 
 import random
@@ -13,7 +14,7 @@ import tiny
 from runs import call, refused
 from tiny_families import FAMILIES, save_family
 
-from nanochat.conversation import Rendered, render
+from nanochat.conversation import Rendered, render, renderings
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.families.reply_spans import Conversation
@@ -117,46 +118,62 @@ def test_the_mask_is_the_one_of_transformers(tmp_path, name, calls):
     for _ in range(40):
         messages = conversation(source, calls)
         tools = TOOLS if calls and name == "empty thought" else None
-        theirs = oracle.apply_chat_template(messages, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
-        rendered = render(tokenizer, messages, tools=tools)
-        assert tokenizer.decode(rendered.ids) == oracle.decode(theirs["input_ids"])
-        expected = [token for token, one in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if one]
-        assert tiny.learned(tokenizer, rendered) == oracle.decode(expected)
-        if rendered.ids == theirs["input_ids"]:
-            assert rendered.mask == theirs["assistant_masks"]
-        replies = sum(one["role"] == "assistant" for one in messages)
-        assert (rendered.replies, rendered.unlearned) == (replies, 0)
-        assert rendered.reply_tokens == rendered.target_count
+        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        expected = []
+        for number in numbers:
+            theirs = oracle.apply_chat_template(
+                messages[: number + 1], tools=tools, return_dict=True, return_assistant_tokens_mask=True
+            )
+            *_, (begin, end) = tiny.runs_of(theirs["assistant_masks"])
+            closing = "\n</think>\n\n" if name == "opened thought" else ""
+            expected.append(closing + oracle.decode(theirs["input_ids"][begin:end]))
+        found = renderings(tokenizer, messages, tools=tools)
+        learned = [tokenizer.decode(one.ids[slice(*run)]) for one in found for run in tiny.runs_of(one.mask)]
+        assert sorted(learned) == sorted(expected)
+        replies = len(numbers)
+        assert sum(one.replies for one in found) == replies and not any(one.unlearned for one in found)
+        assert sum(one.reply_tokens for one in found) == sum(one.target_count for one in found)
         lengths.add(replies)
     assert len(lengths) > 2
 
 
-@pytest.mark.parametrize("name", ["empty thought", "opened thought"])
-def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, name, capsys):
+def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, capsys):
     """It would teach to reply without them. Only a template with marks decides otherwise."""
-    tokenizer = tokenizer_of(name, tmp_path)
+    tokenizer = tokenizer_of("empty thought", tmp_path)
     messages = [
         {"role": "user", "content": "why"},
         {"role": "assistant", "content": "<think>\nso many words\n</think>\n\nso"},
         {"role": "user", "content": "and"},
         {"role": "assistant", "content": "then"},
     ]
-    rendered = render(tokenizer, messages)
-    thought = "<think>\n\n</think>\n\n" if name == "empty thought" else ""
-    assert tiny.learned(tokenizer, rendered) == f"{thought}then<|im_end|>"
+    (rendered,) = renderings(tokenizer, messages)
+    assert tiny.learned(tokenizer, rendered) == "<think>\n\n</think>\n\nthen<|im_end|>"
     assert (rendered.replies, rendered.unlearned) == (2, 1)
-    refused_by_data = render(tokenizer, [{**message, "train": False} for message in messages])
+    (refused_by_data,) = renderings(tokenizer, [{**message, "train": False} for message in messages])
     assert not refused_by_data.target_count and not refused_by_data.unlearned
-    assert render(tokenizer, messages, max_tokens=9).cut
+    (cut,) = renderings(tokenizer, messages, max_tokens=9)
+    assert cut.cut and len(cut.ids) == 9
     report_learned([rendered], tokenizer)
     err = capsys.readouterr().err
     share = rendered.target_count / rendered.reply_tokens
     assert share < 0.9
-    learned = f"50.0% of the replies and {share:.1%} of their tokens"
-    if name == "opened thought":  # the other one follows a prompt that opens one
-        learned = "0.0% of the replies and 0.0% of their tokens"
-    assert err.startswith(f"warning: learned: {learned}") and err.count("\n") == 1
-    assert "{% generation %}" in err and "scripts.preview" in err
+    assert err.startswith(f"warning: learned: 50.0% of the replies and {share:.1%} of their tokens")
+    assert err.count("\n") == 1 and "{% generation %}" in err and "scripts.preview" in err
+
+
+def test_a_thought_that_the_prompt_opens_is_ended_by_the_reply(tmp_path):
+    """Also the one that the template leaves out of what it writes."""
+    tokenizer = tokenizer_of("opened thought", tmp_path)
+    messages = [
+        {"role": "user", "content": "why"},
+        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"},
+        {"role": "user", "content": "and"},
+        {"role": "assistant", "content": "then"},
+    ]
+    found = renderings(tokenizer, messages)
+    expected = ["hm\n</think>\n\nso<|im_end|>", "\n</think>\n\nthen<|im_end|>"]
+    assert [tiny.learned(tokenizer, one) for one in found] == expected
+    assert [tokenizer.decode(one.ids).count("hm") for one in found] == [1, 0]
 
 
 TURNS = [
@@ -228,7 +245,7 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_not_the_assistants_is_never_learned(name):
-    """The prompt always differs from the whole, so that places decide."""
+    """The prompt always differs from what is written, so that places decide."""
     turns = "{% for m in messages %}" + ODD[name] + "{% endfor %}"
     source = "{{ '#' if add_generation_prompt else '' }}" + turns
     source += "{{ 'assistant: ' if add_generation_prompt else '<b>' }}"
@@ -236,22 +253,26 @@ def test_what_is_not_the_assistants_is_never_learned(name):
     texts = ("question one", "Reply One", "question two", "Reply Two")
     messages = [{**turn, "content": text} for turn, text in zip(TURNS, texts, strict=True)]
     whole = template.render(messages)
-    found = Conversation(template, whole, messages, None, ["<e>"]).replies()
+    conversation = Conversation(template, whole, messages, None, ["<e>"])
+    found = [conversation.reply(number) for number in (1, 3)]
     expected: dict[str, list[str | None]] = {
         "twice": [None, None],
-        "quoted": [None, "Reply Two<e>"],  # the first one is in the next turn, too
+        "quoted": ["Reply One<e>", "Reply Two<e>"],
         "mixed": [None, None],
         "length": [None, None],  # the number would be another one
         "hidden": [None, None],
         "no end": ["Reply One", "Reply Two"],
-        "one end": ["Reply One", "Reply Two\n<e>"],
+        "one end": ["Reply One\n<e>", "Reply Two\n<e>"],
     }
-    assert [whole.text[slice(*one.spans[0])] if one.spans else None for one in found] == expected[name]
+    assert [one.rendered.text[slice(*one.spans[0])] if one else None for one in found] == expected[name]
+    for number, one in zip((1, 3), found, strict=True):
+        prompt = template.render(messages[:number], add_generation_prompt=True).text
+        assert one is None or one.rendered.text[: one.spans[0][0]] == prompt
 
 
 @pytest.mark.slow
 def test_another_template_in_place_of_the_models_own(base_folder, tmp_path, capsys):
-    folder = folder_of(tmp_path / "model", "opened thought", ("", ""))  # drops all thoughts
+    folder = folder_of(tmp_path / "model", "empty thought", ("", ""))  # drops all thoughts
     shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     shape |= {"head_dim": 16, "intermediate_size": 64, "max_position_embeddings": 256}
     config = transformers.Qwen3Config(vocab_size=Tokenizer.load(folder).vocab_size, **shape)
