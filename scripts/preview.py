@@ -50,7 +50,6 @@ def main(config: Config) -> None:
     from nanochat.mixture import is_learned
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
-    from nanochat.run.long_context import NewContext
     from nanochat.run.stage import chosen_template
     from nanochat.task import Task
     from nanochat.tasks.flag import open_tasks
@@ -58,9 +57,9 @@ def main(config: Config) -> None:
 
     # ------------------------------------------------------------------ tokenizer and data, opened as in the stage
     folder = find_source(config.source, config.source_tag)
-    model_config, tokenizer, meta = load_config(folder, [NewContext(config.max_seq_len, "auto")])
+    model_config, tokenizer, meta = load_config(folder)
     tokenizer = chosen_template(tokenizer, config.chat_template)
-    row_tokens = model_config.sequence_len
+    row_tokens = config.max_seq_len or model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"
     tasks, mixture, held_out = open_tasks(config, pretraining["data"], config.stage)

@@ -37,7 +37,7 @@ class NewContext(Preparation):
 def with_context(config: GPTConfig, context: int, trained: int, method: ContextMethod | None) -> GPTConfig:
     """A model's config with this context, in tokens; beyond the `trained` one its rotary positions are scaled.
 
-    `auto`: by YaRN, or as they are scaled already. None: a longer context is refused.
+    `auto`: as they are scaled already, and refused if they are not. None: a longer context is refused.
     Raises UserError: when the model cannot have that context.
     """
     scaled = config.rope_scaling
@@ -62,6 +62,11 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
         return longer
     if method is None:
         raise UserError(f"--max_seq_len {context}: the model's context has {trained} tokens, the most that it takes")
+    if method == "auto" and scaled is None:
+        raise UserError(
+            f"--max_seq_len {context}: the model's context has {trained} tokens; --rope_scaling yarn (linear, theta) "
+            "reaches further, by other positions of all tokens: train on rows of that length then"
+        )
     factor = context / trained
     if scaled is not None:  # positions are scaled once, by both factors together
         if method not in ("auto", scaled.kind):

@@ -65,8 +65,8 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     ),
     "dry run": ("base_train", "--depth=2", "--head_dim=16", "--max_seq_len=64", "--dry_run", "--model_tag=dry"),
     "longer": (
-        *("mid_train", "--data=demo", "--max_seq_len=128", "--source=base", "--source_tag=d2", *SIZES),
-        *("--total_batch_size=256", "--eval_tokens=256"),
+        *("mid_train", "--data=demo", "--max_seq_len=128", "--rope_scaling=yarn", "--source=base", "--source_tag=d2"),
+        *(*SIZES, "--total_batch_size=256", "--eval_tokens=256"),
     ),
     "sft": ("chat_sft", *EXAMPLES, "--source=mid"),
     "dpo": ("chat_dpo", *EXAMPLES, "--source=sft"),

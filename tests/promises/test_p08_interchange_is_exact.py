@@ -244,7 +244,7 @@ def test_an_imported_models_pretraining_is_continued(base):
     oracle.resize_token_embeddings(700)
     oracle.save_pretrained(source)
     flags = ("--device=cpu", "--dtype=float32", "--device_batch_size=1", "--eval_tokens=768", "--log_every=1")
-    sizes = ("--max_seq_len=768", "--num_iterations=3", "--eval_every=0", "--learning_rate=1e-3")
+    sizes = ("--max_seq_len=768", "--rope_scaling=yarn", "--num_iterations=3", "--eval_every=0", "--learning_rate=1e-3")
     call("mid_train", "--source", str(source), "--data=demo:0.5,pydoc:0.5", *flags, *sizes)
     lines = (base / "base/runs/base/tiny-qwen/metrics.jsonl").read_text().splitlines()
     last = json.loads(lines[-1])

@@ -73,7 +73,15 @@ def test_pretraining_on_a_mixture(base, tokenizer, mixture, capsys):
 
 
 def test_continued_pretraining_of_adapters_with_a_longer_context(start, mixture, capsys):
-    flags = (*CPU, mixture, "--source=base", "--source_tag=d1", "--max_seq_len=256", "--eval_tokens=256")
+    flags = (
+        *CPU,
+        mixture,
+        "--source=base",
+        "--source_tag=d1",
+        "--max_seq_len=256",
+        "--rope_scaling=yarn",
+        "--eval_tokens=256",
+    )
     flags += ("--device_batch_size=2", "--total_batch_size=1024", "--num_iterations=4", "--save_every=2")
     flags += ("--lora_rank=4", "--lora_alpha=8", "--lora_base=nf4", "--compile=off")
     straight = resume(start, "base", flags, kill=(2,), tag="texts", script="mid_train")

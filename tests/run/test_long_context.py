@@ -13,7 +13,7 @@ from nanochat.run.long_context import with_context
 
 def test_a_longer_context_scales_the_positions_and_a_shorter_one_does_not() -> None:
     config = tiny_config(window_pattern="SSL")  # 32 tokens, short windows of 8
-    once = with_context(config, 128, 32, "auto")
+    once = with_context(config, 128, 32, "yarn")
     assert (once.sequence_len, once.rope_scaling) == (
         128,
         RopeScaling("yarn", 4.0, 32, fewest_turns=1, most_turns=32, gain=1 + 0.1 * math.log(4)),
@@ -38,6 +38,10 @@ def test_a_longer_context_scales_the_positions_and_a_shorter_one_does_not() -> N
     assert based.rope_scaling is None
     slowest = (config.rope_theta / based.rope_theta) ** ((D - 2) / D)
     assert slowest == pytest.approx(1 / 4)
-    for method, source, words in ((None, config, "context has 32 tokens"), ("yarn", linear, "as linear")):
+    for method, source, words in (
+        (None, config, "context has 32 tokens"),
+        ("auto", config, "--rope_scaling yarn"),
+        ("yarn", linear, "as linear"),
+    ):
         with pytest.raises(UserError, match=words):
             with_context(source, 256, source.sequence_len, method)
