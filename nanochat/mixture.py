@@ -7,7 +7,7 @@ examples of a task come in a shuffled order, each of them once before any comes 
 import hashlib
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -31,11 +31,14 @@ class Mixture:
 
     def __init__(
         self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0,
-        bad_records: Literal["skip", "fail"] = "skip",
+        bad_records: Literal["skip", "fail"] = "skip", learn: Literal["all", "last"] = "all",
+        too_long: Literal["cut", "drop"] = "cut",
     ):  # fmt: skip
         self.tasks = list(tasks)
         self.seed = seed
         self.bad_records = bad_records
+        self.learn = learn  # which replies of a chat SFT learns
+        self.too_long = too_long  # what SFT does with a chat that is longer than a row
         self._refused = 0  # conversations that the chat format cannot write
         self._written = 0
         shares = np.array(weights) / sum(weights) * WHEEL_SLOTS
@@ -78,9 +81,12 @@ class Mixture:
         task, number = self.draw(index)
         example = task.example(number)
         before = self.before(index, task, example)
-        chat = self._render(tokenizer, task, number, [*before, *example.messages], example.tools, max_tokens)
+        messages = example.messages if self.learn == "all" else last_turn(example.messages)
+        chat = self._render(tokenizer, task, number, [*before, *messages], example.tools, max_tokens)
         if before and any(one.cut for one in chat):  # without the earlier messages it is more likely to fit
-            return self._render(tokenizer, task, number, example.messages, example.tools, max_tokens)
+            chat = self._render(tokenizer, task, number, messages, example.tools, max_tokens)
+        if self.too_long == "drop":
+            chat = [replace(one, ids=[], mask=[]) if one.cut else one for one in chat]
         return chat
 
     def rendered_pair(self, tokenizer: Tokenizer, index: int, max_tokens: int) -> RenderedPair:
@@ -164,6 +170,15 @@ class Horizon:
         epoch, place = divmod(step, math.ceil(self.epoch / self.examples))
         start = epoch * self.epoch + place * self.examples
         return range(start, min(start + self.examples, (epoch + 1) * self.epoch))
+
+
+def last_turn(messages: Sequence[Message]) -> list[Message]:
+    """A conversation of which only the replies behind the user's last message are learned."""
+    last = max(number for number, message in enumerate(messages) if message["role"] == "user")
+    earlier = [
+        {**message, "train": False} if message["role"] == "assistant" else message for message in messages[:last]
+    ]
+    return [*earlier, *messages[last:]]
 
 
 def is_learned(*replies: Rendered) -> bool:

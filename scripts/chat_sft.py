@@ -8,10 +8,10 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_sft -- --target
 import itertools
 import math
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from nanochat.ground import cli
-from nanochat.ground.cli import Positive, Range
+from nanochat.ground.cli import Frozen, Positive, Range
 from nanochat.ground.log import counted, print0
 from nanochat.ground.screen import phase, track
 from nanochat.run.flags import EpochFlags
@@ -20,6 +20,9 @@ from nanochat.run.flags import EpochFlags
 @dataclass(frozen=True)
 class Config(EpochFlags):
     source: str = "mid"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME
+    # data
+    learn: Frozen[Literal["all", "last"]] = "all"  # the replies of a chat: all, or those to the user's last message
+    too_long: Frozen[Literal["drop", "cut"]] = "drop"  # chats longer than --max_seq_len: left out, or without their end
     # optimizer
     lr_scale: Annotated[float, Range(0, 100)] = 0.2  # multiplies all learning rates of pretraining
     # evaluation

@@ -35,6 +35,8 @@ class Config:
     bad_records: Literal["skip", "fail"] = "skip"  # records of a PATH or ORG/NAME that are not chats: skip or fail
     columns: str = ""  # columns of the files, as in the stage: question=COLUMN,answer=COLUMN
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies, as in the stage
+    learn: Literal["all", "last"] = "all"  # as in chat_sft
+    too_long: Literal["drop", "cut"] = "drop"  # as in chat_sft
     val_share: HeldOut | None = None  # rows of a file that are held out, as in the stage
     seed: Seed = 0  # as in the stage
     examples: Count = 3  # examples to print

@@ -174,13 +174,13 @@ def test_flags_that_resume_refuses():
     stage = (
         "seed optimizer_dtype tasks max_seq_len rope_scaling lora_rank lora_alpha lora_dropout lora_targets lora_base"
     )
-    sft = f"{stage} target_examples_per_step val_share"
+    examples = f"{stage} target_examples_per_step val_share"
     for script, flags in {
         "base_train": "seed optimizer_dtype data val_data shards optimizer depth head_dim max_seq_len window_pattern "
         "mlp document_mask experts experts_per_token expert_width shared_experts",
         "mid_train": f"{stage} data val_data shards",
-        "chat_sft": sft,
-        "chat_dpo": f"{sft} loss beta gamma label_smoothing sft_weight",
+        "chat_sft": f"{examples} learn too_long",
+        "chat_dpo": f"{examples} loss beta gamma label_smoothing sft_weight",
         "chat_rl": f"{stage} examples_per_step num_samples max_tokens temperature top_k reward loss kl kl_in clip_low "
         "clip_high importance_cap refills teacher staleness",
     }.items():

@@ -42,6 +42,8 @@ class Reading:
     val_share: float | None = None  # held out of a file without a test split; default: a tenth
     columns: str = ""
     thoughts: Literal["keep", "drop"] = "keep"  # what becomes of the thoughts in a file's replies
+    learn: Literal["all", "last"] = "all"
+    too_long: Literal["cut", "drop"] = "cut"
 
 
 DEFAULT_READING = Reading()
@@ -57,8 +59,9 @@ def open_tasks(flags: Any, pretraining_data: str, stage: Stage = "sft") -> tuple
     if stage == "dpo":
         require_pairs(parse_tasks(tasks))
     reading = Reading(
-        FORMS[stage], flags.hub, flags.bad_records, getattr(flags, "val_share", None), flags.columns, flags.thoughts
-    )
+        FORMS[stage], flags.hub, flags.bad_records, getattr(flags, "val_share", None), flags.columns, flags.thoughts,
+        getattr(flags, "learn", "all"), getattr(flags, "too_long", "cut"),
+    )  # fmt: skip
     by_epoch = getattr(flags, "num_epochs", None) is not None
     train = open_mixture(tasks, "train", reading, flags.seed, by_epoch)
     return tasks, train, open_mixture(tasks, "test", reading, flags.seed)
@@ -88,7 +91,9 @@ def open_mixture(
             hint = "give it two rows or more, or a file for each split"
             raise UserError(f"--tasks {spec.path or spec.name}: there are no {split} examples in it: {hint}")
     kind = EpochMixture if by_epoch else Mixture
-    return kind([task for task, _ in parts], [weight for _, weight in parts], seed, reading.bad_records)
+    chosen = [task for task, _ in parts]
+    weights = [weight for _, weight in parts]
+    return kind(chosen, weights, seed, reading.bad_records, reading.learn, reading.too_long)
 
 
 class EpochMixture(Mixture):

@@ -33,8 +33,14 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
         print0(
             f"{empty:,} of {replies:,} replies have no thought: the chat template writes an empty one, which is learned"
         )
+    cut = sum(one.cut for one in rendered)
+    too_long = ""
+    if any(one.cut and not one.ids for one in rendered):
+        too_long = f"{counted(cut, 'text')} longer than --max_seq_len left out: --too_long cut learns the beginning"
+    elif cut:
+        too_long = f"{counted(cut, 'text')} cut at --max_seq_len: raise it"
     if min(reply_share, token_share) >= LEARNED_SHARE:
-        print0(line)
+        print0("; ".join(filter(None, [line, too_long])))
         return
     causes = []
     if any(one.unlearned for one in rendered):
@@ -42,7 +48,5 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
             "the chat template writes the others not as the model would, such as without their thoughts or calls, or "
             "does not mark them: name one that marks replies with {% generation %} (--chat_template FILE)"
         )
-    cut = sum(one.cut for one in rendered)
-    if cut:
-        causes.append(f"{counted(cut, 'conversation')} end after --max_seq_len tokens: raise it")
+    causes += filter(None, [too_long])
     warn("; ".join([line, *causes, "python -m scripts.preview shows what is learned"]))

@@ -25,6 +25,7 @@ from nanochat.tasks.flag import (
     task_class,
     task_names,
 )
+from nanochat.tasks.learned_share import report_learned
 from nanochat.tasks.messages import check_messages
 
 
@@ -105,6 +106,44 @@ def test_the_corpus_is_the_mixture_as_tokens():
         render(tokenizer, task.example(number).messages).ids
         for task, number in map(mixture.draw, range(len(documents), 2 * len(documents)))
     ]
+
+
+TOOL_USE = [
+    *(
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "first"},
+        {"role": "user", "content": "two"},
+    ),
+    *({"role": "assistant", "content": "second"}, {"role": "tool", "content": "no"}),
+    {"role": "assistant", "content": "third"},
+]
+
+
+class Chats(Numbers):
+    def example(self, index: int) -> Example:
+        return Example(TOOL_USE)
+
+
+@pytest.mark.parametrize(
+    ("learn", "too_long", "room", "learned"),
+    [
+        ("all", "drop", 99, "first second third"),
+        ("last", "drop", 99, "second third"),  # all that answers the user's last message, as ms-swift's last_round
+        ("all", "cut", 18, "first"),
+        ("all", "drop", 18, ""),
+    ],
+)
+def test_what_sft_learns_of_a_long_chat(capsys, learn, too_long, room, learned):
+    tokenizer = tiny_tokenizer()
+    mixture = Mixture([Chats("a", 1)], [1], learn=learn, too_long=too_long)
+    (one,) = mixture.rendered_chat(tokenizer, 1, room)
+    marks = {tokenizer.encode_special("<|assistant_end|>"): [*b" "]}
+    kept = [token for token, is_target in zip(one.ids, one.mask, strict=True) if is_target]
+    text = tokenizer.decode(id for token in kept for id in marks.get(token, [token]))
+    assert text.strip() == learned and one.cut == (room < 99) and bool(one.ids) == bool(learned)
+    report_learned([one], tokenizer)
+    shown = "".join(capsys.readouterr())
+    assert ("--too_long cut" in shown) == (not learned) and ("1 text cut at" in shown) == (one.cut and bool(learned))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3"])

@@ -35,7 +35,7 @@ def test_what_sft_learns_is_marked(model, tmp_path, capsys, monkeypatch):
     rows = [chat("Hi?", reply) for reply in replies]
     rows[4] = with_robot(rows[4])
     path = write_lines(tmp_path / "chats.jsonl", rows)
-    call("preview", f"--tasks=mine={path}", "--examples=4", "--count=8")
+    call("preview", f"--tasks=mine={path}", "--examples=4", "--count=8", "--too_long=cut")
     shown = capsys.readouterr()
     assert HEAD + "[[Yes.<|assistant_end|>]]" in shown.out
     assert HEAD + r"[[\x1b[2J é<|assistant_end|>]]" in shown.out and "\x1b" not in shown.out
