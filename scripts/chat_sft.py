@@ -42,6 +42,7 @@ def main(config: Config) -> None:
     from nanochat.run.loop import Run
     from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
+    from nanochat.tasks.data_table import passes
     from nanochat.tasks.flag import open_tasks
     from nanochat.tasks.learned_share import report_learned
     from nanochat.train import Schedule, mean_loss, train_step
@@ -86,7 +87,8 @@ def main(config: Config) -> None:
     rates = scaling.rates(model.config, batch_tokens, steps * batch_tokens).scaled(config.lr_scale)
     optimizer, peak_lr = open_optimizer(config, start, rates)
     schedule = Schedule.for_run(steps, config.warmdown_fraction, config.warmup_ratio, fall=config.lr_schedule)
-    print0(f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations")
+    again = passes(train, steps * horizon.examples)
+    print0("; ".join(filter(None, [f"horizon: {counted(steps, 'step')} of {horizon.examples} conversations", again])))
 
     # ------------------------------------------------------------------ train
     token_flops = scaling.flops_per_token(model.config, is_frozen=start.adapter is not None)

@@ -64,12 +64,10 @@ def main(config: Config) -> None:
     row_tokens = config.max_seq_len or model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"
-    tasks, mixture, held_out = open_tasks(config, pretraining["data"], config.stage)
+    tasks, mixture, _ = open_tasks(config, pretraining["data"], config.stage)
     # SFT continues in the mixture where mid-training stopped.
     first = pretraining.get("conversations", 0) if is_sft else 0
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")
-    sizes = ", ".join(f"{task.name} {len(task):,}" for task in held_out.tasks)
-    print0(f"examples held out: {sizes or 'none'}")
 
     def texts_of(number: int) -> list[tuple[str, "Rendered"]]:
         """The texts of an example with their names: those of a conversation, or the two replies of a pair."""

@@ -8,15 +8,16 @@ held-out part of any other dataset. Any order of records is cheap to read.
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.data import hub as hubs
 from nanochat.data.catalog import HUB_NAME, TASKS
-from nanochat.data.splits import choose_files
+from nanochat.data.splits import choose_files, shown
 from nanochat.ground.cli import UserError
+from nanochat.ground.log import warn
 from nanochat.ground.text_files import Columns, Fields, Records, list_files, open_file, refuse_links_out
 
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
@@ -75,6 +76,8 @@ def open_part(
     if place.is_dir():
         files = {file.relative_to(place).as_posix(): file for file in list_files(place, RECORD_SUFFIXES)}
         chosen = choose_files(list(files), requested or None)
+        if part == "train":
+            name_unread(source, place, {*chosen.train, *chosen.held_out})
         train, held_out = ([files[path] for path in paths] for paths in (chosen.train, chosen.held_out))
     elif place.exists() or not (on_hub := HUB_NAME.fullmatch(name)):
         if requested:
@@ -98,6 +101,19 @@ def open_part(
         cut = usable - min(math.ceil(share * usable), usable - 1)
     part_rows = range(cut) if part == "train" else range(cut, count)
     return Records(records.files, first=part_rows.start, end=part_rows.stop)
+
+
+def name_unread(source: str, folder: Path, used: Collection[str]) -> None:
+    """Warn of the files of a folder that are in no part of the data, hidden ones and descriptions aside."""
+    unread = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        is_data = path.is_file() and path.suffix.lower() not in (".md", ".py", ".lock")
+        if is_data and name not in used and not any(part.startswith(".") for part in name.split("/")):
+            unread.append(name)
+    if unread:
+        what = ", ".join(sorted(used)) if len(used) < 4 else f"{len(used)} of its files"
+        warn(f"--tasks {source}: it reads {what}, and not {shown(unread)}: name them too, or move them")
 
 
 def _is_usable(records: Records, index: int, parse: Callable[[Any], Any]) -> bool:

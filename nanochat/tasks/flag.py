@@ -24,6 +24,7 @@ from nanochat.ground import rooms, user_code
 from nanochat.ground.cli import UserError
 from nanochat.mixture import Mixture
 from nanochat.task import Environment, Example, GeneratedTask, Split, Step, Task, opening_of, take_step
+from nanochat.tasks.data_table import print_data
 from nanochat.tasks.defaults import Stage, default_tasks
 
 FileForm = Literal["conversations", "prompts", "pairs"]  # what a file without a task's name holds
@@ -64,7 +65,9 @@ def open_tasks(flags: Any, pretraining_data: str, stage: Stage = "sft") -> tuple
     )  # fmt: skip
     by_epoch = getattr(flags, "num_epochs", None) is not None
     train = open_mixture(tasks, "train", reading, flags.seed, by_epoch)
-    return tasks, train, open_mixture(tasks, "test", reading, flags.seed)
+    held_out = open_mixture(tasks, "test", reading, flags.seed)
+    print_data(train, held_out)
+    return tasks, train, held_out
 
 
 def open_mixture(

@@ -13,6 +13,7 @@ from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat.conversation import render
 from nanochat.ground import paths
+from nanochat.tasks.data_table import passes
 from nanochat.tasks.flag import Reading, open_mixture
 
 HEAD = "<|bos|><|user_start|>Hi?<|user_end|><|assistant_start|>"
@@ -49,7 +50,7 @@ def test_what_sft_learns_is_marked(model, tmp_path, capsys, monkeypatch):
     targets = sum(text.target_count for text in texts)
     tokens = sum(len(text.ids) for text in texts)
     assert [sum(text.cut for text in texts), sum(not text.target_count for text in texts)] == [2, 2]
-    row = next(line for line in shown.out.splitlines() if line.startswith("mine"))
+    (row,) = [line for line in shown.out.splitlines() if line.startswith("mine ") and len(line.split()) == 7]
     assert row.split() == ["mine", "8", f"{tokens / 8:.0f}", "33", "2", "2", f"{targets / tokens:.1%}"]
     assert re.search(rf"6 conversations fill 4 rows .* {targets} targets", shown.out)
 
@@ -74,7 +75,7 @@ def test_what_dpo_compares_is_marked(model, tmp_path, capsys):
     mixture = open_mixture(path, "train", Reading(files="pairs"))
     pairs = [mixture.rendered_pair(tiny_tokenizer(), number, 33) for number in range(11)]
     same = sum(chosen.ids == rejected.ids for chosen, rejected in pairs)
-    row = next(line for line in out.splitlines() if line.startswith("preferences"))
+    (row,) = [line for line in out.splitlines() if line.startswith("preferences ") and len(line.split()) == 7]
     assert row.split()[1] == "11" and row.split()[5] == str(same) and same
     assert "10 pairs: the 11 of the table repeat them" in out
 
@@ -84,14 +85,47 @@ def test_every_row_is_learned_held_out_or_left_out(model, tmp_path, capsys):
     call("preview", f"--tasks={path}", "--examples=20", "--count=1", "--val_share=0")
     out = capsys.readouterr().out
     assert [out.count(f"[[reply {n}<|") for n in range(11)] == [1] * 11 and out.count("--- example ") == 11
-    assert "examples held out: none\n" in out
+    assert table_row(out, "conversations") == [11, 11, 0, 0]
     other = write_lines(tmp_path / "other.jsonl", [with_robot(chat("Hi?", "bad")), *[chat("Hi?", "other")] * 3])
     call("preview", f"--tasks=mine={path}:9,yours={other}", "--examples=10", "--count=1", "--val_share=0.5")
     shown = capsys.readouterr()
-    held_out = re.search(r"held out: mine (\d+), yours (\d+)\n", shown.out)
-    left_out = sum(int(count) for count in re.findall(r"(\d+) of \d+ records left out", shown.err))
-    learned = shown.out.count("--- example ")
-    assert held_out and learned + int(held_out[1]) + int(held_out[2]) + left_out == 15 and left_out == 1
+    counted = [table_row(shown.out, name) for name in ("mine", "yours")]
+    assert [rows for rows, *_ in counted] == [11, 4] and all(rows == sum(parts) for rows, *parts in counted)
+    assert [row[-1] for row in counted] == [0, 1] and "1 of 2 records left out" in shown.err
+    assert sum(row[1] for row in counted) == shown.out.count("--- example ")
+
+
+def test_passes_over_few_rows_are_said(tmp_path):
+    mine = write_lines(tmp_path / "mine.jsonl", [chat("Hi?", f"reply {n}") for n in range(30)])
+    mixture = open_mixture(f"mine={mine}:3,addition", "train", Reading(val_share=0.0))
+    assert passes(mixture, 79) == "" and passes(mixture, 400) == "10 passes over the 30 rows of mine"
+
+
+def table_row(printed: str, name: str) -> list[int]:
+    """The numbers of a task in the table of the data: rows, learned from, held out, left out."""
+    table = printed.partition("data  ")[2]
+    (line,) = re.findall(rf"^{name} +([\d, ]+)$", table.partition("\n--- example")[0], re.MULTILINE)
+    return [int(number.replace(",", "")) for number in line.split()]
+
+
+@pytest.mark.parametrize(
+    ("files", "read", "unread"),
+    [
+        (("train-0000.jsonl", "train-0001.jsonl", "math.jsonl", "code.jsonl"), "train-0000.jsonl, train-0001.jsonl", 2),
+        (("chats.jsonl", "more.tsv2"), "chats.jsonl", 1),
+        (("chats.jsonl", "README.md", ".cache/old.jsonl"), "", 0),
+        (("chats.jsonl", "test_drive_reviews.jsonl"), "chats.jsonl", 1),
+    ],
+)
+def test_files_that_are_not_read_are_named(model, tmp_path, capsys, files, read, unread):
+    for file in files:
+        write_lines(tmp_path / "data" / file, [chat("Hi?", "Yes.")] * 3)
+    call("preview", f"--tasks={tmp_path / 'data'}", "--examples=0", "--count=1")
+    shown = capsys.readouterr()
+    assert bool(shown.err) == bool(unread) and (not unread or f"it reads {read}, and not " in shown.err)
+    assert all(name in shown.err for name in files[len(files) - unread :])
+    rows, learned, held_out, _ = table_row(shown.out, "conversations")
+    assert rows == learned + held_out == 3 * read.count(".jsonl") or not unread
 
 
 @pytest.mark.parametrize("flags", [[], ["--val_share=0"]])
