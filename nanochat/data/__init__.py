@@ -9,6 +9,7 @@ PLUGS = {
         ".parquet": "nanochat.data.parquet:ParquetFile",
         ".jsonl.gz": "nanochat.data.formats:GzipFile",
         ".csv": "nanochat.data.formats:CsvFile",
+        ".tsv": "nanochat.data.formats:CsvFile",
         ".json": "nanochat.data.formats:JsonFile",
     },
     "corpora": {

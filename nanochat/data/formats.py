@@ -18,7 +18,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from nanochat.ground.cli import UserError
 from nanochat.ground.paths import base_dir
@@ -29,6 +29,7 @@ from nanochat.ground.text_files import (
     Columns,
     JsonLinesFile,
     SpanFile,
+    conversion,
     mapped,
 )
 
@@ -38,6 +39,14 @@ MAX_CSV_ROW_BYTES = 16 << 20  # after a quote without an end, all the rest is on
 INDEX_COLUMN = "Unnamed: 0"  # the column of row numbers that pandas writes without a name: the name it reads it by
 STRUCTURE = re.compile(rb'"[^"\\]*["\\]|[\[\]{},]')  # JSON: a text up to its end or its first \, or a mark
 IN_TEXT = re.compile(rb'["\\]')
+SEPARATOR_DECLARED = re.compile(rb'"?sep=(.)"?\r?$')
+# The head of an object that has the rows in a list: {"version": 1, "data": [{...
+VALUE = rb'(?:"(?:[^"\\]|\\.)*"|[-+.\w]+)'
+HEAD = re.compile(
+    rb'\s*\{\s*(?:"[^"\\]*"\s*:\s*%s\s*,\s*)*"(?:data|train|rows|examples|instances|items)"\s*:\s*(?=\[\s*[\[{])'
+    % VALUE
+)
+TAIL = re.compile(rb'(?:\s*,\s*"[^"\\]*"\s*:\s*%s)*\s*\}\s*' % VALUE)
 
 
 @contextlib.contextmanager
@@ -50,6 +59,13 @@ def damage_in_one_line(path: Path, kind: str, *errors: type[Exception]) -> Itera
     except errors as error:
         first_line = (str(error).splitlines() or [""])[0]
         raise UserError(f"{path} is a damaged {kind} ({first_line}): fetch or write it again") from error
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the nulls of its objects: in Arrow's tables each object has the names of all in its column."""
+    if isinstance(value, dict):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
 
 
 def refuse_bomb(path: Path, unpacked_bytes: int, packed_bytes: int) -> None:
@@ -67,26 +83,30 @@ class GzipFile(JsonLinesFile):
 
 
 class JsonFile(JsonLinesFile):
-    """The items of one JSON list. A file that begins with no bracket holds one JSON value a line."""
+    """The items of one JSON list, which may be in an object: {"data": [...]}. A file without such a list holds one JSON
+    value after the other: each a line, or an object in several lines."""
 
     def __init__(self, path: Path, columns: Columns = None):
         self.path = path
         with path.open("rb") as file:
-            start = file.read(COPY_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip()
-        self.is_list = start.startswith(b"[")
-        self._index(self._items() if self.is_list else self._lines())
+            start = file.read(COPY_BYTES).removeprefix(BYTE_ORDER_MARK)
+        self.head = HEAD.match(start)
+        is_list = self.head is not None or start.lstrip().startswith(b"[")
+        self.item_depth = 1 if is_list else 0  # how many brackets an item is in
+        self.has_items = is_list or start.lstrip().partition(b"\n")[0].strip() == b"{"
+        self._index(self._items() if self.has_items else self._lines())
 
     def where(self, row: int) -> str:
-        return f"{self.path} item {row + 1}" if self.is_list else super().where(row)
+        return f"{self.path} item {row + 1}" if self.has_items else super().where(row)
 
     def _items(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each item of the list."""
+        """(begin, end) of each item of the list, or of each object of a file that has one after the other."""
         # Only brackets, commas and texts are looked for; an item is parsed when it is read, as a line is. A parser
         # would hold the whole list as objects, which take ten times the bytes of the file.
         with mapped(self.path) as data:
             depth = 0
             begin = 0  # where the item begins
-            place = 0  # where to look on
+            place = self.head.end() + len(BYTE_ORDER_MARK) * (data[:3] == BYTE_ORDER_MARK) if self.head else 0
             while match := STRUCTURE.search(data, place):
                 place = match.end()
                 mark = data[place - 1 : place]
@@ -94,24 +114,28 @@ class JsonFile(JsonLinesFile):
                     place = self._end_of_text(data, place + 1)
                 elif mark in b"[{":
                     depth += 1
-                    if depth == 1:
+                    if depth == self.item_depth:
                         begin = place
                 elif mark in b",]}":
                     depth -= mark != b","
-                    is_end_of_item = depth == 0 or (depth == 1 and mark == b",")
-                    if is_end_of_item and data[begin : place - 1].strip():
-                        yield begin, place - 1
+                    is_end_of_item = depth == 0 or (depth == self.item_depth and mark == b",")
+                    # A comma, or the end of a list, follows the item; the end of an object belongs to it.
+                    end = place if self.item_depth == 0 and mark != b"," else place - 1
+                    if is_end_of_item and data[begin:end].strip():
+                        yield begin, end
                     if is_end_of_item:
                         begin = place
                 if place - begin > MAX_LINE_BYTES:
                     raise UserError(
                         f"{self.path}: the item at byte {begin:,} is longer than {MAX_LINE_BYTES >> 20} MiB"
                     )
-                if depth == 0:
+                if depth == 0 and self.item_depth:
                     break
             if depth:
-                raise UserError(f"{self.path} is a damaged .json: the list does not end; fetch or write it again")
-            if data[place : place + COPY_BYTES].strip():
+                raise UserError(f"{self.path} is a damaged .json: its last value does not end; fetch or write it again")
+            rest = data[place : place + COPY_BYTES]
+            is_done = TAIL.fullmatch(rest) if self.head else not rest.strip()
+            if self.item_depth and not is_done:
                 raise UserError(f"{self.path}: something follows the list; for one JSON value a line name it .jsonl")
 
     def _end_of_text(self, data: mmap.mmap, place: int) -> int:
@@ -127,7 +151,8 @@ class JsonFile(JsonLinesFile):
 class CsvFile(SpanFile):
     """The rows of a CSV file with a header, as objects of texts. A text in quotes may hold line ends.
 
-    A header without a comma may divide its columns by tabs or semicolons, as Excel does in some countries.
+    A header without a comma may divide its columns by tabs or semicolons, as Excel does in some countries; a line
+    `sep=;` before it, which Excel reads too, names the mark. A .tsv has tabs.
     """
 
     def __init__(self, path: Path, columns: Columns = None):
@@ -136,11 +161,13 @@ class CsvFile(SpanFile):
         self.unpacked = _from_utf16(path)
         with self._opened() as file:
             first_line = os.pread(file.fileno(), COPY_BYTES, 0).partition(b"\n")[0]
-        if b"\0" in first_line:  # every , and line end in UTF-16 has a zero
-            order = "le" if first_line[1::2].count(0) >= first_line[::2].count(0) else "be"
-            advice = f"convert it, iconv -f utf-16{order} -t utf-8"
-            raise UserError(f"{path} is not UTF-8, but probably UTF-16 without a byte order mark: {advice}")
-        self.delimiter = next((mark for mark in ",\t;" if mark.encode() in first_line), ",")
+        declared = SEPARATOR_DECLARED.match(first_line.removeprefix(BYTE_ORDER_MARK))
+        self.delimiter = next((mark for mark in ",\t;|" if mark.encode() in first_line), ",")
+        if declared is not None:
+            self.delimiter = declared[1].decode("latin1")
+        elif path.name.lower().endswith(".tsv"):
+            self.delimiter = "\t"
+        self.skipped = len(first_line) + 1 if declared is not None else 0  # bytes before the header
         self.header: list[str] = []
         self._index(self._rows())
 
@@ -149,6 +176,8 @@ class CsvFile(SpanFile):
     def _parse(self, row: int, data: bytes) -> dict[str, str]:
         text = io.StringIO(data.decode("utf-8"), newline="")
         [values] = csv.reader(text, strict=True, delimiter=self.delimiter)
+        if not any(values[len(self.header) :]):  # columns without a name are empty, as Excel writes them
+            values = values[: len(self.header)]
         if len(values) != len(self.header):
             problem = f"has {len(values)} values, and the header names {len(self.header)}"
             raise UserError(f"{self.where(row)} {problem}: quote texts with commas and line ends")
@@ -156,7 +185,7 @@ class CsvFile(SpanFile):
 
     def _rows(self) -> Iterator[tuple[int, int]]:
         """(begin, end) of each row after the header."""
-        end = 0  # where the parser has read to: it reads no line beyond the current row
+        end = self.skipped  # where the parser has read to: it reads no line beyond the current row
 
         def lines(file: IO[bytes]) -> Iterator[str]:
             nonlocal end
@@ -168,18 +197,18 @@ class CsvFile(SpanFile):
                 try:
                     text = line.decode("utf-8")
                 except UnicodeDecodeError as error:
-                    advice = "convert it, for example iconv -f gb18030 -t utf-8"
-                    raise UserError(
-                        f"{self.path} is not UTF-8 (byte {end - len(line) + error.start:,}): {advice}"
-                    ) from error
+                    place = end - len(line) + error.start
+                    raise UserError(f"{self.path} is not UTF-8 (byte {place:,}): {conversion(line)}") from error
                 yield text.removeprefix("\ufeff") if begin == 0 else text
 
-        begin = 0
+        begin = self.skipped
         with damage_in_one_line(self.path, ".csv", csv.Error), self._opened() as file:
-            file.seek(0)
+            file.seek(begin)
             for values in csv.reader(lines(file), strict=True, delimiter=self.delimiter):
                 if not self.header:
                     self.header = [name.strip() for name in values]
+                    while self.header and not self.header[-1]:  # columns that Excel formats, without a name
+                        self.header.pop()
                     if len(values) > 1 and not self.header[0]:
                         self.header[0] = INDEX_COLUMN
                     if values and (not all(self.header) or len(set(self.header)) < len(self.header)):

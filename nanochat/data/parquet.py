@@ -12,24 +12,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from nanochat.data.formats import damage_in_one_line, refuse_bomb
+from nanochat.data.formats import damage_in_one_line, refuse_bomb, without_nulls
 from nanochat.ground.cli import UserError
 from nanochat.ground.text_files import Columns, DataFile
 
 MAX_GROUP_BYTES = 16 << 20  # a row group before it is split
 BATCH_ROWS = 4  # rows that are decoded together
 CACHE_BYTES = 128 << 20  # blocks of one file, for rows in any order
-
-
-def _without_filling(row: dict[str, Any]) -> dict[str, Any]:
-    """A row without the nulls that fill its objects: in a .parquet each has the names of all objects of its column."""
-
-    def own(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: own(one) for name, one in value.items() if one is not None}
-        return [own(one) for one in value] if isinstance(value, list) else value
-
-    return {name: own(value) for name, value in row.items()}
 
 
 class ParquetFile(DataFile):
@@ -100,7 +89,8 @@ class ParquetFile(DataFile):
             decoded_bytes += batch.nbytes
             refuse_bomb(self.path, decoded_bytes, self.packed_bytes[group])
             rows = batch.to_pylist()
-            yield from rows if self.is_flat else map(_without_filling, rows)
+            for row in rows:
+                yield row if self.is_flat else {name: without_nulls(value) for name, value in row.items()}
 
     def row(self, row: int) -> Any:
         block = int(np.searchsorted(self.starts, row, side="right")) - 1

@@ -20,7 +20,7 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.ground.text_files import Columns, Fields, Records, list_files, open_file, refuse_links_out
 
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".json")
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".tsv", ".json")
 
 
 def open_records(paths: Iterable[str | Path], fields: Fields | None = None, columns: Columns = None) -> Records:

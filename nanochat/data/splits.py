@@ -19,7 +19,7 @@ HELD_OUT_WORDS = ("test", "testing", "validation", "valid", "val", "dev", "eval"
 # A single word, or more words after underscores: `train` in `alpaca-train-1`, `train_sft` in `train_sft_0`.
 SPLIT = re.compile(rf"(?<![a-z])({'|'.join(TRAIN_WORDS + HELD_OUT_WORDS)})((?:_[a-z]+)*)(?![a-z])")
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # as the `datasets` library numbers files
-KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".json")  # in this order, if a repo has several copies
+KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".json")  # in this order, if a repo has several copies
 SHOWN_NAMES = 12
 
 

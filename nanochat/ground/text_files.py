@@ -38,7 +38,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SEPARATOR_LINE = re.compile(
     rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
 )
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".parquet")  # the formats in which --data reads text
+HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".json", ".parquet")  # the formats in which --data reads text
 
 T = TypeVar("T")
 Fields = Mapping[str, type]  # the fields that each record must have, with their types
@@ -96,8 +97,16 @@ class FileCorpus:
         """The text of one row. Raises UserError: when it has none."""
         if file.has_nulls and row[self.column] is None:
             return ""
-        text = self.records.checked(index, row)[self.column]
+        text = _texts_of_messages(row) or self.records.checked(index, row)[self.column]
         return text if text.isascii() else text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def _texts_of_messages(row: Any) -> str:
+    """The text of {"messages": [{"role": "assistant", "content": "..."}]}, as ms-swift has rows to pretrain on."""
+    messages = row.get("messages") if isinstance(row, dict) else None
+    alone = messages[0] if isinstance(messages, list) and len(messages) == 1 else None
+    is_text = isinstance(alone, dict) and alone.get("role") == "assistant" and isinstance(alone.get("content"), str)
+    return alone["content"] if is_text else ""
 
 
 # ---------------------------------------------------------------------- rows
@@ -262,8 +271,10 @@ class SpanFile(DataFile):
         """Note where the rows begin and end, and cut them into blocks."""
         self._opened_as = self._identity()
         with self._opened() as file:
-            if os.pread(file.fileno(), 2, 0) in (b"\xff\xfe", b"\xfe\xff"):
-                raise UserError(f"{self.path} is UTF-16: convert it, iconv -f utf-16 -t utf-8")
+            start = os.pread(file.fileno(), DOCUMENT_BYTES, 0)
+        # UTF-16 and UTF-32 have zeros in each character of English, and in each comma and line end.
+        if start.startswith((b"\xff\xfe", b"\xfe\xff")) or start.count(0) > MAX_INVALID * len(start):
+            raise UserError(f"{self.path} is not UTF-8: {conversion(start)}")
         # Blocks are small enough to shuffle a small file well, and few enough to keep the index of a large file small.
         # A loader deals blocks to 8 shards and more: with fewer blocks two shards would read the same one at a time,
         # and a batch would have the same rows twice. So a file has about 64, if it has that many rows.
@@ -296,6 +307,21 @@ class SpanFile(DataFile):
         return self.path.open("rb") if self.unpacked is None else contextlib.nullcontext(self.unpacked)
 
 
+def conversion(text: bytes) -> str:
+    """What to do with bytes that are not UTF-8, with the encoding that they probably are in."""
+    if text.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")) or text.count(b"\0\0") > len(text) // 8:
+        encoding = "utf-32"
+    elif text.startswith((b"\xff\xfe", b"\xfe\xff")):
+        encoding = "utf-16"
+    elif text.count(0) > MAX_INVALID * len(text):  # the zero is the second byte of a comma in utf-16le
+        encoding = "utf-16le" if text[1::2].count(0) >= text[::2].count(0) else "utf-16be"
+    else:
+        # Letters with accents stand alone, and Chinese characters are two bytes, one after the other.
+        runs = HIGH_BYTES.findall(text)
+        encoding = "gb18030" if sum(map(len, runs)) >= 2 * len(runs) else "latin1"
+    return f"convert it, for example iconv -f {encoding} -t utf-8"
+
+
 # ---------------------------------------------------------------------- .txt
 
 
@@ -309,12 +335,11 @@ class TextFile(SpanFile):
         self.path = path
         self.invalid = 0
         self.characters = 0
+        self.sample = b""  # the first document that has them
         self._index(self._documents(start, stop))
         if self.invalid > MAX_INVALID * self.characters:
-            raise UserError(
-                f"{path} is not UTF-8 ({self.invalid:,} sequences in {self.characters:,} characters): convert it, for "
-                "example iconv -f gb18030 -t utf-8"
-            )
+            counts = f"{self.invalid:,} sequences in {self.characters:,} characters"
+            raise UserError(f"{path} is not UTF-8 ({counts}): {conversion(self.sample)}")
         if self.invalid:
             warn(f"{path}: {self.invalid} invalid UTF-8 sequences are read as \N{REPLACEMENT CHARACTER}")
 
@@ -341,7 +366,9 @@ class TextFile(SpanFile):
                     document = data[begin:end]
                     text = document.decode("utf-8", "replace")
                     self.characters += len(text)
-                    self.invalid += text.count("\ufffd") - document.count("\ufffd".encode())
+                    invalid = text.count("\ufffd") - document.count("\ufffd".encode())
+                    self.sample = self.sample or (document if invalid else b"")
+                    self.invalid += invalid
                     yield begin, end
                     begin = end
                 begin = after_separator
@@ -409,8 +436,7 @@ class JsonLinesFile(SpanFile):
         try:
             return json.loads(data.removeprefix(BYTE_ORDER_MARK))
         except UnicodeDecodeError as error:
-            advice = "convert it, for example iconv -f gb18030 -t utf-8"
-            raise UserError(f"{self.where(row)} is not JSON in UTF-8: {advice}") from error
+            raise UserError(f"{self.where(row)} is not JSON in UTF-8: {conversion(data)}") from error
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.where(row)} is not JSON: {error}") from error
 

@@ -130,7 +130,36 @@ def test_a_text_in_another_encoding_is_refused(tmp_path):
     assert "\ufffd" in documents(open_corpus(path)[0])[0]
     write(tmp_path / "a.txt", (b"0123456789" * 98 + b"01234567\xff\n") * 40)
     assert "is not UTF-8" in mistake(path)
-    assert "UTF-16" in mistake(write(tmp_path / "b.txt", "hello".encode("utf-16")))
+
+
+ENCODINGS = {
+    "gb18030": ("你好，世界。今天天气很好。\n", ["gbk", "gb18030"]),
+    "latin1": ("Été à la plage, où les élèves lisent déjà.\n", ["latin-1", "cp1252"]),
+    "utf-16": ("The boat. 小船。\n", ["utf-16"]),
+    "utf-16le": ("The boat. 小船。\n", ["utf-16-le"]),
+    "utf-16be": ("The boat. 小船。\n", ["utf-16-be"]),
+    "utf-32": ("The boat. 小船。\n", ["utf-32", "utf-32-le", "utf-32-be"]),
+}
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_the_encoding_of_a_text_is_named(tmp_path, name, suffix):
+    text, encodings = ENCODINGS[name]
+    for encoding in encodings:
+        body = text * 200 if suffix == "txt" else json.dumps({"text": text}, ensure_ascii=False) + "\n"
+        assert f"iconv -f {name} -t utf-8" in mistake(write(tmp_path / f"a.{suffix}", (body * 4).encode(encoding)))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_texts_as_other_tools_write_them_for_pretraining(tmp_path, suffix):
+    """A field `text`, or ms-swift's conversation of one reply."""
+    texts = [{"text": "one"}, {"messages": [{"role": "assistant", "content": "two"}]}, {"text": "three"}]
+    body = json.dumps(texts) if suffix == "json" else "".join(f"{json.dumps(row)}\n" for row in texts)
+    path = write(tmp_path / f"a.{suffix}", body)
+    assert documents(open_corpus(path, path)[0]) == ["one", "two", "three"]
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert 'has no "text"' in mistake(write(tmp_path / "b.jsonl", f"{json.dumps(chat)}\n" * 3))
 
 
 def test_one_long_line(tmp_path):

@@ -71,6 +71,8 @@ REFUSED: list[tuple[str, list | str, dict[str, type], int, str]] = [
     ("a.json", '[{"a": "x\\', {}, 0, "does not end"),
     ("a.json", "[" * 100_000, {}, 0, "does not end"),
     ("a.json", "[1]\n[2]", {}, 0, ".jsonl"),
+    ("a.json", '{"data": [{}], "test": [{}]}', {}, 0, "something follows the list"),
+    ("a.json", '{\n"a": 1\n}\n{\n"a":', {}, 0, "does not end"),
     ("a.json", "[]", {}, 0, "no rows"),
     ("a.json", "", {}, 0, "no rows"),
     ("a.json", '[{"a": 1}, {"a": 1], 2]', {}, 1, "item 2 is not JSON"),
@@ -114,6 +116,38 @@ def test_the_items_of_a_json_list_are_records(tmp_path, indent):
     assert [opened[n] for n in range(len(opened))] == WANTED[:9] and opened.where(8) == f"{path} line 9"
 
 
+OBJECTS = [{"a": "}\n{", "b": [1, {"c": "]"}]}, {"a": "\\", "data": [{"d": {}}]}, {"data": []}]
+JSON_FILES: dict[str, str] = {
+    "objects in several lines": "".join(f"{json.dumps(one, indent=1)}\n" for one in OBJECTS),
+    "objects with commas between": ",\n".join(json.dumps(one, indent=1) for one in OBJECTS),
+    "an object with a list": json.dumps({"version": 1, "note": 'a " [', "data": OBJECTS, "next": None}, indent=1),
+    "in one line": "\ufeff" + json.dumps({"train": OBJECTS}),
+    "LMFlow's": json.dumps({"type": "text2text", "instances": OBJECTS}),
+}
+
+
+@pytest.mark.parametrize("name", JSON_FILES)
+def test_the_objects_of_a_json_are_records(tmp_path, name):
+    path = tmp_path / "a.json"
+    path.write_text(JSON_FILES[name])
+    opened = open_records([path])
+    assert [opened[n] for n in range(len(opened))] == OBJECTS
+    assert opened.where(2) == f"{path} item 3"
+
+
+def test_a_row_with_a_list_is_a_row(tmp_path):
+    """Only a list under a name for rows holds rows."""
+    row = {"messages": [{"role": "user"}], "data": [1, 2]}
+    for text in (json.dumps(row), json.dumps(row, indent=2), f"{json.dumps(row)}\n" * 2):
+        (tmp_path / "a.json").write_text(text)
+        assert open_records([tmp_path / "a.json"])[0] == row
+
+
+def test_the_rows_of_a_tsv_have_tabs(tmp_path):
+    (tmp_path / "a.tsv").write_text("question, asked\tanswer\na, b\tc\n")
+    assert open_records([tmp_path])[0] == {"question, asked": "a, b", "answer": "c"}
+
+
 def test_the_rows_of_a_csv_are_records(tmp_path):
     path = tmp_path / "a.csv"
     header, rows = ["question", "answer"], [['é, "1"\n2', "x" * 200_000], ["", "😀"], ["b\r\nc", "d"]]
@@ -131,7 +165,9 @@ DAMAGED_CSV: list[tuple[bytes, str]] = [
     (b"a,b\n1\n", "line 2 has 1 values"),
     (b"a,b\n1,2,3\n", "line 2 has 3 values"),
     (b"a,a\n1,2\n", "once"),
-    (b"a,\n1,2\n", "once"),
+    (b"a,\n1,2\n", "line 2 has 2 values, and the header names 1"),
+    (b"sep=;\na;\n1;2\n", "line 3 has 2 values, and the header names 1"),
+    (b"a,,b\n1,2,3\n", "once"),
     (b'a,b\n1,"' + b"2\n" * 600, "byte 4 is longer"),
     (b'a,b\n1,"2', "damaged"),
     (b'a,b\n1,"2"3\n', "damaged"),
