@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from nanochat.ground.cli import UserError
+from nanochat.tasks.forms import value_of
 
 # role -> the names of its column; the first that a record has is read. ms-swift, too, prefers query and response.
 NAMES = {
@@ -19,8 +20,8 @@ NAMES = {
     "input": ("input", "context"),
     "answer": ("response", "output", "completion", "answer", "target", "targets", "solution", "content"),
     "thought": ("reasoning_content", "reasoning", "thinking"),
-    "chosen": ("chosen",),
-    "rejected": ("rejected", "rejected_response", "rejected_messages"),
+    "chosen": ("chosen", "preferred_output"),
+    "rejected": ("rejected", "rejected_response", "rejected_messages", "non_preferred_output"),
     "system": ("system", "system_prompt"),
     "history": ("history",),
     "tools": ("tools",),
@@ -35,6 +36,9 @@ CHINESE = {
     "回复": "response", "输出": "output", "系统": "system", "系统提示": "system", "系统提示词": "system",
     "对话": "conversations", "历史": "history", "工具": "tools",
 }  # fmt: skip
+# Columns that say whether a row is learned; 0 and false mean that it is not, and other values mean nothing here.
+ROW_MARKS = ("weight", "loss_weight", "sample_weight", "loss", "train")
+OFF = ("0", "0.0", "false")
 LABELS = ("label", "kto_tag", "标签")  # columns of files for KTO: whether the reply is good
 # Columns of data with more than text. A model that reads only text must not learn to answer what it cannot see.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -106,21 +110,27 @@ def first_name(fields: Mapping[str, Any], role: str) -> str | None:
 
 
 def first_of(fields: Mapping[str, Any], role: str) -> Any:
-    """The value of the column that is read for a role."""
+    """The value of the column that is read for a role, as forms.py reads it. Raises ValueError: with the problem."""
     name = first_name(fields, role)
-    return None if name is None else fields[name]
+    return None if name is None else value_of(role, fields[name])
 
 
-def is_label(head: Any) -> bool:
-    """Whether a column has this name in files for KTO."""
-    return _plain(head) in LABELS
+def is_mark(head: Any) -> bool:
+    """Whether a column of this name may say of the whole row that it is not learned, or in files for KTO, that its
+    reply is bad."""
+    return _plain(head) in (*LABELS, *ROW_MARKS)
+
+
+def is_off(head: Any, value: Any) -> bool:
+    """Whether a column says by this value that its row is not learned."""
+    return _plain(head) in ROW_MARKS and str(value).strip().lower() in OFF
 
 
 def label_of(fields: Any) -> str | None:
     """What such a column of a record has, as a text in small letters; None without one."""
     if not isinstance(fields, dict):
         return None
-    return next((str(value).strip().lower() for head, value in fields.items() if is_label(head)), None)
+    return next((str(value).strip().lower() for head, value in fields.items() if _plain(head) in LABELS), None)
 
 
 def has(names: Iterable[str], *roles: str) -> bool:

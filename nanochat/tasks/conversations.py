@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from nanochat.conversation import Message, text_of
+from nanochat.data.formats import without_nulls
 from nanochat.data.records import open_part
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0, warn
@@ -46,7 +47,8 @@ from nanochat.tasks.columns import (
     first_name,
     first_of,
     has,
-    is_label,
+    is_mark,
+    is_off,
     known_name,
     label_of,
     origins,
@@ -54,13 +56,14 @@ from nanochat.tasks.columns import (
     tidied,
 )
 from nanochat.tasks.flag import DEFAULT_READING, Reading
+from nanochat.tasks.forms import parsed, value_of
 from nanochat.tasks.messages import (
     check_messages,
     given,
-    listed,
-    parsed,
     plain,
     plain_messages,
+    refuse_placeholders,
+    systems_in,
     thoughts_in,
     unread_keys,
     with_thought,
@@ -145,7 +148,7 @@ class Conversations(RecordTask):
         found = origins(names, self.columns)
         if not self.is_known(found):
             return None
-        return [head for name, head in found.items() if ROLES.get(name) in self.roles or is_label(head)]
+        return [head for name, head in found.items() if ROLES.get(name) in self.roles or is_mark(head)]
 
     def roles_of(self, fields: Mapping[str, Any]) -> list[str]:
         """The roles whose columns are read in a tidied record."""
@@ -261,8 +264,7 @@ class Prompts(Conversations):
         if _listed(record) is not None or isinstance(answer, str):
             messages = conversation_of(record)
         elif self.is_known(fields):
-            messages = plain_messages(with_system(fields, question_of(fields)))
-            check_messages(messages)
+            messages = checked(fields, with_system(fields, question_of(fields)))
         else:
             names = ", ".join((*NAMES["messages"], *NAMES["question"], "input"))
             raise UnknownForm(f": there is no {names}; {ADVICE}")
@@ -291,6 +293,7 @@ class Seen:
         self.keys: Counter[str] = Counter()  # of messages
         self.reply_count = 0
         self.thought_count = 0
+        self.continued = 0  # completions that begin with a space
         self.masked = 0  # replies that are marked as not to be learned
         self.empty = 0  # replies without a text
 
@@ -309,13 +312,19 @@ class Seen:
         for name, role in names.items():
             self.read.setdefault(role, Counter())[str(heads[name]).strip()] += 1
             value = fields[name]
-            if role == "messages":
-                self.keys += unread_keys(parsed(value, "the list of messages"))
-            elif role in ("question", "answer", "chosen", "rejected"):
-                self.keys += unread_keys(as_messages(value, ""))
+            if role in ("messages", "question", "answer", "chosen", "rejected"):
+                self.keys += unread_keys(as_messages(value_of(role, value), ""))
+            if name == "completion" and names.get("prompt") == "question" and str(value)[:1].isspace():
+                self.continued += 1
+            has_more = isinstance(value, list) and len(value) > 1 and isinstance(value[0], str)
+            if role == "answer" and has_more and "chosen" not in task.roles:
+                self.unread[f"{heads[name]}[1:]"] += 1
+            if role == "system" and value not in (own := systems_in(_listed(fields) or [])) and own:
+                self.unread[str(heads[name])] += 1
         read = {heads[name] for name in names}
         for head, value in record.items():
-            is_empty = value is None or value == "" or value != value  # NaN is not equal to itself
+            # NaN is not equal to itself.
+            is_empty = value is None or value == "" or value != value or is_off(head, value)
             if head not in read and not is_empty:
                 self.unread[str(head)] += 1
                 role = ROLES.get(known_name(head))
@@ -365,6 +374,10 @@ class Seen:
         if self.empty:
             problem = f"{self.empty:,} of {self.reply_count:,} replies are empty or only white space"
             warn(f"--tasks {path}: {problem}: nothing is learned from an empty one")
+        if self.continued:
+            rows = f"in {self.continued:,} rows the completion begins with white space"
+            rest = "mid_train --data learns texts as they are, without roles"
+            warn(f"--tasks {path}: {rows}, as where TRL continues a plain text: it is learned as a reply; {rest}")
         if self.masked:
             counts = f"{self.masked:,} of {self.reply_count:,} replies"
             print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
@@ -429,14 +442,24 @@ def conversation_of(record: Any) -> list[Message]:
     if messages is None:
         if not Conversations.is_known(fields):
             hint = "; pairs of replies are for chat_dpo" if has(fields, "chosen", "rejected") else ""
+            hint = "; texts are for mid_train --data" if "text" in fields else hint
             raise UnknownForm(f"; known forms: {KNOWN}{hint}; {ADVICE}")
         question = question_of(fields)
         last = plain(question[-1]) if question else None
         if isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls"):
             raise ValueError("its question ends with words of the assistant: move them to the answer")
         messages = question + answer_of(fields)
-    messages = plain_messages(with_system(fields, messages))
+    messages = checked(fields, with_system(fields, messages))
+    if any(is_off(head, value) for head, value in fields.items()):
+        messages = [{**one, "train": False} if one["role"] == "assistant" else one for one in messages]
+    return messages
+
+
+def checked(fields: Mapping[str, Any], messages: Any) -> list[Message]:
+    """Messages of a record as this project has them. Raises ValueError: with the problem."""
+    messages = plain_messages(messages)
     check_messages(messages)
+    refuse_placeholders(messages, fields)
     return messages
 
 
@@ -445,27 +468,21 @@ def _listed(record: Any) -> list[Any] | None:
     if isinstance(record, list):
         return record
     value = first_of(record, "messages") if isinstance(record, dict) else None
-    value = parsed(value, "the list of messages")
     return value if isinstance(value, list) else None
 
 
 def question_of(fields: Mapping[str, Any]) -> list[Any]:
     """The messages before the reply, for a record with a separate column for the question."""
-    question = listed(first_of(fields, "question"))
+    question = first_of(fields, "question")
     more = first_of(fields, "input")
     if question is None:
-        question = fields.get("input")
+        question = value_of("question", fields.get("input"))
     elif isinstance(question, str) and more not in (None, "", [], {}):
         if not isinstance(more, str):
             raise ValueError(f'its "{first_name(fields, "input")}" is not a text: write it as one, or leave it out')
         question = f"{question}\n{more}" if question else more  # one line end, as in ms-swift and LLaMA-Factory
-    messages = []
-    for turn in parsed(fields.get("history"), 'its "history"') or []:
-        if not isinstance(turn, list) or len(turn) != 2:
-            raise ValueError('its "history" is not a list of [question, answer]')
-        messages += [{"role": "user", "content": turn[0]}, {"role": "assistant", "content": turn[1]}]
     # Replies in a prompt are context, as in TRL: only the completion is learned.
-    return messages + given(as_messages(question, "user"))
+    return (first_of(fields, "history") or []) + given(as_messages(question, "user"))
 
 
 def answer_of(fields: Mapping[str, Any]) -> list[Any]:
@@ -485,21 +502,15 @@ def _is_blossom(fields: Mapping[str, Any]) -> bool:
 
 
 def with_system(fields: Mapping[str, Any], messages: list[Any]) -> list[Any]:
-    """The messages, after the record's system message if it has one. Raises ValueError: when there are two."""
+    """The messages, after the record's system message if it has one and they have none, as in ms-swift."""
     system = first_of(fields, "system")
-    if not system:
-        return messages
-    begins = plain(messages[0]) if messages else None
-    if isinstance(begins, dict) and begins.get("role") == "system":
-        if begins.get("content") != system:
-            raise ValueError("it has two system messages: in its messages, and in a column of its own")
+    if not system or systems_in(messages):
         return messages
     return [{"role": "system", "content": system}, *messages]
 
 
 def as_messages(value: Any, role: str) -> list[Any]:
-    """A text, a message or a list of messages, also as JSON in a text, as messages, still unchecked."""
-    value = listed(value)
+    """A text, a message or a list of messages as messages, still unchecked."""
     if isinstance(value, list):
         return value
     return [value if isinstance(value, dict) else {"role": role, "content": value}]
@@ -514,7 +525,9 @@ def contents(record: Any) -> str:
 
 def tools_of(record: Any) -> list[dict[str, Any]] | None:
     """The functions that a record offers. Raises ValueError: when it has something else under that name."""
-    tools = parsed(record.get("tools"), "tools") if isinstance(record, dict) else None
+    fields = record if isinstance(record, dict) else {}
+    outer = fields.get("input")  # OpenAI's preferences
+    tools = first_of(outer if isinstance(outer, dict) and not fields.get("tools") else fields, "tools")
     if not tools:
         return None
     found = []
@@ -525,5 +538,5 @@ def tools_of(record: Any) -> list[dict[str, Any]] | None:
             raise ValueError('its "tools" are not a list of objects')
         # LLaMA-Factory's data have only the function. Templates, and the servers of models, have it in OpenAI's form.
         is_bare = isinstance(tool.get("name"), str) and "function" not in tool
-        found.append({"type": "function", "function": tool} if is_bare else tool)
+        found.append(without_nulls({"type": "function", "function": tool} if is_bare else tool))
     return found

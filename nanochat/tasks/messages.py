@@ -20,15 +20,17 @@ from functools import lru_cache
 from typing import Any
 
 from nanochat.conversation import Message, check_message, parts_of, text_of
-from nanochat.ground.untrusted import json_of
+from nanochat.data.formats import without_nulls
 from nanochat.tasks.columns import MEDIA
+from nanochat.tasks.forms import parsed
 
 # What other projects call the roles.
 SENDERS = {
     "human": "user", "prompter": "user", "用户": "user",
-    "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant", "助手": "assistant",
+    "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant", "ai": "assistant",
+    "助手": "assistant",
     "developer": "system", "系统": "system",
-    "observation": "tool", "observations": "tool", "tool_response": "tool",
+    "observation": "tool", "observations": "tool", "tool_response": "tool", "ipython": "tool",
     "function_response": "tool", "function": "tool",
 }  # fmt: skip
 CALLERS = ("function_call", "tool_call")  # roles of messages that are a call, as text
@@ -39,7 +41,12 @@ USUAL = {*PLAIN, "from", "value"}
 READ = {*USUAL, "tool_calls", "tool_call_id", *THOUGHTS, *MARKS}
 # A thought at the beginning of a reply, as Qwen's and DeepSeek's models write it.
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
-LISTED = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages as JSON
+# What other tools replace before a model reads it: names, in their chats about the model itself, and files.
+UNFILLED = re.compile(r"\{\{(?:NAME|AUTHOR|name|author)\}\}")
+PLACE = re.compile(r"<(?:image|video|audio)>|<img>[^<>\n]+</img>")
+# Where a row has no column of files, <image> may also be a word: it has to begin or end a line of the user's.
+PLACE_OF_USER = re.compile(r"^\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*$|<img>[^<>\n]+</img>", re.MULTILINE)
+HTML = re.compile(r"</(?!img>)")
 # Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
 ASKED = ("human", "user", "input")
 REPLIED = ("assistant", "gpt", "bot", "output")
@@ -56,6 +63,8 @@ def check_messages(messages: Any) -> None:
     has_system = messages[0]["role"] == "system"
     if len(messages) == has_system:
         raise ValueError("there is a system message and nothing else")
+    if [message["role"] for message in messages] == ["assistant"]:
+        raise ValueError("it is one message of the assistant: texts to pretrain on are for mid_train --data")
     expected = ["user"]
     for number, message in enumerate(messages[has_system:], start=has_system):
         role = message["role"]
@@ -71,12 +80,13 @@ def plain_messages(messages: Any) -> Any:
     """A list of messages as this project has them, still unchecked.
 
     A call that is a message of its own joins the reply or the call before it, and so does a second text of the user or
-    of the assistant, after a blank line. Raises ValueError: with the problem.
+    of the assistant, after a blank line. System messages join at the beginning, as the server joins those of a request.
+    Raises ValueError: with the problem.
     """
     if not isinstance(messages, list):
         return messages
     joined: list[Any] = []
-    for message in _turns(messages):
+    for message in sorted(_turns(messages), key=_follows_system):
         one = plain(message)
         is_call = isinstance(one, dict) and "tool_calls" in one and _role(_with_plain_keys(message)) in CALLERS
         before = joined[-1] if joined else None
@@ -89,20 +99,30 @@ def plain_messages(messages: Any) -> Any:
                 "tool_calls": [*before.get("tool_calls", []), *one["tool_calls"]],
             }
         elif isinstance(before, dict) and isinstance(one, dict) and _is_one_turn(before, one):
-            joined[-1] = {**before, "content": f"{before['content']}\n\n{one['content']}"}
+            between = "\n" if one["role"] == "system" else "\n\n"
+            joined[-1] = {**before, "content": f"{before['content']}{between}{one['content']}"}
         else:
             joined.append(one)
     return joined
 
 
+def systems_in(messages: Sequence[Any]) -> list[Any]:
+    """The contents of the system messages among unchecked messages."""
+    return [plain(message).get("content") for message in messages if not _follows_system(message)]
+
+
+def _follows_system(message: Any) -> bool:
+    return not (isinstance(message, dict) and _role(_with_plain_keys(message)) == "system")
+
+
 def _is_one_turn(before: dict[str, Any], one: dict[str, Any]) -> bool:
-    """Whether two messages in a row are one of the user's or the assistant's turns, in two texts."""
+    """Whether two messages in a row are one turn, in two texts."""
     # A mark counts for the whole turn, and a thought stands at its beginning.
     return (
         isinstance(before.get("content"), str)
         and isinstance(one.get("content"), str)
         and before.keys() <= {*PLAIN, "train"}
-        and before.get("role") in ("user", "assistant")
+        and before.get("role") in ("system", "user", "assistant")
         and {**before, "content": ""} == {**one, "content": ""}
         and not one["content"].lstrip().startswith("<think>")
     )
@@ -126,6 +146,8 @@ def plain(message: Any) -> Any:
     content = _one_of(message, "content", "value")
     if isinstance(content, list) and content and all(_is_text(part) for part in content):
         content = text_of(content)
+    if isinstance(content, int | float) and not isinstance(content, bool):  # the answer to a sum
+        content = str(content)
     for name in MEDIA:
         if message.get(name):
             raise ValueError(f'a message has "{name}": models here read only text')
@@ -146,6 +168,26 @@ def plain(message: Any) -> Any:
     if role == "tool" and message.get("name"):
         read["name"] = message["name"]
     return {key: value for key, value in read.items() if value is not None}
+
+
+def refuse_placeholders(messages: Sequence[Message], fields: Any) -> None:
+    """Raises ValueError: for a text with a mark that another tool replaces: a model would learn the mark itself."""
+    has_media = any(name in MEDIA for name in fields)
+    for message in messages:
+        text = text_of(message["content"])
+        unfilled = None if "```" in text else UNFILLED.search(text)
+        if unfilled is not None:
+            raise ValueError(
+                f"it has {unfilled[0]}, which other tools replace by a name: write the name into the file, for example "
+                f"sed -i 's/{unfilled[0]}/.../g'"
+            )
+        if has_media:
+            found = PLACE.search(text)
+        else:
+            found = PLACE_OF_USER.search(text) if message["role"] == "user" and not HTML.search(text) else None
+        if found is not None:
+            what = "the place of an image, video or sound"
+            raise ValueError(f"it has {found[0].strip()}, {what}: models here read only text")
 
 
 def unread_keys(messages: Any) -> Counter[str]:
@@ -219,28 +261,9 @@ def call_of(call: Any) -> dict[str, Any]:
     if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
     # Data that were once in a .parquet have the names of all arguments in each call.
-    arguments = {name: value for name, value in arguments.items() if value is not None}
+    arguments = without_nulls(arguments)
     identity = {"id": call["id"]} if call.get("id") else {}
     return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
-
-
-def listed(value: Any) -> Any:
-    """A list of messages that is JSON in a text, as in a .csv; any other value as it is."""
-    if not isinstance(value, str) or LISTED.match(value) is None:
-        return value
-    found = json_of(value) or [None]
-    is_list = all(isinstance(message, dict) and ("role" in message or "from" in message) for message in found)
-    return found if is_list else value
-
-
-def parsed(value: Any, name: str) -> Any:
-    """The value of a field, which may be JSON in a text. Raises ValueError: when the text is something else."""
-    if not isinstance(value, str) or not value:
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is a text that is not JSON") from error
 
 
 def _turns(messages: Sequence[Any]) -> Sequence[Any]:

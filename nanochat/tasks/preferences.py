@@ -18,19 +18,20 @@ from typing import Any
 
 from nanochat.conversation import Message
 from nanochat.task import Example, Pair
-from nanochat.tasks.columns import first_of, has, tidied
+from nanochat.tasks.columns import first_of, has, is_off, tidied
 from nanochat.tasks.conversations import (
     TURNS,
     Conversations,
     UnknownForm,
     as_messages,
+    checked,
     conversation_of,
     question_of,
     refuse_labels,
     tools_of,
     with_system,
 )
-from nanochat.tasks.messages import check_messages, plain_messages
+from nanochat.tasks.messages import plain_messages
 
 KNOWN = (
     '{"chosen": [...], "rejected": [...]}, {"prompt", "chosen", "rejected"}, {"conversations", "chosen", "rejected"}, '
@@ -61,8 +62,8 @@ class Preferences(Conversations):
         if first_of(fields, "chosen") is None or first_of(fields, "rejected") is None:
             return super().roles_of(fields)
         roles = ["chosen", "rejected", "system", "tools"]
-        if _is_reply(plain_messages(as_messages(fields["chosen"], "assistant"))):
-            is_question = first_of(fields, "question") is not None or isinstance(fields.get("input"), str)
+        if _is_reply(plain_messages(as_messages(first_of(fields, "chosen"), "assistant"))):
+            is_question = first_of(fields, "question") is not None or isinstance(fields.get("input"), str | dict)
             roles += ["question", "input", "history"] if is_question else ["messages"]
         return [role for role in self.roles if role in roles]
 
@@ -83,11 +84,16 @@ class Preferences(Conversations):
 def pair_of(record: Any) -> Pair:
     """The pair of a record in any of the forms above, checked. Raises ValueError: with the problem."""
     fields = tidied(record, {})
+    replies = fields.get("output") if isinstance(fields, dict) and not has(fields, "rejected") else None
+    if isinstance(replies, list) and len(replies) == 2:  # LLaMA-Factory's, of 2023
+        fields = {**fields, "chosen": replies[0], "rejected": replies[1]}
     if not isinstance(fields, dict) or not Preferences.is_known(fields):
         refuse_labels(fields)
         raise UnknownForm(f"; known forms: {KNOWN}; {ADVICE}")
+    if any(is_off(head, value) for head, value in fields.items()):
+        raise ValueError("it has the weight 0: it is not learned")
     if has(fields, "chosen"):
-        chosen = _conversation(fields, "chosen", fields["chosen"])
+        chosen = _conversation(fields, "chosen", first_of(fields, "chosen"))
         rejected = _conversation(fields, "rejected", first_of(fields, "rejected"))
     else:
         chosen = conversation_of(fields)
@@ -106,10 +112,10 @@ def _conversation(
     messages = plain_messages(as_messages(value, "assistant"))
     if _is_reply(messages):
         messages = (_question(record, side) if question is None else question) + messages
-    elif messages and question is None and _role(messages[0]) != "system":
+    elif messages and question is None:
         messages = with_system(record, messages)
     try:
-        check_messages(messages)
+        messages = checked(record, messages)
     except ValueError as error:
         raise ValueError(f"of {side}, {error}") from error
     if messages[-1]["role"] != "assistant":
@@ -119,7 +125,7 @@ def _conversation(
 
 def _question(record: dict[str, Any], side: str) -> list[Any]:
     turns = first_of(record, "messages")
-    if isinstance(first_of(record, "question"), str | list) or isinstance(record.get("input"), str):
+    if isinstance(first_of(record, "question"), str | list) or isinstance(record.get("input"), str | dict):
         messages = question_of(record)
     elif isinstance(turns, list):
         messages = turns

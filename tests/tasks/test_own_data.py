@@ -212,6 +212,44 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         turn({"role": "function_call", "content": f"<think>\nI look.\n</think>\n\n{CALL}"}, *WEATHER[2:]), "",
         [SUM[0], WEATHER[1] | {"content": "<think>\nI look.\n</think>\n\n"}, *WEATHER[2:]], "",
     ),
+    # What other tools write where a text or a list is expected.
+    "several replies": ({"query": "2+3?", "response": ["5", "five"]}, "", SUM, "not response[1:]"),
+    "a number as the answer": ({"question": "2+3?", "answer": 5}, "", SUM, ""),
+    "a number in a message": (turn(reply("") | {"content": 5}), "", SUM, ""),
+    "a history as Python writes it": (
+        {"query": "2+3?", "response": "5", "history": "[['Hi', 'Hello'], ('Well?', None)]"}, "",
+        [user("Hi"), reply("Hello"), user("Well?\n\n2+3?"), SUM[1]], "",
+    ),
+    "a history as JSON": (
+        {"query": "2+3?", "response": "5", "history": '[["Hi", "Hello"]]'}, "", [user("Hi"), reply("Hello"), *SUM], "",
+    ),
+    "a history of messages": (
+        {"query": "2+3?", "response": "5", "history": [user("Hi"), reply("Hello")]}, "",
+        [user("Hi"), reply("Hello"), *SUM], "",
+    ),
+    "messages as pandas writes them": ({"messages": repr([user("it's?"), SUM[1]])}, "", [user("it's?"), SUM[1]], ""),
+    "messages as numpy writes them": (
+        {"messages": f"[{user('a} {b')}\n {reply('5')}]"}, "", [user("a} {b"), SUM[1]], "",
+    ),
+    "a prompt as pandas writes it": ({"prompt": repr(SUM[:1]), "completion": repr(SUM[1:])}, "", SUM, ""),
+    "a text about Python": ({"prompt": "[{'sum': 5}]", "completion": "5"}, "", [user("[{'sum': 5}]"), reply("5")], ""),
+    "a system message that is not first": ({"messages": [SUM[0], SYSTEM, SUM[1]]}, "", [SYSTEM, *SUM], ""),
+    "two system messages": (
+        {"conversations": [SYSTEM, {"from": "system", "value": "Be brief."}, *SUM]}, "",
+        [{"role": "system", "content": "Be kind.\nBe brief."}, *SUM], "",
+    ),
+    "another system message in the messages": (
+        {"system": "Be brief.", "messages": [SYSTEM, *SUM]}, "", [SYSTEM, *SUM], "not system (in 2)",
+    ),
+    "LangChain's and Llama's roles": (
+        {
+            "conversations": [
+                {"from": "human", "value": "Weather?"},
+                {"from": "ai", "value": "", "tool_calls": [json.loads(WRAPPED)]},
+                {"from": "ipython", "value": "sun"}, {"from": "AI", "value": "Sunny."},
+            ]
+        }, "", WEATHER, "",
+    ),
     # The completion is learned, and a reply in the prompt is not.
     "a reply in the prompt": (
         {"prompt": [user("Hi"), reply("Hello"), SUM[0]], "completion": [reply("5")]}, "",
@@ -312,6 +350,68 @@ def test_a_marked_reply_is_read_and_not_learned(tmp_path, capsys, mark):
     assert "2 of 4 replies are read and not learned" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0.0}, {"loss_weight": 0}, {"train": False}, {"Weight": "0"}])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_row_of_weight_0_is_read_and_not_learned(tmp_path, capsys, mark, suffix):
+    rows = [{"prompt": "2+3?", "completion": "5", **mark}] * 3
+    assert (
+        chats(write_rows(tmp_path / f"mine.{suffix}", rows), val_share=0.0) == [[SUM[0], reply("5", train=False)]] * 3
+    )
+    assert "3 of 3 replies are read and not learned" in capsys.readouterr().out
+    for other in ({"weight": 70}, {"weight": 0.5}, {"loss": None}, {"train": True}, {"mass": 0}):
+        rows = [{"messages": SUM, **other}] * 2
+        assert chats(write_rows(tmp_path / f"other.{suffix}", rows), val_share=0.0) == [SUM] * 2
+
+
+def test_words_of_html_and_of_templates_are_texts(tmp_path):
+    """A model that writes code must learn what looks like a placeholder there."""
+    for text in (
+        "Is <image> a tag of SVG?",
+        "<video>\n<source>\n</video>\nWhy?",
+        "```\n<b>{{name}}\n```",
+        "{{ name }}",
+    ):
+        path = write_rows(tmp_path / "mine.jsonl", [{"messages": [user(text), reply("Use <image>.")]}] * 2)
+        assert chats(path)[0] == [user(text), reply("Use <image>.")]
+
+
+def test_nulls_of_a_table_are_left_out_of_functions_at_every_depth(tmp_path):
+    """A .jsonl that was once a .parquet is learned as the .parquet is: Arrow gives each object the names of all."""
+    filled = {"city": "Rome", "at": {"hour": 9, "day": None}, "days": [{"on": 1, "off": None}], "unit": None}
+    whole = {"city": "Rome", "at": {"hour": 9}, "days": [{"on": 1}]}
+    shape = {"type": "object", "properties": {"city": {"type": "string", "enum": None}, "unit": None}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": shape}}]
+    call = {"id": None, "type": "function", "function": {"name": "weather", "arguments": filled}}
+    messages = [user("Weather?"), reply("", tool_calls=[call]), {"role": "tool", "content": "sun"}, reply("Sunny.")]
+    called_by_text = {"role": "function_call", "content": json.dumps(call["function"])}
+    for suffix, row in (
+        ("jsonl", {"messages": messages, "tools": tools}),
+        ("parquet", {"messages": messages, "tools": tools}),
+        ("jsonl", {"messages": [messages[0], called_by_text, *messages[2:]], "tools": json.dumps(tools)}),
+        ("csv", None),
+    ):
+        path = tmp_path / f"mine.{suffix}"
+        if row is None:
+            lines = [json.dumps(value).replace('"', '""') for value in (messages, tools)]
+            path.write_text("messages,tools\n" + f'"{lines[0]}","{lines[1]}"\n' * 2)
+        else:
+            write_rows(path, [row] * 2)
+        example = Conversations("train", str(path)).example(0)
+        assert example.messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": whole}
+        [tool] = example.tools or []
+        assert tool["function"]["parameters"] == {"type": "object", "properties": {"city": {"type": "string"}}}
+
+
+def test_functions_of_openais_preferences(tmp_path):
+    function = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    row = {
+        "input": {"messages": HELLO[:1], "tools": [function]},
+        "preferred_output": [GOOD],
+        "non_preferred_output": [BAD],
+    }
+    assert Preferences("train", write_rows(tmp_path / "mine.jsonl", [row] * 2)).example(0).tools == [function]
+
+
 def test_functions_are_offered_in_the_form_that_templates_have(tmp_path):
     function = {"name": "weather", "description": "today's", "parameters": {"type": "object", "properties": {}}}
     whole = {"type": "function", "function": function}
@@ -331,6 +431,7 @@ REPORTED: dict[str, tuple[str, Any, int, tuple[str, ...]]] = {
     "empty replies": (
         "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5", "5")], 4, ("2 of 4",),
     ),
+    "TRL's plain texts": ("jsonl", [{"prompt": "The sky", "completion": " is"}] * 3, 2, ("in 2 rows", "mid_train")),
     "a thought of the user": ("jsonl", [turn(reply("5")) | {"messages": [user("2+3?") | {"reasoning": "Hm."}, SUM[1]]}]
                               * 2, 1, ("reasoning (in 1)",)),
     "odd keys": ("jsonl", [ODD_KEYS] * 20, 18, ("emotion (in 18)", "loss=true", "user", "(in 18)")),
@@ -415,7 +516,25 @@ BAD_ROWS = [
         ({"instruction": "Add.", "input": value, "output": "5"}, '"input" is not a text')
         for value in (7, 0, ["2+3?"], {"sum": "2+3?"})
     ),
-    ({"prompt": "2+3?", "completion": 5}, "has 5 as its content: write a text"),
+    ({"prompt": "2+3?", "completion": True}, "has True as its content: write a text"),
+    ({"query": "2+3?", "response": "5", "history": "Hello"}, 'its "history" is a text that is not JSON'),
+    ({"messages": "[" * 100_000}, "the list of messages is a text that is not JSON"),
+    ({"messages": "[" + "-" * 100_000 + "1]"}, "the list of messages is a text that is not JSON"),
+    ({"messages": SUM[1:]}, "texts to pretrain on are for mid_train --data"),
+    # What other tools replace before a model reads it.
+    (turn(reply("I am {{NAME}}.")), "it has {{NAME}}, which other tools replace by a name"),
+    ({"messages": [user("Who?") | {"role": "system", "content": "By {{author}}."}, *SUM]}, "it has {{author}}"),
+    *(
+        ({"messages": [user(text), reply("A cat.")], **files}, "the place of an image, video or sound")
+        for files, text in (
+            ({"images": []}, "What is <image> this?"),
+            ({"videos": None}, "<video>What?"),
+            ({}, "<image>What is this?"),
+            ({}, "What is this?\n<image>"),
+            ({}, "Listen:\n<audio>\nWhat is it?"),
+            ({}, "Picture 1: <img>/data/1.jpg</img>\nWhat is this?"),
+        )
+    ),
     ([{"instruction": "2+3?", "output": "5"}], "a list of rows: such a file has a name that ends in .json"),
     ({"prompt": "2+3?", "chosen": "5", "rejected": "6"}, "pairs of replies are for chat_dpo"),
     ({"messages": [user("2+3?") | {"images": ["a.png"]}, reply("5")]}, 'a message has "images": models here read'),
@@ -432,7 +551,10 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "of rejected, message 1 (assistant) has no content"),
     ({"chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
-    ({"prompt": "Hello", "chosen": "Hi!", "rejected": 3}, "of rejected, message 1 (assistant) has 3 as its content"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": False}, "of rejected, message 1 (assistant) has False as its"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": "I am {{NAME}}."}, "of rejected, it has {{NAME}}"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Go.", "weight": 0}, "it has the weight 0"),
+    ({"instruction": "Hello", "output": ["Hi!", "Go.", "Well."]}, "unknown form (with instruction, output)"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
     ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is not an object"),
     ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),
@@ -538,6 +660,9 @@ PAIR_FORMS: list[dict[str, Any]] = [
     {"messages": HELLO, "rejected_messages": [HELLO[0], BAD]},
     {"query": "Hello", "response": "Hi!", "rejected_response": "Go away."},
     {"system": "", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
+    {"input": {"messages": HELLO[:1], "tools": []}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
+    {"instruction": "Hello", "input": "", "output": ["Hi!", "Go away."]},  # LLaMA-Factory's, of 2023
+    {"chosen": "\n\nHuman: Hello\n\nAssistant: Hi!", "rejected": "\n\nHuman: Hello\n\nAssistant: Go away."},
     {"system": "Be kind.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
     {"system": "Be kind.", "chosen": HELLO, "rejected": [HELLO[0], BAD]},
 ]  # fmt: skip
@@ -733,6 +858,9 @@ CSVS = {
     "Excel, UTF-16 and tabs": "instruction\toutput\r\n2+3?\t5\r\n2+3?\t5\r\n".encode("utf-16"),
     "UTF-16, the other order": "\ufeffinstruction,output\n2+3?,5\n2+3?,5\n".encode("utf-16-be"),
     "Excel in Germany": b"\xef\xbb\xbfinstruction;output\r\n2+3?;5\r\n2+3?;5\r\n",
+    "Excel's line about the mark": b"sep=;\r\ninstruction;output\r\n2+3?;5\r\n2+3?;5\r\n",
+    "such a line after a mark": b'\xef\xbb\xbf"sep=|"\ninstruction|output\n2+3?|5\n2+3?|5\n',
+    "columns without a name": b"instruction,output,,\n2+3?,5,,\n2+3?,5,,\n",
     "Chinese heads": "\ufeff 问题 , 答案\n2+3?,5\n2+3?,5\n".encode(),
 }
 
