@@ -458,9 +458,15 @@ def conversation_of(record: Any) -> list[Message]:
 def checked(fields: Mapping[str, Any], messages: Any) -> list[Message]:
     """Messages of a record as this project has them. Raises ValueError: with the problem."""
     messages = plain_messages(messages)
+    if messages and all(_is_reply(message) for message in messages):
+        raise ValueError("it has only words of the assistant: texts to pretrain on are for mid_train --data")
     check_messages(messages)
     refuse_placeholders(messages, fields)
     return messages
+
+
+def _is_reply(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
 
 
 def _listed(record: Any) -> list[Any] | None:

@@ -63,8 +63,6 @@ def check_messages(messages: Any) -> None:
     has_system = messages[0]["role"] == "system"
     if len(messages) == has_system:
         raise ValueError("there is a system message and nothing else")
-    if [message["role"] for message in messages] == ["assistant"]:
-        raise ValueError("it is one message of the assistant: texts to pretrain on are for mid_train --data")
     expected = ["user"]
     for number, message in enumerate(messages[has_system:], start=has_system):
         role = message["role"]

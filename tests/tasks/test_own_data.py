@@ -549,6 +549,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"messages": HELLO}, "unknown form (with messages)"),
     ({"chosen": HELLO}, "unknown form (with chosen)"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": None}, "of rejected, message 1 (assistant) has no content"),
+    ({"chosen": HELLO[1:], "rejected": [BAD]}, "chosen is only a reply, and the prompt"),
     ({"chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": False}, "of rejected, message 1 (assistant) has False as its"),

@@ -202,7 +202,7 @@ DAMAGE = [
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}}, NOT_AS_MANY),
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}}, NOT_AS_MANY),
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, NOT_AS_MANY),
-    (SmolTalk, {"messages": [{"role": "assistant", "content": "Hi!"}]}, "line 1 cannot be used: message 0"),
+    (SmolTalk, {"messages": [{"role": "assistant", "content": "Hi!"}]}, "line 1 cannot be used: it has only words"),
     (SmolTalk, {"conversations": []}, 'line 1 has no "messages"'),
 ]
 
