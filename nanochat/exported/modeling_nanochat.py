@@ -9,6 +9,7 @@ Legend: B batch, T new tokens, S cached and new tokens, C width, H query heads, 
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class NanochatConfig(PretrainedConfig):
     """The fields of nanochat's GPTConfig, all of which config.json has."""
 
     model_type = "nanochat"
-    keys_to_ignore_at_inference = ["past_key_values", "cache"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache", "last_hidden_state"]
     # The names that transformers and its caches use -> ours.
     attribute_map = {
         "hidden_size": "width", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -38,6 +39,14 @@ class NanochatConfig(PretrainedConfig):
         for name in ("width", "n_layer", "n_head", "n_kv_head", "sequence_len", "mlp_width"):
             setattr(self, name, settings.pop(name, 0))
         super().__init__(**settings)
+        self.final_logit_softcapping = settings.get("logit_cap") or None  # TRL looks for the cap under this name
+
+
+@dataclass
+class NanochatOutput(CausalLMOutputWithPast):
+    """The output, with the hidden states before the head: TRL computes log probabilities from these."""
+
+    last_hidden_state: Tensor | None = None
 
 
 class Norm(nn.Module):
@@ -213,6 +222,44 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class Table(nn.Module):
+    """The head's weights, with the padding of the vocabulary."""
+
+    def __init__(self, rows: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, width))
+
+
+class Head(nn.Module):
+    """Hidden states to logits, by the rows of a table that are tokens.
+
+    Other programs read its `weight` and `bias` as those of an nn.Linear. Padding among them would be tokens.
+    """
+
+    bias = None
+
+    def __init__(self, table: Any, vocab_size: int):
+        super().__init__()
+        self.table = [table]  # in a list, or the weights would have a second name
+        self.vocab_size = vocab_size
+
+    @property
+    def weight(self) -> Tensor:
+        return self.table[0].weight[: self.vocab_size]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def documents_of(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """The number of each token's document in packed rows, (B, T): one begins where positions do not grow."""
+    real = torch.ones_like(position_ids) if attention_mask is None else attention_mask.long()
+    # Compare each token with the last one before it that is not padding.
+    places = torch.arange(position_ids.size(1), device=position_ids.device) * real
+    previous = places.cummax(dim=1).values.roll(1, dims=1)
+    return ((position_ids <= position_ids.gather(1, previous)) * real).cumsum(dim=1)
+
+
 def find_cache(past_key_values: Any, cache: Any, others: dict[str, Any]) -> Any:
     """The cache of a call, under the old or the new name; `others` are the arguments that the model does not use.
 
@@ -236,6 +283,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatConfig
     base_model_prefix = ""
     _no_split_modules = ["Block"]
+    supports_gradient_checkpointing = True
+    gradient_checkpointing = False  # transformers sets it, and `_gradient_checkpointing_func`
 
     def __init__(self, config):
         super().__init__(config)
@@ -244,7 +293,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding_norm = Norm(config, config.width) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(config, config.width)
-        self.head = None if config.tied_head else nn.Linear(config.width, rows, bias=False)
+        self.head = None if config.tied_head else Table(rows, config.width)
+        self.logits = Head(self.embedding if self.head is None else self.head, config.vocab_size)
         self.value_embeddings = nn.ModuleDict()
         for layer in range(config.n_layer):
             if has_value_embedding(config, layer):
@@ -258,24 +308,38 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return self.embedding
 
     def get_output_embeddings(self):
-        return None  # the head has padded rows, which transformers would lose when it resizes or ties the head
+        return self.logits
+
+    def resize_token_embeddings(self, new_num_tokens=None, *options, **more):
+        if new_num_tokens not in (None, self.config.vocab_size):
+            raise ValueError(
+                f"this model has {self.config.vocab_size} tokens, not {new_num_tokens}: modeling_nanochat.py cannot "
+                "resize its tables; use the tokenizer of its folder as it is"
+            )
+        return self.embedding
 
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None, use_cache=None,
-        logits_to_keep=0, cache=None, num_items_in_batch=None, **others,
+        logits_to_keep=0, cache=None, num_items_in_batch=None, shift_labels=None, **others,
     ):  # fmt: skip
         """Logits (B, T, V) of tokens (B, T); `attention_mask` (B, S) is 0 under padding, left of shorter rows.
 
+        A row may hold several documents, each with `position_ids` from 0 on: they do not attend to each other.
+
         The loss is the mean over the targets, or their sum divided by `num_items_in_batch`. transformers' Trainer adds
-        up the losses of a step's micro-batches, and gives this number of targets in all of them.
+        up the losses of a step's micro-batches, and gives this number of targets in all of them. `shift_labels` are
+        targets as they are, `labels` are the tokens whose next ones are the targets.
 
         Raises ValueError: when a cache is not found in the call. Its tokens would get no attention, and `generate`
-        would write wrong text without an error.
+        would write wrong text without an error. And for packed rows that are described in another way.
         """
         c = self.config
         cache = find_cache(past_key_values, cache, others)
-        if use_cache and cache is None:
+        is_checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        if use_cache and cache is None and not is_checkpointed:  # the backward pass would fill the cache once more
             cache = DynamicCache()
+        if position_ids is None and not others.keys().isdisjoint(("seq_idx", "cu_seq_lens_q", "cu_seqlens")):
+            raise ValueError("modeling_nanochat.py separates packed documents by position_ids: pass them, too")
         seen = 0 if cache is None else cache.get_seq_length()
         B, T = input_ids.shape
         if attention_mask is not None and attention_mask.shape[1:] != (seen + T,):
@@ -284,6 +348,9 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
                 f"({B}, {seen + T}): modeling_nanochat.py does not know how this call caches"
             )
         places = torch.arange(seen + T, device=input_ids.device)
+        documents = None
+        if position_ids is not None and seen == 0:
+            documents = documents_of(position_ids.expand(B, T), attention_mask)  # (B, T)
         if position_ids is None:
             position_ids = places[seen:].expand(B, T)
             if attention_mask is not None:  # counted without the padding
@@ -291,10 +358,12 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
         x = self.embedding(input_ids)
         cos, sin = self._angles(position_ids, x.dtype)
-        masks = self._masks(places, seen, attention_mask)
+        masks = self._masks(places, seen, attention_mask, documents)
         begins = (places == 0)[None]  # (B or 1, S), the first token of each row
         if attention_mask is not None:
             begins = begins | (attention_mask.roll(1, dims=1) == 0)
+        if documents is not None:
+            begins = begins | (documents.roll(1, dims=1) != documents)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         first = x
@@ -304,21 +373,23 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             value = None
             if str(layer) in self.value_embeddings:
                 value = self.value_embeddings[str(layer)](input_ids)
-            x = block(x, value, cos, sin, masks[self._window(layer)], begins[:, None, :, None], cache)
+            inputs = (x, value, cos, sin, masks[self._window(layer)], begins[:, None, :, None], cache)
+            x = self._gradient_checkpointing_func(block.__call__, *inputs) if is_checkpointed else block(*inputs)
         x = self.norm(x)
         if isinstance(logits_to_keep, int) and logits_to_keep:
             x = x[:, -logits_to_keep:]
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        logits = F.linear(x, weight[: c.vocab_size]).float()
+        logits = self.logits(x).float()
         if c.logit_cap:
             logits = c.logit_cap * torch.tanh(logits / c.logit_cap)
         loss = None
-        if labels is not None:
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
+        if shift_labels is not None:
             reduction = "mean" if num_items_in_batch is None else "sum"
-            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction=reduction)
+            loss = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction=reduction)
             if num_items_in_batch is not None:
                 loss = loss / torch.as_tensor(num_items_in_batch, device=loss.device)
-        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        output = NanochatOutput(loss=loss, logits=logits, last_hidden_state=x)
         if cache is not None:
             output[OUTPUT_CACHE] = cache
         return output
@@ -341,12 +412,16 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             return c.window_tokens if letter == "S" else 0
         return 0 if letter == "L" or layer == c.n_layer - 1 else max(c.sequence_len // 4, 1)
 
-    def _masks(self, places: Tensor, seen: int, attention_mask: Tensor | None) -> dict[int, Tensor]:
+    def _masks(
+        self, places: Tensor, seen: int, attention_mask: Tensor | None, documents: Tensor | None
+    ) -> dict[int, Tensor]:
         """A mask (B or 1, 1, T, S) for each window, True where the query may attend to the key."""
         distance = places[seen:, None] - places  # (T, S)
         masks = {}
         for window in {self._window(layer) for layer in range(self.config.n_layer)}:
             mask = (distance >= 0) & ((distance < window) if window else True)
+            if documents is not None:
+                mask = mask & (documents[:, :, None] == documents[:, None])
             if attention_mask is not None:
                 # A padding token attends to itself: a softmax over no key is NaN.
                 mask = mask & attention_mask[:, None, : len(places)].bool() | (distance == 0)
