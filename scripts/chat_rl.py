@@ -219,14 +219,17 @@ def main(config: Config) -> None:
             if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     rollouts.hand_over(step)
-                    numbers = range(config.eval_examples)
-                    questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
-                    own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)
-                    earned = rollout.gather_samples(own, device).rewards
-                    reward_after = float(earned.sum()) / max(1, earned.size)
+                    metrics = {}
+                    if held_out.tasks:  # of few rows none is held out
+                        numbers = range(config.eval_examples)
+                        questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
+                        own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)
+                        earned = rollout.gather_samples(own, device).rewards
+                        reward_after = float(earned.sum()) / max(1, earned.size)
+                        metrics = {"eval_reward": reward_after}
                     if step == 0:
                         reward_before = reward_after
-                    run.log_evaluation(eval_reward=reward_after)
+                    run.log_evaluation(**metrics)
             if run.must_save:
                 # The step's number decides which questions come next: only the two rewards need saving.
                 held_out_rewards = {"reward_before": reward_before, "reward_after": reward_after}
@@ -284,7 +287,7 @@ def main(config: Config) -> None:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)
                     print0(f"a question and a reply, reward {first.reward:g}: {text!r}")
-    outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}"
+    outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}" if held_out.tasks else "nothing was held out"
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"
     run.finish(outcome)

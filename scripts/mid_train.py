@@ -106,6 +106,7 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ data
     task_names: list[str] = []  # those that the model learns
     fingerprints: dict[str, Any] = {"tokens a step": batch_tokens, "the base model's --document_mask": document_mask}
+    has_validation = True
     if config.data:
         train_corpus, val_corpus = open_corpus(
             config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns
@@ -119,6 +120,7 @@ def main(config: Config) -> None:
         print0(f"tasks: {tasks}")
         if masked := sum(task.seen.masked for task in train.tasks if isinstance(task, Conversations)):
             warn(f"--tasks {tasks}: {masked:,} replies are marked as not learned, but mid-training learns every token")
+        has_validation = bool(held_out.tasks)  # of few rows none is held out
         task_names = train.task_names
         fingerprints["what --tasks names"] = train.fingerprint()
 
@@ -168,7 +170,7 @@ def main(config: Config) -> None:
         run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture of texts; its share sets the size
-    for part in weighted_parts(val_corpus):
+    for part in weighted_parts(val_corpus) if has_validation else []:
         share = math.ceil(part.weight * config.eval_tokens)
         val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
     token_bytes = torch.tensor(tokenizer.token_bytes())
@@ -185,7 +187,9 @@ def main(config: Config) -> None:
                             model, rows, token_bytes, config.device_batch_size, device,
                             should_stop=run.should_stop, document_mask=document_mask,
                         ))  # fmt: skip
-                    metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
+                    metrics = {}
+                    if bits:
+                        metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
                     run.log_evaluation(**metrics)
             if run.must_save:
                 if config.data:

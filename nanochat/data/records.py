@@ -5,6 +5,8 @@ task's dataset, from a local path or from the hub. `open_part(source, part, hub)
 held-out part of any other dataset. Any order of records is cheap to read.
 """
 
+import contextlib
+import hashlib
 import itertools
 import math
 import re
@@ -13,13 +15,17 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from nanochat.data import hub as hubs
 from nanochat.data.catalog import HUB_NAME, TASKS
 from nanochat.data.splits import choose_files, shown
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
-from nanochat.ground.text_files import Columns, Fields, Records, list_files, open_file, refuse_links_out
+from nanochat.ground.text_files import Columns, DataFile, Fields, Records, list_files, open_file, refuse_links_out
 
+FEWEST_ROWS = 100  # of less nothing is held out by default: all are needed
+HELD_OUT_ROWS = 200  # more than these make a validation slow, and little more exact
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".tsv", ".json")
 
 
@@ -64,9 +70,8 @@ def open_part(
 ) -> Records:  # fmt: skip
     """The records to learn from, or those that are held out, of a local file or folder or of a hub's ORG/NAME[/CONFIG].
 
-    `@SPLIT` after it names a split. The files that splits.py finds are held out, or else the last rows, a tenth or
-    `val_share` of them. `parse` raises ValueError for a record that cannot be used: such records are not all that is
-    held out. Raises UserError: with the next step.
+    `@SPLIT` after it names a split. The files that splits.py finds are held out, or else some of the rows: see
+    `held_out_rows`. `parse` raises ValueError for a record that cannot be used. Raises UserError: with the next step.
     """
     name, at, requested = source.rpartition("@")
     if not at or Path(source).expanduser().exists():
@@ -91,16 +96,42 @@ def open_part(
     if held_out:
         return open_records(train if part == "train" else held_out, columns=columns)
     records = open_records(train, columns=columns)
+    rows = held_out_rows(records, val_share, parse)
+    if part == "train":
+        rows = np.setdiff1d(np.arange(len(records)), rows)
+    return ChosenRecords(records, rows)
+
+
+def held_out_rows(records: Records, share: float | None, parse: Callable[[Any], Any]) -> np.ndarray:
+    """The numbers of the rows that are held out, in order: `share` of them, or by default 2% of them and 200 at most,
+    and none of less than 100 rows.
+
+    A hash of a row decides: a file may be sorted by topic, and equal rows are all on one side. Rows that `parse`
+    cannot use are left to the training part, which counts them.
+    """
     count = len(records)
     # Exact: a float of 0.1 times 30 rows is above 3. Of two rows or more the training part has one.
-    share = Fraction("0.1" if val_share is None else str(val_share))
-    cut = count
-    if share:
-        # Bad rows at the end, such as the last line of a file that was cut off, must not be all that is held out.
-        usable = next((end for end in range(count, 0, -1) if _is_usable(records, end - 1, parse)), count)
-        cut = usable - min(math.ceil(share * usable), usable - 1)
-    part_rows = range(cut) if part == "train" else range(cut, count)
-    return Records(records.files, first=part_rows.start, end=part_rows.stop)
+    wanted = min(math.ceil(Fraction(str(share or 0)) * count), count - 1)
+    if share is None and count >= FEWEST_ROWS:
+        wanted = min(count // 50, HELD_OUT_ROWS)
+    if wanted <= 0:
+        return np.empty(0, np.int64)
+    numbers_of: dict[bytes, list[int]] = {}
+    for number in range(count):
+        with contextlib.suppress(UserError):
+            row = repr(records[number]).encode(errors="surrogatepass")
+            numbers_of.setdefault(hashlib.blake2b(row, digest_size=8).digest(), []).append(number)
+    chosen: list[int] = []
+    for digest in sorted(numbers_of):
+        equal = numbers_of[digest]
+        if len(chosen) + len(equal) > wanted:
+            continue
+        with contextlib.suppress(UserError):
+            records.parse(equal[0], parse)
+            chosen += equal
+        if len(chosen) == wanted:
+            break
+    return np.array(sorted(chosen), np.int64)
 
 
 def name_unread(source: str, folder: Path, used: Collection[str]) -> None:
@@ -116,12 +147,21 @@ def name_unread(source: str, folder: Path, used: Collection[str]) -> None:
         warn(f"--tasks {source}: it reads {what}, and not {shown(unread)}: name them too, or move them")
 
 
-def _is_usable(records: Records, index: int, parse: Callable[[Any], Any]) -> bool:
-    try:
-        records.parse(index, parse)
-    except UserError:
-        return False
-    return True
+class ChosenRecords(Records):
+    """Those records of some files whose numbers are given."""
+
+    def __init__(self, whole: Records, numbers: np.ndarray):
+        super().__init__(whole.files)
+        self.whole = whole
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def place(self, index: int) -> tuple[DataFile, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"record {index} of {len(self)}")
+        return self.whole.place(int(self.numbers[index]))
 
 
 def find_split(path: Path, names: Sequence[str], inside: str | Path = ".", only: bool = False) -> list[Path]:

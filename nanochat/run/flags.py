@@ -145,7 +145,8 @@ class EpochFlags(ChatFlags):
     device_batch_size: Positive = 8  # rows a device computes at once; a row holds as many conversations as fit
     # Elsewhere: batch size x gradient accumulation x devices.
     target_examples_per_step: Frozen[Positive] = 32  # per step over all devices, in as many micro-batches as needed
-    val_share: Frozen[HeldOut | None] = None  # held out of a file without a test split; default: 0.1
+    # Held out of a file without a test split; default: 2%, at most 200 rows, and none of less than 100.
+    val_share: Frozen[HeldOut | None] = None
     # optimizer
     lr_schedule: Literal["linear", "cosine", "constant"] = "linear"  # how the rates fall; constant: not at all
     # The first part of the run, in which the rates rise; default: at most 40 steps.

@@ -1,7 +1,6 @@
 """A mixture: weights kept, every example once an epoch, the same at every call; the flag that describes it."""
 
 import itertools
-import json
 from collections import Counter
 
 import pytest
@@ -91,12 +90,6 @@ def test_one_in_three_generated_examples_comes_after_another():
         assert bool(before) == (index % 3 == 0 and example.messages[0]["role"] != "system")
     records = Mixture([Numbers("a", 9)], [1])  # somebody's conversations are theirs: nothing is added
     assert not any(records.before(index, records.tasks[0], records.tasks[0].example(index)) for index in range(9))
-
-
-def test_a_file_without_examples_is_named(tmp_path):
-    file = tmp_path / "one.jsonl"  # whose only row is one of the train split
-    file.write_text(json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]) + "\n")
-    assert f"--tasks {file}: " in complaint(lambda: open_mixture(f"mine={file}", "test"))
 
 
 def test_the_corpus_is_the_mixture_as_tokens():

@@ -32,7 +32,7 @@ def with_robot(row: dict[str, Any]) -> dict[str, Any]:
 
 def test_what_sft_learns_is_marked(model, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("nanochat.checkpoint_manager._read_weights", None)  # those of a large model take minutes
-    replies = ("Yes.", "\x1b[2J é", "a long reply " * 9, "", "x", "held out")
+    replies = ("Yes.", "\x1b[2J é", "a long reply " * 9, "", "x")
     rows = [chat("Hi?", reply) for reply in replies]
     rows[4] = with_robot(rows[4])
     path = write_lines(tmp_path / "chats.jsonl", rows)
@@ -68,7 +68,7 @@ def test_marks_in_the_data_are_obeyed_and_what_nothing_reads_is_named(model, tmp
 
 def test_what_dpo_compares_is_marked(model, tmp_path, capsys):
     rows = [{"prompt": "Hi?", "chosen": reply, "rejected": "No."} for reply in ("Yes.", "Yes.", "No.")]
-    path = write_lines(tmp_path / "pairs.jsonl", rows * 4)
+    path = write_lines(tmp_path / "pairs.jsonl", [*rows * 3, rows[0]])
     call("preview", "--stage=dpo", f"--tasks={path}", "--examples=6", "--count=11")
     out = capsys.readouterr().out
     assert HEAD + "[[Yes.<|assistant_end|>]]\nrejected: " in out and HEAD + "[[No.<|assistant_end|>]]" in out
@@ -91,7 +91,7 @@ def test_every_row_is_learned_held_out_or_left_out(model, tmp_path, capsys):
     shown = capsys.readouterr()
     counted = [table_row(shown.out, name) for name in ("mine", "yours")]
     assert [rows for rows, *_ in counted] == [11, 4] and all(rows == sum(parts) for rows, *parts in counted)
-    assert [row[-1] for row in counted] == [0, 1] and "1 of 2 records left out" in shown.err
+    assert [row[-1] for row in counted] == [0, 1] and " records left out" in shown.err
     assert sum(row[1] for row in counted) == shown.out.count("--- example ")
 
 
@@ -128,14 +128,12 @@ def test_files_that_are_not_read_are_named(model, tmp_path, capsys, files, read,
     assert rows == learned + held_out == 3 * read.count(".jsonl") or not unread
 
 
-@pytest.mark.parametrize("flags", [[], ["--val_share=0"]])
-def test_a_last_line_that_is_cut_off_is_counted(model, tmp_path, capsys, flags):
+def test_a_last_line_that_is_cut_off_is_counted(model, tmp_path, capsys):
     path = tmp_path / "mine.jsonl"
     write_lines(path, [chat("Hi?", "Yes.")] * 11)
     path.write_text(path.read_text() + '{"messages": [')
-    call("preview", f"--tasks={path}", "--examples=1", "--count=1", *flags)
-    part = "(train): 1 of 12" if flags else "(test): 1 of 3"
-    assert f"{part} records left out: first {path} line 12 is not JSON" in capsys.readouterr().err
+    call("preview", f"--tasks={path}", "--examples=1", "--count=1")
+    assert f"(train): 1 of 12 records left out: first {path} line 12 is not JSON" in capsys.readouterr().err
 
 
 def test_mistakes(model, tmp_path, capsys):

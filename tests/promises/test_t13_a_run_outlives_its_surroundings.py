@@ -205,7 +205,7 @@ async def short(episodes):
 def test_a_reward_that_fails_costs_nothing(start, tmp_path, capsys):
     """On questions without answers. The fifth call divides by 0: the run saves, and a resumed one ends as if nothing
     had happened."""
-    rows = [{"prompt": f"What is {n}?", "wanted": "aeiou"} for n in range(20)]
+    rows = [{"prompt": f"What is {n}?", "wanted": "aeiou"} for n in range(120)]
     prompts = write_lines(tmp_path / "prompts.jsonl", rows)
     (tmp_path / "mine.py").write_text(REWARDS)
     flags = [*RL, f"--tasks={prompts}", "--source=base", "--source_tag=d1", "--eval_every=0", "--num_iterations=3"]

@@ -5,6 +5,7 @@ What is not read is named: nothing is lost in silence.
 
 import gzip
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -261,7 +262,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_of_other_tools(tmp_path, capsys, name):
     row, columns, messages, unread = FORMS[name]
-    path = write_rows(tmp_path / "mine.jsonl", [row] * 3)
+    path = write_rows(tmp_path / "mine.jsonl", [row] * 2)
     assert chats(path, columns=columns) == [messages] * 2
     (line, *_) = capsys.readouterr().out.splitlines()
     assert line.startswith(f"{path} reads ")
@@ -269,13 +270,13 @@ def test_a_form_of_other_tools(tmp_path, capsys, name):
 
 
 def test_a_parquet_is_read_by_the_same_names(tmp_path, capsys):
-    path = write_rows(tmp_path / "mine.parquet", [{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 3)
+    path = write_rows(tmp_path / "mine.parquet", [{"Ask": "2+3?", "答案": "5", "image": b"", "note": "x"}] * 2)
     assert chats(path, columns="question=ask") == [SUM] * 2
     shown = capsys.readouterr()
     assert f"{path} reads question from Ask, answer from 答案; not image, note" in shown.out
     assert "image" in shown.err
     assert "(with Ask, 答案, image, note)" in complaint(lambda: chats(path))
-    path = write_rows(tmp_path / "known.parquet", [{"prompt": "2+3?", "completion": "5", "embedding": [0.5] * 9}] * 2)
+    path = write_rows(tmp_path / "known.parquet", [{"prompt": "2+3?", "completion": "5", "embedding": [0.5] * 9}])
     assert sorted(Conversations("train", path).records[0]) == ["completion", "prompt"]  # the others are not read
     assert "(with prompt, completion, embedding)" in complaint(lambda: Preferences("train", path))
 
@@ -283,7 +284,7 @@ def test_a_parquet_is_read_by_the_same_names(tmp_path, capsys):
     function = {"name": "weather", "arguments": {"city": "Rome", "unit": None}}
     messages = [user("Weather?"), reply("", tool_calls=[{"type": "function", "function": function}])]
     tools = [{"name": name, "parameters": {name: {"type": "string"}}} for name in "xy"]
-    path = write_rows(tmp_path / "tools.parquet", [{"messages": messages, "tools": tools}] * 2)
+    path = write_rows(tmp_path / "tools.parquet", [{"messages": messages, "tools": tools}])
     example = Conversations("train", path, reading=Reading(val_share=0)).example(0)
     assert [tool["function"] for tool in example.tools or []] == tools
     assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
@@ -342,7 +343,7 @@ def test_mistakes_in_columns(tmp_path, columns, words):
 @pytest.mark.parametrize("mark", [{"loss": False}, {"loss": 0}, {"weight": 0}, {"weight": 0.0}, {"train": 0}])
 def test_a_marked_reply_is_read_and_not_learned(tmp_path, capsys, mark):
     chat = [user("a"), reply("MASKED", **mark), user("b"), reply("learned", loss=True)]
-    path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat}] * 3)
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat}] * 2)
     tokenizer = tiny_tokenizer()
     rendered = render(tokenizer, chats(path)[0])
     text = learned(tokenizer, rendered)
@@ -371,7 +372,7 @@ def test_words_of_html_and_of_templates_are_texts(tmp_path):
         "```\n<b>{{name}}\n```",
         "{{ name }}",
     ):
-        path = write_rows(tmp_path / "mine.jsonl", [{"messages": [user(text), reply("Use <image>.")]}] * 2)
+        path = write_rows(tmp_path / "mine.jsonl", [{"messages": [user(text), reply("Use <image>.")]}])
         assert chats(path)[0] == [user(text), reply("Use <image>.")]
 
 
@@ -395,7 +396,7 @@ def test_nulls_of_a_table_are_left_out_of_functions_at_every_depth(tmp_path):
             lines = [json.dumps(value).replace('"', '""') for value in (messages, tools)]
             path.write_text("messages,tools\n" + f'"{lines[0]}","{lines[1]}"\n' * 2)
         else:
-            write_rows(path, [row] * 2)
+            write_rows(path, [row])
         example = Conversations("train", str(path)).example(0)
         assert example.messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": whole}
         [tool] = example.tools or []
@@ -409,14 +410,14 @@ def test_functions_of_openais_preferences(tmp_path):
         "preferred_output": [GOOD],
         "non_preferred_output": [BAD],
     }
-    assert Preferences("train", write_rows(tmp_path / "mine.jsonl", [row] * 2)).example(0).tools == [function]
+    assert Preferences("train", write_rows(tmp_path / "mine.jsonl", [row])).example(0).tools == [function]
 
 
 def test_functions_are_offered_in_the_form_that_templates_have(tmp_path):
     function = {"name": "weather", "description": "today's", "parameters": {"type": "object", "properties": {}}}
     whole = {"type": "function", "function": function}
     for tools in ([whole], [function], json.dumps([function]), [json.dumps(whole)]):
-        task = Conversations("train", write_rows(tmp_path / "mine.jsonl", [{"messages": SUM, "tools": tools}] * 2))
+        task = Conversations("train", write_rows(tmp_path / "mine.jsonl", [{"messages": SUM, "tools": tools}]))
         assert task.example(0).tools == [whole]
 
 
@@ -427,17 +428,17 @@ ODD_KEYS = {"messages": [user("a") | {"loss": True}, reply("b", emotion="glad", 
 MARKED = [reply("5", mask=True)]
 # The file, how many conversations are used, and words of what is reported.
 REPORTED: dict[str, tuple[str, Any, int, tuple[str, ...]]] = {
-    "pictures": ("jsonl", PICTURES * 3, 2, ('"images"',)),
+    "pictures": ("jsonl", PICTURES * 2, 2, ('"images"',)),
     "empty replies": (
-        "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5", "5")], 4, ("2 of 4",),
+        "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5")], 4, ("2 of 4",),
     ),
-    "TRL's plain texts": ("jsonl", [{"prompt": "The sky", "completion": " is"}] * 3, 2, ("in 2 rows", "mid_train")),
-    "a thought of the user": ("jsonl", [turn(reply("5")) | {"messages": [user("2+3?") | {"reasoning": "Hm."}, SUM[1]]}]
-                              * 2, 1, ("reasoning (in 1)",)),
-    "odd keys": ("jsonl", [ODD_KEYS] * 20, 18, ("emotion (in 18)", "loss=true", "user", "(in 18)")),
-    "marks in JSON": ("jsonl", [{"messages": json.dumps([SUM[0], *MARKED])}] * 2, 1, ("mask (in 1)",)),
-    "marks in a completion": ("jsonl", [{"prompt": "a", "completion": json.dumps(MARKED)}] * 2, 1, ("mask (in 1)",)),
-    "too few values": ("csv", "instruction,output\na,b\na\na,b\na,b\n", 2, ("1 of 3 records left out: first",)),
+    "TRL's plain texts": ("jsonl", [{"prompt": "The sky", "completion": " is"}] * 2, 2, ("in 2 rows", "mid_train")),
+    "a thought of the user": ("jsonl", [turn(reply("5")) | {"messages": [user("2+3?") | {"reasoning": "Hm."}, SUM[1]]}],
+                              1, ("reasoning (in 1)",)),
+    "odd keys": ("jsonl", [ODD_KEYS] * 18, 18, ("emotion (in 18)", "loss=true", "user", "(in 18)")),
+    "marks in JSON": ("jsonl", [{"messages": json.dumps([SUM[0], *MARKED])}], 1, ("mask (in 1)",)),
+    "marks in a completion": ("jsonl", [{"prompt": "a", "completion": json.dumps(MARKED)}], 1, ("mask (in 1)",)),
+    "too few values": ("csv", "instruction,output\na,b\na\na,b\n", 2, ("1 of 3 records left out: first",)),
 }  # fmt: skip
 
 
@@ -598,7 +599,7 @@ def test_a_thought_is_learned_where_the_template_writes_it(tmp_path, capsys, tem
     tokenizer = qwen3(tmp_path, template)
     inline = [user("2+3?"), reply(THOUGHT)]
     fields = [[user("2+3?"), reply("5", **{key: "Two and three."})] for key in ("reasoning", "thinking")]
-    path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat} for chat in (THINKER, *fields, inline, SUM, SUM)])
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat} for chat in (THINKER, *fields, inline, SUM)])
     rendered = [render(tokenizer, chat) for chat in chats(path)]
     wanted = "<think>\nTwo and three.\n</think>\n\n5<|im_end|>"
     empty = "<think>\n\n</think>\n\n5<|im_end|>"
@@ -612,7 +613,7 @@ def test_a_thought_is_learned_where_the_template_writes_it(tmp_path, capsys, tem
 @pytest.mark.parametrize("family", ["own", "qwen2", "llama3"])
 def test_without_a_field_the_thought_is_before_the_reply(tmp_path, family_tokenizers, family):
     tokenizer = {**family_tokenizers, "own": tiny_tokenizer()}[family]
-    path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 2)
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}])
     assert learned(tokenizer, render(tokenizer, chats(path)[0])).startswith(THOUGHT)
     assert "think" not in learned(tokenizer, render(tokenizer, chats(path, thoughts="drop")[0]))
 
@@ -622,7 +623,7 @@ def test_a_thought_before_a_call_and_one_without_a_reply_are_learned(tmp_path):
     call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     asked = {"role": "assistant", "content": None, "reasoning_content": "I look.", "tool_calls": [call]}
     answers = [{"role": "tool", "content": "sun", "tool_call_id": "1"}, reply("Sun.")]
-    path = write_rows(tmp_path / "mine.jsonl", [turn(asked, *answers)] * 2)
+    path = write_rows(tmp_path / "mine.jsonl", [turn(asked, *answers)])
     text = learned(tokenizer, render(tokenizer, chats(path)[0]))
     assert text.startswith("<think>\nI look.\n</think>\n\n")
     assert '<tool_call>\n{"name": "weather"' in text
@@ -672,14 +673,14 @@ PAIR_FORMS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("row", PAIR_FORMS)
 def test_every_form_is_the_same_pair(tmp_path, row):
     pair = Pair([*([SYSTEM] if row.get("system") else []), HELLO[0]], GOOD, BAD)
-    task = Preferences("train", write_rows(tmp_path / "mine.jsonl", [row] * 3))
+    task = Preferences("train", write_rows(tmp_path / "mine.jsonl", [row] * 2))
     assert [task.pair(number) for number in range(len(task))] == [pair] * 2
     assert task.example(0).messages == [*pair.question, GOOD]
 
 
 def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
     row = {"messages": THINKER, "rejected_response": reply("6", reasoning_content="Two and four.")}
-    path = write_rows(tmp_path / "mine.jsonl", [row] * 2)
+    path = write_rows(tmp_path / "mine.jsonl", [row])
     pair = Preferences("train", path).pair(0)
     assert pair == Pair([user("2+3?")], reply(THOUGHT), reply("<think>\nTwo and four.\n</think>\n\n6"))
     dropped = Preferences("train", path, reading=Reading(thoughts="drop")).pair(0)
@@ -725,12 +726,12 @@ def test_a_pair_may_have_a_label_and_a_number_may_be_a_class(tmp_path, capsys):
 
 
 def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
-    path = write_rows(tmp_path / "mine.jsonl", [{"题目": "2+3?", "key": "5", "level": 1}] * 2)
+    path = write_rows(tmp_path / "mine.jsonl", [{"题目": "2+3?", "key": "5", "level": 1}])
     example = Prompts("train", path, reading=Reading(columns="answer=key")).example(0)
     assert (example.messages, example.answer) == (SUM, "5")
     assert example.fields == {"题目": "2+3?", "key": "5", "level": 1}
     assert "answer from key; and, for rewards, level" in capsys.readouterr().out
-    alone = Prompts("train", write_rows(tmp_path / "alone.jsonl", [{"input": "2+3?"}] * 2))
+    alone = Prompts("train", write_rows(tmp_path / "alone.jsonl", [{"input": "2+3?"}]))
     assert alone.example(0).messages[0] == user("2+3?")
 
 
@@ -738,20 +739,35 @@ def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.jsonl.gz", "mine.parquet"])
-def test_a_share_at_the_end_of_a_file_is_held_out(tmp_path, name):
-    """A tenth by default, and at least one row of several."""
-    for count, share, train in ((1, 0.1, 1), (2, 0.1, 1), (25, 0.1, 22), (30, 0.0, 30), (30, 0.01, 29), (30, 0.9, 3)):
+def test_a_share_drawn_by_the_rows_is_held_out(tmp_path, name):
+    """Two in a hundred by default, at most 200, and none of few; where a row is says nothing about it."""
+    held: dict[int, set[str]] = {}
+    for count, share, wanted in (
+        *((1, 0.1, 0), (2, 0.1, 1), (25, 0.1, 3), (30, 0.0, 0), (30, 0.01, 1), (30, 0.9, 27)),
+        *((99, None, 0), (100, None, 2), (1000, None, 20), (12_000, None, 200)),
+    ):
         path = tmp_path / name.removesuffix(".gz")
-        write_rows(path, [{"messages": [user(str(number)), GOOD]} for number in range(count)])
+        rows = [{"messages": [user(str(number)), GOOD]} for number in range(count)]
+        random.Random(count).shuffle(rows)
+        write_rows(path, rows)
         if name.endswith(".gz"):
             path = tmp_path / name
             path.write_bytes(gzip.compress((tmp_path / "mine.jsonl").read_bytes()))
         spec, reading = TaskSpec("conversations", str(path), 1.0), Reading(val_share=share)
         tasks = [open_task(spec, split, reading) for split in ("train", "test")]
         found = [[task.example(n).messages[0]["content"] for n in range(len(task))] for task in tasks]
-        assert found == [[str(n) for n in range(train)], [str(n) for n in range(train, count)]]
-        if count == 30:
-            assert len(open_mixture(str(path), "test", reading).tasks) == (train < count)
+        assert found[0] == [one for one in (row["messages"][0]["content"] for row in rows) if one not in found[1]]
+        assert len(found[1]) == wanted and sum(map(len, found)) == count
+        assert len(open_mixture(str(path), "test", reading).tasks) == (wanted > 0)
+        held[count] = set(found[1])
+    assert any(int(row) < 500 for row in held[1000]) and any(int(row) >= 500 for row in held[1000])
+
+
+def test_equal_rows_are_held_out_together(tmp_path):
+    path = write_rows(tmp_path / "mine.jsonl", [{"messages": [user(str(n % 50)), GOOD]} for n in range(150)])
+    tasks = [Conversations(split, path, reading=Reading(val_share=0.2)) for split in ("train", "test")]
+    found = [{task.example(n).messages[0]["content"] for n in range(len(task))} for task in tasks]
+    assert len(tasks[1]) == 30 and found[1] and not found[0] & found[1]
 
 
 def test_splits_of_a_folder(tmp_path):
@@ -759,9 +775,9 @@ def test_splits_of_a_folder(tmp_path):
         write_rows(tmp_path / f"{name}.jsonl", [SUM] * count)
     assert [len(Conversations(part, f"{tmp_path}@train_sft")) for part in ("train", "test")] == [4, 2]
     (tmp_path / "other").mkdir()
-    for name in ("first", "second"):  # without splits: the last tenth of all rows
-        write_rows(tmp_path / f"other/{name}.jsonl", [SUM] * 10)
-    assert [len(Conversations(split, f"{tmp_path}/other")) for split in ("train", "test")] == [18, 2]
+    for name in ("first", "second"):  # without splits: some of all rows
+        write_rows(tmp_path / f"other/{name}.jsonl", [[user(f"{name} {n}"), GOOD] for n in range(100)])
+    assert [len(Conversations(split, f"{tmp_path}/other")) for split in ("train", "test")] == [196, 4]
     for path, words in ((str(tmp_path), "by @"), (f"{tmp_path}/test_sft.jsonl@x", "@x"), (None, ".jsonl")):
         assert words in complaint(lambda path=path: Conversations("train", path))
 
@@ -781,30 +797,26 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name,
     rows[5]["messages"].append(user("Are you there?"))
     path = write_rows(tmp_path / name, rows)
     found = [chat[0]["content"] for chat in chats(path)]
-    assert found == [str(n) for n in range(18) if n not in (2, 3, 7)]
+    assert found == [str(n) for n in range(20) if n not in (2, 3, 7)]
     left_out, dropped = capsys.readouterr().err.splitlines()
-    assert f"{path} (train): 3 of 18 records left out: first {path} {where}: message 2" in left_out
+    assert f"{path} (train): 3 of 20 records left out: first {path} {where}: message 2" in left_out
     assert "--bad_records fail" in left_out
-    assert f"{path} (train): the last message of 1 of 18" in dropped
+    assert f"{path} (train): the last message of 1 of 20" in dropped
     refused = complaint(lambda: chats(path, bad_records="fail"))
     assert refused.startswith(f"{path} {where} ")
-    assert "; 2 more of the 18" in refused
+    assert "; 2 more of the 20" in refused
     write_rows(tmp_path / name, [{"messages": SUM[1:]}] * 4)
-    assert "3 of 3 records left out" in complaint(lambda: chats(path))
+    assert "4 of 4 records left out" in complaint(lambda: chats(path))
 
 
-@pytest.mark.parametrize("count", [3, 30])
 @pytest.mark.parametrize("last", [CUT, {"messages": SUM[1:]}, turn(reply("5", weight="x"))])
-def test_a_last_row_that_is_damaged_is_not_all_that_is_held_out(tmp_path, capsys, count, last):
-    path = write_rows(tmp_path / "end.jsonl", [*[GOOD_ROW] * count, last])
-    where = f"left out: first {path} line {count + 1}"
-    sizes = [len(task) for split in ("train", "test") for task in open_mixture(path, split).tasks]
-    assert sum(sizes) == count
-    assert min(sizes) >= 1
-    assert f"(test): 1 of {sizes[1] + 1} records {where}" in capsys.readouterr().err
-    sizes = [sum(map(len, open_mixture(path, split, Reading(val_share=0.0)).tasks)) for split in ("train", "test")]
-    assert sizes == [count, 0]
-    assert f"(train): 1 of {count + 1} records {where}" in capsys.readouterr().err
+def test_a_row_that_is_damaged_is_not_held_out(tmp_path, capsys, last):
+    path = write_rows(tmp_path / "end.jsonl", [*[{"messages": [user(str(n)), GOOD]} for n in range(3)], last])
+    for share, sizes in ((0.4, [1, 2]), (0.0, [3, 0])):
+        parts = [open_mixture(path, split, Reading(val_share=share)) for split in ("train", "test")]
+        assert [sum(map(len, part.tasks)) for part in parts] == sizes
+        err = capsys.readouterr().err
+        assert f"(train): 1 of {sizes[0] + 1} records left out: first {path} line 4" in err and "(test)" not in err
 
 
 @pytest.mark.parametrize(
@@ -820,9 +832,9 @@ def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind
     rows: list[Any] = [{"ask": "2+3?", "reply": "5", "a": "5", "b": "6"}] * 11
     rows.insert(place, row)
     path = write_rows(tmp_path / "mine.jsonl", rows)
-    assert [len(kind(split, path, reading=Reading(columns=columns))) for split in ("train", "test")] == [9, 2]
+    assert [len(kind(split, path, reading=Reading(columns=columns))) for split in ("train", "test")] == [11, 0]
     problem = f"{path} line {place + 1}: unknown form ("
-    assert f"(train): 1 of 10 records left out: first {problem}" in capsys.readouterr().err
+    assert f"(train): 1 of 12 records left out: first {problem}" in capsys.readouterr().err
     refused = complaint(lambda: kind("train", path, reading=Reading(columns=columns, bad_records="fail")))
     assert refused.startswith(f"{path} line {place + 1} cannot be used: unknown form (")
 
@@ -845,7 +857,7 @@ def test_up_to_three_causes_of_left_out_rows_are_named(tmp_path, capsys):
     path = write_rows(tmp_path / "mine.jsonl", [*bad, *[GOOD_ROW] * 14])
     chats(path)
     [warning] = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
-    assert f"6 of 18 records left out: first {path} line 1: message 0 " in warning
+    assert f"6 of 20 records left out: first {path} line 1: message 0 " in warning
     named = warning.split("; ")
     assert [part.rpartition(" (")[2] for part in named if part.endswith(" such)")] == ["3 such)", "2 such)"]
     assert f"; {path} line 2 is not JSON" in warning and f"; {path} line 4: unknown form (with id)" in warning
@@ -870,7 +882,7 @@ CSVS = {
 def test_a_csv_of_pandas_and_of_excel(tmp_path, name):
     path = tmp_path / "mine.csv"
     path.write_bytes(CSVS[name])
-    assert chats(path) == [SUM]
+    assert chats(path) == [SUM] * 2
 
 
 # ---- The commands ----------------------------------------------------------------------------------------
@@ -917,7 +929,7 @@ def test_the_preview_says_what_becomes_of_thoughts(models, tmp_path, capsys, tho
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": THINKER}] * 3)
     call("preview", f"--tasks={path}", f"--thoughts={thoughts}", *COMMANDS["preview"])
     out = capsys.readouterr().out
-    assert "2 of 2 replies have a thought" in out
+    assert "3 of 3 replies have a thought" in out
     assert shown in out
     assert ("<think>" in out) == (thoughts == "keep")
 
@@ -925,4 +937,4 @@ def test_the_preview_says_what_becomes_of_thoughts(models, tmp_path, capsys, tho
 def test_mid_training_warns_that_it_learns_masked_replies(models, tmp_path, capsys):
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": [*SUM, user("b"), reply("c", loss=False)]}] * 4)
     call("mid_train", f"--tasks={path}", *COMMANDS["mid_train"])
-    assert "3 replies are marked as not learned" in capsys.readouterr().err
+    assert "4 replies are marked as not learned" in capsys.readouterr().err
