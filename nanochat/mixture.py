@@ -94,10 +94,12 @@ class Mixture:
         task, number = self.draw(index)
         tools = task.example(number).tools
         chosen, rejected = task.pair(number).conversations
-        return (
-            self._render(tokenizer, task, number, chosen, tools, max_tokens)[-1],
-            self._render(tokenizer, task, number, rejected, tools, max_tokens)[-1],
-        )
+        sides = [self._render(tokenizer, task, number, side, tools, max_tokens) for side in (chosen, rejected)]
+        # Both sides are compared as a whole: where a template writes earlier turns in another way, that is impossible.
+        if any(len(side) > 1 for side in sides):
+            self._leave_out(task, number, "the chat template writes the turns before its last reply in another way")
+            return Rendered([], []), Rendered([], [])
+        return sides[0][0], sides[1][0]
 
     def _render(
         self, tokenizer: Tokenizer, task: Task, number: int, messages: Sequence[Message],
@@ -110,15 +112,18 @@ class Mixture:
         try:
             rendered = renderings(tokenizer, messages, max_tokens, tools)
         except UnrenderableChat as error:
-            problem = f"--tasks {task.name}: {task.where(number)}: {error}"
-            self._refused += 1
-            if self.bad_records == "fail" or (not self._written and self._refused == FIRST_EXAMPLES):
-                raise UserError(problem) from error
-            if self._refused == 1:
-                warn(f"{problem}; it is left out, as others like it will be (--bad_records fail makes this an error)")
+            self._leave_out(task, number, str(error))
             return [Rendered([], [])]
         self._written += 1
         return rendered
+
+    def _leave_out(self, task: Task, number: int, problem: str) -> None:
+        problem = f"--tasks {task.name}: {task.where(number)}: {problem}"
+        self._refused += 1
+        if self.bad_records == "fail" or (not self._written and self._refused == FIRST_EXAMPLES):
+            raise UserError(problem)
+        if self._refused == 1:
+            warn(f"{problem}; it is left out, as others like it will be (--bad_records fail makes this an error)")
 
     def fingerprint(self) -> str:
         """A sha256 of the mixture: of the name, length, identity and sixteen examples of each task."""

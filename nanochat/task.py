@@ -67,17 +67,20 @@ class Example:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two replies to one question, of which the first is preferred."""
+    """Two replies to one question, of which the first is preferred. Turns may lead from the question to each reply:
+    the calls of an agent, with their results."""
 
     question: list[Message]
     chosen: Message
     rejected: Message
+    to_chosen: list[Message] = field(default_factory=list)
+    to_rejected: list[Message] = field(default_factory=list)
 
     @property
     def conversations(self) -> tuple[list[Message], list[Message]]:
-        """Both conversations. Only the replies that are compared are learned."""
+        """Both conversations. Only the replies after the question, which are compared, are learned."""
         question = [{**message, "train": False} for message in self.question]
-        return [*question, self.chosen], [*question, self.rejected]
+        return [*question, *self.to_chosen, self.chosen], [*question, *self.to_rejected, self.rejected]
 
 
 def turn(question: str, answer: str | list[Part]) -> list[Message]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from nanochat.ground.cli import UserError
+from nanochat.ground.text_files import SETTINGS
 
 TRAIN_WORDS = ("train", "training")
 HELD_OUT_WORDS = ("test", "testing", "validation", "valid", "val", "dev", "eval")  # the first that is there is taken
@@ -87,8 +88,7 @@ def choose_config(paths: Iterable[str], config: str | None) -> list[str]:
     data = []
     for path in paths:
         is_hidden = any(part.startswith(".") for part in path.split("/"))
-        is_settings = PurePosixPath(path).name in ("dataset_infos.json", "dataset_info.json", "dataset_dict.json")
-        if path.lower().endswith(KINDS) and not is_hidden and not is_settings:
+        if path.lower().endswith(KINDS) and not is_hidden and PurePosixPath(path).name not in SETTINGS:
             data.append(path)
     if not data:
         raise UserError(f"no file in it ends in {', '.join(KINDS)}")

@@ -39,6 +39,8 @@ SEPARATOR_LINE = re.compile(
     rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
 )
 HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
+# Files of the `datasets` library that describe others.
+SETTINGS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".json", ".parquet")  # the formats in which --data reads text
 
 T = TypeVar("T")
@@ -105,8 +107,9 @@ def _texts_of_messages(row: Any) -> str:
     """The text of {"messages": [{"role": "assistant", "content": "..."}]}, as ms-swift has rows to pretrain on."""
     messages = row.get("messages") if isinstance(row, dict) else None
     alone = messages[0] if isinstance(messages, list) and len(messages) == 1 else None
-    is_text = isinstance(alone, dict) and alone.get("role") == "assistant" and isinstance(alone.get("content"), str)
-    return alone["content"] if is_text else ""
+    if not isinstance(alone, dict) or alone.get("role") != "assistant" or not isinstance(alone.get("content"), str):
+        return ""
+    return alone["content"]
 
 
 # ---------------------------------------------------------------------- rows
@@ -221,10 +224,13 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
         files = []
         for file in path.rglob("*"):
             hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
-            if file.name.lower().endswith(tuple(suffixes)) and file.is_file() and not hidden:
+            is_known = file.name.lower().endswith(tuple(suffixes)) and file.name not in SETTINGS
+            if is_known and file.is_file() and not hidden:
                 files.append(file)
         if not files:
-            raise UserError(f"{lead}: no file in this folder ends in {known}")
+            arrow = "datasets.load_from_disk(FOLDER).to_parquet(FILE) writes a .parquet of what save_to_disk wrote"
+            hint = f"; {arrow}" if any(path.rglob("*.arrow")) else ""
+            raise UserError(f"{lead}: no file in this folder ends in {known}{hint}")
         # Data sets come with settings in .json. Such files hold rows only where the folder has no other files.
         files = [file for file in files if file.suffix.lower() != ".json"] or files
         refuse_links_out(path, files)

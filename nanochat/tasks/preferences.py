@@ -50,8 +50,9 @@ class Preferences(Conversations):
         # A resumed run must find the rejected replies as they were. An example holds only the chosen one.
         pair = pair_of(record)
         tools_of(record)
-        self.rejected += hashlib.blake2b(repr(pair.rejected).encode(), digest_size=8).digest()
-        self.seen.replies([pair.chosen, pair.rejected])
+        rejected = [*pair.to_rejected, pair.rejected]
+        self.rejected += hashlib.blake2b(repr(rejected).encode(), digest_size=8).digest()
+        self.seen.replies([*pair.to_chosen, pair.chosen, *rejected])
         return False
 
     @staticmethod
@@ -72,13 +73,14 @@ class Preferences(Conversations):
 
     def _pair(self, record: Any) -> Pair:
         pair = pair_of(self.tidy(record))
-        *question, chosen = self.chosen_thoughts([*pair.question, pair.chosen])
-        [rejected] = self.chosen_thoughts([pair.rejected])
-        return Pair(question, chosen, rejected)
+        *to_chosen, chosen = self.chosen_thoughts([*pair.to_chosen, pair.chosen])
+        *to_rejected, rejected = self.chosen_thoughts([*pair.to_rejected, pair.rejected])
+        return Pair(self.chosen_thoughts(pair.question), chosen, rejected, to_chosen, to_rejected)
 
     def read(self, record: Any) -> Example:
         pair = pair_of(record)
-        return Example(self.chosen_thoughts([*pair.question, pair.chosen]), tools=tools_of(record))
+        messages = [*pair.question, *pair.to_chosen, pair.chosen]
+        return Example(self.chosen_thoughts(messages), tools=tools_of(record))
 
 
 def pair_of(record: Any) -> Pair:
@@ -100,9 +102,13 @@ def pair_of(record: Any) -> Pair:
         if chosen[-1]["role"] != "assistant":
             raise ValueError("its messages do not end with the chosen reply")
         rejected = _conversation(fields, "rejected", first_of(fields, "rejected"), chosen[:-1])
-    if chosen[:-1] != rejected[:-1]:
+    # The question is what both have in common; the turns after it may be an agent's, each on its own way.
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    if not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
         raise ValueError("chosen and rejected do not answer the same messages")
-    return Pair(chosen[:-1], chosen[-1], rejected[-1])
+    return Pair(chosen[:shared], chosen[-1], rejected[-1], chosen[shared:-1], rejected[shared:-1])
 
 
 def _conversation(

@@ -98,6 +98,9 @@ def test_paths_that_cannot_be(tmp_path):
     opened = open_records([write(tmp_path / "a.parquet", WANTED)], {"answer": int, "list": list})
     assert opened[7] == {"answer": 7, "list": [{"a": "7"}]}  # only the wanted fields are read
     assert len(open_records([tmp_path])) == 1000
+    for name in ("state.json", "dataset_info.json", "data-00000-of-00001.arrow"):  # of save_to_disk
+        write(tmp_path / "saved" / name, [{}])
+    assert "load_from_disk" in complaint(lambda: open_records([tmp_path / "saved"]))
 
 
 # ---- .json, .csv -----------------------------------------------------------------------------------------

@@ -678,6 +678,37 @@ def test_every_form_is_the_same_pair(tmp_path, row):
     assert task.example(0).messages == [*pair.question, GOOD]
 
 
+def way(city: str, result: str, end: str) -> list[dict[str, Any]]:
+    return [user("Weather?"), called("", city), {"role": "tool", "content": result}, reply(end)]
+
+
+def test_a_pair_of_trajectories_is_compared_from_where_they_part(tmp_path, capsys):
+    tokenizer = qwen3(tmp_path, FIELD)
+    good, bad = way("Rome", "sun", "Sunny."), way("Oslo", "rain", "Wet.")
+    rows: list[dict[str, Any]] = [
+        {"messages": [SYSTEM, *good], "rejected_messages": [SYSTEM, *bad]},
+        {"system": "Be kind.", "chosen": good, "rejected": bad},
+        {"system": "Be kind.", "prompt": "Weather?", "chosen": good[1:], "rejected": bad[1:]},
+    ]
+    for row in rows:
+        mixture = open_mixture(write_rows(tmp_path / "mine.jsonl", [row] * 2), "train", Reading(files="pairs"))
+        sides = mixture.rendered_pair(tokenizer, 0, 1000)
+        for side, city, result, end in zip(sides, ("Rome", "Oslo"), ("sun", "rain"), ("Sunny.", "Wet."), strict=True):
+            text = learned(tokenizer, side)
+            assert city in text and end in text and result not in text and side.replies == 2
+    # The end of the second trajectory is in the fingerprint, and so are its calls.
+    other = [{**rows[0], "rejected_messages": [SYSTEM, *way("Bern", "rain", "Wet.")]}] * 2
+    first = open_mixture(write_rows(tmp_path / "mine.jsonl", [rows[0]] * 2), "train", Reading(files="pairs"))
+    second = open_mixture(write_rows(tmp_path / "other.jsonl", other), "train", Reading(files="pairs"))
+    assert first.fingerprint() != second.fingerprint()
+    # Of a chat whose earlier turns the template rewrites, the sides cannot be read at once.
+    turns = [user("Next."), reply("5", reasoning_content="Hm.")]
+    row = {"chosen": [SUM[0], reply("4"), *turns], "rejected": [SUM[0], reply("6"), *turns]}
+    mixture = open_mixture(write_rows(tmp_path / "chats.jsonl", [row] * 2), "train", Reading(files="pairs"))
+    assert mixture.rendered_pair(tokenizer, 0, 1000)[0].ids == []
+    assert "before its last reply in another way; it is left out" in capsys.readouterr().err
+
+
 def test_thoughts_of_pairs_are_kept_or_dropped_on_both_sides(tmp_path):
     row = {"messages": THINKER, "rejected_response": reply("6", reasoning_content="Two and four.")}
     path = write_rows(tmp_path / "mine.jsonl", [row])
