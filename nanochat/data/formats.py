@@ -32,6 +32,7 @@ from nanochat.ground.text_files import (
     conversion,
     mapped,
 )
+from nanochat.ground.untrusted import json_of
 
 MAX_UNPACKED_RATIO = 100  # for .gz and .parquet: text packs 3 to 30 times smaller, a bomb 1,000 times ...
 MIN_BOMB_BYTES = 64 << 20  # ... and is refused from this size on
@@ -93,7 +94,9 @@ class JsonFile(JsonLinesFile):
         self.head = HEAD.match(start)
         is_list = self.head is not None or start.lstrip().startswith(b"[")
         self.item_depth = 1 if is_list else 0  # how many brackets an item is in
-        self.has_items = is_list or start.lstrip().partition(b"\n")[0].strip() == b"{"
+        lines = start.strip().split(b"\n", 2)[:2]
+        # Of a file with a value a line the first may be damaged, but not the second one, too.
+        self.has_items = is_list or (len(lines) == 2 and all(json_of(line) is None for line in lines))
         self._index(self._items() if self.has_items else self._lines())
 
     def where(self, row: int) -> str:

@@ -122,6 +122,9 @@ def test_the_items_of_a_json_list_are_records(tmp_path, indent):
 OBJECTS = [{"a": "}\n{", "b": [1, {"c": "]"}]}, {"a": "\\", "data": [{"d": {}}]}, {"data": []}]
 JSON_FILES: dict[str, str] = {
     "objects in several lines": "".join(f"{json.dumps(one, indent=1)}\n" for one in OBJECTS),
+    "objects that begin on their first line": "".join(
+        json.dumps(one, indent=1).replace("{\n", "{", 1) for one in OBJECTS
+    ),
     "objects with commas between": ",\n".join(json.dumps(one, indent=1) for one in OBJECTS),
     "an object with a list": json.dumps({"version": 1, "note": 'a " [', "data": OBJECTS, "next": None}, indent=1),
     "in one line": "\ufeff" + json.dumps({"train": OBJECTS}),
