@@ -317,7 +317,8 @@ class Seen:
             if name == "completion" and names.get("prompt") == "question" and str(value)[:1].isspace():
                 self.continued += 1
             has_more = isinstance(value, list) and len(value) > 1 and isinstance(value[0], str)
-            if role == "answer" and has_more and "chosen" not in task.roles:
+            is_pair = role == "answer" and "chosen" in task.roles
+            if role in ("answer", "chosen", "rejected") and has_more and not is_pair:
                 self.unread[f"{heads[name]}[1:]"] += 1
             if role == "system" and value not in (own := systems_in(_listed(fields) or [])) and own:
                 self.unread[str(heads[name])] += 1

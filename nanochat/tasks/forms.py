@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 LISTED = re.compile(r"\s*\[\s*\{")  # the beginning of a list of messages in a text
-TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant):")
+TRANSCRIPT = re.compile(r"\n\n(Human|Assistant):")
 # numpy writes the objects of a list in lines without commas. Inside of a text Python writes a line end as \n.
 NEXT_OBJECT = re.compile(r"\}\s*\n\s*\{")
 MAX_LITERAL_BYTES = 1 << 20  # Python's parser takes a hundred times the bytes of a text
@@ -57,8 +57,8 @@ def _messages_in(text: str) -> Any:
 
 def _turns_of_transcript(text: str) -> list[Any]:
     _, *parts = TRANSCRIPT.split(text)
-    roles = ["user" if name == "Human" else "assistant" for name in parts[::2]]
-    return [{"role": role, "content": turn.strip()} for role, turn in zip(roles, parts[1::2], strict=True)]
+    turns = [{"from": name, "value": turn.strip()} for name, turn in zip(parts[::2], parts[1::2], strict=True)]
+    return turns if turns[-1]["value"] else turns[:-1]  # a prompt ends with "Assistant:"
 
 
 def _messages_of_pairs(turns: Any) -> list[Any]:
@@ -92,9 +92,9 @@ FORMS = (
     # {"input": {"messages": [...], "tools": [...]}, "preferred_output": [...]}: OpenAI's preferences.
     Form(("question",), lambda value: isinstance(value, dict) and "messages" in value, lambda value: value["messages"]),
     # "\n\nHuman: ...\n\nAssistant: ...": Anthropic's pairs of helpful and harmless replies.
-    Form(("chosen", "rejected"), _text_that(TRANSCRIPT), _turns_of_transcript),
+    Form(("question", "chosen", "rejected"), _text_that(TRANSCRIPT), _turns_of_transcript),
     # {"response": ["a", "b"]}: ms-swift learns the first.
-    Form(("answer",), _are_texts, lambda texts: texts[0]),
+    Form(("answer", "chosen", "rejected"), _are_texts, lambda texts: texts[0]),
     # {"history": [["question", "answer"]]}, or messages.
     Form(("history",), bool, _messages_of_pairs),
 )  # fmt: skip

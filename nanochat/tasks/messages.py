@@ -43,9 +43,10 @@ READ = {*USUAL, "tool_calls", "tool_call_id", *THOUGHTS, *MARKS}
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 # What other tools replace before a model reads it: names, in their chats about the model itself, and files.
 UNFILLED = re.compile(r"\{\{(?:NAME|AUTHOR|name|author)\}\}")
-PLACE = re.compile(r"<(?:image|video|audio)>|<img>[^<>\n]+</img>")
+PLACES = r"<(?:image|video|audio)_\d+>|<ImageHere>|<\|(?:image|video|audio|vision)\w*\|>|<img>[^<>\n]+</img>"
+PLACE = re.compile(rf"<(?:image|video|audio)>|{PLACES}")
 # Where a row has no column of files, <image> may also be a word: it has to begin or end a line of the user's.
-PLACE_OF_USER = re.compile(r"^\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*$|<img>[^<>\n]+</img>", re.MULTILINE)
+PLACE_OF_USER = re.compile(rf"^\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*$|{PLACES}", re.MULTILINE)
 HTML = re.compile(r"</(?!img>)")
 # Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
 ASKED = ("human", "user", "input")

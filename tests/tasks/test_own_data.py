@@ -534,6 +534,8 @@ BAD_ROWS = [
             ({}, "What is this?\n<image>"),
             ({}, "Listen:\n<audio>\nWhat is it?"),
             ({}, "Picture 1: <img>/data/1.jpg</img>\nWhat is this?"),
+            ({}, "What is <image_1>, what <image_2>?"),
+            ({}, "Is <|vision_start|><|image_pad|><|vision_end|> a cat?"),
         )
     ),
     ([{"instruction": "2+3?", "output": "5"}], "a list of rows: such a file has a name that ends in .json"),
@@ -558,7 +560,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Go.", "weight": 0}, "it has the weight 0"),
     ({"instruction": "Hello", "output": ["Hi!", "Go.", "Well."]}, "unknown form (with instruction, output)"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
-    ({"prompt": "Hello", "chosen": ["Hi!"], "rejected": ["Go."]}, "of chosen, message 0 is not an object"),
+    ({"prompt": "Hello", "chosen": [1], "rejected": [2]}, "of chosen, message 0 is not an object"),
     ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),
     ({"chosen": HELLO, "rejected": STRANGE}, "do not answer the same messages"),
     ({"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."}, "of chosen, message 2 is by assistant, where user is"),
@@ -664,6 +666,8 @@ PAIR_FORMS: list[dict[str, Any]] = [
     {"system": "", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
     {"input": {"messages": HELLO[:1], "tools": []}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
     {"instruction": "Hello", "input": "", "output": ["Hi!", "Go away."]},  # LLaMA-Factory's, of 2023
+    {"prompt": "Hello", "chosen": ["Hi!", "Hey!"], "rejected": ["Go away.", "Go."]},
+    {"prompt": "\n\nHuman: Hello\n\nAssistant:", "chosen": "Hi!", "rejected": "Go away."},
     {"chosen": "\n\nHuman: Hello\n\nAssistant: Hi!", "rejected": "\n\nHuman: Hello\n\nAssistant: Go away."},
     {"system": "Be kind.", "question": "Hello", "chosen": "Hi!", "rejected": "Go away."},
     {"system": "Be kind.", "chosen": HELLO, "rejected": [HELLO[0], BAD]},
