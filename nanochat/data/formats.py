@@ -2,8 +2,8 @@
 
 .parquet    rows of the wanted columns (parquet.py)
 .jsonl.gz   one JSON value a line; the file is unpacked into a temporary file when it is opened
-.json       a list, of which each item is a row; or one JSON value a line
-.csv        UTF-8, or UTF-16 as Excel writes it, with a header; each row is an object of texts
+.json       a list, of which each item is a row, also in an object: {"data": [...]}; or one JSON value after the other
+.csv, .tsv  UTF-8, or UTF-16 as Excel writes it, with a header; each row is an object of texts
 """
 
 import codecs

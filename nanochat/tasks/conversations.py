@@ -11,9 +11,11 @@
     {"prompt": ..., "completion": ...}                                texts, messages or lists of messages; a reply in
                                                                       the prompt is not learned
 
-columns.py has the other names of each column, and --columns chooses one; messages.py has the other names of roles, and
-what else a message may say: which replies are not learned, thoughts, calls of functions. A text under "system" or
-"system_prompt" goes before all, and "history", a list of [question, answer], before the question. Functions that the
+columns.py has the other names of each column, and --columns chooses one; forms.py has the other forms of their values;
+messages.py has the other names of roles, and what else a message may say: which replies are not learned, thoughts,
+calls of functions. A text under "system" or
+"system_prompt" goes before all, and "history", a list of [question, answer], before the question. A row of weight 0 is
+read and not learned. A row with a placeholder (<image>, {{NAME}}) is left out. Functions that the
 assistant may call are a list "tools"; only a model with a chat template learns from calls.
 
 data/records.py reads the rows. All are checked when they are opened. A row that is damaged, not a conversation or in an

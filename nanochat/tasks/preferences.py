@@ -7,6 +7,10 @@
     {"instruction": "...", "input": "...", "chosen": ..., "rejected": ...}            Alpaca's
     {"messages": [...], "rejected_response": "..."}                                   ms-swift's; the last one is chosen
     {"messages": [...], "rejected_messages": [...]}                                   the same with two lists
+    {"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}                OpenAI's
+    {"instruction": "...", "output": ["...", "..."]}                                  LLaMA-Factory's, of 2023
+
+Two trajectories of an agent are compared from where they part.
 
 A text under "system" or "system_prompt" goes before the prompt. conversations.py describes the splits, the other names
 of a field, and how an unusable row is handled.
