@@ -127,9 +127,10 @@ def learned(tmp_path_factory) -> SimpleNamespace:
     rows = []
     for length in (24, 17, 9, 30, 12, 28, 21, 14):  # of different lengths: a mean of means would be another loss
         tokens = torch.randint(config.vocab_size, (length,), generator=generator)
-        rows.append({"input_ids": tokens, "labels": tokens.where(torch.arange(length) > length // 3, -100)})
-    masks = [(row["labels"] != -100).int().tolist() for row in rows]
-    packed = pack_sequences([row["input_ids"].tolist() for row in rows], masks, 64)
+        labels = tokens.where(torch.arange(length) > length // 3, -100)
+        rows.append({"input_ids": tokens.tolist(), "labels": labels.tolist()})
+    masks = [[int(label != -100) for label in row["labels"]] for row in rows]
+    packed = pack_sequences([row["input_ids"] for row in rows], masks, 64)
     device = cpu_device()
     optimizer = make_adamw(ours, 1e-3, device)
     losses = []
@@ -154,7 +155,6 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 def test_other_trainers_learn_what_our_loop_learns(learned, monkeypatch, program, accumulation, packing):
     """However a step accumulates its eight conversations, and whether they are padded or share rows."""
     transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
-    datasets = pytest.importorskip("datasets", reason="the extra `dev` brings datasets")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(learned.folder / "modules"))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         learned.folder / "out", trust_remote_code=True, dtype=torch.float32
@@ -165,17 +165,18 @@ def test_other_trainers_learn_what_our_loop_learns(learned, monkeypatch, program
         "lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True,
     }  # fmt: skip
-    data = datasets.Dataset.from_list([{name: ids.tolist() for name, ids in row.items()} for row in learned.rows])
     trainer: Any
     if program == "TRL":
         trl = pytest.importorskip("trl", reason="the extra `dev` brings trl")
+        datasets = pytest.importorskip("datasets", reason="the extra `dev` brings datasets")
         settings |= {"padding_free": packing == "packed", "max_length": None}
         arguments = trl.SFTConfig(**settings, dataset_kwargs={"skip_prepare_dataset": True})
         tokenizer = transformers.AutoTokenizer.from_pretrained(learned.folder / "out")
+        data = datasets.Dataset.from_list(learned.rows)
         trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
     else:
         collate = transformers.DataCollatorWithFlattening() if packing == "packed" else padded
-        trainer = transformers.Trainer(model, transformers.TrainingArguments(**settings), collate, data)
+        trainer = transformers.Trainer(model, transformers.TrainingArguments(**settings), collate, learned.rows)
     losses = []
     training_step = trainer.training_step
 
