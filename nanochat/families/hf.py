@@ -66,6 +66,18 @@ MODULES = {"attention": "self_attn", "mlp": "mlp"}
 STACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.input": "mlp.gate_up_proj"}
 # Tables that older files hold although they follow from the config, and a tied head, which is the embedding.
 IGNORED = re.compile(r"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+")
+# Parts of names that a wrapper leaves when the model is saved inside of it: the wrapper, and what to save instead.
+WRAPPERS = {
+    "_orig_mod": "torch.compile: save the model that was compiled, model._orig_mod",
+    "module": "DataParallel, DDP or DeepSpeed: save the model inside, model.module",
+    "_fsdp_wrapped_module": "FSDP: save the full state, as accelerate's save_model does",
+    "_checkpoint_wrapped_module": "activation checkpointing: save the model without it",
+    **dict.fromkeys(
+        ("base_model.model", "base_layer", "lora_A", "lora_B"),
+        "peft, with adapters beside the weights: save model.merge_and_unload()",
+    ),
+}
+WRAPPED = re.compile(rf"(?:^|\.)({'|'.join(map(re.escape, WRAPPERS))})\.")
 
 
 def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False) -> list[tuple[str, int]]:
@@ -438,6 +450,10 @@ def index(folder: Path) -> dict[str, Stored]:
         for name, tensor in _headers(path):
             if places is None or places.get(name) == file:
                 tensors[name] = tensor
+    for name in sorted(tensors):
+        wrapper = WRAPPED.search(name)
+        if wrapper is not None:
+            raise ValueError(f"its weights were saved with names such as {name[:200]} by {WRAPPERS[wrapper[1]]}")
     missing = set(places or ()) - set(tensors)
     if missing:
         raise ValueError(f"{listing.name} names {sorted(missing)[0][:200]}, which is in none of the files")
@@ -533,8 +549,10 @@ def _has_other_head(folder: Path) -> bool:
     except ValueError:  # without weights, as for --dry_run, or damaged: their reader says so
         return False
     head, embedding = (stored.get(NAMES[name]) for name in ("head.weight", "embedding.weight"))
-    if head is None or embedding is None or head.shape != embedding.shape or len(head.shape) != 2:
+    if head is None or embedding is None:
         return False
+    if head.shape != embedding.shape or len(head.shape) != 2:
+        return True  # as a head of its own it is refused by its shape
     return _differ(head.path, embedding.path, *head.shape, changed=head.path.stat().st_mtime_ns)
 
 

@@ -107,6 +107,12 @@ def replace_by_pipe(folder: Path) -> None:
     os.mkfifo(folder / WEIGHTS)
 
 
+def rename(folder: Path, old: str, new: str) -> None:
+    """The folder's weights, with a part of their names replaced."""
+    tensors = load_file(folder / WEIGHTS)
+    save_file({name.replace(old, new): tensor for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
 BIAS = {"model.layers.0.mlp.gate_proj.bias": torch.ones(40)}
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda folder: (folder / WEIGHTS).unlink(), "no model.safetensors"),
@@ -116,6 +122,15 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a pipe": (replace_by_pipe, "no regular file"),
     "a long header": (lambda folder: (folder / WEIGHTS).write_bytes(b"\0" * 7 + b"\x10{}"), "header"),
     "another dtype": (lambda folder: resave(folder, {NORM: torch.ones(48, dtype=torch.int64)}), "stored as I64"),
+    # Saved inside of a wrapper, whole or in each layer.
+    "compiled": (lambda folder: rename(folder, "model.", "_orig_mod.model."), "by torch.compile: save"),
+    "a compiled layer": (lambda folder: rename(folder, ".mlp.", ".mlp._orig_mod."), "by torch.compile: save"),
+    "parallel": (lambda folder: rename(folder, "model.", "module.model."), "model.module"),
+    "parallel, compiled": (lambda folder: rename(folder, "model.", "_orig_mod.module.model."), "torch.compile"),
+    "sharded": (lambda folder: rename(folder, ".mlp.", "._fsdp_wrapped_module.mlp."), "FSDP"),
+    "checkpointed": (lambda folder: rename(folder, ".mlp", "._checkpoint_wrapped_module.mlp"), "without it"),
+    "adapted": (lambda folder: rename(folder, "model.", "base_model.model.model."), "merge_and_unload"),
+    "adapted layers": (lambda folder: rename(folder, "q_proj.", "q_proj.base_layer."), "merge_and_unload"),
     "a tensor too many": (lambda folder: resave(folder, BIAS), "gate_proj.bias"),
     "a tensor missing": (lambda folder: resave(folder, {NORM: None}), "no model.norm.weight"),
     "a shard missing": (lambda folder: write_index(folder, {NORM: SHARD}), "is missing"),
@@ -169,6 +184,11 @@ def test_a_head_beside_tied_embeddings_is_kept(tmp_path, capsys):
     call("export", "--to=hf", f"--source={folder}", f"--out={out}")
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
     assert torch.equal(load_file(out / WEIGHTS)["lm_head.weight"], tensors["lm_head.weight"])
+
+    # Of another shape, it is not ignored either.
+    resave(folder, {"lm_head.weight": tensors["lm_head.weight"][:-1].clone()})
+    line = complaint(lambda: load_model(str(folder), "cpu"))
+    assert f"lm_head.weight is {[*tensors['lm_head.weight'][:-1].shape]}" in line
 
 
 def test_sampling_is_the_folders(tmp_path):
