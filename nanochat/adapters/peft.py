@@ -75,6 +75,17 @@ def require_same_modules(base: Path, flag: str) -> None:
         )
 
 
+def require_whole_experts(lora: Lora, config: GPTConfig) -> None:
+    """Raises UserError: for adapters on a part of the experts' matrices that peft does not read."""
+    # peft 0.21 stacks gate and up of all experts. It refuses one of the two, and without down it ignores both.
+    targets = [name for name in ("gate_proj", "up_proj", "down_proj") if config.experts and name in lora.targets]
+    if targets and targets != ["down_proj"] and len(targets) < 3:
+        raise UserError(
+            f"--to peft: of the experts' matrices only {' and '.join(targets)} have adapters, which peft does not "
+            "read: train gate_proj, up_proj and down_proj (--lora_targets), or export the merged model with --to hf"
+        )
+
+
 def names(config: GPTConfig) -> dict[str, tuple[str, str, int]]:
     """For each tensor that a folder can hold, by name: ours, the matrix that it adapts, and the expert's number. Ours
     holds the tensors of all experts, one below the other."""
@@ -100,9 +111,15 @@ def write(folder: Path, adapters: Adapters, config: GPTConfig, base: str) -> Non
             tensors[theirs] = adapters.tensors[ours].chunk(experts)[expert]
     storage.write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     lora = adapters.lora
+    alpha = lora.alpha
+    is_stabilized = lora.rank_stabilized
+    if is_stabilized and config.experts and "up_proj" in lora.targets:
+        # The adapters that peft stacks have twice the rank. It keeps alpha / rank of each, but not alpha / sqrt(rank).
+        is_stabilized = False
+        alpha = lora.scale * lora.rank
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "use_rslora": lora.rank_stabilized,
+        "r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "use_rslora": is_stabilized,
         "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False,
     }  # fmt: skip
     storage.write_json(folder / SETTINGS, settings)

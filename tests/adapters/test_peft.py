@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from safetensors.torch import load_file
 from test_lora import FLAGS, adapters_of, gradients, merge, tokens_of
 from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import SFT
-from tiny import adapt, complaint
-from tiny_families import save_qwen3
+from tiny import adapt, complaint, cpu_device
+from tiny_families import oracle_folder, oracle_of, save_qwen3
 
 from nanochat.adapters import peft as peft_folders
 from nanochat.adapters.lora import Adapters, Lora
@@ -119,6 +120,32 @@ def test_our_model_reads_pefts_adapters(qwen, tmp_path):
     path = tmp_path / peft_folders.SETTINGS
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_dora": True}))
     assert "not plain LoRA (use_dora)" in complaint(lambda: peft_folders.read(tmp_path, plain.config))
+
+
+@pytest.mark.parametrize("is_stabilized", [False, True])
+def test_adapters_of_experts_are_read_by_peft_or_refused(tmp_path, is_stabilized):
+    """Every choice of the experts' matrices: what peft would refuse, or ignore, costs a line at the export."""
+    folder = oracle_folder("qwen3_moe")
+    inputs = torch.arange(40)[None]
+    experts = ("gate_proj", "up_proj", "down_proj")
+    for number in range(8):
+        targets = ("q_proj", *(name for place, name in enumerate(experts) if number >> place & 1))
+        plain, _, _ = load_model(str(folder), cpu_device())
+        adapted = adapt(plain, Lora(4, 6.0, targets=targets, rank_stabilized=is_stabilized))
+        adapters = adapters_of(adapted)
+        if targets[1:] not in ((), ("down_proj",), experts):
+            line = complaint(partial(peft_folders.require_whole_experts, adapters.lora, plain.config))
+            assert "--to peft" in line and f"only {' and '.join(targets[1:])} have" in line and "--to hf" in line
+            continue
+        peft_folders.require_whole_experts(adapters.lora, plain.config)
+        peft_folders.write(tmp_path, adapters, plain.config, "somewhere")
+        theirs = oracle_of(folder)
+        before = theirs(inputs).logits
+        wrapped = peft.PeftModel.from_pretrained(theirs, str(tmp_path)).eval()
+        torch.testing.assert_close(adapted(inputs), wrapped(inputs).logits, rtol=1e-4, atol=1e-4)
+        assert (wrapped(inputs).logits - before).abs().max() > 0.01
+        # Read again, it has the same scale.
+        assert peft_folders.read(tmp_path, plain.config).lora.scale == pytest.approx(adapters.lora.scale)
 
 
 def test_dropout_draws_what_peft_draws(qwen, tmp_path):
