@@ -41,8 +41,9 @@ EXEMPT = {
         checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape
     """,
     "with a flag": """
-        gpt.GPT.recompute_activations optim.Mean.store device.Device.set_rng_state
+        gpt.GPT.recompute_activations optim.Mean.store device.Device.set_rng_state mixture.last_turn
     """,
+    "with a reward model": "conversation.render",
     "in the server": """
         engine.Slots.bytes_per_slot engine.Slots.copy engine.Slots.read engine.Slots.reset engine.Slots.shrink
     """,
