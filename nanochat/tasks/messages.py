@@ -174,19 +174,16 @@ def refuse_placeholders(messages: Sequence[Message], fields: Any) -> None:
     has_media = any(name in MEDIA for name in fields)
     for message in messages:
         text = text_of(message["content"])
-        unfilled = None if "```" in text else UNFILLED.search(text)
-        if unfilled is not None:
+        if "{{" in text and "```" not in text and (name := UNFILLED.search(text)):
             raise ValueError(
-                f"it has {unfilled[0]}, which other tools replace by a name: write the name into the file, for example "
-                f"sed -i 's/{unfilled[0]}/.../g'"
+                f"it has {name[0]}, which other tools replace by a name: write the name into the file, for example "
+                f"sed -i 's/{name[0]}/.../g'"
             )
-        if has_media:
-            found = PLACE.search(text)
-        else:
-            found = PLACE_OF_USER.search(text) if message["role"] == "user" and not HTML.search(text) else None
-        if found is not None:
+        if "<" not in text or not (has_media or (message["role"] == "user" and HTML.search(text) is None)):
+            continue
+        if place := (PLACE if has_media else PLACE_OF_USER).search(text):
             what = "the place of an image, video or sound"
-            raise ValueError(f"it has {found[0].strip()}, {what}: models here read only text")
+            raise ValueError(f"it has {place[0].strip()}, {what}: models here read only text")
 
 
 def unread_keys(messages: Any) -> Counter[str]:
