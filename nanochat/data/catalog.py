@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 # ORG/NAME[/CONFIG] of any dataset of a hub; not what looks like the name of a file.
 HUB_NAME = re.compile(
-    r"(?!.*\.(?:txt|csv|json|jsonl|jsonl\.gz|parquet)$)"
+    r"(?!.*\.(?:txt|csv|tsv|json|jsonl|jsonl\.gz|parquet)$)"
     r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<config>[A-Za-z0-9][\w.-]*))?"
 )
 Files = dict[str, str | None]  # path in a repo -> sha256, None where it is not known

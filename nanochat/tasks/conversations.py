@@ -129,6 +129,7 @@ class Conversations(RecordTask):
         refuse_labels(record)
         messages = conversation_of(record)
         tools_of(record)
+        refuse_placeholders(messages, (*record, *self.heads))
         self.seen.replies(messages)
         return len(answered(messages)) < len(messages)
 
@@ -257,7 +258,9 @@ class Prompts(Conversations):
 
     def check(self, record: Any) -> bool:
         # Without the empty text that replaces a missing reply.
-        self.seen.replies([message for message in self.read(record).messages if message["content"] != ""])
+        messages = self.read(record).messages
+        refuse_placeholders(messages, (*record, *self.heads))
+        self.seen.replies([message for message in messages if message["content"] != ""])
         return False
 
     def read(self, record: Any) -> Example:
@@ -266,7 +269,7 @@ class Prompts(Conversations):
         if _listed(record) is not None or isinstance(answer, str):
             messages = conversation_of(record)
         elif self.is_known(fields):
-            messages = checked(fields, with_system(fields, question_of(fields)))
+            messages = checked(with_system(fields, question_of(fields)))
         else:
             names = ", ".join((*NAMES["messages"], *NAMES["question"], "input"))
             raise UnknownForm(f": there is no {names}; {ADVICE}")
@@ -452,19 +455,18 @@ def conversation_of(record: Any) -> list[Message]:
         if isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls"):
             raise ValueError("its question ends with words of the assistant: move them to the answer")
         messages = question + answer_of(fields)
-    messages = checked(fields, with_system(fields, messages))
+    messages = checked(with_system(fields, messages))
     if any(is_off(head, value) for head, value in fields.items()):
         messages = [{**one, "train": False} if one["role"] == "assistant" else one for one in messages]
     return messages
 
 
-def checked(fields: Mapping[str, Any], messages: Any) -> list[Message]:
+def checked(messages: Any) -> list[Message]:
     """Messages of a record as this project has them. Raises ValueError: with the problem."""
     messages = plain_messages(messages)
     if messages and all(_is_reply(message) for message in messages):
         raise ValueError("it has only words of the assistant: texts to pretrain on are for mid_train --data")
     check_messages(messages)
-    refuse_placeholders(messages, fields)
     return messages
 
 

@@ -169,9 +169,12 @@ def plain(message: Any) -> Any:
     return {key: value for key, value in read.items() if value is not None}
 
 
-def refuse_placeholders(messages: Sequence[Message], fields: Any) -> None:
-    """Raises ValueError: for a text with a mark that another tool replaces: a model would learn the mark itself."""
-    has_media = any(name in MEDIA for name in fields)
+def refuse_placeholders(messages: Sequence[Message], columns: Iterable[Any]) -> None:
+    """Raises ValueError: for a text with a mark that another tool replaces: a model would learn the mark itself.
+
+    `columns`: of the record, also those that are not read.
+    """
+    has_media = any(isinstance(name, str) and name in MEDIA for name in columns)
     for message in messages:
         text = text_of(message["content"])
         if "{{" in text and "```" not in text and (name := UNFILLED.search(text)):

@@ -35,7 +35,7 @@ from nanochat.tasks.conversations import (
     tools_of,
     with_system,
 )
-from nanochat.tasks.messages import plain_messages
+from nanochat.tasks.messages import plain_messages, refuse_placeholders
 
 KNOWN = (
     '{"chosen": [...], "rejected": [...]}, {"prompt", "chosen", "rejected"}, {"conversations", "chosen", "rejected"}, '
@@ -56,7 +56,9 @@ class Preferences(Conversations):
         tools_of(record)
         rejected = [*pair.to_rejected, pair.rejected]
         self.rejected += hashlib.blake2b(repr(rejected).encode(), digest_size=8).digest()
-        self.seen.replies([*pair.to_chosen, pair.chosen, *rejected])
+        replies = [*pair.to_chosen, pair.chosen, *rejected]
+        refuse_placeholders([*pair.question, *replies], (*record, *self.heads))
+        self.seen.replies(replies)
         return False
 
     @staticmethod
@@ -125,7 +127,7 @@ def _conversation(
     elif messages and question is None:
         messages = with_system(record, messages)
     try:
-        messages = checked(record, messages)
+        messages = checked(messages)
     except ValueError as error:
         raise ValueError(f"of {side}, {error}") from error
     if messages[-1]["role"] != "assistant":

@@ -17,7 +17,7 @@ from tiny_families import THINKING, save_family
 from nanochat.conversation import render
 from nanochat.ground import paths
 from nanochat.task import Pair
-from nanochat.tasks.conversations import Conversations, Prompts
+from nanochat.tasks.conversations import Conversations, Prompts, messages_of
 from nanochat.tasks.flag import Reading, TaskSpec, open_mixture, open_task
 from nanochat.tasks.learned_share import report_learned
 from nanochat.tasks.preferences import Preferences
@@ -374,6 +374,13 @@ def test_words_of_html_and_of_templates_are_texts(tmp_path):
     ):
         path = write_rows(tmp_path / "mine.jsonl", [{"messages": [user(text), reply("Use <image>.")]}])
         assert chats(path)[0] == [user(text), reply("Use <image>.")]
+    assert messages_of(turn(reply("{{name}}")))  # a row of a task that is not checked when it is opened ends no run
+    rows = [
+        {"messages": [user("Is <image> a cat?"), reply("Yes.")], "images": [b""]},
+        {"messages": SUM, "images": None},
+    ]
+    path = write_rows(tmp_path / "mine.parquet", rows)  # of which the column is not read
+    assert chats(path, val_share=0.0) == [SUM]
 
 
 def test_nulls_of_a_table_are_left_out_of_functions_at_every_depth(tmp_path):
@@ -556,7 +563,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": False}, "of rejected, message 1 (assistant) has False as its"),
-    ({"prompt": "Hello", "chosen": "Hi!", "rejected": "I am {{NAME}}."}, "of rejected, it has {{NAME}}"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": "I am {{NAME}}."}, "it has {{NAME}}"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Go.", "weight": 0}, "it has the weight 0"),
     ({"instruction": "Hello", "output": ["Hi!", "Go.", "Well."]}, "unknown form (with instruction, output)"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
