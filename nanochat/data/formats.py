@@ -136,10 +136,10 @@ class JsonFile(JsonLinesFile):
                     break
             if depth:
                 raise UserError(f"{self.path} is a damaged .json: its last value does not end; fetch or write it again")
-            rest = data[place : place + COPY_BYTES]
-            is_done = TAIL.fullmatch(rest) if self.head else not rest.strip()
-            if self.item_depth and not is_done:
-                raise UserError(f"{self.path}: something follows the list; for one JSON value a line name it .jsonl")
+            rest = data[begin : begin + COPY_BYTES]
+            if not (TAIL.fullmatch(rest) if self.head else not rest.strip()):
+                what = "the list" if self.item_depth else "the last object"
+                raise UserError(f"{self.path}: something follows {what}; for one JSON value a line name it .jsonl")
 
     def _end_of_text(self, data: mmap.mmap, place: int) -> int:
         """The end of the JSON text that `place` is in."""

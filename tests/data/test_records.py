@@ -73,6 +73,7 @@ REFUSED: list[tuple[str, list | str, dict[str, type], int, str]] = [
     ("a.json", "[1]\n[2]", {}, 0, ".jsonl"),
     ("a.json", '{"data": [{}], "test": [{}]}', {}, 0, "something follows the list"),
     ("a.json", '{\n"a": 1\n}\n{\n"a":', {}, 0, "does not end"),
+    ("a.json", '{\n"a": 1\n}\nmore', {}, 0, "something follows the last object"),
     ("a.json", "[]", {}, 0, "no rows"),
     ("a.json", "", {}, 0, "no rows"),
     ("a.json", '[{"a": 1}, {"a": 1], 2]', {}, 1, "item 2 is not JSON"),
