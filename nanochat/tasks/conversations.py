@@ -13,23 +13,22 @@
 
 columns.py has the other names of each column, and --columns chooses one; forms.py has the other forms of their values;
 messages.py has the other names of roles, and what else a message may say: which replies are not learned, thoughts,
-calls of functions. A text under "system" or
-"system_prompt" goes before all, and "history", a list of [question, answer], before the question. A row of weight 0 is
-read and not learned. A row with a placeholder (<image>, {{NAME}}) is left out. Functions that the
-assistant may call are a list "tools"; only a model with a chat template learns from calls.
+calls of functions. A text under "system" or "system_prompt" goes before all, and "history", a list of [question,
+answer], before the question. Functions that the assistant may call are a list "tools"; only a model with a chat
+template learns from calls. A row of weight 0 is read and not learned.
 
-data/records.py reads the rows. All are checked when they are opened. A row that is damaged, not a conversation or in an
-unknown form is skipped and counted, or is an error with `bad_records="fail"`. A file without any row in a known form
-is always an error. A last question without an answer is dropped: it teaches nothing. A file whose replies
-have labels, good or bad, is refused. What is read and what is not, of columns and of
-messages, is printed once, when the training part is opened.
+data/records.py reads the rows. All are checked when they are opened. A row that is damaged, not a conversation, in an
+unknown form, or with a placeholder (<image>, {{NAME}}) is skipped and counted, or is an error with
+`bad_records="fail"`. A file without any row in a known form is always an error. A last question without an answer is
+dropped: it teaches nothing. A file whose replies have labels, good or bad, is refused. What is read and what is not, of
+columns and of messages, is printed once, when the training part is opened.
 
 If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
 """
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -325,7 +324,8 @@ class Seen:
             is_pair = role == "answer" and "chosen" in task.roles
             if role in ("answer", "chosen", "rejected") and has_more and not is_pair:
                 self.unread[f"{heads[name]}[1:]"] += 1
-            if role == "system" and value not in (own := systems_in(_listed(fields) or [])) and own:
+            own = systems_in(_listed(fields) or []) if role == "system" and value else []
+            if own and value not in own:
                 self.unread[str(heads[name])] += 1
         read = {heads[name] for name in names}
         for head, value in record.items():
@@ -464,14 +464,15 @@ def conversation_of(record: Any) -> list[Message]:
 def checked(messages: Any) -> list[Message]:
     """Messages of a record as this project has them. Raises ValueError: with the problem."""
     messages = plain_messages(messages)
-    if messages and all(_is_reply(message) for message in messages):
+    if len(messages) == 1 and is_reply(messages):
         raise ValueError("it has only words of the assistant: texts to pretrain on are for mid_train --data")
     check_messages(messages)
     return messages
 
 
-def _is_reply(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
+def is_reply(messages: Sequence[Any]) -> bool:
+    """Whether messages are only a reply, and not a whole conversation."""
+    return bool(messages) and isinstance(messages[0], dict) and messages[0].get("role") == "assistant"
 
 
 def _listed(record: Any) -> list[Any] | None:

@@ -30,6 +30,7 @@ from nanochat.tasks.conversations import (
     as_messages,
     checked,
     conversation_of,
+    is_reply,
     question_of,
     refuse_labels,
     tools_of,
@@ -69,7 +70,7 @@ class Preferences(Conversations):
         if first_of(fields, "chosen") is None or first_of(fields, "rejected") is None:
             return super().roles_of(fields)
         roles = ["chosen", "rejected", "system", "tools"]
-        if _is_reply(plain_messages(as_messages(first_of(fields, "chosen"), "assistant"))):
+        if is_reply(plain_messages(as_messages(first_of(fields, "chosen"), "assistant"))):
             is_question = first_of(fields, "question") is not None or isinstance(fields.get("input"), str | dict)
             roles += ["question", "input", "history"] if is_question else ["messages"]
         return [role for role in self.roles if role in roles]
@@ -122,7 +123,7 @@ def _conversation(
 ) -> list[Message]:
     """The whole conversation of one side. `question` is what it answers, where the record does not say it."""
     messages = plain_messages(as_messages(value, "assistant"))
-    if _is_reply(messages):
+    if is_reply(messages):
         messages = (_question(record, side) if question is None else question) + messages
     elif messages and question is None:
         messages = with_system(record, messages)
@@ -145,12 +146,3 @@ def _question(record: dict[str, Any], side: str) -> list[Any]:
         problem = "is only a reply, and the prompt (a text or a list of messages) is missing"
         raise ValueError(f"{side} {problem}; known forms: {KNOWN}")
     return plain_messages(with_system(record, messages))
-
-
-def _role(message: Any) -> Any:
-    return message.get("role") if isinstance(message, dict) else None
-
-
-def _is_reply(messages: list[Any]) -> bool:
-    """Whether messages are only a reply, and not a whole conversation."""
-    return bool(messages) and _role(messages[0]) == "assistant"

@@ -154,6 +154,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
     "messages that are null beside others": (
         {"messages": None, "prompt": "2+3?", "completion": "5"}, "", SUM, "",
     ),
+    "an empty column of system prompts": ({"system": "", "messages": [SYSTEM, *SUM]}, "", [SYSTEM, *SUM], ""),
     "an empty system prompt": ({"question": "2+3?", "response": "5", "system_prompt": ""}, "", SUM, ""),
     "a reply that is a message": ({"query": "2+3?", "response": SUM[1]}, "", SUM, ""),
     "Alpaca without an instruction": ({"instruction": "", "input": "2+3?", "output": "5", "history": []}, "", SUM, ""),
