@@ -10,7 +10,7 @@
     {"input": {"messages": [...]}, "preferred_output": [...], "non_preferred_output": [...]}                OpenAI's
     {"instruction": "...", "output": ["...", "..."]}                                  LLaMA-Factory's, of 2023
 
-Two trajectories of an agent are compared from where they part.
+Two trajectories of an agent are compared from where they part, if the chat template writes each in one rendering.
 
 A text under "system" or "system_prompt" goes before the prompt. conversations.py describes the splits, the other names
 of a field, and how an unusable row is handled.
