@@ -184,11 +184,12 @@ class SmallLinear(nn.Module):
         super().__init__()
         assert bias is None
         self.out_features, self.in_features = weight.shape
-        self.weight = weight
+        self.weight = nn.functional.pad(weight, (0, 0, 0, 1))  # with one more output, which is cut off again
 
     def forward(self, x: Tensor) -> Tensor:
-        # Row by row, unlike F.linear: the order of the sum does not depend on the batch.
-        return (x.unsqueeze(-2) * self.weight).sum(dim=-1)
+        # Row by row, unlike F.linear: the order of the sum does not depend on the batch. The result has gaps between
+        # its rows: over all rows at once, torch's sigmoid rounds what fills a vector otherwise than what is left over.
+        return (x.unsqueeze(-2) * self.weight).sum(dim=-1)[..., :-1]
 
 
 class PackedHead(nn.Module):

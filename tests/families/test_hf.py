@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,7 @@ def test_what_cannot_be_computed_is_named(tmp_path, change, words):
     assert words in line and str(folder) in line
 
 
-def resave(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
+def resave(folder: Path, changes: Mapping[str, torch.Tensor | None]) -> None:
     """The folder's weights with these tensors; None leaves one out."""
     tensors = {**load_file(folder / WEIGHTS), **changes}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, folder / WEIGHTS)

@@ -83,3 +83,13 @@ def test_a_row_has_the_same_bits_in_a_batch_of_any_size(dtype: torch.dtype, outp
                 assert torch.equal(few, many)
             else:
                 assert (few - many).abs().amax() <= 2**-7 * many.abs().amax()  # bf16 has 8 bits of precision
+
+
+def test_a_row_of_gates_has_the_same_bits_in_any_company() -> None:
+    """torch's sigmoid rounds the places that fill a vector otherwise than those that are left over."""
+    gate = SmallLinear(torch.randn(3, 32))
+    rows = torch.randn(4000, 32)
+    with torch.inference_mode():
+        together = torch.sigmoid(gate(rows))
+        alone = torch.cat([torch.sigmoid(gate(row)) for row in rows.split(1)])
+    assert torch.equal(alone, together)
