@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat.conversation import Message, chat_format, parse_reply, render_prompt
+from nanochat.conversation import Message, Part, chat_format, parse_reply, parts_of, render_prompt
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine, ending
@@ -209,6 +209,7 @@ class Episode:
     opening: list[Message]  # the messages before the first reply
     messages: list[Message]  # all of the conversation so far
     sample: Sample
+    begun: Sequence[Part] = ()  # words of the assistant at the prompt's end, which the next reply continues
     reward: float = 0.0  # from the task or its environment
     turns: int = 0  # replies so far
     is_over: bool = False
@@ -220,7 +221,8 @@ class Episode:
         sample.longest = max(sample.longest, len(reply.tokens))
         sample.ending = reply.ending
         self.turns += 1
-        parts = parse_reply(tokenizer, reply.tokens)
+        parts = [*self.begun, *parse_reply(tokenizer, reply.tokens)]
+        self.begun = ()
         self.messages.append({"role": "assistant", "content": parts})
         # The model must not learn to end with any token that stops the engine: such a reply is worth nothing.
         if reply.ending == "broken":
@@ -289,7 +291,8 @@ def play(
         opening = opening_of(environment, task.name)
         prompt = prompts[question]
         sample = Sample(question, number, [*prompt], [0] * len(prompt), [0.0] * len(prompt))
-        mine.append(Episode(task, example, environment, opening, [*opening], sample))
+        begun = parts_of(opening.pop()["content"]) if opening[-1]["role"] == "assistant" else ()
+        mine.append(Episode(task, example, environment, opening, [*opening], sample, begun))
 
     # 2. Sample. Each reply has its own seed: 1, 2 and 3 ranks sample the same replies in fp32. A turn of all episodes
     #    is one batch. The rank that has sampled an episode rewards it: the reward may run a program, so the ranks share

@@ -94,9 +94,13 @@ class FunctionReward(Reward):
         """Try the function on examples with their reference replies. Raises UserError: when it fails."""
         episodes = []
         for task, example in questions:
-            reply = text_of(example.messages[-1]["content"])
+            *messages, last = example.messages
+            if messages and messages[-1]["role"] == "assistant":  # words that the reply continues
+                last = {**last, "content": text_of(messages.pop()["content"]) + text_of(last["content"])}
+            reply = text_of(last["content"])
             answer = answer_of(example)
-            episodes.append(Episode(example.messages, reply, answer, example.fields, task.name, 0.0, 1, "complete"))
+            messages.append(last)
+            episodes.append(Episode(messages, reply, answer, example.fields, task.name, 0.0, 1, "complete"))
         try:
             score(self, episodes, seconds)
         except Failed as failure:

@@ -59,6 +59,7 @@ from nanochat.tasks.columns import (
 from nanochat.tasks.flag import DEFAULT_READING, Reading
 from nanochat.tasks.forms import parsed, value_of
 from nanochat.tasks.messages import (
+    begun_reply,
     check_messages,
     given,
     plain,
@@ -265,17 +266,20 @@ class Prompts(Conversations):
     def read(self, record: Any) -> Example:
         fields = record if isinstance(record, dict) else {}
         answer = _graded(fields)
-        if _listed(record) is not None or isinstance(answer, str):
+        begun = begun_reply(question_of(fields)) if _listed(record) is None else []
+        if _listed(record) is not None or (isinstance(answer, str) and not begun):
             messages = conversation_of(record)
         elif self.is_known(fields):
-            messages = checked(with_system(fields, question_of(fields)))
+            question = with_system(fields, question_of(fields))
+            messages = checked(question[:-1] if begun else question)
         else:
             names = ", ".join((*NAMES["messages"], *NAMES["question"], "input"))
             raise UnknownForm(f": there is no {names}; {ADVICE}")
         # An empty text replaces a missing reference reply.
         if messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        return Example(self.chosen_thoughts(messages), answer, tools=tools_of(record))
+            messages.append({"role": "assistant", "content": answer if isinstance(answer, str) else ""})
+        messages = self.chosen_thoughts(messages)
+        return Example([*messages[:-1], *begun, messages[-1]], answer, tools=tools_of(record))
 
 
 def _graded(fields: Mapping[str, Any]) -> Any:

@@ -222,6 +222,24 @@ def _is_reply(message: dict[str, Any]) -> bool:
     return _role(_with_plain_keys(message)) in ("assistant", *CALLERS)
 
 
+def begun_reply(prompt: Sequence[Any]) -> list[Message]:
+    """The words of the assistant at a prompt's end, which a sampled reply continues, as in TRL; often none. Unlike the
+    thought of a reply, theirs may be open.
+
+    Raises ValueError: for a call of a function.
+    """
+    last = _with_plain_keys(prompt[-1]) if prompt and isinstance(prompt[-1], dict) else {}
+    if not last or not _is_reply(last):
+        return []
+    text = _one_of(last, "content", "value")
+    if isinstance(text, list) and all(map(_is_text, text)):
+        text = text_of(text)
+    thought = _thought_of(last)
+    if not isinstance(text, str) or last.get("tool_calls") or _role(last) != "assistant":
+        raise ValueError("its prompt ends with a call of a function, or with other words than a text: leave them out")
+    return [{"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{text}" if thought else text}]
+
+
 def with_thought(messages: Sequence[Any], thought: str) -> list[Any]:
     """A reply, given as messages, with a thought that its record has in a column.
 

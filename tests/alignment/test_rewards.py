@@ -168,19 +168,22 @@ def test_prompts_need_no_answer(mine, tmp_path):
         {"messages": [{"role": "system", "content": "Be brief."}, user]},
         {"question": "Say a.", "answer": 7},
         {"messages": [user, {"role": "assistant", "content": "a"}], "level": 2},
+        {"prompt": [user, {"role": "assistant", "content": "I say "}], "completion": "a"},
     ]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (task,) = open_mixture(str(tmp_path / "rows.jsonl"), "train", Reading(files="prompts", val_share=0.0)).tasks
     examples = [task.example(index) for index in range(len(task))]
-    assert [example.question[-1] for example in examples] == [user] * 5
+    assert [example.question[-1] for example in examples[:5]] == [user] * 5
     assert [example.fields for example in examples] == rows
-    assert [rewards.answer_of(example) for example in examples] == [None, None, None, 7, "a"]
+    assert [rewards.answer_of(example) for example in examples] == [None, None, None, 7, "a", "a"]
     (tmp_path / "none.jsonl").write_text('{"text": "a"}\n{"text": "b"}')
     assert "prompt" in complaint(lambda: open_mixture(str(tmp_path / "none.jsonl"), "train", Reading(files="prompts")))
     seen: list[Episode] = []
     own = FunctionReward("own", function=lambda episodes: seen.extend(episodes) or [0.0] * len(episodes))
     own.check([(task, examples[0]), (task, examples[4])], 1.0)
     assert [(one.reply, one.answer, one.task) for one in seen] == [("", None, "prompts"), ("a", "a", "prompts")]
+    own.check([(task, examples[5])], 1.0)
+    assert seen[-1].messages == [user, {"role": "assistant", "content": "I say a"}] and seen[-1].reply == "I say a"
     fails = FunctionReward("fails", function=lambda episodes: [1.0])
     assert "before training" in complaint(lambda: fails.check([(task, examples[0])] * 2, 1.0))
 

@@ -262,6 +262,36 @@ def test_an_episode_is_the_tokens_that_were_sampled(engine):
     assert tokens == first.tokens[: len(tokens)] and tokens[-1] == end
 
 
+def test_words_at_the_prompts_end_are_continued(engine):
+    """As in TRL: they are a part of the first reply for rewards and in the conversation, and are not learned."""
+    tokenizer = engine.tokenizer
+    end = tokenizer.encode_special("<|assistant_end|>")
+    prompts_read = []
+
+    def sampler(prompts, settings, max_tokens):
+        prompts_read.extend(tokenizer.decode(prompt) for prompt in prompts)
+        return [rollout.Reply([*tokenizer.encode("b"), end], [1, 1], [-1.0] * 2, "complete") for _ in prompts]
+
+    begun = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "Let me think"}]
+    task = Echoing()
+    asked: list[tuple[Task, Example]] = [(task, Example([*begun, {}], answer=0))]
+    settings = {"samples": 1, "max_tokens": 9, "context": 200, "seed": 1}
+    (episode,) = rollout.play(sampler, tokenizer, engine.device, asked, **settings)
+    opening = "<|bos|><|user_start|>q<|user_end|><|assistant_start|>Let me think"
+    assert prompts_read[0] == opening
+    assert prompts_read[1].startswith(f"{opening}b<|assistant_end|><|user_start|>you said Let me thinkb<|user_end|>")
+    assert prompts_read[2].count("Let me think") == 2 and sum(episode.sample.mask) == 6
+    said = [(message["role"], text_of(message["content"])) for message in episode.messages]
+    assert said[:3] == [("user", "q"), ("assistant", "Let me thinkb"), ("user", "you said Let me thinkb")]
+    assert said[3] == ("assistant", "b") and len(said) == 6
+    # The log probabilities are those of the continued text.
+    drawn = sample_episodes(engine, asked, samples=2, max_tokens=8, temperature=0.7, seed=3, rows=4)
+    rows = pack_sequences(tokens_of(drawn), [sample.mask for sample in drawn], 64)
+    logp = token_logp(lively_model(engine.model.config), rows, 0.7)
+    values = [value for sample in drawn for value, m in zip(sample.logprobs, sample.mask, strict=True) if m]
+    assert sorted(logp[rows.targets != IGNORE].tolist()) == pytest.approx(sorted(values), abs=1e-5)
+
+
 def test_sampler_and_trainer_agree(engine):
     """The log probabilities of the samples, with a cache and token by token, are those of training in packed rows."""
     drawn = sample_episodes(engine, questions(3, Echoing()), samples=2, max_tokens=8, temperature=0.7, seed=3, rows=4)

@@ -778,6 +778,35 @@ def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
     assert alone.example(0).messages[0] == user("2+3?")
 
 
+BEGUN = [user("2+3?"), {"role": "assistant", "content": "<think>\nLet me"}]
+WITHOUT_REPLY = [*BEGUN, {"role": "assistant", "content": ""}]
+SHAREGPT = [{"from": "human", "value": "2+3?"}, {"from": "gpt", "value": "<think>\nLet me"}]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": BEGUN, "solution": "5"}, WITHOUT_REPLY),
+        ({"prompt": json.dumps(BEGUN)}, WITHOUT_REPLY),
+        ({"prompt": SHAREGPT}, WITHOUT_REPLY),
+        ({"prompt": BEGUN, "answer": "5"}, [*BEGUN, {"role": "assistant", "content": "5"}]),
+        ({"prompt": BEGUN, "system": "S"}, [{"role": "system", "content": "S"}, *WITHOUT_REPLY]),
+        ({"messages": [user("2+3?"), GOOD]}, [user("2+3?"), GOOD]),  # a conversation ends with its reference reply
+        ({"prompt": [user("2+3?"), CALL]}, "ends with a call"),
+    ],
+)
+def test_a_prompt_for_rewards_may_end_with_the_assistants_words(tmp_path, row, expected):
+    """As in TRL's prompts, which the reply continues."""
+    path = write_rows(tmp_path / "mine.jsonl", [row] * 2)
+    for thoughts in ("keep", "drop"):
+        reading = Reading(val_share=0.0, thoughts=thoughts)
+        if isinstance(expected, str):
+            assert expected in complaint(lambda reading=reading: Prompts("train", path, reading=reading))
+        else:
+            assert Prompts("train", path, reading=reading).example(0).messages == expected
+
+
 # ---- Splits ----------------------------------------------------------------------------------------------
 
 
