@@ -10,8 +10,8 @@ releases rows while others run. A step:
     4. release   rows that have ended leave, and the others close the gaps
 
 A reply depends only on its prompt, its settings and its seed, not on the rows next to it. In fp32 on a CPU this is
-exact. Elsewhere, and with weights in fp16 under AVX2, the number of rows changes the shapes of the products, and with
-them their rounding.
+exact. Elsewhere, with experts, and with weights in fp16 under AVX2, the number of rows changes the shapes of the
+products, and with them their rounding.
 
 The model calls a calculator: after `<|python_start|> 2+3 <|python_end|>` the row is forced to continue with
 `<|output_start|> 5 <|output_end|>`, and the model resumes after that.
@@ -374,7 +374,7 @@ class Slots:
     The running rows occupy the first slots without gaps: slot i holds `rows[i]`, and a step computes the rows that run
     and no others. Prompts are read into the slots after them.
 
-    Rows do not affect one another. In fp32 on a CPU that is exact by construction: a packed product
+    Rows do not affect one another. In fp32 on a CPU that is exact without experts: a packed product
     computes a row with the same bits whatever the number of rows (kernels/cpu.py), attention computes each row by
     itself, and pieces and attended keys are padded to whole vectors, which adds exact zeros.
     test_s05_batched_is_alone.py compares random requests.
