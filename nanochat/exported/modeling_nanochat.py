@@ -222,14 +222,6 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Table(nn.Module):
-    """The head's weights, with the padding of the vocabulary."""
-
-    def __init__(self, rows: int, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(rows, width))
-
-
 class Head(nn.Module):
     """Hidden states to logits, by the rows of a table that are tokens.
 
@@ -293,7 +285,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.embedding_norm = Norm(config, config.width) if config.embedding_norm else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(config, config.width)
-        self.head = None if config.tied_head else Table(rows, config.width)
+        self.head = None if config.tied_head else nn.Embedding(rows, config.width)  # only for its weight
         self.logits = Head(self.embedding if self.head is None else self.head, config.vocab_size)
         self.value_embeddings = nn.ModuleDict()
         for layer in range(config.n_layer):
