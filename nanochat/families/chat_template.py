@@ -85,6 +85,17 @@ class ChatTemplate:
 
         Raises TemplateError: with the template's complaint, or because its text is too long or takes too long.
         """
+        if self.drops_thoughts:
+            messages = without_dropped_thoughts(messages)
+        return self._render(messages, tools, add_generation_prompt, settings)
+
+    def _render(
+        self,
+        messages: Messages,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+        settings: Settings | None = None,
+    ) -> RenderedText:
         # Three characters for our marks, which are in none of the texts.
         everything = json.dumps(
             [messages, tools, settings, list(self.sources.values())], ensure_ascii=False, default=str
@@ -142,6 +153,15 @@ class ChatTemplate:
                 return field
         return None
 
+    @cached_property
+    def drops_thoughts(self) -> bool:
+        """Whether it leaves out the thoughts of replies that are not the last, where they are in the content."""
+        reply = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHi."}
+        try:
+            return "A greeting." not in self._render([QUESTION, reply, QUESTION]).text
+        except TemplateError:
+            return False
+
     def _guarded(self, value: Any, guard: str) -> Any:
         """A copy of the messages in which no text contains a special token's name, or ends with the begin of one."""
         if isinstance(value, str):
@@ -183,6 +203,20 @@ class ChatTemplate:
                 pieces.append(piece)
                 length += len(piece)
         return RenderedText("".join(pieces), specials, marked)
+
+
+def without_dropped_thoughts(messages: Messages) -> list[Mapping[str, Any]]:
+    """The messages, without the thoughts of the replies before the last question.
+
+    R1's template leaves these out and the line ends behind them not: a client that kept only the replies has none.
+    """
+    last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=0)
+    kept = list(messages)
+    for number, message in enumerate(messages[:last]):
+        content = message.get("content")
+        if message["role"] == "assistant" and isinstance(content, str) and "</think>" in content:
+            kept[number] = {**message, "content": content.rpartition("</think>")[2].lstrip()}
+    return kept
 
 
 # ---------------------------------------------------------------------- the child process

@@ -21,7 +21,8 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
     tokens = sum(one.reply_tokens for one in rendered)
     if not replies or not tokens:
         return
-    reply_share = 1 - sum(one.unlearned for one in rendered) / replies
+    dropped = sum(one.replies - one.unlearned for one in rendered if not one.ids)
+    reply_share = 1 - (sum(one.unlearned for one in rendered) + dropped) / replies
     token_share = sum(one.target_count for one in rendered) / tokens
     conversations = counted(sum(one.replies > 0 for one in rendered), "conversation")
     line = f"learned: {reply_share:.1%} of the replies and {token_share:.1%} of their tokens, in {conversations}"

@@ -136,7 +136,9 @@ def test_what_sft_learns_of_a_long_chat(capsys, learn, too_long, room, learned):
     assert text.strip() == learned and one.cut == (room < 99) and bool(one.ids) == bool(learned)
     report_learned([one], tokenizer)
     shown = "".join(capsys.readouterr())
-    assert ("--too_long cut" in shown) == (not learned) and ("1 text cut at" in shown) == (one.cut and bool(learned))
+    assert ("learned: 0.0% of the replies" in shown) == ("--too_long cut" in shown) == (not learned) and (
+        "1 text cut at" in shown
+    ) == (one.cut and bool(learned))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3"])

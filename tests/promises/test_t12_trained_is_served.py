@@ -142,6 +142,20 @@ def test_published_templates_too(tmp_path, name):
         assert replies > 10 and (learned == replies if share == 1 else share * replies < learned < replies)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "opened thought"])
+def test_a_client_may_keep_the_thought_of_an_earlier_reply_or_not(tmp_path, name):
+    """The ids are the same, in data too, and where it sends back what the server has sent."""
+    tokenizer = tokenizer_of(name, tmp_path / "model")
+    kept = ["so", "<think>\nhm\n</think>\n\nso", *(["\nhm\n</think>\n\nso"] if name == "opened thought" else [])]
+    question = [{"role": "user", "content": "why"}]
+    prompts = [
+        render_prompt(tokenizer, [*question, {"role": "assistant", "content": text}, *question]) for text in kept
+    ]
+    assert all(prompt == prompts[0] for prompt in prompts)
+    chat = [*question, {"role": "assistant", "content": kept[1]}, *question, {"role": "assistant", "content": "then"}]
+    assert renderings(tokenizer, chat)[-1].ids[: len(prompts[0])] == prompts[0]
+
+
 # ---------------------------------------------------------------------- through the server
 
 FACTS = {"Who hums?": "A bee.", "Who is red?": "The sail.", "How many?": "13 boats", "Which day?": "May 4"}
