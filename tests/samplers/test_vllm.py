@@ -50,7 +50,7 @@ def folders(tmp_path_factory) -> Path:
             num_key_value_heads=1, head_dim=64, max_position_embeddings=128, tie_word_embeddings=tied,
         )  # fmt: skip
         transformers.Qwen3ForCausalLM(config).float().save_pretrained(save_family(folder / name, "qwen3"))
-    prompts = [{"prompt": f"What is {n} and {n * 7}?"} for n in range(32)]
+    prompts = [{"prompt": f"What is {n} and {n * 7}?"} for n in range(120)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     (folder / "vary.py").write_text(VARY)
     return folder
