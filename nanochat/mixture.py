@@ -113,7 +113,8 @@ class Mixture:
             rendered = renderings(tokenizer, messages, max_tokens, tools)
         except UnrenderableChat as error:
             self._leave_out(task, number, str(error))
-            return [Rendered([], [])]
+            replies = sum(message["role"] == "assistant" for message in messages)
+            return [Rendered([], [], replies=replies, unlearned=replies)]
         self._written += 1
         return rendered
 

@@ -76,11 +76,8 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ horizon, optimizer
     # The steps of a mixture begin with the first conversation that mid-training has not read.
     first = start.pretraining.get("conversations", 0)
-    require_learnable(
-        one
-        for number in range(first, first + FIRST_EXAMPLES)
-        for one in train.rendered_chat(start.tokenizer, number, row_tokens + 1)
-    )
+    _, opened = draw(train, range(first, first + min(FIRST_EXAMPLES, sum(map(len, train.tasks)))))
+    require_learnable(opened)
     horizon = Horizon.of(train, config.target_examples_per_step, config.num_iterations, config.num_epochs, first)
     steps = horizon.steps
     batch_tokens = horizon.examples * row_tokens  # approximate: a conversation is shorter than a row
@@ -96,8 +93,8 @@ def main(config: Config) -> None:
         "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.task_names,
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
-    opening, opened = draw(train, horizon.draws(0))
     report_learned(opened, start.tokenizer)
+    opening, _ = draw(train, horizon.draws(0))
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.data_ranks)).inputs.shape
     compiled = model

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nanochat.conversation import Rendered
     from nanochat.tokenizer import Tokenizer
 
-COLUMNS = ("task", "examples", "mean tokens", "longest", "cut", "nothing to learn", "learned")
+COLUMNS = ("task", "examples", "mean tokens", "longest", "too long", "nothing to learn", "learned")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ def main(config: Config) -> None:
         shown.add((task, place))
         print0(f"\n--- example {number + 1:,}, of {task.name}")
         for name, text in texts_of(number):
-            cut = f", cut at {len(text.ids):,}" if text.cut else ""
+            what = f"cut at {len(text.ids):,}" if text.ids else "longer than a row: left out"
+            cut = f", {what}" if text.cut else ""
             print0(f"{name}{len(text.ids):,} tokens, {text.target_count:,} of them learned{cut}")
             print(marked(text, tokenizer))
 

@@ -240,6 +240,19 @@ def test_the_next_save_is_ten_minutes_after_the_last_one(step, saved, step_secon
 # ---------------------------------------------------------------------- how long it takes
 
 
+def test_gradients_are_clipped_to_one_by_adamw_alone_or_as_a_flag_says():
+    config = importlib.import_module("scripts.chat_sft").Config
+    assert config().largest_norm is None and config(learning_rate=1e-5).largest_norm == 1.0
+    assert config(max_grad_norm=0.3).largest_norm == 0.3
+    assert config(learning_rate=1e-5, max_grad_norm=0.0).largest_norm is None
+
+
+def test_a_device_is_expected_to_reach_sixty_percent_of_its_peak():
+    assert speed.product_flops(cpu_device(kind="npu", peak_flops=1e12)) == pytest.approx(6e11)
+    assert speed.product_flops(cpu_device(kind="npu")) is None
+    assert 1e7 < (speed.product_flops(cpu_device()) or 0) < 1e14
+
+
 def test_a_run_of_days_begins_with_a_warning(base, tokenizer, capsys, monkeypatch):  # noqa: F811
     for flops, warned in ((1e12, False), (1e3, True), (None, False)):  # None: an accelerator whose peak is unknown
         monkeypatch.setattr(speed, "product_flops", lambda device, flops=flops: flops)

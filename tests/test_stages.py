@@ -59,7 +59,7 @@ from nanochat.ground import paths
 from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.losses import GRPO, PolicyBatch, policy_loss, token_logp
-from nanochat.mixture import FAR_DRAW, Mixture
+from nanochat.mixture import FAR_DRAW, FIRST_EXAMPLES, Mixture
 from nanochat.run.progress import Meter, Progress
 from nanochat.run.run_log import REQUIRED
 from nanochat.task import Example, Task
@@ -155,7 +155,8 @@ def test_sft_continues_where_mid_training_stopped(start, monkeypatch):  # noqa: 
     first = min(drawn["sft"])
     assert first == meta_of(start, "mid", 8)["pretraining"]["conversations"] and 0 < first < 10 * len(drawn["mid"])
     assert not set(drawn["mid"][: len(drawn["mid"]) // 2]) & set(drawn["sft"])
-    assert set(drawn["sft"]) == set(range(first, first + 32)) and min(drawn["again"]) == first + 32
+    looked_at = set(range(first, first + FIRST_EXAMPLES))  # at the beginning; the steps learn 32
+    assert set(drawn["sft"]) == looked_at and min(drawn["again"]) == first + 32
 
 
 def test_continued_pretraining_counts_its_epochs_and_learns(start, tmp_path, capsys):  # noqa: F811

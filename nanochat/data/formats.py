@@ -183,7 +183,9 @@ class CsvFile(SpanFile):
             values = values[: len(self.header)]
         if len(values) != len(self.header):
             problem = f"has {len(values)} values, and the header names {len(self.header)}"
-            raise UserError(f"{self.where(row)} {problem}: quote texts with commas and line ends")
+            raise UserError(
+                f"{self.where(row)} {problem}: quote texts that hold the mark between columns, or line ends"
+            )
         return dict(zip(self.header, values, strict=True))
 
     def _rows(self) -> Iterator[tuple[int, int]]:

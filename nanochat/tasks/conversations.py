@@ -222,8 +222,10 @@ class Conversations(RecordTask):
                 more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
                 raise UserError(f"{first}{more}")
             if others:
-                named = [f"{error} ({causes[cause]:,} such)" for cause, error in [*firsts.items()][:3]]
-                first = "; ".join(named + ["and other causes"] * (len(others) > 2))
+                shown = [*firsts.items()][:3]
+                named = [f"{error} ({causes[cause]:,} such)" for cause, error in shown]
+                rest = left_out - sum(causes[cause] for cause, _ in shown)
+                first = "; ".join(named + [f"and {rest:,} for other causes"] * (rest > 0))
             problem = f"{left_out:,} of {count:,} records left out: first {first}".replace(" cannot be used:", ":")
             if not used.any():
                 raise UserError(f"--tasks {source}: {problem}")

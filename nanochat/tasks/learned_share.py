@@ -27,9 +27,13 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
     conversations = counted(sum(one.replies > 0 for one in rendered), "conversation")
     line = f"learned: {reply_share:.1%} of the replies and {token_share:.1%} of their tokens, in {conversations}"
     empty = 0
+    ends = 0
     for one in rendered:
         learned = [token for token, is_target in zip(one.ids, one.mask, strict=True) if is_target]
         empty += len(EMPTY_THOUGHT.findall(tokenizer.decode(learned)))
+        ends += sum(token in tokenizer.reply_ends for token in learned)
+    if not ends and token_share > 0:
+        warn("no reply is learned with a token that ends it (eos_token_id): the model would not learn to stop")
     if empty:
         print0(
             f"{empty:,} of {replies:,} replies have no thought: the chat template writes an empty one, which is learned"

@@ -183,6 +183,7 @@ def test_windows_follow_the_pattern_and_the_last_layer_sees_all() -> None:
     assert [config.window(layer) for layer in range(6)] == [16, 16, 0, 16, 16, 0]
     assert [tiny_config(n_layer=3, window_pattern="S").window(layer) for layer in range(3)] == [8, 8, 0]
     assert tiny_config(window_pattern="S", sequence_len=3).window(0) == 1
+    assert [tiny_config(window_pattern="SL", window_tokens=5).window(layer) for layer in range(2)] == [5, 0]
 
 
 # ---------------------------------------------------------------------- the loss

@@ -239,11 +239,14 @@ def test_the_marks_of_published_templates_decide(tmp_path, name):
 
 
 def test_the_share_that_is_learned_is_printed(capsys):
-    whole = Rendered([1] * 20, [0] * 10 + [1] * 10, replies=1, reply_tokens=10)
+    end = tiny.tiny_tokenizer().reply_ends[0]
+    whole = Rendered([1] * 19 + [end], [0] * 10 + [1] * 10, replies=1, reply_tokens=10)
+    endless = Rendered([1] * 20, [0] * 10 + [1] * 10, replies=1, reply_tokens=10)
     half = Rendered([1] * 20, [0] * 15 + [1] * 5, cut=True, replies=1, reply_tokens=10)
     for rendered, learned, words in (
         ([whole] * 3, "100.0% of the replies and 100.0% of their tokens, in 3 conversations", []),
         ([half], "100.0% of the replies and 50.0% of their tokens", ["--max_seq_len"]),
+        ([endless], "", ["learn to stop"]),
         ([Rendered([1], [0])], "", []),
     ):
         report_learned(rendered, tiny.tiny_tokenizer())
