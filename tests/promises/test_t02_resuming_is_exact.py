@@ -141,8 +141,8 @@ def test_epochs_have_every_example_once(start, tmp_path, monkeypatch, stage, fla
         flags += (f"--tasks=gsm8k={write_splits(tmp_path, questions(count))}", "--examples_per_step=4")
         flags += ("--eval_every=0", "--num_samples=2", "--max_tokens=4")
     else:
-        # The opening measures how long a step is, and SFT looks first whether it can learn.
-        count, steps, kill, begun = 17, 10, (4, 5), 4 + (stage == "sft")
+        # The opening measures how long a step is, and SFT looks first at all rows, whether it can learn.
+        count, steps, kill, begun = 17, 10, (4, 5), 4 + 17 * (stage == "sft")
         flags = (*tuned(flags), f"--tasks={write_lines(tmp_path / 'mine.jsonl', rows_of(stage))}", "--val_share=0.25")
         flags += ("--target_examples_per_step=4", "--lr_schedule=cosine", "--warmup_ratio=0.2", "--eval_every=5")
     drawn: list[int] = []
