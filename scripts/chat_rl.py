@@ -220,7 +220,7 @@ def main(config: Config) -> None:
                 with run.interruptible("evaluation"):
                     rollouts.hand_over(step)
                     metrics = {}
-                    if held_out.tasks:  # of few rows none is held out
+                    if held_out.tasks:  # a small file has no held-out rows
                         numbers = range(config.eval_examples)
                         questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
                         own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)

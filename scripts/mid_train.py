@@ -120,7 +120,7 @@ def main(config: Config) -> None:
         print0(f"tasks: {tasks}")
         if masked := sum(task.seen.masked for task in train.tasks if isinstance(task, Conversations)):
             warn(f"--tasks {tasks}: {masked:,} replies are marked as not learned, but mid-training learns every token")
-        has_validation = bool(held_out.tasks)  # of few rows none is held out
+        has_validation = bool(held_out.tasks)  # a small file has no held-out rows
         task_names = train.task_names
         fingerprints["what --tasks names"] = train.fingerprint()
 

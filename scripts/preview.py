@@ -70,7 +70,7 @@ def main(config: Config) -> None:
     print0(f"source: {folder}, context of {row_tokens:,} tokens; tasks: {tasks}")
 
     def texts_of(number: int) -> list[tuple[str, "Rendered"]]:
-        """The texts of an example with their names: those of a conversation, or the two replies of a pair."""
+        """The texts of an example, each with its name: a conversation's, or the two replies of a pair."""
         if is_sft:
             return [("", text) for text in mixture.rendered_chat(tokenizer, number, row_tokens + 1)]
         chosen, rejected = mixture.rendered_pair(tokenizer, number, row_tokens + 1)
@@ -106,7 +106,8 @@ def main(config: Config) -> None:
                 f"{task.name} has {counted(len(task), kind)}: the {drawn:,} of the table repeat them, as training does"
             )
     if is_sft:
-        rendered = [text for texts in examples.values() for every in texts for text in every]
+        every_example = itertools.chain.from_iterable(examples.values())
+        rendered = list(itertools.chain.from_iterable(every_example))
         report_learned(rendered, tokenizer)
         learned = [text for text in rendered if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)

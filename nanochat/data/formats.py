@@ -95,7 +95,7 @@ class JsonFile(JsonLinesFile):
         is_list = self.head is not None or start.lstrip().startswith(b"[")
         self.item_depth = 1 if is_list else 0  # how many brackets an item is in
         lines = start.strip().split(b"\n", 2)[:2]
-        # Of a file with a value a line the first may be damaged, but not the second one, too.
+        # One damaged line says nothing; where neither of the first two is JSON, the values take several lines.
         self.has_items = is_list or (len(lines) == 2 and all(json_of(line) is None for line in lines))
         self._index(self._items() if self.has_items else self._lines())
 

@@ -24,7 +24,7 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.ground.text_files import Columns, DataFile, Fields, Records, list_files, open_file, refuse_links_out
 
-FEWEST_ROWS = 100  # of less nothing is held out by default: all are needed
+FEWEST_ROWS = 100  # a smaller file is needed whole: nothing is held out by default
 HELD_OUT_ROWS = 200  # more than these make a validation slow, and little more exact
 RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".tsv", ".json")
 

@@ -38,7 +38,7 @@ class NanochatConfig(PretrainedConfig):
         # These are set first because the base class reads some of them. It stores the other settings as they are.
         for name in ("width", "n_layer", "n_head", "n_kv_head", "sequence_len", "mlp_width"):
             setattr(self, name, settings.pop(name, 0))
-        super().__init__(**{"tie_word_embeddings": False, **settings})  # a tied head has no weights of its own here
+        super().__init__(**{"tie_word_embeddings": False, **settings})  # here a tied head is the embedding itself
         self.final_logit_softcapping = settings.get("logit_cap") or None  # TRL looks for the cap under this name
 
 
@@ -225,7 +225,7 @@ class Block(nn.Module):
 class Head(nn.Module):
     """Hidden states to logits, by the rows of a table that are tokens.
 
-    Other programs read its `weight` and `bias` as those of an nn.Linear. Padding among them would be tokens.
+    Other programs read `weight` and `bias` as in an nn.Linear. Padding among them would be tokens.
     """
 
     bias = None

@@ -89,13 +89,7 @@ class ChatTemplate:
             messages = without_dropped_thoughts(messages)
         return self._render(messages, tools, add_generation_prompt, settings)
 
-    def _render(
-        self,
-        messages: Messages,
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-        settings: Settings | None = None,
-    ) -> RenderedText:
+    def _render(self, messages: Messages, tools: Any, add_generation_prompt: bool, settings: Any) -> RenderedText:
         # Three characters for our marks, which are in none of the texts.
         everything = json.dumps(
             [messages, tools, settings, list(self.sources.values())], ensure_ascii=False, default=str
@@ -158,7 +152,7 @@ class ChatTemplate:
         """Whether it leaves out the thoughts of replies that are not the last, where they are in the content."""
         reply = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHi."}
         try:
-            return "A greeting." not in self._render([QUESTION, reply, QUESTION]).text
+            return "A greeting." not in self._render([QUESTION, reply, QUESTION], None, False, None).text
         except TemplateError:
             return False
 

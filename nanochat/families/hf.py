@@ -552,7 +552,7 @@ def _has_other_head(folder: Path) -> bool:
     if head is None or embedding is None:
         return False
     if head.shape != embedding.shape or len(head.shape) != 2:
-        return True  # as a head of its own it is refused by its shape
+        return True  # read as a separate head, it is refused by its shape
     return _differ(head.path, embedding.path, *head.shape, changed=head.path.stat().st_mtime_ns)
 
 

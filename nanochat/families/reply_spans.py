@@ -104,9 +104,9 @@ class Conversation:
         if opened and written.text.startswith(prompt.text[: opened.start()]):
             end = turn.end_after(opened.start())
             found = THOUGHT.match(written.text, opened.start(), end)
-            start = found.end() if found else opened.start()
             thought = found[1] if found else thought_of(self.messages[number])
-            start = end - len(written.text[start:end].lstrip())
+            rest = written.text[found.end() if found else opened.start() : end]
+            start = end - len(rest.lstrip())
             return turn.learned(number, prompt, f"{thought.strip()}\n{CLOSED}\n\n", start, end)
         # Mistral's prompt has the system message in its last question, the turn does not.
         span = None if turn.places is None else turn.places.reply(number)

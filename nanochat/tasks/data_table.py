@@ -11,7 +11,9 @@ COLUMNS = ("data", "rows", "learned from", "held out", "left out")
 
 def print_data(train: Mixture, held_out: Mixture) -> None:
     """Print a line for each task that has rows; the last three columns add up to the rows."""
-    learned, kept, left_out = Counter[str](), Counter[str](), Counter[str]()
+    learned: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     for tasks, used in ((train.tasks, learned), (held_out.tasks, kept)):
         for task in tasks:
             if isinstance(task, RecordTask):

@@ -79,7 +79,7 @@ def plain_messages(messages: Any) -> Any:
     """A list of messages as this project has them, still unchecked.
 
     A call that is a message of its own joins the reply or the call before it, and so does a second text of the user or
-    of the assistant, after a blank line. System messages join at the beginning, as the server joins those of a request.
+    of the assistant, after a blank line. System messages join at the beginning, as in the server.
     Raises ValueError: with the problem.
     """
     if not isinstance(messages, list):

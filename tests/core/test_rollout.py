@@ -284,7 +284,7 @@ def test_words_at_the_prompts_end_are_continued(engine):
     said = [(message["role"], text_of(message["content"])) for message in episode.messages]
     assert said[:3] == [("user", "q"), ("assistant", "Let me thinkb"), ("user", "you said Let me thinkb")]
     assert said[3] == ("assistant", "b") and len(said) == 6
-    # The log probabilities are those of the continued text.
+    # The log probabilities belong to the continued text.
     drawn = sample_episodes(engine, asked, samples=2, max_tokens=8, temperature=0.7, seed=3, rows=4)
     rows = pack_sequences(tokens_of(drawn), [sample.mask for sample in drawn], 64)
     logp = token_logp(lively_model(engine.model.config), rows, 0.7)
