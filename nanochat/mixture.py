@@ -31,12 +31,12 @@ class Mixture:
 
     def __init__(
         self, tasks: Sequence[Task], weights: Sequence[float], seed: int = 0,
-        bad_records: Literal["skip", "fail"] = "skip", learn: Literal["all", "last"] = "all",
+        strict_data: bool = False, learn: Literal["all", "last"] = "all",
         too_long: Literal["cut", "drop"] = "cut",
     ):  # fmt: skip
         self.tasks = list(tasks)
         self.seed = seed
-        self.bad_records = bad_records
+        self.strict_data = strict_data
         self.learn = learn  # which replies of a chat SFT learns
         self.too_long = too_long  # what SFT does with a chat that is longer than a row
         self._refused = 0  # conversations that the chat format cannot write
@@ -106,7 +106,7 @@ class Mixture:
         tools: Sequence[Any] | None, max_tokens: int | None,
     ) -> list[Rendered]:  # fmt: skip
         """Messages of an example as tokens, as conversation.renderings does. An example that the model's chat format
-        refuses becomes empty: the model learns nothing from it. With `bad_records="fail"`, or where the format refuses
+        refuses becomes empty: the model learns nothing from it. With `strict_data`, or where the format refuses
         all, it is an error that names the example.
         """
         try:
@@ -121,10 +121,10 @@ class Mixture:
     def _leave_out(self, task: Task, number: int, problem: str) -> None:
         problem = f"--tasks {task.name}: {task.where(number)}: {problem}"
         self._refused += 1
-        if self.bad_records == "fail" or (not self._written and self._refused == FIRST_EXAMPLES):
+        if self.strict_data or (not self._written and self._refused == FIRST_EXAMPLES):
             raise UserError(problem)
         if self._refused == 1:
-            warn(f"{problem}; it is left out, as others like it will be (--bad_records fail makes this an error)")
+            warn(f"{problem}; it is left out, as others like it will be (--strict_data makes this an error)")
 
     def fingerprint(self) -> str:
         """A sha256 of the mixture: of the name, length, identity and sixteen examples of each task."""

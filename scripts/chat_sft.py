@@ -93,7 +93,7 @@ def main(config: Config) -> None:
         "sft", config, start, optimizer, steps, token_flops=token_flops, tasks=train.task_names,
         fingerprints={"what --tasks names": train.fingerprint()},
     )  # fmt: skip
-    report_learned(opened, start.tokenizer)
+    report_learned(opened, start.tokenizer, config.strict_data)
     opening, _ = draw(train, horizon.draws(0))
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.data_ranks)).inputs.shape

@@ -32,7 +32,7 @@ class Config:
     stage: Literal["sft", "dpo"] = "sft"  # chat_sft learns conversations, chat_dpo preference pairs
     tasks: str = ""  # as in the stage; default: the stage's default
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
-    bad_records: Literal["skip", "fail"] = "skip"  # records of a PATH or ORG/NAME that are not chats: skip or fail
+    strict_data: bool = False  # as in the stage
     columns: str = ""  # columns of the files, as in the stage: question=COLUMN,answer=COLUMN
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies, as in the stage
     learn: Literal["all", "last"] = "all"  # as in chat_sft
@@ -108,7 +108,7 @@ def main(config: Config) -> None:
     if is_sft:
         every_example = itertools.chain.from_iterable(examples.values())
         rendered = list(itertools.chain.from_iterable(every_example))
-        report_learned(rendered, tokenizer)
+        report_learned(rendered, tokenizer, config.strict_data)
         learned = [text for text in rendered if is_learned(text)]
         packed = pack_sequences([text.ids for text in learned], [text.mask for text in learned], row_tokens)
         targets = int((packed.targets != IGNORE).sum())

@@ -7,6 +7,7 @@ PLUGS = {
     },
     "file formats": {
         ".parquet": "nanochat.data.parquet:ParquetFile",
+        ".arrow": "nanochat.data.arrow:ArrowFile",
         ".jsonl.gz": "nanochat.data.formats:GzipFile",
         ".csv": "nanochat.data.formats:CsvFile",
         ".tsv": "nanochat.data.formats:CsvFile",

@@ -21,12 +21,21 @@ from nanochat.data import hub as hubs
 from nanochat.data.catalog import HUB_NAME, TASKS
 from nanochat.data.splits import choose_files, shown
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import warn
-from nanochat.ground.text_files import Columns, DataFile, Fields, Records, list_files, open_file, refuse_links_out
+from nanochat.ground.log import doubt
+from nanochat.ground.text_files import (
+    SETTINGS,
+    Columns,
+    DataFile,
+    Fields,
+    Records,
+    list_files,
+    open_file,
+    refuse_links_out,
+)
 
 FEWEST_ROWS = 100  # a smaller file is needed whole: nothing is held out by default
 HELD_OUT_ROWS = 200  # more than these make a validation slow, and little more exact
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".tsv", ".json")
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow", ".csv", ".tsv", ".json")
 
 
 def open_records(paths: Iterable[str | Path], fields: Fields | None = None, columns: Columns = None) -> Records:
@@ -66,7 +75,7 @@ def open_split(
 
 def open_part(
     source: str, part: Literal["train", "test"], hub: str, columns: Columns = None, val_share: float | None = None,
-    parse: Callable[[Any], Any] = lambda record: record,
+    parse: Callable[[Any], Any] = lambda record: record, strict_data: bool = False,
 ) -> Records:  # fmt: skip
     """The records to learn from, or those that are held out, of a local file or folder or of a hub's ORG/NAME[/CONFIG].
 
@@ -82,7 +91,7 @@ def open_part(
         files = {file.relative_to(place).as_posix(): file for file in list_files(place, RECORD_SUFFIXES)}
         chosen = choose_files(list(files), requested or None)
         if part == "train":
-            name_unread(source, place, {*chosen.train, *chosen.held_out})
+            name_unread(source, place, {*chosen.train, *chosen.held_out}, strict_data)
         train, held_out = ([files[path] for path in paths] for paths in (chosen.train, chosen.held_out))
     elif place.exists() or not (on_hub := HUB_NAME.fullmatch(name)):
         if requested:
@@ -134,17 +143,18 @@ def held_out_rows(records: Records, share: float | None, parse: Callable[[Any], 
     return np.array(sorted(chosen), np.int64)
 
 
-def name_unread(source: str, folder: Path, used: Collection[str]) -> None:
+def name_unread(source: str, folder: Path, used: Collection[str], strict_data: bool) -> None:
     """Warn of the files of a folder that are in no part of the data, hidden ones and descriptions aside."""
     unread = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_data = path.is_file() and path.suffix.lower() not in (".md", ".py", ".lock")
+        is_data = path.is_file() and path.suffix.lower() not in (".md", ".py", ".lock") and path.name not in SETTINGS
         if is_data and name not in used and not any(part.startswith(".") for part in name.split("/")):
             unread.append(name)
     if unread:
         what = ", ".join(sorted(used)) if len(used) < 4 else f"{len(used)} of its files"
-        warn(f"--tasks {source}: it reads {what}, and not {shown(unread)}: name them too, or move them")
+        problem = f"it reads {what}, and not {shown(unread)}: name them too, or move them"
+        doubt(f"--tasks {source}: {problem}", strict_data)
 
 
 class ChosenRecords(Records):

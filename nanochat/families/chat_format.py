@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, text_of
+from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, UnrenderableChat, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText
 from nanochat.families.reply_spans import Conversation, Text
 from nanochat.families.tool_calls import CallForm, find_form
@@ -43,6 +43,8 @@ class TemplateFormat(ChatFormat):
         return self.renderings(messages, tools)[-1]
 
     def renderings(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> list[Rendered]:
+        if messages[-1]["role"] == "rendered":  # tasks/conversations.py
+            return [self._of_text(messages[-1]["content"])]
         plain = self._as_texts(messages)
         whole = self.template.render(plain, tools)
         conversation = Conversation(self.template, whole, plain, tools, self._end_names)
@@ -65,6 +67,37 @@ class TemplateFormat(ChatFormat):
         known = sum(one.target_count for one in found)
         found[-1] = replace(found[-1], replies=count, unlearned=len(lost), reply_tokens=known + lost_tokens)
         return found
+
+    def _of_text(self, text: str) -> Rendered:
+        """A whole chat that a template wrote elsewhere: names of special tokens in it are these tokens.
+
+        A reply is learned where the text opens it as a prompt does, up to the token that ends it. Raises
+        UnrenderableChat: for a text without such a reply.
+        """
+        prompt = self.template.render([{"role": "user", "content": "?"}], add_generation_prompt=True)
+        opening = prompt.text.rpartition("?")[2]  # <|im_end|>\n<|im_start|>assistant\n, with a thought for some models
+        begin = next((name for start, _, name in prompt.specials if start == 0), "")
+        if self.tokenizer.special_ids.get(begin) == self.tokenizer.get_bos_token_id():
+            text = begin + text.removeprefix(begin)
+        specials = self._specials_in(text)
+        ends = [end for _, end, name in specials if name in self._end_names]
+        spans = []
+        place = text.find(opening)
+        while place >= 0:
+            start = place + len(opening)
+            end = next((end for end in ends if end > start), len(text))
+            spans.append((start, end))
+            place = text.find(opening, end)
+        if not spans:
+            raise UnrenderableChat(f"a rendered chat in which no reply opens as in this model's prompts: {opening!r}")
+        ids, mask = self.tokenizer.encode_rendered(RenderedText(text, specials, []), spans)
+        replies = max(len(spans), text.count(opening.partition("<think>")[0]))
+        return Rendered(ids, mask, replies=replies, unlearned=replies - len(spans), reply_tokens=sum(mask))
+
+    def _specials_in(self, text: str) -> list[tuple[int, int, str]]:
+        """The names of special tokens in a text, each with its place."""
+        pattern = "|".join(map(re.escape, sorted(self.tokenizer.special_ids, key=len, reverse=True)))
+        return [(found.start(), found.end(), found[0]) for found in re.finditer(pattern, text)]
 
     def _encoded(self, reply: Text) -> Rendered | None:
         """A reply behind its prompt; None: these are not the tokens that serving would read before it."""
@@ -169,9 +202,7 @@ class TemplateFormat(ChatFormat):
 
     def encode_begun(self, text: str) -> list[int]:
         """The ids of the beginning of a reply, in which names of special tokens are these tokens."""
-        pattern = "|".join(map(re.escape, sorted(self.tokenizer.special_ids, key=len, reverse=True)))
-        specials = [(found.start(), found.end(), found[0]) for found in re.finditer(pattern, text)]
-        return self.tokenizer.encode_rendered(RenderedText(text, specials, []), [])[0]
+        return self.tokenizer.encode_rendered(RenderedText(text, self._specials_in(text), []), [])[0]
 
     def parse(self, ids: Iterable[int]) -> list[Part]:
         special = set(self.tokenizer.special_ids.values())

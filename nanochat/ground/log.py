@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from nanochat.ground.cli import UserError
 from nanochat.ground.paths import base_dir
 from nanochat.ground.untrusted import printable
 
@@ -26,6 +27,13 @@ def warn(message: str) -> None:
     """One line on stderr, on rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
+
+
+def doubt(problem: str, strict_data: bool) -> None:
+    """Warn that data may mean something else than what is learned. Raises UserError: with --strict_data."""
+    if strict_data:
+        raise UserError(f"{problem} (--strict_data makes this an error)")
+    warn(problem)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Collection[str] = ()) -> None:

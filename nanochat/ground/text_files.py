@@ -41,7 +41,7 @@ SEPARATOR_LINE = re.compile(
 HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 # Files of the `datasets` library that describe others.
 SETTINGS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".json", ".parquet")  # the formats in which --data reads text
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")  # the formats in which --data reads text
 
 T = TypeVar("T")
 Fields = Mapping[str, type]  # the fields that each record must have, with their types
@@ -228,9 +228,7 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
             if is_known and file.is_file() and not hidden:
                 files.append(file)
         if not files:
-            arrow = "datasets.load_from_disk(FOLDER).to_parquet(FILE) writes a .parquet of what save_to_disk wrote"
-            hint = f"; {arrow}" if any(path.rglob("*.arrow")) else ""
-            raise UserError(f"{lead}: no file in this folder ends in {known}{hint}")
+            raise UserError(f"{lead}: no file in this folder ends in {known}")
         # Data sets come with settings in .json. Such files hold rows only where the folder has no other files.
         files = [file for file in files if file.suffix.lower() != ".json"] or files
         refuse_links_out(path, files)

@@ -73,7 +73,7 @@ class StageFlags(TrainFlags):
     rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
     # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
-    bad_records: Literal["skip", "fail"] = "skip"  # records that are not a chat: left out and counted, or an error
+    strict_data: bool = False  # what else only warns of the data is an error: rows left out, files or columns not read
     columns: str = ""  # columns that have other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from

@@ -25,6 +25,7 @@ NAMES = {
     "system": ("system", "system_prompt"),
     "history": ("history",),
     "tools": ("tools",),
+    "rendered": (" rendered",),  # a name that no tidied record has: only --columns chooses this column
 }
 # An input belongs to its instruction: beside both, these come first.
 INSTRUCTED = ("instruction", "input")

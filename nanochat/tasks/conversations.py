@@ -18,10 +18,13 @@ answer], before the question. Functions that the assistant may call are a list "
 template learns from calls. A row of weight 0 is read and not learned.
 
 data/records.py reads the rows. All are checked when they are opened. A row that is damaged, not a conversation, in an
-unknown form, or with a placeholder (<image>, {{NAME}}) is skipped and counted, or is an error with
-`bad_records="fail"`. A file without any row in a known form is always an error. A last question without an answer is
-dropped: it teaches nothing. A file whose replies have labels, good or bad, is refused. What is read and what is not, of
-columns and of messages, is printed once, when the training part is opened.
+unknown form, or with a placeholder (<image>, {{NAME}}) is skipped and counted. Each warning is an error with
+--strict_data. A file without any row in a known form is always an error. A last question without an answer is dropped:
+it teaches nothing. A file whose replies have labels, good or bad, is refused. What is read and what is not, of columns
+and of messages, is printed once, when the training part is opened.
+
+`--columns rendered=COLUMN` names a column with whole chats that a chat template wrote: {"text": "<|im_start|>user..."}.
+Only there the names of special tokens in a text are these tokens.
 
 If rewards need no right answer (chat_rl --reward), a question is enough, under the same names.
 """
@@ -37,7 +40,7 @@ from nanochat.conversation import Message, text_of
 from nanochat.data.formats import without_nulls
 from nanochat.data.records import open_part
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import print0, warn
+from nanochat.ground.log import doubt, print0, warn
 from nanochat.ground.screen import track
 from nanochat.ground.text_files import DataFile
 from nanochat.task import Example, Split
@@ -59,12 +62,14 @@ from nanochat.tasks.columns import (
 from nanochat.tasks.flag import DEFAULT_READING, Reading
 from nanochat.tasks.forms import parsed, value_of
 from nanochat.tasks.messages import (
+    LOST,
     begun_reply,
     check_messages,
     given,
     plain,
     plain_messages,
     refuse_placeholders,
+    spelled_marks,
     systems_in,
     thoughts_in,
     unread_keys,
@@ -96,7 +101,7 @@ class Conversations(RecordTask):
     name = "conversations"
     kind = "dialogue"
     rest = "not"  # what the other columns are, in the line that says what is read
-    roles: tuple[str, ...] = TURNS  # of the columns that are read
+    roles: tuple[str, ...] = (*TURNS, "rendered")  # of the columns that are read
 
     def __init__(
         self,
@@ -111,26 +116,39 @@ class Conversations(RecordTask):
             raise UserError(f"{self.name}: name a .jsonl file or a folder of them")
         self.name = label or self.name
         self.columns = parse_columns(reading.columns)
+        for role in self.columns:
+            if role not in self.roles:
+                raise UserError(f"--columns {role}=...: {self.name} have the roles {', '.join(self.roles)}")
+        if "rendered" in self.columns and reading.learn == "last":
+            raise UserError("--learn last: it needs messages, and --columns rendered=COLUMN has whole texts")
         self.thoughts = reading.thoughts
+        self.strict_data = reading.strict_data
         self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
-        self.records = open_part(path, split, hub, self.columns_to_read, reading.val_share, self.read_with_fields)
+        self.records = open_part(
+            path, split, hub, self.columns_to_read, reading.val_share, self.read_with_fields, reading.strict_data
+        )
         self.seen = Seen()
         self.rejected = bytearray()  # a hash of each pair's rejected reply
-        self.numbers = self._checked(f"{path} ({split})", reading.bad_records)
+        self.numbers = self._checked(f"{path} ({split})")
         self.identity += bytes(self.rejected)
         if split == "train":
             self.seen.report(path, self)
 
     def read(self, record: Any) -> Example:
+        if "rendered" in self.columns:
+            return Example([{"role": "rendered", "content": rendered_chat(record)}])
         return Example(self.chosen_thoughts(messages_of(record)), tools=tools_of(record))
 
     def check(self, record: Any) -> bool:
         """Whether the last question of a tidied record is dropped. Raises ValueError: when it is not a conversation."""
         refuse_labels(record)
+        if "rendered" in self.columns:
+            refuse_placeholders([{"role": "user", "content": rendered_chat(record)}], record)
+            return False
         messages = conversation_of(record)
         tools_of(record)
         refuse_placeholders(messages, (*record, *self.heads))
-        self.seen.replies(messages)
+        self.seen.messages(messages)
         return len(answered(messages)) < len(messages)
 
     def tidy(self, record: Any) -> Any:
@@ -143,7 +161,8 @@ class Conversations(RecordTask):
     @staticmethod
     def is_known(names: Collection[str]) -> bool:
         """Whether records with these names are in a known form."""
-        return has(names, "messages") or has(names, "question", "answer") or ("input" in names and has(names, "answer"))
+        is_asked = has(names, "question") or "input" in names
+        return has(names, "messages") or has(names, "rendered") or (is_asked and has(names, "answer"))
 
     def columns_to_read(self, names: list[str]) -> list[str] | None:
         """The columns of a .parquet to read; all of them if the form is unknown, so that the message can list them."""
@@ -164,11 +183,11 @@ class Conversations(RecordTask):
             unread += ("thought",)
         return [role for role in self.roles if role not in unread]
 
-    def _checked(self, source: str, bad_records: str) -> np.ndarray:
+    def _checked(self, source: str) -> np.ndarray:
         """The numbers of the records that are conversations; a warning counts the others.
 
-        Raises UserError: for a file without a record in a known form; with `bad_records="fail"` for any record that is
-        not a conversation; when no conversation is left; and when no record has a column of --columns.
+        Raises UserError: for a file without a record in a known form; with --strict_data for any record that is not a
+        conversation; when no conversation is left; and when no record has a column of --columns.
         """
         count = len(self.records)
         used = np.ones(count, dtype=bool)
@@ -218,7 +237,7 @@ class Conversations(RecordTask):
         if causes:
             left_out = count - int(used.sum())
             first, *others = (f"{error}" for error in firsts.values())
-            if bad_records == "fail":
+            if self.strict_data:
                 more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
                 raise UserError(f"{first}{more}")
             if others:
@@ -229,16 +248,18 @@ class Conversations(RecordTask):
             problem = f"{left_out:,} of {count:,} records left out: first {first}".replace(" cannot be used:", ":")
             if not used.any():
                 raise UserError(f"--tasks {source}: {problem}")
-            warn(f"--tasks {source}: {problem} (--bad_records fail makes this an error)")
+            warn(f"--tasks {source}: {problem} (--strict_data makes this an error)")
         if zeros:
             problem = f"{zeros:,} of {count:,} records have the label 0, and their replies are learned"
-            warn(f"--tasks {source}: {problem}: leave them out of the file if it means a bad reply")
+            hint = "leave them out of the file if it means a bad reply"
+            doubt(f"--tasks {source}: {problem}: {hint}", self.strict_data)
         absent = absent_columns(self.seen.heads, self.columns)
         if absent and self.seen.heads:
             heads = ", ".join(map(str, self.seen.heads))[:400]
             raise UserError(f"--columns: no record of {source} has {', '.join(absent)}: its columns are {heads}")
         if questions:
-            warn(f"--tasks {source}: the last message of {questions:,} of {count:,} is a question: it is dropped")
+            problem = f"the last message of {questions:,} of {count:,} is a question: it is dropped"
+            doubt(f"--tasks {source}: {problem}", self.strict_data)
         return used.nonzero()[0]
 
 
@@ -262,7 +283,7 @@ class Prompts(Conversations):
         # Without the empty text that replaces a missing reply.
         messages = self.read(record).messages
         refuse_placeholders(messages, (*record, *self.heads))
-        self.seen.replies([message for message in messages if message["content"] != ""])
+        self.seen.messages([message for message in messages if message["content"] != ""])
         return False
 
     def read(self, record: Any) -> Example:
@@ -306,6 +327,9 @@ class Seen:
         self.continued = 0  # completions that begin with a space
         self.masked = 0  # replies that are marked as not to be learned
         self.empty = 0  # replies without a text
+        self.weighted = 0  # rows with a weight between 0 and 1, or above
+        self.lost = 0  # messages with a character that a conversion has lost
+        self.marks: Counter[str] = Counter()  # messages that spell a mark of a chat template
 
     def columns(self, record: Any, fields: Any, task: Conversations) -> None:
         """Count the columns of a record, and the unread keys of its messages; `fields` is the record, tidied."""
@@ -337,6 +361,7 @@ class Seen:
         for head, value in record.items():
             # NaN is not equal to itself.
             is_empty = value is None or value == "" or value != value or is_off(head, value)
+            self.weighted += is_mark(head) and isinstance(value, float) and value not in (0, 1)
             if head not in read and not is_empty:
                 self.unread[str(head)] += 1
                 role = ROLES.get(known_name(head))
@@ -344,13 +369,19 @@ class Seen:
                 if chosen:
                     self.passed_over.setdefault(str(head), Counter())[" and ".join(chosen)] += 1
 
-    def replies(self, messages: list[Message]) -> None:
-        """Count the replies of a conversation."""
+    def messages(self, messages: Sequence[Message]) -> None:
+        """Count what is remarkable in the messages of a conversation."""
+        for message in messages:
+            text = text_of(message["content"])
+            self.lost += LOST.search(text) is not None
+            self.marks.update(set(spelled_marks(text)))
         replies = [message for message in messages if message["role"] == "assistant"]
         self.reply_count += len(replies)
         self.thought_count += thoughts_in(replies)
         self.masked += sum(message.get("train") is False for message in replies)
-        self.empty += sum(text_of(reply["content"]).strip() == "" and not reply.get("tool_calls") for reply in replies)
+        for message in messages:
+            is_empty = text_of(message["content"]).strip() == "" and not message.get("tool_calls")
+            self.empty += is_empty and message["role"] != "tool"
 
     def report(self, path: str, task: Conversations) -> None:
         """Print what is read, and warn of what would be easy to miss."""
@@ -365,6 +396,7 @@ class Seen:
         rest = f"; {task.rest} {', '.join(counted)}" if unread else ""
         if roles:
             print0(f"{path} reads {', '.join(roles)}{rest}")
+        doubts: list[str] = []
         for head in unread:
             role = ROLES.get(known_name(head), "")
             instead: Iterable[str] = self.passed_over.get(head, ())
@@ -374,22 +406,33 @@ class Seen:
                 count = self.passed_over[head].total() if head.strip() in read else 0
                 where = f"in {count:,} row{'' if count == 1 else 's'} " if count else ""
                 problem = f"{where}the {role} is {' or '.join(instead)}, so {head} is not read"
-                warn(f"--tasks {path}: {problem}: --columns {role}={head} reads it")
+                doubts.append(f"{problem}: --columns {role}={head} reads it")
             if head.lower() in MEDIA:
-                warn(f"--tasks {path}: the column {head} is not read, because models here read only text")
+                doubts.append(f"the column {head} is not read, because models here read only text")
         if self.keys:
             keys = ", ".join(f"{key} (in {count:,})" for key, count in self.keys.most_common(20))
-            warn(f"--tasks {path}: nothing reads these keys of its messages: {keys}")
+            doubts.append(f"nothing reads these keys of its messages: {keys}")
         if self.thought_count:
             kept = "kept (--thoughts drop leaves them out)" if task.thoughts == "keep" else "left out (--thoughts drop)"
             print0(f"{path}: {self.thought_count:,} of {self.reply_count:,} replies have a thought, which is {kept}")
         if self.empty:
-            problem = f"{self.empty:,} of {self.reply_count:,} replies are empty or only white space"
-            warn(f"--tasks {path}: {problem}: nothing is learned from an empty one")
+            problem = f"{self.empty:,} messages are empty or only white space"
+            doubts.append(f"{problem}: nothing is learned from an empty reply")
         if self.continued:
             rows = f"in {self.continued:,} rows the completion begins with white space"
             rest = "mid_train --data learns texts as they are, without roles"
-            warn(f"--tasks {path}: {rows}, as where TRL continues a plain text: it is learned as a reply; {rest}")
+            doubts.append(f"{rows}, as where TRL continues a plain text: it is learned as a reply; {rest}")
+        if self.weighted:
+            doubts.append(f"{self.weighted:,} rows have a weight other than 0 and 1: they are learned like the others")
+        if self.lost:
+            what = "a character that a conversion has lost (U+FFFD, NUL, half of a surrogate pair)"
+            doubts.append(f"{self.lost:,} messages have {what}, which is learned: write the file again from its source")
+        if self.marks:
+            marks = ", ".join(f"{mark} (in {count:,})" for mark, count in self.marks.most_common(8))
+            hint = "for chats with a template's marks in a column name it, --columns rendered=COLUMN"
+            doubts.append(f"its messages spell {marks}, which are learned as letters; {hint}")
+        for problem in doubts:
+            doubt(f"--tasks {path}: {problem}", task.strict_data)
         if self.masked:
             counts = f"{self.masked:,} of {self.reply_count:,} replies"
             print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
@@ -409,6 +452,14 @@ def names_read(fields: Mapping[str, Any], roles: Iterable[str]) -> dict[str, str
     if "answer" in found.values() and _is_blossom(fields):
         found["answer"] = "answer"
     return found
+
+
+def rendered_chat(record: Any) -> str:
+    """The text of a record that a chat template wrote. Raises ValueError: when it is not a text."""
+    text = first_of(record, "rendered") if isinstance(record, dict) else None
+    if not isinstance(text, str) or not text.strip():
+        raise UnknownForm("; its column of --columns rendered=COLUMN is not a text")
+    return text
 
 
 def refuse_labels(fields: Any) -> None:
@@ -454,7 +505,8 @@ def conversation_of(record: Any) -> list[Message]:
     if messages is None:
         if not Conversations.is_known(fields):
             hint = "; pairs of replies are for chat_dpo" if has(fields, "chosen", "rejected") else ""
-            hint = "; texts are for mid_train --data" if "text" in fields else hint
+            if "text" in fields:
+                hint = "; texts are for mid_train --data, and chats with a template's marks for --columns rendered=text"
             raise UnknownForm(f"; known forms: {KNOWN}{hint}; {ADVICE}")
         question = question_of(fields)
         last = plain(question[-1]) if question else None

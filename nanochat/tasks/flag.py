@@ -39,7 +39,7 @@ class Reading:
 
     files: FileForm = "conversations"
     hub: str = "hf"
-    bad_records: Literal["skip", "fail"] = "skip"  # leave out and count a record that is not a conversation, or fail
+    strict_data: bool = False  # a row that is left out, or any other doubt about the data, is an error
     val_share: float | None = None  # held out of a file without a test split; default: 2%, none of under 100 rows
     columns: str = ""
     thoughts: Literal["keep", "drop"] = "keep"  # what becomes of the thoughts in a file's replies
@@ -60,7 +60,7 @@ def open_tasks(flags: Any, pretraining_data: str, stage: Stage = "sft") -> tuple
     if stage == "dpo":
         require_pairs(parse_tasks(tasks))
     reading = Reading(
-        FORMS[stage], flags.hub, flags.bad_records, getattr(flags, "val_share", None), flags.columns, flags.thoughts,
+        FORMS[stage], flags.hub, flags.strict_data, getattr(flags, "val_share", None), flags.columns, flags.thoughts,
         getattr(flags, "learn", "all"), getattr(flags, "too_long", "cut"),
     )  # fmt: skip
     by_epoch = getattr(flags, "num_epochs", None) is not None
@@ -93,7 +93,7 @@ def open_mixture(
     kind = EpochMixture if by_epoch else Mixture
     chosen = [task for task, _ in parts]
     weights = [weight for _, weight in parts]
-    return kind(chosen, weights, seed, reading.bad_records, reading.learn, reading.too_long)
+    return kind(chosen, weights, seed, reading.strict_data, reading.learn, reading.too_long)
 
 
 class EpochMixture(Mixture):

@@ -4,14 +4,14 @@ import re
 from collections.abc import Sequence
 
 from nanochat.conversation import Rendered
-from nanochat.ground.log import counted, print0, warn
+from nanochat.ground.log import counted, doubt, print0
 from nanochat.tokenizer import Tokenizer
 
 EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
 LEARNED_SHARE = 0.9  # the least share of replies and of their tokens that is learned without a warning
 
 
-def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
+def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer, strict_data: bool = False) -> None:
     """Print which share of the replies in some conversations is learned, and of their tokens; warn under 90%.
 
     The rest is cut off at the context, or a chat template writes it as the model would not. Another line says how many
@@ -33,7 +33,8 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
         empty += len(EMPTY_THOUGHT.findall(tokenizer.decode(learned)))
         ends += sum(token in tokenizer.reply_ends for token in learned)
     if not ends and token_share > 0:
-        warn("no reply is learned with a token that ends it (eos_token_id): the model would not learn to stop")
+        problem = "no reply is learned with a token that ends it (eos_token_id): the model would not learn to stop"
+        doubt(problem, strict_data)
     if empty:
         print0(
             f"{empty:,} of {replies:,} replies have no thought: the chat template writes an empty one, which is learned"
@@ -54,4 +55,4 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer) -> None:
             "does not mark them: name one that marks replies with {% generation %} (--chat_template FILE)"
         )
     causes += filter(None, [too_long])
-    warn("; ".join([line, *causes, "python -m scripts.preview shows what is learned"]))
+    doubt("; ".join([line, *causes, "python -m scripts.preview shows what is learned"]), strict_data)

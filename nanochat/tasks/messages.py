@@ -48,6 +48,9 @@ PLACE = re.compile(rf"<(?:image|video|audio)>|{PLACES}")
 # Where a row has no column of files, <image> may also be a word: it has to begin or end a line of the user's.
 PLACE_OF_USER = re.compile(rf"^\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*$|{PLACES}", re.MULTILINE)
 HTML = re.compile(r"</(?!img>)")
+# Marks of chat templates, and <image> where it may also be a word.
+SPELLED = re.compile(r"<\|\w+\|>|<\uff5c[^<>\s]+>|\[/?INST\]|<(?:start|end)_of_turn>|<image>")
+LOST = re.compile("[\0\ufffd\ud800-\udfff]")  # what is left of a character after a wrong conversion
 # Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
 ASKED = ("human", "user", "input")
 REPLIED = ("assistant", "gpt", "bot", "output")
@@ -189,6 +192,11 @@ def refuse_placeholders(messages: Sequence[Message], columns: Iterable[Any]) -> 
             raise ValueError(f"it has {place[0].strip()}, {what}: models here read only text")
 
 
+def spelled_marks(text: str) -> list[str]:
+    """The marks in a text that a chat template would write between messages. A model learns them as letters."""
+    return SPELLED.findall(text) if "<" in text or "[" in text else []
+
+
 def unread_keys(messages: Any) -> Counter[str]:
     """The keys in a list of messages that nothing reads, and in how many of its messages they are."""
     counts: Counter[str] = Counter()
@@ -274,11 +282,12 @@ def call_of(call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     fields = function if isinstance(function, dict) else {}
     # Llama's calls have "parameters".
-    arguments = parsed(fields.get("arguments") or fields.get("parameters") or {}, "the arguments of a function")
+    written = fields.get("arguments") or fields.get("parameters") or {}
+    arguments = parsed(written, "the arguments of a function")
     if not isinstance(fields.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError("a call in tool_calls has no function with a name and an object of arguments")
-    # Data that were once in a .parquet have the names of all arguments in each call.
-    arguments = without_nulls(arguments)
+    if written is arguments:  # data that were once in a .parquet have the names of all arguments in each call
+        arguments = without_nulls(arguments)
     identity = {"id": call["id"]} if call.get("id") else {}
     return {**identity, "type": "function", "function": {"name": fields["name"], "arguments": arguments}}
 
@@ -342,13 +351,18 @@ def _train(message: dict[str, Any]) -> bool | None:
 
     Raises ValueError: for another value, and for marks that contradict each other: the wrong reply would be learned.
     """
-    marks = {key: message[key] for key in MARKS if message.get(key) is not None}
-    for mark, value in marks.items():
-        if value not in (0, 1):  # false and true are equal to them
+    marks: dict[str, bool] = {}
+    for mark in MARKS:
+        value = message.get(mark)
+        if isinstance(value, str):
+            value = {"false": False, "true": True}.get(value.strip().lower(), value)
+        if value not in (None, 0, 1):  # false and true are equal to them
             raise ValueError(f'a message has "{mark}": {json.dumps(value)}: only true, false, 1 and 0 are known')
-    if len({bool(value) for value in marks.values()}) > 1:
+        if value is not None:
+            marks[mark] = bool(value)
+    if len(set(marks.values())) > 1:
         raise ValueError(f"the marks {' and '.join(marks)} of a message contradict each other")
-    return False if marks and not any(marks.values()) else None
+    return False if False in marks.values() else None
 
 
 def _with_thought(message: dict[str, Any], content: Any) -> Any:
@@ -404,6 +418,8 @@ def _in_marks(content: str) -> str:
         content = f"<think>\n{before.strip()}\n</think>\n\n{rest.strip()}"
         before = ""
     elif "</think>" not in rest:
+        if before.strip():  # the text only mentions the mark
+            return content
         raise ValueError("a thought (<think>) of a reply does not end")
     if before.strip() or "<think>" in rest.partition("</think>")[2]:
         raise ValueError("a thought (<think>) stands within a reply, and not at its beginning")

@@ -59,7 +59,7 @@ class Preferences(Conversations):
         self.rejected += hashlib.blake2b(repr(rejected).encode(), digest_size=8).digest()
         replies = [*pair.to_chosen, pair.chosen, *rejected]
         refuse_placeholders([*pair.question, *replies], (*record, *self.heads))
-        self.seen.replies(replies)
+        self.seen.messages([*pair.question, *replies])
         return False
 
     @staticmethod

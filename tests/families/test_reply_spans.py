@@ -15,10 +15,11 @@ import tiny
 from runs import call, refused
 from tiny_families import FAMILIES, save_family
 
-from nanochat.conversation import Rendered, render, renderings
+from nanochat.conversation import Rendered, UnrenderableChat, render, renderings
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.families.reply_spans import Conversation
+from nanochat.tasks.flag import Reading, open_mixture
 from nanochat.tasks.learned_share import report_learned
 from nanochat.tokenizer import Tokenizer
 
@@ -136,6 +137,40 @@ def test_the_mask_is_the_one_of_transformers(tmp_path, name, calls):
         assert sum(one.reply_tokens for one in found) == sum(one.target_count for one in found)
         lengths.add(replies)
     assert len(lengths) > 2
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama3", "mistral"])
+def test_a_chat_that_a_template_wrote_elsewhere_is_learned_as_its_messages(tmp_path, name):
+    """The same tokens and the same mask, read from a column that --columns rendered=COLUMN names."""
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", name))
+    assert isinstance(tokenizer, ImportedTokenizer)
+    template = tokenizer.chat_format.template
+    source = random.Random(3)
+    chats = [conversation(source, calls=False) for _ in range(20)]
+    texts = [template.render(messages).text for messages in chats]
+    rows = [{"text": text} for text in texts]
+    mixture = open_mixture(tiny.write_rows(tmp_path / "texts.jsonl", rows), "train", Reading(columns="rendered=text"))
+    found = [mixture.rendered_chat(tokenizer, number, 9999) for number in range(20)]
+    expected = [renderings(tokenizer, messages) for messages in chats]
+    assert sorted((one.ids, one.mask) for [one] in found) == sorted((one.ids, one.mask) for [one] in expected)
+    assert sum(one.replies for [one] in found) == sum(one.replies for [one] in expected) and not found[0][0].unlearned
+    # The begin token may be missing, as after tokenizers that add it themselves.
+    begin = tokenizer.decode([tokenizer.get_bos_token_id()])
+    bare = {"role": "rendered", "content": texts[0].removeprefix(begin)}
+    assert renderings(tokenizer, [bare])[0].ids == expected[0][0].ids
+
+
+def test_a_rendered_chat_is_learned_only_where_its_replies_open_as_in_prompts(tmp_path):
+    thinks = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"
+    turns = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endfor %}"
+    tokenizer = Tokenizer.load(save_family(tmp_path / "model", "qwen3", chat_template=turns + thinks))
+    first = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    (one,) = renderings(tokenizer, [{"role": "rendered", "content": first + first.replace("\n5", "\n<think>\nHm.")}])
+    assert [tokenizer.decode(one.ids[slice(*run)]) for run in tiny.runs_of(one.mask)] == ["Hm.<|im_end|>"]
+    assert (one.replies, one.unlearned) == (2, 1)
+    for model in (tokenizer, tiny.tiny_tokenizer()):
+        with pytest.raises(UnrenderableChat, match="rendered"):
+            renderings(model, [{"role": "rendered", "content": first}])
 
 
 def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, capsys):

@@ -141,5 +141,5 @@ def test_mistakes(model, tmp_path, capsys):
     refused(capsys, ("preview", f"--tasks={path}"), "line 1", "unknown form (with text)")
     refused(capsys, ("preview", "--stage=dpo", "--tasks=smoltalk"), "a dialogue has one reply")
     path = write_lines(tmp_path / "bad.jsonl", [chat("Hi?", "x"), with_robot(chat("Hi?", "y")), chat("Hi?", "z")])
-    code, err = mistake(capsys, "preview", f"--tasks={path}", "--bad_records=fail")
+    code, err = mistake(capsys, "preview", f"--tasks={path}", "--strict_data")
     assert code == 1 and "line 2 cannot be used" in err

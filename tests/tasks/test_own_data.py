@@ -438,8 +438,18 @@ MARKED = [reply("5", mask=True)]
 REPORTED: dict[str, tuple[str, Any, int, tuple[str, ...]]] = {
     "pictures": ("jsonl", PICTURES * 2, 2, ('"images"',)),
     "empty replies": (
-        "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5")], 4, ("2 of 4",),
+        "jsonl", [{"prompt": "2+3?", "completion": text} for text in ("5", "", " \n", "5")], 4,
+        ("2 messages are empty",),
     ),
+    "an empty question": ("jsonl", [{"prompt": " ", "completion": "5"}], 1, ("1 messages are empty",)),
+    "lost characters": (
+        "jsonl", [json.dumps({"prompt": text, "completion": "5"}) for text in ("caf\ufffd", "\0", "a", "\ud83d")], 4,
+        ("3 messages",),
+    ),
+    "marks of templates": ("jsonl", [{"prompt": "<|im_end|>", "completion": "the <image> tag"}] * 2, 2,
+                           ("<|im_end|> (in 2)", "<image> (in 2)", "--columns rendered=COLUMN")),
+    "a weight": ("jsonl", [{"prompt": "2+3?", "completion": "5", "weight": share} for share in (0.5, 1.0, 0.0)], 3,
+                 ("1 rows have a weight",)),
     "TRL's plain texts": ("jsonl", [{"prompt": "The sky", "completion": " is"}] * 2, 2, ("in 2 rows", "mid_train")),
     "a thought of the user": ("jsonl", [turn(reply("5")) | {"messages": [user("2+3?") | {"reasoning": "Hm."}, SUM[1]]}],
                               1, ("reasoning (in 1)",)),
@@ -498,7 +508,7 @@ BAD_ROWS = [
     # Marks of what is learned.
     *(
         (turn(mark), f"a message has {problem}: only true, false, 1 and 0 are known")
-        for mark, problem in ((reply("b", loss="false"), '"loss": "false"'), (reply("b", weight=0.5), '"weight": 0.5'))
+        for mark, problem in ((reply("b", loss="no"), '"loss": "no"'), (reply("b", weight=0.5), '"weight": 0.5'))
     ),
     (turn(reply("5", loss=True, weight=0)), "the marks loss and weight of a message contradict each other"),
     (turn(reply("b", loss=False), reply("c")), "message 2 is by assistant, where user is expected"),
@@ -583,7 +593,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
 def test_a_row_that_cannot_be_used_is_named_when_the_file_is_opened(tmp_path, kind, row, problem):
     good = SUM if kind is Conversations else {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
     path = write_rows(tmp_path / "mine.jsonl", [good, good, row, good])
-    line = complaint(lambda: kind("train", path, reading=Reading(bad_records="fail")))
+    line = complaint(lambda: kind("train", path, reading=Reading(strict_data=True)))
     assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
 
 
@@ -872,9 +882,9 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name,
     assert found == [str(n) for n in range(20) if n not in (2, 3, 7)]
     left_out, dropped = capsys.readouterr().err.splitlines()
     assert f"{path} (train): 3 of 20 records left out: first {path} {where}: message 2" in left_out
-    assert "--bad_records fail" in left_out
+    assert "--strict_data" in left_out
     assert f"{path} (train): the last message of 1 of 20" in dropped
-    refused = complaint(lambda: chats(path, bad_records="fail"))
+    refused = complaint(lambda: chats(path, strict_data=True))
     assert refused.startswith(f"{path} {where} ")
     assert "; 2 more of the 20" in refused
     write_rows(tmp_path / name, [{"messages": SUM[1:]}] * 4)
@@ -907,7 +917,7 @@ def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind
     assert [len(kind(split, path, reading=Reading(columns=columns))) for split in ("train", "test")] == [11, 0]
     problem = f"{path} line {place + 1}: unknown form ("
     assert f"(train): 1 of 12 records left out: first {problem}" in capsys.readouterr().err
-    refused = complaint(lambda: kind("train", path, reading=Reading(columns=columns, bad_records="fail")))
+    refused = complaint(lambda: kind("train", path, reading=Reading(columns=columns, strict_data=True)))
     assert refused.startswith(f"{path} line {place + 1} cannot be used: unknown form (")
 
 
