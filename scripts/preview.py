@@ -28,6 +28,7 @@ class Config:
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     source_tag: str | None = None  # tag of the source; default: the tag written last
     max_seq_len: Count = 0  # tokens of a row, as in the stage; 0: the model's context
+    rope_scaling: Literal["auto", "yarn", "linear", "theta"] = "auto"  # as in the stage
     chat_template: str | None = None  # a Jinja file, as in the stage
     stage: Literal["sft", "dpo"] = "sft"  # chat_sft learns conversations, chat_dpo preference pairs
     tasks: str = ""  # as in the stage; default: the stage's default
@@ -52,6 +53,7 @@ def main(config: Config) -> None:
     from nanochat.mixture import is_learned
     from nanochat.model_folder import find_source
     from nanochat.packing import pack_sequences
+    from nanochat.run.long_context import NewContext
     from nanochat.run.stage import chosen_template
     from nanochat.task import Task
     from nanochat.tasks.flag import open_tasks
@@ -61,7 +63,8 @@ def main(config: Config) -> None:
     folder = find_source(config.source, config.source_tag)
     model_config, tokenizer, meta = load_config(folder)
     tokenizer = chosen_template(tokenizer, config.chat_template)
-    row_tokens = config.max_seq_len or model_config.sequence_len
+    model_config, meta = NewContext(config.max_seq_len, config.rope_scaling).configure(model_config, meta)
+    row_tokens = model_config.sequence_len
     pretraining = {"data": "", **meta.get("pretraining", {})}
     is_sft = config.stage == "sft"
     tasks, mixture, _ = open_tasks(config, pretraining["data"], config.stage)

@@ -139,7 +139,9 @@ class JsonFile(JsonLinesFile):
             rest = data[begin : begin + COPY_BYTES]
             if not (TAIL.fullmatch(rest) if self.head else not rest.strip()):
                 what = "the list" if self.item_depth else "the last object"
-                raise UserError(f"{self.path}: something follows {what}; for one JSON value a line name it .jsonl")
+                raise UserError(
+                    f"{self.path}: something follows {what}: one list a file, or one JSON value a line (.jsonl)"
+                )
 
     def _end_of_text(self, data: mmap.mmap, place: int) -> int:
         """The end of the JSON text that `place` is in."""

@@ -442,7 +442,8 @@ class JsonLinesFile(SpanFile):
         except UnicodeDecodeError as error:
             raise UserError(f"{self.where(row)} is not JSON in UTF-8: {conversion(data)}") from error
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.where(row)} is not JSON: {error}") from error
+            hint = "; a file with values in several lines is named .json" if data.strip() in (b"{", b"[") else ""
+            raise UserError(f"{self.where(row)} is not JSON: {error}{hint}") from error
 
     def _lines(self) -> Iterator[tuple[int, int]]:
         """(begin, end) of each line that is not blank."""

@@ -472,6 +472,18 @@ def refuse_labels(fields: Any) -> None:
         )
 
 
+def refuse_whole_columns(fields: Mapping[str, Any]) -> None:
+    """Raises ValueError: for a file that is one object of columns, and for a row whose messages are null."""
+    question = first_of(fields, "question")
+    are_texts = isinstance(question, list) and any(isinstance(one, str) for one in question)
+    if are_texts or (isinstance(question, dict) and "0" in question):  # {"0": ..., "1": ...} is by pandas
+        raise ValueError(
+            'it holds whole columns: write one row a line (in pandas to_json(FILE, orient="records", lines=True))'
+        )
+    if has(fields, "messages") and question is None and "input" not in fields:
+        raise ValueError("its messages are null")
+
+
 def refuse_media(fields: Any) -> None:
     """Raises ValueError: for a record with an image, sound or video."""
     for name in MEDIA:
@@ -508,6 +520,7 @@ def conversation_of(record: Any) -> list[Message]:
             if "text" in fields:
                 hint = "; texts are for mid_train --data, and chats with a template's marks for --columns rendered=text"
             raise UnknownForm(f"; known forms: {KNOWN}{hint}; {ADVICE}")
+        refuse_whole_columns(fields)
         question = question_of(fields)
         last = plain(question[-1]) if question else None
         if isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls"):

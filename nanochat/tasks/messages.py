@@ -13,6 +13,7 @@ with a field for thoughts gets it in that field (families/chat_format.py).
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -148,7 +149,7 @@ def plain(message: Any) -> Any:
     content = _one_of(message, "content", "value")
     if isinstance(content, list) and content and all(_is_text(part) for part in content):
         content = text_of(content)
-    if isinstance(content, int | float) and not isinstance(content, bool):  # the answer to a sum
+    if isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content):  # of a sum
         content = str(content)
     for name in MEDIA:
         if message.get(name):

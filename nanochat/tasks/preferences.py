@@ -113,6 +113,8 @@ def pair_of(record: Any) -> Pair:
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
+    if chosen[shared:] == rejected[shared:]:
+        raise ValueError("chosen and rejected are the same")
     if not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
         raise ValueError("chosen and rejected do not answer the same messages")
     return Pair(chosen[:shared], chosen[-1], rejected[-1], chosen[shared:-1], rejected[shared:-1])

@@ -67,6 +67,7 @@ REFUSED: list[tuple[str, list | str, dict[str, type], int, str]] = [
     ("a.jsonl", [{"question": "one"}, {"ask": "two"}], {"question": str}, 1, 'line 2 has no "question"'),
     ("a.jsonl", [{"question": "one"}, {"question": 3}], {"question": str}, 1, 'line 2 has no "question"'),
     ("a.jsonl", [{"question": "one"}, ["two"]], {"question": str}, 1, "line 2 is not an object with question"),
+    ("a.jsonl", '{\n"a": 1}', {}, 0, "a file with values in several lines is named .json"),
     ("a.parquet", [{"question": "one"}, {"question": None}], {"question": str}, 1, 'row 2 has no "question"'),
     ("a.parquet", [{"question": "one"}], {"answer": str}, 0, "'answer': its columns are question"),
     ("a.xlsx", "[]", {}, 0, "'.xlsx'"),

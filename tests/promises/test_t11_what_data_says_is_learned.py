@@ -67,7 +67,8 @@ def test_marks_in_the_data_are_obeyed_and_what_nothing_reads_is_named(model, tmp
 
 
 def test_what_dpo_compares_is_marked(model, tmp_path, capsys):
-    rows = [{"prompt": "Hi?", "chosen": reply, "rejected": "No."} for reply in ("Yes.", "Yes.", "No.")]
+    rows = [{"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}] * 2
+    rows.append({"prompt": "Hi?", "chosen": "1" * 40, "rejected": "1" * 41})  # equal within a row of the model
     path = write_lines(tmp_path / "pairs.jsonl", [*rows * 3, rows[0]])
     call("preview", "--stage=dpo", f"--tasks={path}", "--examples=6", "--count=11")
     out = capsys.readouterr().out

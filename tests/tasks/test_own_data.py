@@ -180,6 +180,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         {"prompt": json.dumps(SUM[:1]), "completion": json.dumps([reply("5")])}, "", SUM, "",
     ),
     "a text about JSON": ({"prompt": '[{"sum": 5}]', "completion": "5"}, "", [user('[{"sum": 5}]'), reply("5")], ""),
+    "a mention of a mark": (turn(reply("Use `<think>` there.")), "", [SUM[0], reply("Use `<think>` there.")], ""),
     # Thoughts: only the end of one, as DeepSeek-R1 writes it; with marks in its field; in a column of any form.
     "a thought without its first mark": (turn(reply("Two and three.\n</think>\n\n5")), "", THOUGHTFUL, ""),
     "such a thought in parts": (
@@ -469,6 +470,8 @@ def test_what_is_left_out_or_odd_is_reported(tmp_path, capsys, name):
     open_mixture(str(path), "test")
     err = capsys.readouterr().err
     assert all(word in err for word in words)
+    if err:
+        complaint(lambda: open_mixture(str(path), "train", Reading(strict_data=True)))
     assert err.count("nothing reads") <= 1
 
 
@@ -501,6 +504,10 @@ BAD_ROWS = [
     ({"messages": [{**SUM[0], **CALLED[1], "role": "user"}]}, "message 0 (user) has tool_calls"),
     ({"messages": SUM, "tools": ["weather"]}, 'its "tools" are not a list of objects'),
     ({"text": "Hello"}, "unknown form (with text); known forms:"),
+    ({"messages": None}, "its messages are null"),
+    ({"question": {"0": "2+3?", "1": "4+5?"}, "answer": {"0": "5", "1": "9"}}, "it holds whole columns"),
+    ({"question": ["2+3?", "4+5?"], "answer": ["5", "9"]}, "it holds whole columns"),
+    ('{"prompt": "1/0?", "completion": Infinity}', "has inf as its content"),
     ({}, "unknown form (with nothing)"),
     ('"Hello"', "unknown form (but str)"),
     ([SUM[0]], "the assistant has no message"),
@@ -575,6 +582,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"prompt": 3, "chosen": "Hi!", "rejected": "Go."}, "chosen is only a reply, and the prompt"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": False}, "of rejected, message 1 (assistant) has False as its"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "I am {{NAME}}."}, "it has {{NAME}}"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Hi!"}, "chosen and rejected are the same"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Go.", "weight": 0}, "it has the weight 0"),
     ({"instruction": "Hello", "output": ["Hi!", "Go.", "Well."]}, "unknown form (with instruction, output)"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
@@ -982,7 +990,7 @@ def models(base_folder) -> None:
 REWARD = "def short(episodes):\n    return [1 / (1 + len(episode.reply)) for episode in episodes]\n"
 STEP = ("--num_iterations=1", "--device_batch_size=2")
 COMMANDS = {
-    "preview": ["--examples=1", "--count=2", "--max_seq_len=64"],
+    "preview": ["--examples=1", "--count=2", "--max_seq_len=64", "--rope_scaling=yarn"],
     "chat_sft": [*STEP, "--target_examples_per_step=1"],
     "chat_dpo": [*STEP, "--target_examples_per_step=1"],
     "chat_rl": [*STEP, "--examples_per_step=1", "--num_samples=2", "--max_tokens=4", "--reward=REWARD"],
