@@ -323,7 +323,7 @@ def conversion(text: bytes) -> str:
         # Letters with accents stand alone, and Chinese characters are two bytes, one after the other.
         runs = HIGH_BYTES.findall(text)
         encoding = "gb18030" if sum(map(len, runs)) >= 2 * len(runs) else "latin1"
-    return f"convert it, for example iconv -f {encoding} -t utf-8"
+    return f"it is probably {encoding}: convert it, iconv -f {encoding} -t utf-8, and read the result"
 
 
 # ---------------------------------------------------------------------- .txt

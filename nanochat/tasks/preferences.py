@@ -57,7 +57,10 @@ class Preferences(Conversations):
         tools_of(record)
         rejected = [*pair.to_rejected, pair.rejected]
         self.rejected += hashlib.blake2b(repr(rejected).encode(), digest_size=8).digest()
-        replies = [*pair.to_chosen, pair.chosen, *rejected]
+        chosen = [*pair.to_chosen, pair.chosen]
+        if chosen == rejected:
+            raise ValueError("chosen and rejected are the same")
+        replies = [*chosen, *rejected]
         refuse_placeholders([*pair.question, *replies], (*record, *self.heads))
         self.seen.messages([*pair.question, *replies])
         return False
@@ -113,8 +116,6 @@ def pair_of(record: Any) -> Pair:
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    if chosen[shared:] == rejected[shared:]:
-        raise ValueError("chosen and rejected are the same")
     if not chosen[shared]["role"] == rejected[shared]["role"] == "assistant":
         raise ValueError("chosen and rejected do not answer the same messages")
     return Pair(chosen[:shared], chosen[-1], rejected[-1], chosen[shared:-1], rejected[shared:-1])

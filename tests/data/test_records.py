@@ -219,7 +219,7 @@ DAMAGED_CSV: list[tuple[bytes, str]] = [
     (b'a,b\n1,"2', "damaged"),
     (b'a,b\n1,"2"3\n', "damaged"),
     (b"a,b\r1,2\r", "damaged"),
-    ("a,b\n1,你\n".encode("gb18030"), "(byte 6): convert it, for example iconv -f gb18030 -t utf-8"),
+    ("a,b\n1,你\n".encode("gb18030"), "(byte 6): it is probably gb18030: convert it, iconv -f gb18030 -t utf-8"),
     ("a,b\n1,2\n".encode("utf-16-le"), "iconv -f utf-16le -t utf-8"),
     ("问题,答案\n一,二\n".encode("utf-16-le"), "iconv -f utf-16le -t utf-8"),
     ("问题,答案\n一,二\n".encode("utf-16-be"), "iconv -f utf-16be -t utf-8"),
