@@ -31,8 +31,9 @@ def warn(message: str) -> None:
 
 def doubt(problem: str, strict_data: bool) -> None:
     """Warn that data may mean something else than what is learned. Raises UserError: with --strict_data."""
+    problem = f"{problem} (--strict_data makes this an error)"
     if strict_data:
-        raise UserError(f"{problem} (--strict_data makes this an error)")
+        raise UserError(problem)
     warn(problem)
 
 

@@ -31,7 +31,7 @@ If rewards need no right answer (chat_rl --reward), a question is enough, under 
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ from nanochat.conversation import Message, text_of
 from nanochat.data.formats import without_nulls
 from nanochat.data.records import open_part
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import doubt, print0, warn
+from nanochat.ground.log import doubt, print0
 from nanochat.ground.screen import track
 from nanochat.ground.text_files import DataFile
 from nanochat.task import Example, Split
@@ -139,17 +139,17 @@ class Conversations(RecordTask):
             return Example([{"role": "rendered", "content": rendered_chat(record)}])
         return Example(self.chosen_thoughts(messages_of(record)), tools=tools_of(record))
 
-    def check(self, record: Any) -> bool:
-        """Whether the last question of a tidied record is dropped. Raises ValueError: when it is not a conversation."""
+    def check(self, record: Any) -> None:
+        """Raises ValueError: when a tidied record is not a conversation."""
         refuse_labels(record)
         if "rendered" in self.columns:
             refuse_placeholders([{"role": "user", "content": rendered_chat(record)}], record)
-            return False
+            return
         messages = conversation_of(record)
         tools_of(record)
         refuse_placeholders(messages, (*record, *self.heads))
         self.seen.messages(messages)
-        return len(answered(messages)) < len(messages)
+        self.seen.questions += len(answered(messages)) < len(messages)
 
     def tidy(self, record: Any) -> Any:
         return tidied(record, self.columns)
@@ -189,78 +189,79 @@ class Conversations(RecordTask):
         Raises UserError: for a file without a record in a known form; with --strict_data for any record that is not a
         conversation; when no conversation is left; and when no record has a column of --columns.
         """
-        count = len(self.records)
-        used = np.ones(count, dtype=bool)
-        causes: Counter[str] = Counter()  # why records are left out: how often ...
-        firsts: dict[str, ValueError] = {}  # ... and the problem of the first such record
+        used = np.ones(len(self.records), dtype=bool)
+        left_out = LeftOut()
         known: set[DataFile] = set()  # files that have a record in a known form
         unknown: dict[DataFile, ValueError] = {}  # the problem of a file's first record in an unknown form
-        questions = 0  # at the end of a conversation
-        zeros = 0  # labels that may say that a reply is bad
-        for index in track(range(count), f"checking {self.name}"):
+        for index in track(range(len(self.records)), f"checking {self.name}"):
             file, _ = self.records.place(index)
             try:
                 record = self.records[index]
             except UserError as error:  # a line that is cut off; it says its place
                 used[index] = False
-                causes["damaged"] += 1
-                firsts.setdefault("damaged", error)
+                left_out.count("damaged", lambda error=error: error)
                 continue
             fields = self.tidy(record)
             try:
                 self.seen.columns(record, fields, self)
                 refuse_media(fields)
-                questions += self.check(fields)
-                zeros += label_of(fields) in ("0", "0.0")
+                self.check(fields)
                 known.add(file)
             except LabelledReply as error:
                 raise self.records.error(index, f"cannot be used: {error}") from error
+            except UnknownForm as error:
+                used[index] = False
+                absent = ", ".join(absent_columns(record if isinstance(record, dict) else (), self.columns))
+                hint = f"; it has no column {absent} of --columns" if absent else ""
+                problem = f"cannot be used: unknown form ({contents(record)}){error}{hint}"
+                left_out.count("unknown form", lambda index=index, problem=problem: self.records.error(index, problem))
+                if file not in unknown:
+                    unknown[file] = self.records.error(index, problem)
             except ValueError as error:
                 used[index] = False
+                known.add(file)
+                cause = re.sub(r"\d+", "", str(error))[:60]  # without the numbers of messages
                 problem = f"cannot be used: {error}"
-                cause = re.sub(r"\d+", "", problem)[:80]  # without the numbers of messages
-                if isinstance(error, UnknownForm):
-                    cause = "unknown form"
-                    absent = ", ".join(absent_columns(record if isinstance(record, dict) else (), self.columns))
-                    hint = f"; it has no column {absent} of --columns" if absent else ""
-                    problem = f"cannot be used: {cause} ({contents(record)}){error}{hint}"
-                    if file not in unknown:
-                        unknown[file] = self.records.error(index, problem)
-                else:
-                    known.add(file)
-                causes[cause] += 1
-                if cause not in firsts:  # to say the place of each would read the file each time
-                    firsts[cause] = self.records.error(index, problem)
+                left_out.count(cause, lambda index=index, problem=problem: self.records.error(index, problem))
         for file, error in unknown.items():
             if file not in known:  # as a rule all of its records have this form
                 raise error
-        if causes:
-            left_out = count - int(used.sum())
-            first, *others = (f"{error}" for error in firsts.values())
-            if self.strict_data:
-                more = f"; {left_out - 1:,} more of the {count:,} records cannot, either" if left_out > 1 else ""
-                raise UserError(f"{first}{more}")
-            if others:
-                shown = [*firsts.items()][:3]
-                named = [f"{error} ({causes[cause]:,} such)" for cause, error in shown]
-                rest = left_out - sum(causes[cause] for cause, _ in shown)
-                first = "; ".join(named + [f"and {rest:,} for other causes"] * (rest > 0))
-            problem = f"{left_out:,} of {count:,} records left out: first {first}".replace(" cannot be used:", ":")
-            if not used.any():
-                raise UserError(f"--tasks {source}: {problem}")
-            warn(f"--tasks {source}: {problem} (--strict_data makes this an error)")
-        if zeros:
-            problem = f"{zeros:,} of {count:,} records have the label 0, and their replies are learned"
-            hint = "leave them out of the file if it means a bad reply"
-            doubt(f"--tasks {source}: {problem}: {hint}", self.strict_data)
+        left_out.report(source, len(self.records), self.strict_data)
         absent = absent_columns(self.seen.heads, self.columns)
         if absent and self.seen.heads:
             heads = ", ".join(map(str, self.seen.heads))[:400]
             raise UserError(f"--columns: no record of {source} has {', '.join(absent)}: its columns are {heads}")
-        if questions:
-            problem = f"the last message of {questions:,} of {count:,} is a question: it is dropped"
-            doubt(f"--tasks {source}: {problem}", self.strict_data)
         return used.nonzero()[0]
+
+
+class LeftOut:
+    """Why records are left out: how often, and the first of each cause."""
+
+    def __init__(self):
+        self.causes: Counter[str] = Counter()
+        self.firsts: dict[str, ValueError] = {}
+
+    def count(self, cause: str, error: Callable[[], ValueError]) -> None:
+        """`error` is called for the first one: to say the place of each would read the file each time."""
+        self.causes[cause] += 1
+        if cause not in self.firsts:
+            self.firsts[cause] = error()
+
+    def report(self, source: str, count: int, strict_data: bool) -> None:
+        """Warn of the records that are left out. Raises UserError: where all of the `count` are, or with
+        --strict_data."""
+        if not self.causes:
+            return
+        total = self.causes.total()
+        named = [f"{error} ({self.causes[cause]:,} such)" for cause, error in self.firsts.items()]
+        if len(named) > 3:
+            rest = total - sum(self.causes[cause] for cause in [*self.firsts][:3])
+            named[3:] = [f"and {rest:,} for other causes"]
+        shown = "; ".join(named) if len(named) > 1 else str(next(iter(self.firsts.values())))
+        problem = f"{total:,} of {count:,} records left out: first {shown}".replace(" cannot be used:", ":")
+        if total == count:
+            raise UserError(f"--tasks {source}: {problem}")
+        doubt(f"--tasks {source}: {problem}", strict_data)
 
 
 class Prompts(Conversations):
@@ -279,12 +280,11 @@ class Prompts(Conversations):
     def roles_of(self, fields: Mapping[str, Any]) -> list[str]:
         return [role for role in super().roles_of(fields) if role != "answer" or _graded(fields) is not None]
 
-    def check(self, record: Any) -> bool:
+    def check(self, record: Any) -> None:
         # Without the empty text that replaces a missing reply.
         messages = self.read(record).messages
         refuse_placeholders(messages, (*record, *self.heads))
         self.seen.messages([message for message in messages if message["content"] != ""])
-        return False
 
     def read(self, record: Any) -> Example:
         fields = record if isinstance(record, dict) else {}
@@ -326,7 +326,9 @@ class Seen:
         self.thought_count = 0
         self.continued = 0  # completions that begin with a space
         self.masked = 0  # replies that are marked as not to be learned
-        self.empty = 0  # replies without a text
+        self.questions = 0  # at the end of a conversation
+        self.zeros = 0  # labels that may say that a reply is bad
+        self.empty = 0  # messages without a text
         self.weighted = 0  # rows with a weight between 0 and 1, or above
         self.lost = 0  # messages with a character that a conversion has lost
         self.marks: Counter[str] = Counter()  # messages that spell a mark of a chat template
@@ -337,6 +339,7 @@ class Seen:
             self.keys += unread_keys(record)
             return
         self.heads.update(dict.fromkeys(record))
+        self.zeros += label_of(record) in ("0", "0.0")
         heads = origins(record, task.columns)
         # What is read follows from which columns a record has, and of which type they are: as a rule it is as before.
         form = (*record, *map(type, fields.values()))
@@ -422,6 +425,11 @@ class Seen:
             rows = f"in {self.continued:,} rows the completion begins with white space"
             rest = "mid_train --data learns texts as they are, without roles"
             doubts.append(f"{rows}, as where TRL continues a plain text: it is learned as a reply; {rest}")
+        if self.zeros:
+            problem = f"{self.zeros:,} rows have the label 0, and their replies are learned"
+            doubts.append(f"{problem}: leave them out of the file if it means a bad reply")
+        if self.questions:
+            doubts.append(f"the last message of {self.questions:,} chats is a question: it is dropped")
         if self.weighted:
             doubts.append(f"{self.weighted:,} rows have a weight other than 0 and 1: they are learned like the others")
         if self.lost:

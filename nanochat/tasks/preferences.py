@@ -51,7 +51,7 @@ class Preferences(Conversations):
     name = "preferences"
     roles = (*TURNS, "chosen", "rejected")
 
-    def check(self, record: Any) -> bool:
+    def check(self, record: Any) -> None:
         # A resumed run must find the rejected replies as they were. An example holds only the chosen one.
         pair = pair_of(record)
         tools_of(record)
@@ -63,7 +63,6 @@ class Preferences(Conversations):
         replies = [*chosen, *rejected]
         refuse_placeholders([*pair.question, *replies], (*record, *self.heads))
         self.seen.messages([*pair.question, *replies])
-        return False
 
     @staticmethod
     def is_known(names: Collection[str]) -> bool:

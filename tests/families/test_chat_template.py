@@ -123,7 +123,7 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys):
     """OpenAI's form: arguments and tools as JSON in texts, no content, a result at the end that nobody answers."""
     call = CALLED[2]["tool_calls"][0]
     asks = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": {**call["function"]}}]}
-    asks["tool_calls"][0]["function"]["arguments"] = '{"city": "Paris", "unit": null}'
+    asks["tool_calls"][0]["function"]["arguments"] = '{"city": "Paris"}'
     row = {"messages": [*CALLED[:2], asks, *CALLED[3:], CALLED[1], asks, CALLED[3]], "tools": json.dumps([WEATHER])}
     file = write_rows(tmp_path / "calls.parquet", [row] * 2)
     mixture = open_mixture(file, "train")

@@ -208,6 +208,12 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         turn({"role": "function_call", "content": CALL.replace("arguments", "parameters")}, *WEATHER[2:]), "",
         [SUM[0], *WEATHER[1:]], "",
     ),
+    "a null that a call has as text": (
+        turn({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": null}'}}]}, *WEATHER[2:]),
+        "", [SUM[0], {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
+        ]}, *WEATHER[2:]], "",
+    ),
     "a call in its wrapper": (
         turn({"role": "function_call", "content": WRAPPED}, *WEATHER[2:]), "", [SUM[0], *WEATHER[1:]], "",
     ),
@@ -602,7 +608,7 @@ def test_a_row_that_cannot_be_used_is_named_when_the_file_is_opened(tmp_path, ki
     good = SUM if kind is Conversations else {"prompt": "Hello", "chosen": "Hi!", "rejected": "Go away."}
     path = write_rows(tmp_path / "mine.jsonl", [good, good, row, good])
     line = complaint(lambda: kind("train", path, reading=Reading(strict_data=True)))
-    assert line.startswith(f"{path} line 3 cannot be used: ") and problem in line
+    assert f"1 of 4 records left out: first {path} line 3: " in line and problem in line
 
 
 # ---- Thoughts --------------------------------------------------------------------------------------------
@@ -783,7 +789,7 @@ def test_a_pair_may_have_a_label_and_a_number_may_be_a_class(tmp_path, capsys):
     assert len(chats(write_rows(tmp_path / "class.jsonl", rows), val_share=0.0)) == 4
     shown = capsys.readouterr()
     assert "; not label" in shown.out
-    assert "1 of 4 records have the label 0" in shown.err
+    assert "1 rows have the label 0" in shown.err
 
 
 def test_questions_for_rewards_in_own_columns(tmp_path, capsys):
@@ -926,7 +932,7 @@ def test_a_row_in_an_unknown_form_is_left_out_and_counted(tmp_path, capsys, kind
     problem = f"{path} line {place + 1}: unknown form ("
     assert f"(train): 1 of 12 records left out: first {problem}" in capsys.readouterr().err
     refused = complaint(lambda: kind("train", path, reading=Reading(columns=columns, strict_data=True)))
-    assert refused.startswith(f"{path} line {place + 1} cannot be used: unknown form (")
+    assert problem in refused and "--strict_data" in refused
 
 
 def test_a_file_without_a_row_in_a_known_form_is_an_error(tmp_path):
