@@ -143,4 +143,4 @@ def test_mistakes(model, tmp_path, capsys):
     refused(capsys, ("preview", "--stage=dpo", "--tasks=smoltalk"), "a dialogue has one reply")
     path = write_lines(tmp_path / "bad.jsonl", [chat("Hi?", "x"), with_robot(chat("Hi?", "y")), chat("Hi?", "z")])
     code, err = mistake(capsys, "preview", f"--tasks={path}", "--strict_data")
-    assert code == 1 and "line 2 cannot be used" in err
+    assert code == 1 and "1 of 3 records left out" in err and "line 2" in err

@@ -209,8 +209,9 @@ FORMS: dict[str, tuple[dict[str, Any], str, list[dict[str, Any]], str]] = {
         [SUM[0], *WEATHER[1:]], "",
     ),
     "a null that a call has as text": (
-        turn({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": null}'}}]}, *WEATHER[2:]),
-        "", [SUM[0], {"role": "assistant", "content": "", "tool_calls": [
+        turn(
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": null}'}}]}, *WEATHER[2:]
+        ), "", [SUM[0], {"role": "assistant", "content": "", "tool_calls": [
             {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}
         ]}, *WEATHER[2:]], "",
     ),
@@ -897,10 +898,9 @@ def test_what_is_no_conversation_is_left_out_and_counted(tmp_path, capsys, name,
     left_out, dropped = capsys.readouterr().err.splitlines()
     assert f"{path} (train): 3 of 20 records left out: first {path} {where}: message 2" in left_out
     assert "--strict_data" in left_out
-    assert f"{path} (train): the last message of 1 of 20" in dropped
+    assert f"{path}: the last message of 1 chats" in dropped
     refused = complaint(lambda: chats(path, strict_data=True))
-    assert refused.startswith(f"{path} {where} ")
-    assert "; 2 more of the 20" in refused
+    assert f"3 of 20 records left out: first {path} {where}: " in refused
     write_rows(tmp_path / name, [{"messages": SUM[1:]}] * 4)
     assert "4 of 4 records left out" in complaint(lambda: chats(path))
 
