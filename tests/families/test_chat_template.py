@@ -135,7 +135,7 @@ def test_a_data_set_with_function_calls(family_tokenizers, tmp_path, capsys):
     assert "left out" in capsys.readouterr().err
     assert not mixture.rendered(tiny_tokenizer(), 1)[0].ids
     assert not capsys.readouterr().err
-    file = write_rows(tmp_path / "answered.parquet", [{**row, "messages": row["messages"][:4]}] * 2)
+    file = write_rows(tmp_path / "answered.parquet", [{**row, "messages": row["messages"][:5]}] * 2)
     strict = open_mixture(f"mine={file}", "train", Reading(strict_data=True))
     corpora = [MixtureCorpus(one, tiny_tokenizer()) for one in (mixture, strict)]
     assert not corpora[0].read_block(0)  # in mid-training, too
