@@ -3,7 +3,9 @@ stories that are coherent.
 
 python -m scripts.base_eval --data demo --stories 200
 
-python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_eval -- --data climbmix --core download
+python -m nanochat.run.launch --nproc_per_node=8 -m scripts.base_eval -- --data climbmix --core eval_bundle
+
+The bundle for --core is a file to fetch and unpack: curl -LO URL, with the URL in nanochat/evals/core.py, and unzip.
 """
 
 import json
@@ -39,7 +41,7 @@ class Config:
     shards: Positive | None = None  # files of a hub dataset, as in training
     eval_tokens: Positive = 1_048_576  # tokens of text to evaluate in each split
     device_batch_size: Positive = 16  # rows a device computes at once
-    core: str = ""  # the CORE metric: a folder with its bundle of tasks, or download; default: not measured
+    core: str = ""  # the CORE metric: a folder with its bundle of tasks; default: not measured
     samples: Count = 4  # samples to print
     prompt: str = ""  # the start of every sample; default: openings of held-out demo stories, or nothing
     stories: Count = 0  # demo stories to sample and grade with the story checker

@@ -1,5 +1,5 @@
 """Downloads: `fetch` for text to pretrain on, `fetch_split` for the examples of a task, `fetch_part` for the examples
-of any `org/name`, `fetch_model` for a model to start from, `fetch_url` for a single file.
+of any `org/name`, `fetch_model` for a model to start from.
 
 The hub's own client does the transfer: huggingface_hub, or modelscope with `--hub modelscope`. This file adds what a
 training run needs:
@@ -22,8 +22,6 @@ import shutil
 import socket
 import ssl
 import sys
-import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -244,28 +242,6 @@ def push_model(folder: Path, name: str) -> str:
         api.create_repo(name, private=True, exist_ok=True)
         api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=["*.tmp"])
     return page
-
-
-class _OnlyHttp(urllib.request.HTTPRedirectHandler):
-    """Follows redirects only to http and https; urllib's own handler would also follow one to ftp://."""
-
-    def redirect_request(self, req, fp, code, msg, headers, newurl):
-        if not re.match(r"https?://", newurl, re.IGNORECASE):
-            raise ConnectionError(f"it redirects to {newurl[:200]}")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def fetch_url(url: str, target: Path, sha256: str) -> Path:
-    """Download one file that is on no hub. Raises UserError: with the reason."""
-    partial = target.with_name(target.name + ".partial")
-    try:
-        opener = urllib.request.build_opener(_OnlyHttp)
-        with opener.open(url, timeout=TIMEOUT_SECONDS) as response, partial.open("wb") as file:
-            shutil.copyfileobj(response, file)
-    except Exception as error:
-        raise UserError(_reason(error, urllib.parse.urlsplit(url).netloc, url)) from error
-    _check(partial, target.name, sha256)
-    return partial.replace(target)
 
 
 def leaves_folder(path: str) -> bool:

@@ -1,6 +1,6 @@
 """The CORE metric of a base model: 22 tasks by in-context learning, each one's accuracy centred on guessing.
 
-A bundle of tasks comes in, from a folder or from its public address, and one number goes out: the mean over the tasks
+A bundle of tasks comes in, from a folder, and one number goes out: the mean over the tasks
 of (accuracy - baseline) / (1 - baseline), so that 0 is guessing and 1 is perfect. A base model can't follow
 instructions, so every example is text to continue, after a few solved examples of the same task. Three kinds of task:
 
@@ -20,13 +20,10 @@ Legend: B rows, T tokens, C width, N scored tokens, V vocab.
 
 import contextlib
 import csv
-import fcntl
 import io
 import json
 import math
 import random
-import shutil
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,19 +37,18 @@ import torch.nn.functional as F
 import yaml
 
 from nanochat.cross_entropy import IGNORE
-from nanochat.data.hub import fetch_url, leaves_folder
+from nanochat.data.hub import leaves_folder
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0
-from nanochat.ground.paths import data_dir, open_lock
 from nanochat.ground.screen import duration, track
 from nanochat.ranks import sum_over_ranks
 from nanochat.tokenizer import Tokenizer
 
-# The address is the one in nanochat's scripts/base_eval.py; four other public projects give this sha256 of the file.
+# The address is the one in nanochat's scripts/base_eval.py. Four other public projects give the file this sha256:
+# 90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-BUNDLE_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
 
 SHUFFLE_SEED = 1337  # shuffles a task's examples, before the first are taken
 FEW_SHOT_SEED = 1234  # plus the example's number: draws the solved examples before it
@@ -93,17 +89,16 @@ class ScoredText:
 
 
 def open_bundle(source: str) -> list[CoreTask]:
-    """The tasks of the bundle, checked. `source` is a folder with it (or with its `eval_bundle/`), or `download`,
-    which fetches it once and keeps it.
+    """The tasks of the bundle in the folder `source` (or in its `eval_bundle/`), checked.
 
-    Raises UserError: when the bundle is damaged or out of reach, or has too few examples for the solved ones.
+    Raises UserError: when the bundle is missing or damaged, or has too few examples for the solved ones.
     """
-    root = _downloaded() if source == "download" else Path(source).expanduser()
+    root = Path(source).expanduser()
     if (root / "eval_bundle").is_dir():
         root = root / "eval_bundle"
     config = root / "core.yaml"
     if not config.is_file():
-        raise UserError(f"--core {root} holds no core.yaml: use --core download, or unpack {BUNDLE_URL} there")
+        raise UserError(f"--core {root} holds no core.yaml: fetch {BUNDLE_URL}, unpack it, and name that folder")
     table = root / "eval_meta_data.csv"
     with _blaming(table):
         rows = csv.DictReader(io.StringIO(_read(table), newline=""))
@@ -119,26 +114,6 @@ def open_bundle(source: str) -> list[CoreTask]:
         if count <= task.shots:
             raise UserError(f"--core {root} has {count} examples of {task.label}: it needs at least {task.shots + 1}")
     return tasks
-
-
-def _downloaded() -> Path:
-    """The folder with the unpacked public bundle. One process of a machine fetches it, the others wait and find it."""
-    home = data_dir("core")
-    home.mkdir(parents=True, exist_ok=True)
-    with open_lock(home / ".unpack.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (home / "eval_bundle").exists():
-            try:
-                archive = fetch_url(BUNDLE_URL, home / "eval_bundle.zip", BUNDLE_SHA256)
-            except UserError as error:
-                hint = f"fetch {BUNDLE_URL} where there is a network, unpack it, and name its folder: --core PATH"
-                raise UserError(f"--core download: {error}; or {hint}") from error
-            # Its sha256 is known, so nothing in it is hostile. The rename makes it all appear, or nothing.
-            with tempfile.TemporaryDirectory(dir=home) as unfinished:
-                shutil.unpack_archive(archive, unfinished)
-                Path(unfinished, "eval_bundle").replace(home / "eval_bundle")
-            archive.unlink()
-    return home
 
 
 @contextlib.contextmanager

@@ -9,7 +9,6 @@ import sys
 import threading
 import types
 import urllib.parse
-import urllib.request
 from collections import deque
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,7 +20,7 @@ from tiny import complaint
 
 from nanochat.data import catalog, hashes, hub
 from nanochat.data.catalog import Dataset, Source
-from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split, fetch_url
+from nanochat.data.hub import fetch, fetch_model, fetch_part, fetch_split
 from nanochat.data.splits import choose_config, choose_files
 from nanochat.ground import corpus, storage
 from nanochat.tasks.flag import Reading, open_task, parse_tasks
@@ -49,9 +48,7 @@ class FakeHub:
         self.files: dict[str, bytes] = {}
         self.faults: deque[str] = deque()
         self.status = 200  # of every answer
-        self.redirect = ""  # where every answer points to
         self.listing: bytes | None = None  # instead of the true one
-        self.body = b"bundle"  # of any other address
         self.seen: list[tuple[str, str, dict[str, str]]] = []  # method, path, headers
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self.handler())
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -84,8 +81,6 @@ class FakeHub:
                 url = urllib.parse.urlsplit(self.path)
                 query = dict(urllib.parse.parse_qsl(url.query))
                 fake.seen.append((self.command, self.path, {key.lower(): value for key, value in self.headers.items()}))
-                if fake.redirect:
-                    return self.answer(302, Location=fake.redirect)
                 if fake.status != 200:
                     return self.answer(fake.status)
                 if fake.listing is not None and "/api/" in url.path:
@@ -108,7 +103,7 @@ class FakeHub:
                     return self.answer(200, json.dumps({"Code": 200, "Data": {"Id": 5, "Type": 1}}).encode())
                 if "/resolve/" in url.path:
                     return self.file(urllib.parse.unquote(url.path.split("/resolve/")[1].split("/", 1)[1]))
-                return self.answer(200, fake.body)
+                return self.answer(200, b"of another address")
 
             def file(self, name: str):
                 if name not in fake.files:
@@ -220,8 +215,6 @@ def test_the_token_is_sent_to_the_hub_alone(fake, monkeypatch, tmp_path):
     fake.files = {"a.parquet": BODY}
     fetch("org/name")
     assert {headers.get("authorization") for _, _, headers in fake.seen} == {"Bearer hf_secret"}
-    fetch_url(fake.url + "/bundle.zip", tmp_path / "bundle.zip", sha256(b"bundle"))
-    assert "authorization" not in fake.requests("GET", "/bundle.zip")[0]
 
 
 def test_a_full_disk_is_one_line(fake, monkeypatch):
@@ -418,26 +411,6 @@ def test_a_model_is_fetched_once_without_what_it_does_not_need(fake, tmp_path, m
     # A run with adapters asks for the hash of the weights: it was computed while they arrived.
     monkeypatch.setattr(storage, "sha256", lambda path: pytest.fail(f"{path} is read again"))
     assert hashes.sha256(folder / "model.safetensors") == sha256(BODY)
-
-
-def test_a_file_of_an_address(fake, tmp_path):
-    target = tmp_path / "bundle.zip"
-    url = fake.url + "/bundle.zip"
-    assert "damaged" in complaint(lambda: fetch_url(url, target, "0" * 64))
-    assert not list(tmp_path.glob("bundle*"))
-    assert fetch_url(url, target, sha256(b"bundle")).read_bytes() == b"bundle"
-    fake.status = 404
-    assert "404" in complaint(lambda: fetch_url(url, target, "0" * 64))
-    assert "127.0.0.1:9" in complaint(lambda: fetch_url(f"{NOBODY}/x", target, "0" * 64))
-
-
-@pytest.mark.parametrize("target", ["ftp://127.0.0.1:9/x", "file:///etc/passwd", "FTP://[::1]:9/x"])
-def test_an_address_redirects_to_no_other_protocol(fake, tmp_path, monkeypatch, target):
-    opened = []
-    monkeypatch.setattr(urllib.request.FTPHandler, "ftp_open", lambda handler, request: opened.append(request))
-    fake.redirect = target
-    line = complaint(lambda: fetch_url(fake.url + "/bundle.zip", tmp_path / "bundle.zip", "0" * 64))
-    assert target.lower() in line.lower() and not opened
 
 
 def test_the_tables_name_real_files():

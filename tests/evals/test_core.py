@@ -1,21 +1,16 @@
 """CORE on a bundle of our own: prompts letter by letter, scores against a plain computation, damage in one line."""
 
-import hashlib
-import io
 import json
 import math
 import random
 import re
 import shutil
-import threading
-import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from test_hub import FakeHub
 from tiny import complaint, cpu_device, lively_model, run_ranks, save_checkpoint, tiny_config, tiny_tokenizer
 from torch import Tensor
 
@@ -136,7 +131,7 @@ def edited(name: str, old: str, new: str | None):
 
 ROWS = "eval_data/language/animals.jsonl"
 DAMAGES = [
-    (edited("core.yaml", "", None), r"holds no core\.yaml: use --core download"),
+    (edited("core.yaml", "", None), r"holds no core\.yaml: fetch http"),
     (edited("eval_meta_data.csv", "", None), r"eval_meta_data\.csv: .*missing"),
     (edited(ROWS, "", None), r"animals\.jsonl: .*missing"),
     (edited(ROWS, '{"query"', '{"query'), "line 1: .*JSONDecodeError"),
@@ -178,72 +173,6 @@ def test_a_damaged_bundle_is_one_line(bundle, damage, words):
     damage(bundle)
     line = complaint(lambda: open_bundle(str(bundle)))
     assert line.startswith("--core") and re.search(words, line)
-
-
-# ---------------------------------------------------------------------- zip and download
-
-
-def zipped(folder: Path) -> bytes:
-    """The bundle as it is published: everything below eval_bundle/."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted(folder.rglob("*")):
-            archive.write(path, Path("eval_bundle") / path.relative_to(folder))
-    return buffer.getvalue()
-
-
-@pytest.fixture
-def store(bundle, monkeypatch):
-    store = FakeHub()
-    store.body = zipped(bundle)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setattr(core, "BUNDLE_URL", f"{store.url}/eval_bundle.zip")
-    monkeypatch.setattr(core, "BUNDLE_SHA256", hashlib.sha256(store.body).hexdigest())
-    yield store
-    store.server.shutdown()
-    store.server.server_close()
-
-
-def test_the_bundle_is_downloaded_once_and_without_a_token(store, bundle, base):
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(open_bundle("download"))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [open_bundle(str(bundle))] * 3
-    ((_, path, headers),) = store.seen
-    assert path == "/eval_bundle.zip" and "authorization" not in headers
-    left = sorted(path.name for path in (base / "data" / "core").iterdir() if not path.name.endswith("lock"))
-    assert left == ["eval_bundle"]
-
-
-def test_a_download_that_fails_names_the_next_step(store, base, monkeypatch):
-    next_step = r"fetch http.*eval_bundle\.zip.*--core PATH"
-    store.body = store.body[:-1] + b"?"
-    for words, status, url in (
-        ("sha256", 200, core.BUNDLE_URL),
-        ("HTTP 404", 404, core.BUNDLE_URL),
-        ("127.0.0.1:9", 200, "http://127.0.0.1:9/eval_bundle.zip"),
-    ):
-        store.status = status
-        monkeypatch.setattr(core, "BUNDLE_URL", url)
-        line = complaint(lambda: open_bundle("download"))
-        assert re.search(rf"{words}.*{next_step}", line) and "MODELSCOPE" not in line
-    assert not (base / "data" / "core" / "eval_bundle").exists()
-
-
-def test_an_interrupted_unpacking_leaves_no_half_bundle(store, base, bundle, monkeypatch):
-    def interrupted(archive: Path, folder: str) -> None:
-        (Path(folder) / "eval_bundle").mkdir()
-        raise OSError("disk full")
-
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="disk full"):
-        patch.setattr(core.shutil, "unpack_archive", interrupted)
-        open_bundle("download")
-    assert not (base / "data" / "core" / "eval_bundle").exists()
-    assert open_bundle("download") == open_bundle(str(bundle))
 
 
 # ---------------------------------------------------------------------- prompts
