@@ -2,7 +2,7 @@
 
 python -m scripts.export --to safetensors --source sft --out my_model --dtype bfloat16
 
-python -m scripts.export --to hf --source sft --out my_model --push me/my-model
+python -m scripts.export --to hf --source sft --out my_model
 
 python -m scripts.export --to hf --source hf:ORG/NAME --adapter from_peft --out merged
 
@@ -55,7 +55,6 @@ class Config:
     model_tag: str | None = None  # tag of the source; default: the tag written last
     # The dtype of the weights; auto: as in the source. bfloat16 halves the size of float32 weights, and rounds them.
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    push: str | None = None  # also upload it to ORG/NAME, a private repository of the hub (HF_TOKEN); created if needed
 
 
 def main(config: Config) -> None:
@@ -65,7 +64,6 @@ def main(config: Config) -> None:
     from nanochat import checkpoint_manager, model_folder
     from nanochat import device as devices
     from nanochat.adapters import folders, peft
-    from nanochat.data import hub
     from nanochat.families import hf
     from nanochat.run import saver
     from nanochat.scaling import parameter_counts
@@ -73,8 +71,6 @@ def main(config: Config) -> None:
     out = Path(config.out).expanduser().absolute()
     if out.exists():
         raise UserError(f"--out {config.out} exists already: name another folder, or remove it")
-    if config.push is not None:
-        hub.check_name(config.push)
     source = model_folder.find_source(config.source, config.model_tag)
 
     if config.to == "peft":
@@ -111,8 +107,6 @@ def main(config: Config) -> None:
         size = sum(path.stat().st_size for path in out.iterdir())
         shape = f", as {family}" if family else ""
         print0(f"exported {source} to {out}: {size:,} bytes, weights in {dtype_name(dtype)}{shape}")
-    if config.push is not None:
-        print0(f"uploaded to {hub.push_model(out, config.push)}, which is private: its page makes it public")
 
 
 def require_exported(config: "GPTConfig") -> None:

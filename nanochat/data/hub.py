@@ -222,28 +222,6 @@ class Hub:
     model = staticmethod(fetch_model)
 
 
-def check_name(name: str) -> None:
-    """Raises UserError: when this is not a repository name to push to."""
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name, re.ASCII) or leaves_folder(name):
-        raise UserError(f"--push {name}: the repository is ORG/NAME, such as me/my-model")
-
-
-def push_model(folder: Path, name: str) -> str:
-    """Upload a folder to the repository `name`, made private if there is none, and return its page.
-
-    Raises UserError: with what to do next.
-    """
-    client = HuggingFace("model")
-    page = f"{client.endpoint}/{name}"
-    with _one_line(f"--push {name} ({folder} is complete)", client, page, ["push it later"]):
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=client.endpoint)
-        api.create_repo(name, private=True, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=["*.tmp"])
-    return page
-
-
 def leaves_folder(path: str) -> bool:
     """Whether a relative path could lead out of its folder, here or on a system with other separators."""
     return re.search(r"\\|\0|^/|^\w:|(^|/)\.\.(/|$)", path) is not None

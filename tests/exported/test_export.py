@@ -83,7 +83,6 @@ def test_an_exported_folder_is_verified(base):
         (["--out", "{base}"], 1, "exists already"),
         (["--out", "/proc/nothing"], 1, "fix the path"),
         (["--out", "{base}/file/below"], 1, "fix the path"),
-        (["--out", "{base}/x", "--push", "tiny"], 1, "ORG/NAME"),
         (["--out", "{base}/x", "--source", "rl"], 1, "no rl checkpoint"),
         (["--out", "{base}/x", "--to", "peft"], 1, "holds no adapters"),
         (["--out", "{base}/x", "--to", "peft", "--adapter", "y"], 1, "--adapter"),
@@ -299,30 +298,3 @@ def test_the_modeling_file_scales_positions_as_we_do(method):
     expected = config.rope_scaling.apply(frequencies, config.rope_theta)
     assert (expected < frequencies).any()
     assert torch.allclose(modeling_nanochat.scaled(frequencies, settings), expected, rtol=1e-6)
-
-
-def test_push_uploads_to_a_private_repository(base, capsys, monkeypatch):
-    calls = []
-
-    class Api:
-        def __init__(self, endpoint):
-            calls.append(endpoint)
-
-        def create_repo(self, name, **options):
-            calls.append((name, options))
-
-        def upload_folder(self, repo_id, folder_path, **_):
-            calls.append((repo_id, sorted(path.name for path in Path(folder_path).iterdir())))
-            if repo_id == "me/unreachable":
-                raise ConnectionError("no route")
-
-    monkeypatch.setenv("HF_ENDPOINT", "https://mirror.example")
-    monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    call("export", "--to", "hf", "--out", str(base / "out"), "--push", "me/tiny")
-    assert calls[:2] == ["https://mirror.example", ("me/tiny", {"private": True, "exist_ok": True})]
-    assert calls[2][0] == "me/tiny" and "modeling_nanochat.py" in calls[2][1] and "model.safetensors" in calls[2][1]
-    assert "https://mirror.example/me/tiny" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        call("export", "--to", "hf", "--out", str(base / "two"), "--push", "me/unreachable")
-    err = capsys.readouterr().err
-    assert "cannot reach" in err and err.count("\n") == 1 and (base / "two").exists()
