@@ -53,15 +53,14 @@ class Lora:
     alpha: float = 32.0
     dropout: float = 0.0  # dropout on the input of A, in training
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    rank_stabilized: bool = False
     base_format: Literal["plain", "nf4"] = "plain"  # the frozen matrices of the blocks: as they are, or in 4 bits
 
     @property
     def scale(self) -> float:
         # alpha / rank: the best learning rate then hardly depends on the rank (source: Hu et al. 2021). At ranks of 64
-        # and more the product B A grows only as sqrt(rank), and rsLoRA's alpha / sqrt(rank) keeps its size (source:
+        # and more the product B A grows only as sqrt(rank): an alpha times sqrt(rank) keeps its size (rsLoRA; source:
         # Kalajdzievski 2023, A Rank Stabilization Scaling Factor for Fine-Tuning with LoRA).
-        return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
+        return self.alpha / self.rank
 
 
 def choose_targets(text: str, rank: int, config: GPTConfig) -> tuple[str, ...]:
@@ -424,23 +423,15 @@ class Attached:
         return {**asdict(self.lora), "targets": list(self.lora.targets)}
 
     def describe(self, model: GPT) -> str:
-        """For the log: the number of trained parameters, and the size of the frozen base; a hint where a sharded base
-        in the dtype of the products would take less than a whole one in 4 bits."""
+        """For the log: the number of trained parameters, and the size of the frozen base."""
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
         quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
         packed = sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized)
-        table = model.embedding.weight
-        dtype = str(table.dtype).removeprefix("torch.")
-        base = "4-bit NF4" if self.lora.base_format == "nf4" else dtype
-        line = f"adapters of rank {self.lora.rank}: {trained:,} parameters; "
-        line += f"frozen base: {frozen + packed:,} bytes, {base}"
-        share = local(table).numel() / table.numel()  # the part of a sharded table that this process holds
-        plain = round(sum(layer.in_features * layer.out_features for layer in quantized) * table.element_size() * share)
-        if plain < packed:
-            line += "\nhint: fsdp does not shard 4-bit matrices: without --lora_base nf4 they take "
-            line += f"{plain:,} bytes in {dtype} instead of {packed:,} on each process"
-        return line
+        base = "4-bit NF4" if quantized else str(model.embedding.weight.dtype).removeprefix("torch.")
+        return (
+            f"adapters of rank {self.lora.rank}: {trained:,} parameters; frozen base: {frozen + packed:,} bytes, {base}"
+        )
 
 
 class NewAdapters(Preparation):

@@ -6,6 +6,7 @@
 Source: the format of peft 0.21, which is the oracle of tests/adapters/test_peft.py.
 """
 
+import math
 from pathlib import Path
 
 import torch
@@ -29,7 +30,7 @@ WEIGHTS = "adapter_model.safetensors"
 VARIANTS = (
     "use_dora", "use_qalora", "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "kasa_config",
     "rank_pattern", "alpha_pattern", "modules_to_save", "trainable_token_indices", "lora_bias", "target_parameters",
-    "layer_replication",
+    "layer_replication", "alora_invocation_tokens",
 )  # fmt: skip
 # How peft began the adapters, where it left the weights of the base as they were. PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA
 # change them: their adapters belong to another base than the one that the folder names.
@@ -111,15 +112,9 @@ def write(folder: Path, adapters: Adapters, config: GPTConfig, base: str) -> Non
             tensors[theirs] = adapters.tensors[ours].chunk(experts)[expert]
     storage.write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     lora = adapters.lora
-    alpha = lora.alpha
-    is_stabilized = lora.rank_stabilized
-    if is_stabilized and config.experts and "up_proj" in lora.targets:
-        # The adapters that peft stacks have twice the rank. It keeps alpha / rank of each, but not alpha / sqrt(rank).
-        is_stabilized = False
-        alpha = lora.scale * lora.rank
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-        "r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "use_rslora": is_stabilized,
+        "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout,
         "target_modules": list(lora.targets), "bias": "none", "fan_in_fan_out": False,
     }  # fmt: skip
     storage.write_json(folder / SETTINGS, settings)
@@ -137,11 +132,6 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
     used += [f"bias {settings['bias']}"] if settings.get("bias", "none") != "none" else []
     if settings.get("init_lora_weights") not in PLAIN_INITS:
         used.append(f"init_lora_weights {str(settings['init_lora_weights'])[:80]}")
-    if settings.get("alora_invocation_tokens") is not None:
-        raise UserError(
-            f"{folder} is aLoRA (alora_invocation_tokens): it adapts only what follows those tokens, so no weights "
-            "compute the same; name adapters of plain LoRA"
-        )
     if settings.get("peft_type") != "LORA" or used:
         kind = ", ".join(used) or settings.get("peft_type")
         raise UserError(f"{folder} is not plain LoRA ({kind}): merge it with peft, and name that model as --source")
@@ -164,11 +154,11 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
             parts.setdefault(ours, {})[expert] = part
             targets.add(target)
     tensors = {ours: torch.cat([part for _, part in sorted(experts.items())]) for ours, experts in parts.items()}
-    lora = Lora(
-        rank, settings["lora_alpha"], settings.get("lora_dropout", 0.0), tuple(n for n in Lora.targets if n in targets),
-        settings.get("use_rslora", False),
-    )  # fmt: skip
-    adapters = Adapters(lora, tensors)
+    alpha = settings["lora_alpha"]
+    if settings.get("use_rslora"):
+        alpha *= math.sqrt(rank)  # rsLoRA's scale is alpha / sqrt(rank)
+    in_order = tuple(name for name in Lora.targets if name in targets)
+    adapters = Adapters(Lora(rank, alpha, settings.get("lora_dropout", 0.0), in_order), tensors)
     adapters.require_fit(config, str(folder))
     return adapters
 

@@ -106,7 +106,7 @@ def written_out(layer: Any, x: Tensor) -> Any:
     "settings",
     [
         LIVELY,
-        Lora(4, 8.0, targets=("v_proj", "q_proj", "down_proj"), rank_stabilized=True),
+        Lora(4, 8.0, targets=("v_proj", "q_proj", "down_proj")),
         Lora(4, 8.0, dropout=0.3),
         Lora(4, 8.0, base_format="nf4"),
         Lora(3, 8.0, targets=("up_proj", "k_proj"), base_format="nf4"),

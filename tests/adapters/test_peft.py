@@ -75,7 +75,7 @@ def clone_of(model: GPT) -> GPT:
 @pytest.mark.parametrize("targets", [Lora.targets, ("v_proj", "up_proj")], ids=["all", "some"])
 def test_peft_reads_our_adapters_and_has_their_gradients(qwen, tmp_path, targets):
     theirs, plain = qwen
-    adapted = adapt(clone_of(plain), Lora(4, 6.0, targets=targets, rank_stabilized=len(targets) == 2))
+    adapted = adapt(clone_of(plain), Lora(4, 6.0, targets=targets))
     peft_folders.write(tmp_path, adapters_of(adapted), plain.config, "somewhere")
     wrapped = with_adapters(theirs, tmp_path)
     inputs, labels = tokens_of(plain.config)
@@ -95,16 +95,18 @@ def test_peft_reads_our_adapters_and_has_their_gradients(qwen, tmp_path, targets
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
 
 
-def test_our_model_reads_pefts_adapters(qwen, tmp_path):
+@pytest.mark.parametrize("is_stabilized", [False, True], ids=["plain", "rslora"])
+def test_our_model_reads_pefts_adapters(qwen, tmp_path, is_stabilized):
     theirs, plain = qwen
     settings = peft.LoraConfig(
         r=3, lora_alpha=7, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"],
-        init_lora_weights=False,
+        init_lora_weights=False, use_rslora=is_stabilized,
     )  # fmt: skip
     wrapped = peft.get_peft_model(copy.deepcopy(theirs), settings).eval()
     wrapped.save_pretrained(str(tmp_path))
     source = peft_folders.read(tmp_path, plain.config)
-    assert source.lora == Lora(3, 7, 0.1, ("q_proj", "v_proj", "gate_proj", "down_proj"))
+    alpha = 7 * 3**0.5 if is_stabilized else 7
+    assert source.lora == Lora(3, alpha, 0.1, ("q_proj", "v_proj", "gate_proj", "down_proj"))
     model = clone_of(plain)
     merge(model, source)
     inputs, _ = tokens_of(plain.config)
@@ -122,8 +124,7 @@ def test_our_model_reads_pefts_adapters(qwen, tmp_path):
     assert "not plain LoRA (use_dora)" in complaint(lambda: peft_folders.read(tmp_path, plain.config))
 
 
-@pytest.mark.parametrize("is_stabilized", [False, True])
-def test_adapters_of_experts_are_read_by_peft_or_refused(tmp_path, is_stabilized):
+def test_adapters_of_experts_are_read_by_peft_or_refused(tmp_path):
     """Every choice of the experts' matrices: what peft would refuse, or ignore, costs a line at the export."""
     folder = oracle_folder("qwen3_moe")
     inputs = torch.arange(40)[None]
@@ -131,7 +132,7 @@ def test_adapters_of_experts_are_read_by_peft_or_refused(tmp_path, is_stabilized
     for number in range(8):
         targets = ("q_proj", *(name for place, name in enumerate(experts) if number >> place & 1))
         plain, _, _ = load_model(str(folder), cpu_device())
-        adapted = adapt(plain, Lora(4, 6.0, targets=targets, rank_stabilized=is_stabilized))
+        adapted = adapt(plain, Lora(4, 6.0, targets=targets))
         adapters = adapters_of(adapted)
         if targets[1:] not in ((), ("down_proj",), experts):
             line = complaint(partial(peft_folders.require_whole_experts, adapters.lora, plain.config))
@@ -144,8 +145,7 @@ def test_adapters_of_experts_are_read_by_peft_or_refused(tmp_path, is_stabilized
         wrapped = peft.PeftModel.from_pretrained(theirs, str(tmp_path)).eval()
         torch.testing.assert_close(adapted(inputs), wrapped(inputs).logits, rtol=1e-4, atol=1e-4)
         assert (wrapped(inputs).logits - before).abs().max() > 0.01
-        # Read again, it has the same scale.
-        assert peft_folders.read(tmp_path, plain.config).lora.scale == pytest.approx(adapters.lora.scale)
+        assert peft_folders.read(tmp_path, plain.config).lora == adapters.lora
 
 
 def test_dropout_draws_what_peft_draws(qwen, tmp_path):
