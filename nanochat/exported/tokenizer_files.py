@@ -1,7 +1,13 @@
 """Our tokenizer in Hugging Face's form: the files that go with exported weights."""
 
+import json
 from pathlib import Path
 from typing import Any
+
+import tokenizers
+from tokenizers import decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from nanochat.families.imported_tokenizer import BYTE_CHARACTERS, ImportedTokenizer
 from nanochat.tokenizer import Tokenizer
@@ -26,27 +32,22 @@ def tokenizer_files(tokenizer: Tokenizer, context: int, for_others: bool) -> dic
         "model_max_length": context,
     }
     form = hugging_face_form(tokenizer)
-    files: dict[str, Any] = {"tokenizer.json": form, "tokenizer_config.json": settings}
     if for_others:
-        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-        form["added_tokens"] = [{"id": i, "content": name, **plain} for name, i in tokenizer.special_ids.items()]
+        form.add_special_tokens(list(tokenizer.special_ids))
         # Documents begin with this mark: transformers and vLLM put it before a text that is not a chat.
-        begin = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
-        first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
-        mark = {"id": "<|bos|>", "ids": [tokenizer.get_bos_token_id()], "tokens": ["<|bos|>"]}
-        form["post_processor"] = {
-            "type": "TemplateProcessing", "single": [begin, first], "pair": [begin, first, second],
-            "special_tokens": {"<|bos|>": mark},
-        }  # fmt: skip
+        mark = ("<|bos|>", tokenizer.get_bos_token_id())
+        form.post_processor = TemplateProcessing("<|bos|> $A", "<|bos|> $A $B", special_tokens=[mark])
+    files: dict[str, Any] = {"tokenizer.json": json.loads(form.to_str()), "tokenizer_config.json": settings}
+    if for_others:
         files["chat_template.jinja"] = CHAT_TEMPLATE.read_text(encoding="utf-8")
     return files
 
 
-def hugging_face_form(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The tokenizer as a tokenizer.json of Hugging Face's `tokenizers`, which gives every text the same ids.
+def hugging_face_form(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
+    """The tokenizer as one of Hugging Face's `tokenizers`, which gives every text the same ids.
 
     One difference is left: within runs of more than 512 letters, spaces or marks `Tokenizer.encode` cuts.
-    Source: the file format of https://github.com/huggingface/tokenizers; the names of bytes: Radford et al. 2019.
+    Source: the names of bytes: Radford et al. 2019.
     """
     # A vocabulary in JSON cannot hold bytes: GPT-2 has named each of them by a character.
     character_of = {byte: character for character, byte in BYTE_CHARACTERS.items()}
@@ -62,32 +63,15 @@ def hugging_face_form(tokenizer: Tokenizer) -> dict[str, Any]:
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in ranks and right in ranks:
-                merges.append(f"{named(left)} {named(right)}")
+                merges.append((named(left), named(right)))
 
-    # The special tokens have their ids in the vocabulary. They are not among `added_tokens`, which are looked for in
+    # The special tokens have their ids in the vocabulary. They are not among the added tokens, which are looked for in
     # every text: the split pattern divides a spelled-out one, and it is encoded letter by letter.
     vocabulary = {named(token): rank for token, rank in ranks.items()} | tokenizer.special_ids
-    split = {"type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False}
-    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, as_bytes]},
-        "post_processor": None,
-        "decoder": as_bytes,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # a piece that is a token as a whole is that token, as with tiktoken
-            "vocab": vocabulary,
-            "merges": merges,
-        },
-    }
+    # `ignore_merges`: a piece that is a token as a whole is that token, as with tiktoken.
+    form = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(tokenizer.pattern), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    form.pre_tokenizer = pre_tokenizers.Sequence([split, as_bytes])
+    form.decoder = decoders.ByteLevel()
+    return form
