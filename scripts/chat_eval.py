@@ -49,7 +49,7 @@ def main(config: Config) -> None:
     from nanochat.checkpoint_manager import load_model
     from nanochat.conversation import parts_of
     from nanochat.engine import Engine
-    from nanochat.evals.chat_tasks import Graded, chat_core, evaluate, good_chat, graded_choices, readable
+    from nanochat.evals.chat_tasks import Graded, chat_core, evaluate, graded_choices, readable, short_chat
     from nanochat.model_folder import tag_of
     from nanochat.tasks.flag import Reading, open_task
 
@@ -124,7 +124,7 @@ def main(config: Config) -> None:
         # A chat of several turns for the report, sampled as for users; one chat per step.
         if config.show and meta["stage"] != "base" and not report.get("chat"):
             own = SamplingParams(**meta["sampling"])
-            report["chat"], report["chat_try"] = good_chat(engine, own, config.max_tokens)
+            report["chat"] = short_chat(engine, own, config.max_tokens)
             if not config.table_only:
                 print0("\na chat:")
                 for message in report["chat"]:
@@ -179,8 +179,7 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         warn(f"{path} is damaged ({error!r}); it is replaced")
         return report
-    chat = {"chat": earlier.get("chat", []), "chat_try": earlier.get("chat_try", 1)}
-    return {**report, "tasks": tasks, "samples": samples, **chat}
+    return {**report, "tasks": tasks, "samples": samples, "chat": earlier.get("chat", [])}
 
 
 if __name__ == "__main__":

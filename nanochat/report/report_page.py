@@ -74,9 +74,7 @@ def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
     if not chats:
         return "", []
     stage = chats[-1]
-    title = f"A chat with {stage.name} at the checkpoint's own settings"
-    tries = "the first try" if stage.conversation_try == 1 else f"try {stage.conversation_try}, the best so far"
-    return f"{title}: {tries}, as it came", stage.conversation
+    return f"A chat with {stage.name} at the checkpoint's own settings, as it came", stage.conversation
 
 
 # ---------------------------------------------------------------------- tables

@@ -67,7 +67,6 @@ class Stage:
     shares: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
     chats: list[Chat] = field(default_factory=list)
     conversation: list[tuple[str, Pairs]] = field(default_factory=list)  # (role, parts): a chat of several turns
-    conversation_try: int = 1  # which of the chats that were sampled it is
     facts: dict[str, Any] = field(default_factory=dict)  # run.json: configuration, data, time
 
     def add_facts(self, values: Any) -> None:
@@ -96,8 +95,6 @@ class Stage:
         for message in values.get("chat", []):
             parts = tuple((part["type"], str(part["text"])) for part in parts_of(message["content"]))
             self.conversation.append((str(message["role"]), parts))
-        if isinstance(values.get("chat_try"), int):
-            self.conversation_try = values["chat_try"]
         self.chats = chats
         self.scores |= {task: score for task, score in scores.items() if "accuracy" in score}
         for task, score in scores.items():

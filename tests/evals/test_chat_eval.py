@@ -16,14 +16,15 @@ from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
 from nanochat.evals.chat_tasks import (
+    CHAT,
     Graded,
     Result,
     chat_core,
     evaluate,
-    good_chat,
     graded_choices,
     preferred_letters,
     readable,
+    short_chat,
 )
 from nanochat.evals.core import wilson_interval
 from nanochat.ground import paths
@@ -115,35 +116,18 @@ def grade(
 
 # ---------------------------------------------------------------------- the report's chat
 
-GOOD = ["Hi.", "It is 85.", "Ravi was a fox."]
-OTHER = ["Hi.", "It is 85.", "A cat."]
-BAD = ["Hi.", "It is 58.", "A cat."]
 
-
-@pytest.mark.parametrize(
-    ("chats", "expected"),
-    [([GOOD], 1), ([BAD, GOOD], 2), ([BAD, BAD, OTHER, OTHER], 3)],  # none is good: the first of the best
-)
-def test_the_chat_of_the_report_is_the_first_good_one(
-    chats: list[list[str]], expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seeds: list[int] = []
-
+def test_the_chat_of_the_report_goes_on_for_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     class Replied:
         def __init__(self, engine: Any, *, seed: int, **settings: Any) -> None:
-            self.replies = iter(chats[len(seeds)])
-            self.messages: list[dict[str, str]] = []
-            seeds.append(seed)
+            self.messages: list[Any] = [seed]
 
         def say(self, question: str) -> None:
-            self.messages.append({"role": "user", "content": question})
-            self.messages.append({"role": "assistant", "content": next(self.replies)})
+            self.messages.append(question)
 
     monkeypatch.setattr("nanochat.evals.chat_tasks.Chat", Replied)
     engine: Any = None
-    chat, number = good_chat(engine, SamplingParams(seed=5))
-    assert number == expected and [turn["content"] for turn in chat[1::2]] == chats[expected - 1]
-    assert seeds == [5 + 3 * place for place in range(len(chats))]  # a seed for each of the three replies
+    assert short_chat(engine, SamplingParams(seed=5)) == [5, *CHAT]
 
 
 # ---------------------------------------------------------------------- generative tasks
@@ -520,7 +504,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     flags = ("--temperature=0.5", "--top_k=7", "--top_p=0.9", "--seed=11", "--device_batch_size=4")
     call("--tasks=addition", "--max_examples=3", "--samples=2", f"--source={checkpoint}", *flags)
     sampling = [SamplingParams(0.5, 7, 0.9, min_p=0.05, seed=seed_of(11, row)) for row in range(6)]
-    assert [one["rows"] for one in seen] == [4, 2, *(1, 1, 1) * 4]  # and four chats for the report: none is good
+    assert [one["rows"] for one in seen] == [4, 2, 1, 1, 1]  # and the chat of the report
     assert seen[0]["sampling"] + seen[1]["sampling"] == sampling and seen[0]["max_tokens"] == 6
     assert not (paths.base_dir() / "runs").exists()  # a checkpoint that is given by its folder
 

@@ -344,7 +344,7 @@ def test_what_a_model_writes_stays_text(base, payload):
         chats.append({"task": payload, "messages": [message], "reply": [reply], "correct": None})
     chat = [{"role": "user", "content": payload}, {"role": "assistant", "content": payload}]
     score = {"accuracy": 0.5, "baseline": 0.1}
-    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats, "chat": chat, "chat_try": 3})
+    write(base, "sft", "chat_eval.json", {"tasks": {payload: score}, "samples": chats, "chat": chat})
     write(base, "sft", "run.json", {"commit": payload, "data": payload, "versions": {"torch": payload}})
     further = {"command": f"python {payload}", "device": payload, "dtype": payload}
     write_commands(base, [command(payload, payload, 5.0, **further)])
@@ -352,7 +352,7 @@ def test_what_a_model_writes_stays_text(base, payload):
     page = Page(html)
     assert not page.tags & {"script", "img"} and not [name for name, _ in page.attributes if name.startswith("on")]
     assert page.text.count(payload) >= 8  # sample, question and replies, command, device, stage
-    assert "half ? of a face,   [31m 中文" in page.text and "try 3, the best so far" in page.text and html.encode()
+    assert "half ? of a face,   [31m 中文" in page.text and "own settings, as it came" in page.text and html.encode()
     # Nothing is closed early.
     assert page.text.rstrip().endswith("Left out: no run of mid, rm, dpo, rl.")
 
