@@ -4,14 +4,13 @@
     Llama 3        {"name": "weather", "parameters": {"city": "Paris"}}
     Mistral        [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": "a1B2c3D4e"}]
 
-Llama 3 also writes `<|python_tag|>` before a call, or the call as `<|python_tag|>weather.call(city="Paris")`. Newer
-models of Mistral write `[TOOL_CALLS]weather[ARGS]{"city": "Paris"}`.
+Llama 3 may write `<|python_tag|>` before a call. Newer models of Mistral write `[TOOL_CALLS]weather[ARGS]{"city":
+"Paris"}`.
 
 Which form a model has is not looked up by its name: its chat template writes known calls, and the form that reads
 exactly these calls back is the model's (`find_form`).
 """
 
-import ast
 import hashlib
 import json
 import os
@@ -30,7 +29,6 @@ MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # Mistral's templates accept no other ids; other templates print none
 PYTHON_TAG = "<|python_tag|>"
 MAX_NAME = 100  # characters between [TOOL_CALLS] and [ARGS]
-MAX_PYTHON = 10_000  # characters of a call in Python's form
 # What decides where a JSON text ends: inside of a string, and outside. There a "<" is a mistake: a mark follows.
 IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
 OUTSIDE = re.compile(r'["{}\[\]<]')
@@ -234,12 +232,9 @@ class CallReader:
         start = head.end() if head is not None else len(self._held)
         if not self._held.startswith(("{", "["), start):
             name = self._held.partition(self.form.mark)[2] if self.form.mark else ""
-            is_python = not self.form.mark and self._held.lstrip("; \n").startswith(PYTHON_TAG)
-            is_begun = start == len(self._held) and len(name) <= MAX_NAME
-            if not is_end and (is_begun or is_python):
+            if not is_end and start == len(self._held) and len(name) <= MAX_NAME:
                 return []  # the rest has not arrived
-            call = self._python_call(self._held[start:]) if is_python else None
-            return self._found([call], len(self._held)) if call is not None else self._not_a_call()
+            return self._not_a_call()
         assert head is not None
         end = self._json_end(start)
         if end == 0 and not is_end:
@@ -313,20 +308,6 @@ class CallReader:
         except (ValueError, TypeError, RecursionError):
             return None
         return call
-
-    def _python_call(self, text: str) -> FunctionCall | None:
-        """`weather.call(city="Paris")`, the form of the functions that Llama 3 knows without a description."""
-        try:
-            tree = ast.parse(text[:MAX_PYTHON].strip(), mode="eval").body
-            if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Attribute) or tree.args:
-                return None
-            arguments = {word.arg or "": ast.literal_eval(word.value) for word in tree.keywords}
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return None
-        function = tree.func
-        if function.attr != "call" or not isinstance(function.value, ast.Name) or "" in arguments:
-            return None
-        return self._call({"name": function.value.id, "arguments": arguments})
 
 
 def _overlap(text: str, mark: str) -> int:
