@@ -163,11 +163,4 @@ TASKS = {
         },
         language="zh",
     ),
-    # 61,135 and 2,000 pairs. A sha256 that two projects check was not found; nor a copy on ModelScope, which has
-    # others' choice of such pairs (AI-ModelScope/ultrafeedback-binarized-preferences-cleaned; no test split was seen).
-    "ultrafeedback": Dataset(
-        {"hf": Source("HuggingFaceH4/ultrafeedback_binarized", "3949bf5f8c17c394422ccfab0c31ea9c20bdeb85")},
-        licence="MIT",
-        splits={"train_prefs": _split("data/train_prefs"), "test_prefs": _split("data/test_prefs")},
-    ),
 }

@@ -13,7 +13,6 @@ PLUGS = {
         "humaneval": "nanochat.tasks.humaneval:HumanEval",
         "smoltalk": "nanochat.tasks.smoltalk:SmolTalk",
         "smoltalk_zh": "nanochat.tasks.smoltalk:SmolTalkChinese",
-        "ultrafeedback": "nanochat.tasks.ultrafeedback:UltraFeedback",
         # The content of a PATH without a task's name: its form stands in for a task.
         "conversations": "nanochat.tasks.conversations:Conversations",
         "prompts": "nanochat.tasks.conversations:Prompts",

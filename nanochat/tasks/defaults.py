@@ -11,6 +11,7 @@ Stage = Literal["sft", "rl", "dpo"]
 # For a model pretrained on the demo corpus, on the web, on Chinese.
 BUILT_IN_TASKS = "stories:12,questions:4,addition:1,arithmetic:10,identity:7,unknown:5,memory:7,json:4,repeat:4"
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
+PAIRS = "HuggingFaceH4/ultrafeedback_binarized@train_prefs"  # by Cui et al. 2023, UltraFeedback
 CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"
 # A model loses what it is not rewarded for: rewarded for stories only it gets more sums wrong, 42 of 200 where it was
 # 12, and forgets small talk (2026-11-22); with one question in thirteen about a story it loses 10 points of those
@@ -27,7 +28,7 @@ def default_tasks(pretraining_data: str, hub: str = "hf", stage: Stage = "sft") 
     if not from_hub:
         return {"sft": BUILT_IN_TASKS, "rl": BUILT_IN_RL_TASKS, "dpo": "stories"}[stage]
     if stage != "sft":
-        return {"rl": "gsm8k", "dpo": "ultrafeedback"}[stage]
+        return {"rl": "gsm8k", "dpo": PAIRS}[stage]
     is_chinese = any(DATASETS[name].language == "zh" for name in read if name in DATASETS)
     here = []
     for entry in (CHINESE_TASKS if is_chinese else HUB_TASKS).split(","):

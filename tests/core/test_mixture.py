@@ -12,7 +12,7 @@ from nanochat.data.catalog import TASKS
 from nanochat.loader import segments_of
 from nanochat.mixture import Mixture, MixtureCorpus
 from nanochat.task import Example, Task
-from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS, default_tasks
+from nanochat.tasks.defaults import BUILT_IN_RL_TASKS, BUILT_IN_TASKS, CHINESE_TASKS, HUB_TASKS, PAIRS, default_tasks
 from nanochat.tasks.flag import (
     EpochMixture,
     TaskSpec,
@@ -204,7 +204,7 @@ def test_the_defaults_follow_the_pretraining_text(tmp_path):
     assert default_tasks(f"{tmp_path}:0.9,climbmix:0.1") == HUB_TASKS
     assert default_tasks(f"{tmp_path}:0.9,demo:0.1") == BUILT_IN_TASKS
     assert (default_tasks("demo", stage="rl"), default_tasks("climbmix", stage="rl")) == (BUILT_IN_RL_TASKS, "gsm8k")
-    assert (default_tasks("demo", stage="dpo"), default_tasks("climbmix", stage="dpo")) == ("stories", "ultrafeedback")
+    assert (default_tasks("demo", stage="dpo"), default_tasks("climbmix", stage="dpo")) == ("stories", PAIRS)
     # A Chinese chat set for a Chinese corpus, and no task that the hub does not have.
     assert default_tasks("fineweb-edu-chinese") == default_tasks("fineweb-edu-chinese", "modelscope") == CHINESE_TASKS
     here = {spec.name for spec in parse_tasks(default_tasks("fineweb-edu", "modelscope"))}

@@ -16,7 +16,7 @@ from nanochat.conversation import Part, parts_of, text_of
 from nanochat.data import catalog, hub
 from nanochat.demo.writer import held_out
 from nanochat.ground.cli import UserError
-from nanochat.task import Example, Pair, Task
+from nanochat.task import Example, Task
 from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
@@ -25,10 +25,9 @@ from nanochat.tasks.messages import check_messages
 from nanochat.tasks.mmlu import Mmlu
 from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
 from nanochat.tasks.spelling import LetterCount, Spelling
-from nanochat.tasks.ultrafeedback import UltraFeedback
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, SmolTalkChinese, UltraFeedback)
+FROM_HUB = (Gsm8k, Mmlu, ArcEasy, ArcChallenge, HumanEval, SmolTalk, SmolTalkChinese)
 
 
 def reference(example: Example) -> list[Part]:
@@ -409,28 +408,6 @@ def test_dialogues(tmp_path):
     assert not categories["train"] & categories["test"]
 
 
-# ---- Preference pairs ------------------------------------------------------------------------------------
-
-BETTER, WORSE = {"role": "assistant", "content": "Hi!"}, {"role": "assistant", "content": "Go away."}
-
-
-def test_ultrafeedback_reads_its_own_split_of_a_whole_copy(tmp_path):
-    (tmp_path / "data").mkdir()
-    for split in ("train_gen", "train_prefs", "train_sft", "test_prefs", "test_sft"):
-        row = {
-            "prompt": split,
-            **{side: [{"role": "user", "content": split}, BETTER] for side in ("chosen", "rejected")},
-        }
-        write_rows(tmp_path / f"data/{split}-00000-of-00001.parquet", [row])
-    for split in ("train", "test"):
-        task = UltraFeedback(split, str(tmp_path))
-        assert [len(task), task.pair(0).question[0]["content"]] == [1, f"{split}_prefs"]
-    rows = [{"chosen": HELLO, "rejected": [HELLO[0], WORSE]}, {"chosen": HELLO, "rejected": HELLO[:1]}]
-    task = UltraFeedback("train", write_rows(tmp_path / "train.jsonl", rows))  # a row is checked when it is read
-    assert task.pair(0) == Pair(HELLO[:1], BETTER, WORSE)
-    assert "line 2 cannot be used: rejected does not end" in complaint(lambda: task.pair(1))
-
-
 # ---- All that come from a hub ----------------------------------------------------------------------------
 
 
@@ -447,6 +424,6 @@ def test_the_right_split_is_requested_of_the_hub(kind, monkeypatch):
     for split in splits:
         with pytest.raises(UserError, match="enough"):
             kind(split, None, "modelscope")
-    others = {Mmlu: {"train": "auxiliary_train"}, UltraFeedback: {"train": "train_prefs", "test": "test_prefs"}}
+    others = {Mmlu: {"train": "auxiliary_train"}}
     wanted = [(kind.name, others.get(kind, {}).get(split, split), "modelscope") for split in splits]
     assert requested == wanted and all(split in catalog.TASKS[name].splits for name, split, _ in requested)
