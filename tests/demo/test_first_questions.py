@@ -204,20 +204,7 @@ def test_it_is_named_with_its_path_and_never_trained_on(tmp_path):
 
 RULES: list[dict] = [
     {},
-    {"number": 4},
-    {"number": "four"},
-    {"story": ["cat"]},
-    {"story": {}},
-    {"story": {"kind": 5}},
-    {"story": {"banana": "cat"}},
-    {"honest": False},
-    {"says": []},
-    {"says": [""]},
-    {"says": [5]},
-    {"number": "4", "not": [5]},
     {"not": ["4"]},  # nothing says what is right
-    {"number": "4", "not": "5"},
-    {"number": "4", "before": "hello"},
     {"number": "4", "before": [{"role": "user", "content": "hello"}]},  # without a reply
     {"right": "4"},
 ]
