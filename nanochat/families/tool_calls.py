@@ -11,6 +11,7 @@ Which form a model has is not looked up by its name: its chat template writes kn
 exactly these calls back is the model's (`find_form`).
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,17 +22,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanochat.families.chat_template import ChatTemplate, TemplateError
-from nanochat.ground.untrusted import json_of
 from nanochat.tokenizer import replace_surrogates
 
 # The names of special tokens that belong to a call. Elsewhere a reply's text is without special tokens.
 MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # Mistral's templates accept no other ids; other templates print none
 PYTHON_TAG = "<|python_tag|>"
-MAX_NAME = 100  # characters between [TOOL_CALLS] and [ARGS]
-# What decides where a JSON text ends: inside of a string, and outside. There a "<" is a mistake: a mark follows.
-IN_STRING = re.compile(r'"|\\.?', re.DOTALL)
-OUTSIDE = re.compile(r'["{}\[\]<]')
 
 
 @dataclass(frozen=True)
@@ -142,7 +138,8 @@ def opens_thought(prompt: str) -> bool:
 
 
 class CallReader:
-    """Divides a reply into its text and its calls, as it arrives.
+    """Divides a reply into its text and its calls. The text is handed out as it arrives, up to the mark of a call; what
+    follows the mark is read when the reply is complete: clients run calls no sooner.
 
     What is not a whole call of one of the functions `names` stays text: a call that is cut off, that is not JSON, or
     that calls another function. So do calls within <think> and </think>, where a model weighs what it might call.
@@ -158,19 +155,16 @@ class CallReader:
         self._in_thought = in_thought
         self._is_call = False  # what is held begins a call
         self._may_begin = True  # nothing but thoughts and calls came before what is held
-        # The scan for the end of a call's JSON.
-        self._scanned = 0  # characters of what is held
-        self._end = 0  # 0: not found yet
-        self._depth = 0
-        self._in_string = False
 
     def add(self, text: str, is_end: bool = False) -> list[str | FunctionCall]:
-        """What is complete with a further piece of the reply, in order; at its end, everything."""
+        """What can be handed out with a further piece of the reply, in order; at its end, everything."""
         self._held += text
         pieces: list[str | FunctionCall] = []
         while self._held:
             before = (self._held, self._is_call, self._in_thought)
-            pieces += self._read_call(is_end) if self._is_call else self._read_text(is_end)
+            if self._is_call and not is_end:
+                break
+            pieces += self._read_call() if self._is_call else self._read_text(is_end)
             if before == (self._held, self._is_call, self._in_thought):
                 break
         return [piece for piece in pieces if piece]
@@ -210,8 +204,6 @@ class CallReader:
         if text.strip():
             self._may_begin = False
         self._is_call = is_call
-        self._scanned = self._end = self._depth = 0
-        self._in_string = False
         return [self._take(len(text))]
 
     def _until(self, tag: str, is_end: bool) -> str:
@@ -226,26 +218,19 @@ class CallReader:
 
     # ---- calls
 
-    def _read_call(self, is_end: bool) -> list[str | FunctionCall]:
-        """The call that begins here, once it is complete; its mark as text if it is none."""
+    def _read_call(self) -> list[str | FunctionCall]:
+        """The call that begins here; its mark as text if it is none. The reply is complete."""
         head = self.form.head.match(self._held)
-        start = head.end() if head is not None else len(self._held)
-        if not self._held.startswith(("{", "["), start):
-            name = self._held.partition(self.form.mark)[2] if self.form.mark else ""
-            if not is_end and start == len(self._held) and len(name) <= MAX_NAME:
-                return []  # the rest has not arrived
-            return self._not_a_call()
-        assert head is not None
-        end = self._json_end(start)
-        if end == 0 and not is_end:
-            return []
-        calls = self._calls(head.groupdict(), self._held[start:end]) if end > 0 else None
+        calls = None
+        end = 0
+        if head is not None and self._held.startswith(("{", "["), head.end()):
+            with contextlib.suppress(ValueError, RecursionError):
+                content, end = json.JSONDecoder().raw_decode(self._held, head.end())
+                calls = self._calls(head.groupdict(), content)
         if calls is None:
             return self._not_a_call()
         rest = self._held[end:]
         after = rest.lstrip()
-        if self.form.end and not is_end and len(after) < len(self.form.end) and self.form.end.startswith(after):
-            return []
         if self.form.end and after.startswith(self.form.end):
             end += len(rest) - len(after) + len(self.form.end)
         return self._found(calls, end)
@@ -265,27 +250,8 @@ class CallReader:
             return [self._take(len(self._held))]
         return [self._take(self._held.index(self.form.mark) + len(self.form.mark))]
 
-    def _json_end(self, start: int) -> int:
-        """Where the JSON ends that begins at `start`; 0: it has not ended yet, -1: it is not JSON."""
-        place = max(self._scanned, start)
-        while not self._end:
-            found = (IN_STRING if self._in_string else OUTSIDE).search(self._held, place)
-            if found is None or found[0] == "\\":  # half an escape
-                self._scanned = len(self._held) if found is None else found.start()
-                return 0
-            place = found.end()
-            if found[0] == '"':
-                self._in_string = not self._in_string
-            elif found[0] == "<":
-                self._end = -1
-            elif not self._in_string:
-                self._depth += 1 if found[0] in "{[" else -1
-                self._end = place if self._depth == 0 else 0
-        return self._end
-
-    def _calls(self, head: dict[str, str | None], text: str) -> list[FunctionCall] | None:
-        """The calls in a JSON text; None where it is something else. `head` is the name and id before it, if any."""
-        content = json_of(text)
+    def _calls(self, head: dict[str, str | None], content: Any) -> list[FunctionCall] | None:
+        """The calls in JSON; None where it is something else. `head` is the name and id before it, if any."""
         if head.get("name"):
             content = {**head, self.form.key: content}
         calls = [self._call(one) for one in (content if isinstance(content, list) else [content])]

@@ -214,7 +214,8 @@ def test_text_is_handed_out_as_it_arrives():
     assert reader.add(" at it. <tool") == [" at it."]  # the rest may begin a call
     assert reader.add("s> are") == [" <tools> are"]
     assert reader.add(f"\n<tool_call>\n{WEATHER}\n</tool_") == []
-    assert reader.add("call>") == [PARIS]
+    assert reader.add("call> Ok") == []  # what follows a mark waits for the end of the reply
+    assert reader.add(".", is_end=True) == [PARIS, " Ok."]
 
 
 def test_a_thought_that_the_prompt_has_begun():
@@ -235,12 +236,12 @@ def test_ids_of_other_servers_fit_mistrals_templates():
 
 
 def test_a_long_argument_is_read_in_one_pass():
-    """A file of 200,000 characters, by character: each character is looked at once, not once per later one."""
+    """A file of 200,000 characters, in pieces: it is read when the reply ends."""
     arguments = json.dumps({"text": "x = [1] " * 25_000})
     reply = f'<tool_call>{{"name": "read_file", "arguments": {arguments}}}</tool_call>'
     reader = CallReader(QWEN, NAMES)
     found = []
     for at in range(0, len(reply), 50):
         found += reader.add(reply[at : at + 50])
-    (call,) = found
+    (call,) = found + reader.add("", is_end=True)
     assert isinstance(call, FunctionCall) and len(call.arguments["text"]) == 200_000
