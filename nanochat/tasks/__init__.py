@@ -4,7 +4,6 @@ PLUGS = {
     "tasks": {
         "spelling": "nanochat.tasks.spelling:Spelling",
         "letters": "nanochat.tasks.spelling:LetterCount",
-        "nim": "nanochat.tasks.nim:Nim",
         "tool_use": "nanochat.tasks.tool_use:ToolUse",
         "gsm8k": "nanochat.tasks.gsm8k:Gsm8k",
         "mmlu": "nanochat.tasks.mmlu:Mmlu",

@@ -1,10 +1,8 @@
-"""Environments: a game, tools, those of a user's file, and the tokens of their episodes by any chat template."""
+"""Environments: tools, those of a user's file, and the tokens of their episodes by any chat template."""
 
-import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -16,7 +14,6 @@ from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.rollout import Samples
 from nanochat.task import Environment, Example, Step, Task
 from nanochat.tasks.flag import EnvironmentTask, TaskSpec, open_mixture, open_task, parse_tasks, require_pairs
-from nanochat.tasks.nim import MOVES, Nim
 from nanochat.tasks.tool_use import call_in, run_tool
 from nanochat.tokenizer import Tokenizer
 
@@ -24,35 +21,6 @@ from nanochat.tokenizer import Tokenizer
 def said(step: Step) -> str:
     (message,) = step.messages
     return message["content"]
-
-
-# ---------------------------------------------------------------------- the game
-
-
-def play(seed: int, choose: Any) -> float:
-    """The reward of a game in which `choose(left, source)` takes stones."""
-    game = Nim(random.Random(seed))
-    source = random.Random(f"player {seed}")
-    left = int(re.findall(r"\d+", game.start()[0]["content"])[0])
-    while True:
-        step = game.step(parts_of(str(choose(left, source))))
-        if not step.messages:
-            return step.reward
-        left = int(re.findall(r"\d+", said(step))[1])
-
-
-def test_nim_is_won_by_its_best_play():
-    """To leave a multiple of 4 is best, and loses only where the start is one; luck wins about half of the games."""
-    games = 600
-    best = sum(play(seed, lambda left, _: left % 4 or 1) for seed in range(games)) / games
-    by_luck = sum(play(seed, lambda left, source: source.choice(MOVES[:left])) for seed in range(games)) / games
-    assert best > 0.9 and 0.35 < by_luck < 0.65
-
-
-@pytest.mark.parametrize("reply", ["4", "0", "", "take 1", "1 1", "９"])
-def test_what_is_no_move_loses(reply):
-    game = Nim(random.Random(0))
-    assert game.step(parts_of(reply)) == Step()
 
 
 # ---------------------------------------------------------------------- tools
@@ -109,8 +77,8 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "rl.md").read_text(encodi
 def test_a_file_of_ones_own_is_a_task(tmp_path):
     file = tmp_path / "guess.py"
     file.write_text(f"{GUESS}\nnot_a_class = 3\n")
-    first, second = parse_tasks(f"{file}:Guess:0.5,nim")
-    assert first == TaskSpec(f"{file}:Guess", None, 0.5) and second == TaskSpec("nim", None, 1.0)
+    first, second = parse_tasks(f"{file}:Guess:0.5,tool_use")
+    assert first == TaskSpec(f"{file}:Guess", None, 0.5) and second == TaskSpec("tool_use", None, 1.0)
     task = open_task(first, "train")
     assert isinstance(task, EnvironmentTask) and task.name == "guess"
     example = task.example(3)
@@ -123,23 +91,20 @@ def test_a_file_of_ones_own_is_a_task(tmp_path):
     assert open_mixture(f"{file}:Guess", "train").fingerprint() != print_before
     for entry, word in {
         f"{file}:Gues": "Guess", f"{file}:not_a_class": "neither", f"{tmp_path}/gone.py:Guess": "no file",
-        "nim=x": "path",
+        "tool_use=x": "path",
     }.items():  # fmt: skip
         assert word in complaint(lambda entry=entry: open_mixture(entry, "train"))
-    assert "nim" in complaint(lambda: require_pairs(parse_tasks("nim")))
+    assert "tool_use" in complaint(lambda: require_pairs(parse_tasks("tool_use")))
 
 
-@pytest.mark.parametrize("name", ["nim", "tool_use"])
-def test_reference_replies_are_learned_and_nothing_else(name):
+def test_reference_replies_are_learned_and_nothing_else():
     tokenizer = tiny_tokenizer()
-    task = open_task(TaskSpec(name, None, 1.0), "train")
+    task = open_task(TaskSpec("tool_use", None, 1.0), "train")
     for index in range(4):
         messages = task.example(index).messages
         rendered = render(tokenizer, messages)
         replies = [message["content"] for message in messages if message["role"] == "assistant"]
         assert learned(tokenizer, rendered) == "".join(f"{reply}<|assistant_end|>" for reply in replies)
-    if name == "nim":
-        assert len({len(task.example(index).messages) for index in range(20)}) > 2
 
 
 # ---------------------------------------------------------------------- tokens of an episode
