@@ -66,6 +66,18 @@ MODULES = {"attention": "self_attn", "mlp": "mlp"}
 STACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.input": "mlp.gate_up_proj"}
 # Tables that older files hold although they follow from the config, and a tied head, which is the embedding.
 IGNORED = re.compile(r"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+")
+# Parts of names that a wrapper leaves when the model is saved inside of it: the wrapper, and what to save instead.
+WRAPPERS = {
+    "_orig_mod": "torch.compile: save the model that was compiled, model._orig_mod",
+    "module": "DataParallel, DDP or DeepSpeed: save the model inside, model.module",
+    "_fsdp_wrapped_module": "FSDP: save the full state, as accelerate's save_model does",
+    "_checkpoint_wrapped_module": "activation checkpointing: save the model without it",
+    **dict.fromkeys(
+        ("base_model.model", "base_layer", "lora_A", "lora_B"),
+        "peft, with adapters beside the weights: save model.merge_and_unload()",
+    ),
+}
+WRAPPED = re.compile(rf"(?:^|\.)({'|'.join(map(re.escape, WRAPPERS))})\.")
 
 
 def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False) -> list[tuple[str, int]]:
@@ -422,6 +434,10 @@ def index(folder: Path) -> dict[str, Stored]:
         for name, tensor in _headers(path):
             if places is None or places.get(name) == file:
                 tensors[name] = tensor
+    for name in sorted(tensors):
+        wrapper = WRAPPED.search(name)
+        if wrapper is not None:
+            raise ValueError(f"its weights were saved with names such as {name[:200]} by {WRAPPERS[wrapper[1]]}")
     missing = set(places or ()) - set(tensors)
     if missing:
         raise ValueError(f"{listing.name} names {sorted(missing)[0][:200]}, which is in none of the files")
@@ -464,33 +480,26 @@ class FamilyWeights(model_folder.Weights):
         return theirs_of(name, self.config, rows, self.is_stacked)
 
     def layers(self) -> int:
-        numbered = (re.search(r"\bmodel\.layers\.(\d+)\.", name) for name in self.stored)
-        return len({found[1] for found in numbered if found})
+        return len({name.split(".")[2] for name in self.stored if name.startswith("model.layers.")})
 
     def holds(self, name: str) -> bool:
         return name != SCALAR_HEAD
 
     def require_shapes(self, shapes: dict[str, torch.Size]) -> None:
         unknown = set(self.stored)
-        missing = []
         for name, ours in shapes.items():
             for theirs, rows in self.theirs_of(name, ours[0]):
                 shape = [rows, *ours[1:]]
                 if theirs not in self.stored:
-                    missing.append(theirs)
-                    continue
+                    raise ValueError(f"the weights have no {theirs}, which config.json asks for")
                 if self.stored[theirs].shape != shape:
                     raise ValueError(f"{theirs} is {self.stored[theirs].shape}, config.json asks for {shape}")
                 if self.stored[theirs].dtype not in DTYPES:
                     raise ValueError(f"{theirs} is stored as {self.stored[theirs].dtype}: one of {', '.join(DTYPES)}")
                 unknown.discard(theirs)
-        others = sorted(name for name in unknown if not IGNORED.fullmatch(name))
-        if missing:
-            # A model that was saved inside of a wrapper has _orig_mod.model.norm.weight for model.norm.weight.
-            found = f", but {others[0][:200]}: save the model without a wrapper" if others else ""
-            raise ValueError(f"the weights have no {missing[0]}, which config.json asks for{found}")
-        if others:
-            raise ValueError(f"the weights have {others[0][:200]}, which config.json does not ask for")
+        unknown = {name for name in unknown if not IGNORED.fullmatch(name)}
+        if unknown:
+            raise ValueError(f"the weights have {sorted(unknown)[0][:200]}, which config.json does not ask for")
 
     def read(self, name: str, rows: int, first: int, target: Tensor) -> None:
         start = 0  # the first row of their next tensor, counted in the parameter's rows
