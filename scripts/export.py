@@ -24,7 +24,7 @@ with split_special_tokens=False.
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 MODELING = Path(__file__).parent.parent / "nanochat" / "exported" / "modeling_nanochat.py"
 # The entries of a checkpoint's meta.json to keep. The rest, such as paths, describes the machine that trained it.
 KEPT = ("model", "tokenizer", "step", "stage", "source", "pretraining", "sampling", "tasks", "trained_at")
-# Fields of GPTConfig that have another name there: transformers expects another form under rope_scaling.
-RENAMED = {"rope_scaling": "rotary_scaling"}
+# Fields of GPTConfig that the modeling file does not read: what follows from them is written in their place.
+DERIVED = {"rope_theta", "rope_scaling", "sequence_len", "window_pattern", "window_tokens"}
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ def require_exported(config: "GPTConfig") -> None:
     """Raises UserError: when the model has a part that modeling_nanochat.py does not compute."""
     # The fields that its code reads, as config.width, c.width or getattr(c, "key_offset", False).
     read = set(re.findall(r"\b(?:config|c)(?:\.|, \")(\w+)", MODELING.read_text(encoding="utf-8")))
-    read.add("scalar_head")  # it is not in the logits
+    read |= {"scalar_head", *DERIVED}  # the head is not in the logits
     for field in fields(config):
         value = getattr(config, field.name)
-        if RENAMED.get(field.name, field.name) not in read and value != field.default:
+        if field.name not in read and value != field.default:
             raise UserError(
                 f"--to hf: {MODELING.name} does not know GPTConfig.{field.name}, which is {value}: compute it "
                 "there, or leave --to hf out"
@@ -140,13 +140,13 @@ def write_as_ours(
     files = saver.write_model(folder, model.config, weights, tokenizer, kept, EXPORTED_NAME)
 
     contents = tokenizer_files(tokenizer, model.config.sequence_len, for_others=for_transformers)
-    settings = {"model_type": "nanochat", "dtype": dtype_name(dtype), **meta["model"]}
+    settings = {"model_type": "nanochat", "dtype": dtype_name(dtype), **asdict(model.config)}
     if for_transformers:
         contents["generation_config.json"] = generation_settings(meta["sampling"], tokenizer)
         settings |= text_ends(tokenizer)
         settings |= {"architectures": ["NanochatForCausalLM"], "tie_word_embeddings": False}
-        for ours, theirs in RENAMED.items():
-            settings[theirs] = settings.pop(ours, None)
+        settings |= derived_settings(model.config)
+        del settings["rope_scaling"]  # transformers expects another form under this name
         settings["auto_map"] = {
             "AutoConfig": "modeling_nanochat.NanochatConfig",
             "AutoModelForCausalLM": "modeling_nanochat.NanochatForCausalLM",
@@ -156,6 +156,20 @@ def write_as_ours(
     contents["config.json"] = settings
     files |= write_contents(folder, contents)
     storage.write_json(folder / "manifest.json", files)
+
+
+def derived_settings(config: "GPTConfig") -> dict[str, Any]:
+    """What the modeling file reads in place of the fields DERIVED."""
+    import torch
+
+    frequencies = config.rope_theta ** (-torch.arange(0, config.head_dim, 2).float() / config.head_dim)
+    if config.rope_scaling is not None:
+        frequencies = config.rope_scaling.apply(frequencies, config.rope_theta)
+    return {
+        "rotary_frequencies": frequencies.tolist(),
+        "rotary_gain": 1.0 if config.rope_scaling is None else config.rope_scaling.gain,
+        "windows": [config.window(layer) for layer in range(config.n_layer)],
+    }
 
 
 def write_as_family(

@@ -24,7 +24,7 @@ OUTPUT_CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__
 
 
 class NanochatConfig(PretrainedConfig):
-    """The fields of nanochat's GPTConfig, all of which config.json has."""
+    """The fields of nanochat's GPTConfig and what follows from them (scripts/export.py), as in config.json."""
 
     model_type = "nanochat"
     keys_to_ignore_at_inference = ["past_key_values", "cache", "last_hidden_state"]
@@ -74,8 +74,8 @@ class Attention(nn.Module):
         has_gate = has_value_embedding(config, layer)
         self.value_gate = nn.Linear(min(32, config.width), K, bias=False) if has_gate else None
         self.scale = (config.qk_scale**2 if has_norm else 1.0) / math.sqrt(D)
-        if config.qk_norm == "after_rotary" and config.rotary_scaling:
-            self.scale *= config.rotary_scaling["gain"] ** 2
+        if config.qk_norm == "after_rotary":
+            self.scale *= config.rotary_gain**2
 
     def forward(self, x, value, cos, sin, mask, begins, cache):
         c = self.config
@@ -133,24 +133,6 @@ def has_value_embedding(config, layer: int) -> bool:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-
-def scaled(frequencies: Tensor, config) -> Tensor:
-    """The frequencies (D / 2,) of a model whose context was extended: linear, or YaRN's ramp over the pairs."""
-    settings = config.rotary_scaling
-    slowed = frequencies / settings["factor"]
-    if settings["kind"] == "linear":
-        return slowed
-    half = len(frequencies)
-
-    def pair(turns: float) -> float:  # the pair that makes this many turns in the original context
-        return half * math.log(settings["original_len"] / (2 * math.pi * turns)) / math.log(config.rope_theta)
-
-    first = max(math.floor(pair(settings["most_turns"])), 0)
-    last = min(math.ceil(pair(settings["fewest_turns"])), 2 * half - 1)
-    kept = 1 - (torch.arange(half, device=frequencies.device) - first) / max(last - first, 0.001)
-    kept = kept.clamp(0, 1)
-    return (1 - kept) * slowed + kept * frequencies
 
 
 def activate(x: Tensor, is_gated: bool) -> Tensor:
@@ -365,7 +347,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             value = None
             if str(layer) in self.value_embeddings:
                 value = self.value_embeddings[str(layer)](input_ids)
-            inputs = (x, value, cos, sin, masks[self._window(layer)], begins[:, None, :, None], cache)
+            inputs = (x, value, cos, sin, masks[c.windows[layer]], begins[:, None, :, None], cache)
             x = self._gradient_checkpointing_func(block.__call__, *inputs) if is_checkpointed else block(*inputs)
         x = self.norm(x)
         if isinstance(logits_to_keep, int) and logits_to_keep:
@@ -387,22 +369,11 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return output
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        D = self.config.head_dim
-        frequencies = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device).float() / D)
-        gain = 1.0
-        if self.config.rotary_scaling:
-            frequencies = scaled(frequencies, self.config)
-            gain = self.config.rotary_scaling["gain"]
+        gain = self.config.rotary_gain
+        frequencies = torch.tensor(self.config.rotary_frequencies, device=positions.device)
         angles = positions[..., None].float() * frequencies  # (B, T, D / 2)
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # (B, T, 1, D)
         return (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)
-
-    def _window(self, layer: int) -> int:
-        c = self.config
-        letter = c.window_pattern[layer % len(c.window_pattern)]
-        if c.window_tokens:
-            return c.window_tokens if letter == "S" else 0
-        return 0 if letter == "L" or layer == c.n_layer - 1 else max(c.sequence_len // 4, 1)
 
     def _masks(
         self, places: Tensor, seen: int, attention_mask: Tensor | None, documents: Tensor | None
@@ -410,7 +381,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         """A mask (B or 1, 1, T, S) for each window, True where the query may attend to the key."""
         distance = places[seen:, None] - places  # (T, S)
         masks = {}
-        for window in {self._window(layer) for layer in range(self.config.n_layer)}:
+        for window in set(self.config.windows):
             mask = (distance >= 0) & ((distance < window) if window else True)
             if documents is not None:
                 mask = mask & (documents[:, :, None] == documents[:, None])

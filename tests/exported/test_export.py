@@ -22,7 +22,6 @@ from nanochat.gpt import GPTConfig
 from nanochat.ground import cli, paths
 from nanochat.losses import masked_loss
 from nanochat.packing import pack_sequences
-from nanochat.run.long_context import with_context
 from nanochat.train import make_adamw, train_step
 from scripts import export
 
@@ -199,8 +198,8 @@ def exported_model(**shape: Any) -> tuple[Any, Any]:
 
     ours = lively_model(tiny_config(**shape))
     settings = asdict(ours.config)
-    settings["rotary_scaling"] = settings.pop("rope_scaling")
-    model = NanochatForCausalLM(NanochatConfig(**settings)).eval()
+    del settings["rope_scaling"]
+    model = NanochatForCausalLM(NanochatConfig(**settings, **export.derived_settings(ours.config))).eval()
     model.load_state_dict(ours.state_dict())
     return ours, model
 
@@ -283,18 +282,3 @@ def test_a_cache_under_either_name_and_no_other():
         for arguments in ({}, {"use_cache": True}, {"cache": transformers.DynamicCache()}):
             with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 12\)"):
                 model(tokens[:, 8:], attention_mask=mask, **arguments)
-
-
-@pytest.mark.parametrize("method", ["linear", "yarn"])
-def test_the_modeling_file_scales_positions_as_we_do(method):
-    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
-    assert transformers
-    from nanochat.exported import modeling_nanochat
-
-    config = with_context(tiny_config(head_dim=64, rope_theta=500.0), 512, 64, method)
-    assert config.rope_scaling is not None
-    frequencies = config.rope_theta ** (-torch.arange(0, 64, 2) / 64)
-    settings = SimpleNamespace(rotary_scaling=asdict(config.rope_scaling), rope_theta=config.rope_theta)
-    expected = config.rope_scaling.apply(frequencies, config.rope_theta)
-    assert (expected < frequencies).any()
-    assert torch.allclose(modeling_nanochat.scaled(frequencies, settings), expected, rtol=1e-6)
