@@ -41,10 +41,6 @@ class Preparation:
         """The shape to load the model in, and its meta data."""
         return config, meta
 
-    def reading(self, weights: Weights, config: GPTConfig, folder: Path) -> Weights:
-        """The source from which the model's own parameters are read; by default `weights`."""
-        return weights
-
     def reshape(self, model: GPT, device: Device) -> None:
         """Change the model while it is on the meta device, before it is sharded."""
 
@@ -88,8 +84,6 @@ def load_folder(
         _require_agreement(weights, meta, config, tokenizer)
         if adapters:  # merged into the weights of their base as these are read
             weights = rooms.find("adapters", "weights")(weights, adapters, config)
-        for one in prepare:
-            weights = one.reading(weights, config, folder)
         # Built on the meta device, then sharded, then allocated: a whole model is never in main memory, nor on the
         # device of a rank that keeps a part. Eight ranks would hold 224 GB of a model of 7 billion parameters.
         model, shapes = build(config, device, layout, prepare, weights)

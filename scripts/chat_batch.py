@@ -27,7 +27,6 @@ class Config:
     out: str  # the file for the replies, in the order of the lines; lines that it already has are kept
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
-    adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
     slots: Positive = 16  # replies generated at once; each holds a whole context in memory
     system: str = ""  # system message for each conversation without one
     max_tokens: Positive = 256  # tokens of a reply
@@ -59,7 +58,6 @@ def main(config: Config) -> None:
 def load(config: Config) -> Any:
     """The model, with a scheduler that generates many replies at once."""
     from nanochat import device as devices
-    from nanochat.adapters.folders import MergeAdapters
     from nanochat.checkpoint_manager import load_model
     from nanochat.engine import Engine
     from nanochat.model_folder import tag_of
@@ -67,8 +65,7 @@ def load(config: Config) -> Any:
     from nanochat.serve.state import LoadedModel
 
     device = devices.init(config.device, config.dtype)
-    prepare = [MergeAdapters(config.adapter)] if config.adapter else []
-    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, prepare=prepare)
+    model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag)
     engine = Engine(model, tokenizer, device, **asdict(config.decoding))
     context = fitting_context(engine, config.slots)
     scheduler = Scheduler(engine, slots=config.slots, queue=2 * config.slots, context=context)

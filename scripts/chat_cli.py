@@ -37,7 +37,6 @@ class Config:
     message: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MESSAGE ...]")] = ()
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # default: the tag written last
-    adapter: str = ""  # a checkpoint of adapters, or a folder of peft's, to merge into the source
     prompt: Annotated[str | None, tyro.conf.arg(aliases=["-p"])] = None  # the message, as a flag
     system: str = ""  # system message at the start of the conversation
     max_tokens: Positive = 256  # tokens of a reply
@@ -66,12 +65,7 @@ def main(config: Config) -> None:
         from nanochat.engine import Engine
 
         device = devices.init(config.device, config.dtype)
-        prepare = []
-        if config.adapter:
-            from nanochat.adapters.folders import MergeAdapters
-
-            prepare.append(MergeAdapters(config.adapter))
-        model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag, prepare=prepare)
+        model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag)
     stage = meta["stage"]
     sampling = config.sampling.over(meta["sampling"])
     has_turns = stage != "base" and tokenizer.can_chat

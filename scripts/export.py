@@ -4,16 +4,13 @@ python -m scripts.export --to safetensors --source sft --out my_model --dtype bf
 
 python -m scripts.export --to hf --source sft --out my_model
 
-python -m scripts.export --to hf --source hf:ORG/NAME --adapter from_peft --out merged
-
 `--to hf` writes the folder that AutoModelForCausalLM, vLLM and similar programs load: the weights under the names of
 the model's family (Qwen, Llama, Mistral), its tokenizer, chat template and generation_config.json. A model of our own
 shape has no family: the folder includes modeling_nanochat.py, and transformers loads it with trust_remote_code=True.
 There, as with every model of a hub, a special token that is spelled out in the text of a chat becomes a special token.
 
-Adapters (LoRA) are merged into their base: the adapters of the source, if it has any, and the adapters of `--adapter`,
-another checkpoint or a folder of the library peft. `--to peft` writes only the adapters of the source, as such a
-folder.
+Adapters (LoRA) of the source, a checkpoint or a folder of the library peft, are merged into their base. `--to peft`
+writes only the adapters, as such a folder.
 
 With `--to safetensors` the folder holds model.safetensors, config.json, the tokenizer, meta.json (which checkpoint it
 was) and manifest.json (every file's size and sha256), but not the training state. `load_model("my_model")` and the
@@ -50,7 +47,6 @@ class Config:
     out: str  # the folder to create; it must not exist yet
     # The format: for this project; for transformers and programs that read its folders; or only the adapters, for peft.
     to: Literal["safetensors", "hf", "peft"] = "safetensors"
-    adapter: str = ""  # a checkpoint of adapters, or a folder of peft's: merge them into the source
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     model_tag: str | None = None  # tag of the source; default: the tag written last
     # The dtype of the weights; auto: as in the source. bfloat16 halves the size of float32 weights, and rounds them.
@@ -74,8 +70,6 @@ def main(config: Config) -> None:
     source = model_folder.find_source(config.source, config.model_tag)
 
     if config.to == "peft":
-        if config.adapter:
-            raise UserError("--to peft writes only the adapters of --source: leave --adapter out")
         peft.require_same_modules(model_folder.lineage(source)[-1], "--to peft")
         shape, _, meta = checkpoint_manager.load_config(source)
         adapters, _ = folders.load_adapters(str(source), shape)
@@ -90,8 +84,7 @@ def main(config: Config) -> None:
                 "are a little off; --to hf merges them into the rounded one"
             )
     else:
-        prepare = [folders.MergeAdapters(config.adapter)] if config.adapter else []
-        model, tokenizer, meta = checkpoint_manager.load_folder(source, devices.init("cpu"), prepare=prepare)
+        model, tokenizer, meta = checkpoint_manager.load_folder(source, devices.init("cpu"))
         dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
         family = None
         if config.to == "hf":

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nanochat.adapters import lora, peft
 from nanochat.adapters.lora import SCALAR_HEAD, Adapters
-from nanochat.checkpoint_manager import Preparation
 from nanochat.device import Device
 from nanochat.gpt import GPTConfig
 from nanochat.ground import paths
@@ -146,14 +145,3 @@ class MergedWeights(Weights):
 def with_saved_adapters(base: Weights, folders: list[Path], config: GPTConfig) -> Weights:
     """The weights of a checkpoint of adapters: its base with the adapters of `folders`, the first one last."""
     return MergedWeights(base, [read_adapters(folder, config) for folder in reversed(folders)], config)
-
-
-class MergeAdapters(Preparation):
-    """Merges the adapters of a further folder, `--adapter`, into a model that is loaded."""
-
-    def __init__(self, source: str):
-        self.source = source
-
-    def reading(self, weights: Weights, config: GPTConfig, folder: Path) -> Weights:
-        adapters, _ = load_adapters(self.source, config, folder)
-        return MergedWeights(weights, [adapters], config)

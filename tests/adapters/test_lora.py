@@ -27,7 +27,6 @@ from tiny_families import save_qwen3
 from torch import Tensor
 
 from nanochat.adapters import lora
-from nanochat.adapters.folders import MergeAdapters
 from nanochat.adapters.lora import Adapters, Lora, adapters_in
 from nanochat.adapters.nf4 import NF4Linear, dequantize
 from nanochat.checkpoint_manager import load_model
@@ -406,7 +405,6 @@ def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
     strong = ("--lora_rank=4", "--lora_alpha=64", "--learning_rate=0.05")
     call("chat_sft", *SFT, *strong, "--source=base", "--num_iterations=3")
     call("export", "--source=sft", "--to=peft", f"--out={tmp_path / 'peft'}")
-    assert same_weights(load_model("base", "cpu", prepare=[MergeAdapters("sft")])[0], load_model("sft", "cpu")[0])
     expected = {}
     for stage in ("base", "sft"):
         model, tokenizer, _ = load_model(stage, "cpu")

@@ -84,7 +84,6 @@ def test_an_exported_folder_is_verified(base):
         (["--out", "{base}/file/below"], 1, "fix the path"),
         (["--out", "{base}/x", "--source", "rl"], 1, "no rl checkpoint"),
         (["--out", "{base}/x", "--to", "peft"], 1, "holds no adapters"),
-        (["--out", "{base}/x", "--to", "peft", "--adapter", "y"], 1, "--adapter"),
         (["--out", "{base}/x", "--source", "sft/tiny/step_8"], 1, "no step 8"),
         (["--out", "{base}/x", "--to", "pickle"], 2, "--to"),
         ([], 2, "--out"),
