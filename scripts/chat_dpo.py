@@ -10,7 +10,6 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_dpo -- --target
 """
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -143,6 +142,7 @@ def main(config: Config) -> None:
             "with two different replies"
         )
     reply_pairs.report_first(first_examples, row_tokens)
+    run.has_validation = bool(val_examples)
     if not val_examples:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
     step_flops = token_flops * reply_pairs.token_count(first_examples)
@@ -168,11 +168,8 @@ def main(config: Config) -> None:
                     reply_stats = torch.zeros(len(PAIR_STATS), device=device.torch_device)
                     val_loss_fn = functools.partial(loss_fn, stats=reply_stats)
                     val_loss = mean_loss(model, micro_batches(val_examples), val_loss_fn, device, run.should_stop)
-                    metrics = {}
-                    if not math.isnan(val_loss):  # otherwise every held-out pair was left out
-                        means = mean_pair_stats(reply_stats, device)
-                        metrics = {"val_loss": val_loss} | {f"val_{name}": value for name, value in means.items()}
-                    run.log_evaluation(**metrics)
+                    means = mean_pair_stats(reply_stats, device)
+                    run.log_evaluation(val_loss=val_loss, **{f"val_{name}": value for name, value in means.items()})
             if run.must_save:
                 run.save({"left_out": torch.tensor(left_out)})
             if run.must_leave:

@@ -205,13 +205,9 @@ def main(config: Config) -> None:
         questions = questions_of(range(first, first + count))
         return sample_on_rank(sampler, questions=questions, samples=config.num_samples, seed=seed)
 
+    run.has_validation = bool(held_out.tasks)  # a small file has no held-out rows
     rollouts = open_rollouts(config, start, run, draw)
-    reward_before = math.nan  # mean reward on held-out questions before the first step
-    reward_after = math.nan  # the same at the last evaluation
     last_kl = math.nan  # KL to the reference or the teacher in the last logged step
-    if run.loader_states:
-        reward_before = run.loader_states[0]["reward_before"].item()
-        reward_after = run.loader_states[0]["reward_after"].item()
 
     with run:
         for step in run.steps():
@@ -219,21 +215,13 @@ def main(config: Config) -> None:
             if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     rollouts.hand_over(step)
-                    metrics = {}
-                    if held_out.tasks:  # a small file has no held-out rows
-                        numbers = range(config.eval_examples)
-                        questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
-                        own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)
-                        earned = rollout.gather_samples(own, device).rewards
-                        reward_after = float(earned.sum()) / max(1, earned.size)
-                        metrics = {"eval_reward": reward_after}
-                    if step == 0:
-                        reward_before = reward_after
-                    run.log_evaluation(**metrics)
+                    numbers = range(config.eval_examples)
+                    questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
+                    own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)
+                    earned = rollout.gather_samples(own, device).rewards
+                    run.log_evaluation(eval_reward=float(earned.sum()) / max(1, earned.size))
             if run.must_save:
-                # The step's number decides which questions come next: only the two rewards need saving.
-                held_out_rewards = {"reward_before": reward_before, "reward_after": reward_after}
-                run.save({name: torch.tensor(value, dtype=torch.float64) for name, value in held_out_rewards.items()})
+                run.save({})  # the step's number decides which questions come next
             if run.must_leave:
                 break
 
@@ -287,7 +275,10 @@ def main(config: Config) -> None:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)
                     print0(f"a question and a reply, reward {first.reward:g}: {text!r}")
-    outcome = f"held-out reward {reward_before:.3f} -> {reward_after:.3f}" if held_out.tasks else "nothing was held out"
+    outcome = "nothing was held out"
+    before, after = run.progress.initial, run.progress.evaluated
+    if before is not None and after is not None:
+        outcome = f"held-out reward {before['eval_reward_before']:.3f} -> {after['eval_reward']:.3f}"
     if config.teacher is not None:
         outcome += f", KL to the teacher {last_kl:.3f} nats a token"
     run.finish(outcome)

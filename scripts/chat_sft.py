@@ -107,7 +107,8 @@ def main(config: Config) -> None:
 
         run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
-    val_rows, _ = draw(held_out, range(held_out_count))
+    val_rows, chats = draw(held_out, range(held_out_count))
+    run.has_validation = any(map(is_learned, chats))
     no_target = 0  # conversations since the last log line with nothing to learn
     cut = 0  # conversations since then that were longer than the context
     if run.loader_states:
@@ -120,9 +121,7 @@ def main(config: Config) -> None:
             if run.must_evaluate:
                 with run.interruptible("evaluation"):
                     mine = val_rows.micro_batches(config.device_batch_size, device, device.data_rank, device.data_ranks)
-                    val_loss = mean_loss(model, mine, masked_loss, device, run.should_stop)
-                    # The loss is NaN when the held-out conversations have no target.
-                    run.log_evaluation(**({} if math.isnan(val_loss) else {"val_loss": val_loss}))
+                    run.log_evaluation(val_loss=mean_loss(model, mine, masked_loss, device, run.should_stop))
             if run.must_save:
                 if config.num_epochs is None:
                     start.pretraining["conversations"] = horizon.draws(step).start

@@ -152,6 +152,7 @@ def main(config: Config) -> None:
     run = Run(
         stage, config, start, optimizer, steps, token_flops=token_flops, tasks=task_names, fingerprints=fingerprints
     )
+    run.has_validation = has_validation
     loader = Loader(
         train_corpus, tokenizer, config.device_batch_size, row_tokens, rank=device.data_rank,
         world_size=device.data_ranks, seed=config.seed, workers=config.dataloader_num_workers,
@@ -187,9 +188,7 @@ def main(config: Config) -> None:
                             model, rows, token_bytes, config.device_batch_size, device,
                             should_stop=run.should_stop, document_mask=document_mask,
                         ))  # fmt: skip
-                    metrics = {}
-                    if bits:
-                        metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
+                    metrics = by_part("val_bpb", bits, val_corpus) | {"val_bpb": mean_by_weight(bits, val_corpus)}
                     run.log_evaluation(**metrics)
             if run.must_save:
                 if config.data:

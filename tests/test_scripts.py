@@ -4,6 +4,7 @@ Most tests run a script's `main` in this process, through the same `run` as on t
 slow start real processes. Mistakes are in tests/promises (P5).
 """
 
+import contextlib
 import importlib
 import io
 import json
@@ -12,6 +13,7 @@ import os
 import platform
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -21,7 +23,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs import (  # noqa: F401 (base, tokenizer and trained_tokenizer are fixtures)
+from runs import (  # noqa: F401 (the lower-case ones that are not called are fixtures)
+    DPO,
+    RL,
     ROOT,
     STAGE_SCRIPTS,
     TINY,
@@ -30,9 +34,11 @@ from runs import (  # noqa: F401 (base, tokenizer and trained_tokenizer are fixt
     losses,
     metrics,
     mistake,
+    pretrained,
     process,
     refused,
     sha256,
+    start,
     step_folder,
     tokenizer,
     trained_tokenizer,
@@ -40,6 +46,7 @@ from runs import (  # noqa: F401 (base, tokenizer and trained_tokenizer are fixt
 from tiny import command_on_a_rank, cpu_device, run_ranks
 
 from nanochat import bpb, loader, train
+from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
 from nanochat.ground import cli
 from nanochat.model_folder import steps as steps_of
@@ -226,15 +233,126 @@ def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer)
 
 @pytest.mark.parametrize(
     ("step", "saved", "step_seconds", "planned"),
-    [(10, None, 2.0, 300), (400, None, 2.0, 400), (410, 400, 2.0, 700), (400, 400, 1200.0, 401)],
+    [
+        *((10, None, 2.0, 300), (400, None, 2.0, 400), (410, 400, 2.0, 700), (400, 400, 1200.0, 401)),
+        *((410, 401, 2.0, 800), (410, 401, 20.0, 431)),  # the next evaluation, if it is near
+    ],
 )
 def test_the_next_save_is_ten_minutes_after_the_last_one(step, saved, step_seconds, planned):
     run: Any = SimpleNamespace(
         config=TrainFlags(), device=cpu_device(), folder=Path("/"), checkpoint_bytes=0, progress=Progress(step),
-        saved_step=saved, step_seconds=step_seconds, _saved_in_time=None,
+        saved_step=saved, step_seconds=step_seconds, in_time=[], first_step=0,
     )  # fmt: skip
     loop.Run._plan_save(run)
     assert run.next_save == planned
+
+
+# ---------------------------------------------------------------------- the best checkpoint
+
+# Validation falls until step 4, and rises; step 3 is never evaluated.
+BEST_IS_4 = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 4.0}
+BEST_IS_LAST = {0: 5.0, 2: 3.0, 4: 2.0, 6: 2.5, 8: 1.0}
+
+
+@pytest.fixture
+def validate(monkeypatch):
+    """Have evaluations give the numbers of a curve; `stop_at` ends the first evaluation of this step by a signal."""
+    log, stopped = loop.Run.log_evaluation, []
+
+    def set_curve(curve: dict[int, float], stop_at: int | None = None) -> None:
+        def logged(run: loop.Run, **metrics: float) -> None:
+            step = run.progress.step
+            if step == stop_at and not stopped:
+                stopped.append(step)
+                run.stop.request(signal.SIGTERM)
+                raise cli.Interrupted
+            sign = -1 if "eval_reward" in metrics else 1
+            log(run, **dict.fromkeys(metrics, sign * curve[step]))
+
+        monkeypatch.setattr(loop.Run, "log_evaluation", logged)
+
+    return set_curve
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@contextlib.contextmanager
+def killed_at(kill: int, function: str):
+    """Killed after the save of step `kill`, or, in `_retire`, before its deletions."""
+    real = getattr(saver, function)
+
+    def doomed(folder: Path, *arguments: Any, **options: Any) -> Any:
+        step = arguments[0] if function == "save" else int(folder.name.removeprefix("step_"))
+        if function == "_retire" and step == kill:
+            raise Killed
+        saved = real(folder, *arguments, **options)
+        if step == kill:
+            raise Killed
+        return saved
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(saver, function, doomed)
+        yield
+
+
+EACH_STEP = ("--num_iterations=8", "--eval_every=2", "--save_every=1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "flags", "name"),
+    [("base_train", TINY, "val_bpb"), ("chat_dpo", DPO, "val_loss"), ("chat_rl", RL, "eval_reward")],
+)
+def test_the_best_checkpoint_stays(start, capsys, validate, script, flags, name):  # noqa: F811
+    """Straight through; killed before the best step, at it and after it, and resumed; and the last step is the best."""
+    stage = script.removesuffix("_train").removeprefix("chat_")
+    flags = (*flags, *EACH_STEP, "--model_tag=best", *(() if stage == "base" else ("--source=base/d1",)))
+    folder = start / "checkpoints" / stage / "best"
+    best = -2.0 if stage == "rl" else 2.0
+    use = f"validation was best at step 4 ({name} {best:.4f}): use it by --source {stage}/best/step_000004"
+    validate(BEST_IS_4)
+    call(script, *flags)
+    hashes = [sha256(start, stage, step, "best") for step in (4, 8)]
+    assert steps_of(folder) == [*range(1, 9)] and use in capsys.readouterr().out.splitlines()
+    for kill, function, left in (
+        (3, "save", [2, 3]), (4, "_retire", [2, 3, 4]), (4, "save", [4]), (5, "_retire", [4, 5]), (7, "save", [4, 7]),
+    ):  # fmt: skip
+        with killed_at(kill, function):
+            call(script, *flags, "--keep_last=1")
+        assert steps_of(folder) == left
+        call(script, *flags, "--keep_last=1", "--resume")
+        assert steps_of(folder) == [4, 8] and use in capsys.readouterr().out.splitlines()
+        assert [sha256(start, stage, step, "best") for step in (4, 8)] == hashes
+    load_model(f"{stage}/best/step_000004", "cpu")
+    (folder / "step_000004/model.safetensors").write_bytes(b"")
+    call(script, *flags, "--keep_last=1", "--resume")  # nothing is left to do
+    assert "step_000004 is damaged or gone" in capsys.readouterr().err
+    validate(BEST_IS_LAST)
+    call(script, *flags, "--keep_last=1")
+    assert steps_of(folder) == [8] and "validation was best" not in capsys.readouterr().out
+
+
+def test_an_evaluation_that_a_signal_ends_counts_after_the_resume(base, tokenizer, capsys, validate):  # noqa: F811
+    flags = (*TINY, *EACH_STEP, "--keep_last=1")
+    validate(BEST_IS_4, stop_at=4)
+    with pytest.raises(SystemExit):
+        call("base_train", *flags)
+    assert steps_of(base / "checkpoints/base/d1") == [2, 4]
+    call("base_train", *flags, "--resume")
+    assert steps_of(base / "checkpoints/base/d1") == [4, 8]
+
+
+def test_without_a_flag_the_best_save_in_time_stays_or_the_end_names_the_flag(base, tokenizer, capsys, validate):  # noqa: F811
+    flags = (*TINY, "--num_iterations=8", "--eval_every=2")
+    validate(BEST_IS_4)
+    assert saved_in_time(cpu_device(), flags) == [*range(1, 9)]
+    assert steps_of(base / "checkpoints/base/d1") == [4, 8]
+    for more in ((), ("--save_every=5",)):  # the checkpoint of step 5 is not the one that was evaluated
+        capsys.readouterr()
+        call("base_train", *flags, *more)
+        assert "at step 4 (val_bpb 2.0000), which was not saved: --save_every 2 " in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------- how long it takes

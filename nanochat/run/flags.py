@@ -26,7 +26,7 @@ class TrainFlags:
     log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
     # Steps between checkpoints; 0: only at the end. Default: after ten minutes of training, in place of the one before.
     save_every: Count | None = None
-    keep_last: Count = 0  # how many of the newest checkpoints to keep; 0: all
+    keep_last: Count = 0  # checkpoints to keep: this many newest, and the best by validation; 0: all
     profile: Count = 0  # steps to record after the first few: a trace and its summary in the run's folder
     run: str | None = None  # the run's name at a tracker
     track: str = ""  # wandb, swanlab, tensorboard; several with commas

@@ -43,7 +43,7 @@ from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero
 from nanochat.run import saver
 from nanochat.run.flags import TrainFlags
-from nanochat.run.progress import Attendant, Meter, Progress, StepClock
+from nanochat.run.progress import Attendant, Meter, Progress, StepClock, described, loss_of
 from nanochat.run.run_log import RunLog
 from nanochat.run.stage import Start
 from nanochat.run.stop import Stop
@@ -61,7 +61,8 @@ class Run:
 
     The `must_...` decide the work of a turn of the loop, by the flags and the end; `stop` receives signals. With
     `--resume`, `progress` and `loader_states` (of every rank that saved) come from the newest checkpoint.
-    `attendants` accompany the loop; the run enters them and reports its steps and phases to them.
+    `attendants` accompany the loop; the run enters them and reports its steps and phases to them. A script whose data
+    has nothing held out sets `has_validation` to False: nothing is due for evaluation then.
     `fingerprints` and `tasks` are described in `saver.describe`.
     """
 
@@ -99,13 +100,15 @@ class Run:
         self.checkpoint_bytes = saver.bytes_of_checkpoint(start.model, optimizer.state_dict(), self.device)
         new_steps = 0 if self.first_step else steps
         saver.require_room_for_run(self.folder, config, self.device, self.checkpoint_bytes, new_steps)
-        self.saved_step = self.first_step if self.loader_states else None  # step of the newest checkpoint
+        # Step of the newest checkpoint. One whose evaluation a signal ended is saved again, with the evaluation.
+        self.saved_step = self.first_step if self.loader_states and not self.progress.pending else None
+        self.in_time: list[int] = []  # steps that this process saved because it was time, and no flag requested
         self.saved_seconds = self.progress.seconds  # training time up to that checkpoint
         self.step_seconds = 0.0  # time of a step since then, as of the last log line
         self.next_save: int | None = None  # without --save_every: the step at which it is time
         self.warned_of_room = False
         self.stopped = False  # a signal ends the run, or a failure
-        self.validation: dict[str, float] = {}  # what this process has evaluated last
+        self.has_validation = True
         self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
         self.meter = Meter(self.progress, start.device, token_flops)
         if start.model.config.experts:
@@ -222,7 +225,7 @@ class Run:
     def must_evaluate(self) -> bool:
         """Before the first step, and after a step whose log line waits for its evaluation."""
         first = self.progress.step == 0 and self.progress.initial is None
-        return (first or self.progress.pending is not None) and not self.stopped
+        return (first or self.progress.pending is not None) and self.has_validation and not self.stopped
 
     @property
     def must_save(self) -> bool:
@@ -259,7 +262,7 @@ class Run:
         Raises UserError: when three steps in a row were not finite.
         """
         line = self._read() | more
-        steps = self.progress.step - (self.saved_step or 0)
+        steps = self.progress.step - (self.saved_step or self.first_step)
         self.step_seconds = (self.progress.seconds - self.saved_seconds) / steps
         self._plan_save()
         if self.progress.step == 1:
@@ -267,7 +270,7 @@ class Run:
         # A step that is due for evaluation has one line for both: kept here, which makes `must_evaluate` true, it is
         # completed by `log_evaluation` at the top of the next turn. If a signal comes first, the line is saved with
         # `progress`, and the resumed run begins with the evaluation.
-        if self.every(self.config.eval_every):
+        if self.every(self.config.eval_every) and self.has_validation:
             self.progress.pending = line
         else:
             self.logger.step(line)
@@ -288,17 +291,16 @@ class Run:
                 raise UserError(
                     f"validation is {metrics[name]} at step {self.progress.step}, nothing more was saved: {hint}"
                 )
-        val_bpb = metrics.get("val_bpb")
-        if val_bpb is not None:
-            self.progress.best_val_bpb = min(val_bpb, self.progress.best_val_bpb or math.inf)
+        self.progress.evaluated = {"step": self.progress.step, **metrics}
+        if loss_of(self.progress.evaluated) < loss_of(self.progress.best):
+            self.progress.best = self.progress.evaluated
         if self.progress.step == 0:
             self.progress.initial = {f"{name}_before": value for name, value in metrics.items()}
             numbers = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            print0(f"before the first step: {numbers or 'nothing to evaluate'}")
+            print0(f"before the first step: {numbers}")
         elif self.progress.pending is not None:
             self.logger.step(self.progress.pending | metrics)
             self.progress.pending = None
-        self.validation = metrics
         if self.progress.step < self.last:
             self._warn_of_losses()  # at the end `finish` does
         self.meter.restart()
@@ -316,10 +318,10 @@ class Run:
             warn(f"after {counted(self.progress.step, 'step')} {' and '.join(problems)}: {hint}")
 
     def _outcome(self) -> str:
-        """The last validation, beside the best one or the first; empty where this process has none."""
-        best = self.progress.best_val_bpb
-        if best is not None and "val_bpb" in self.validation:
-            return f"best validation {best:.4f} bits per byte, last {self.validation['val_bpb']:.4f}"
+        """The last validation, beside the best one or the first; empty where nothing is held out."""
+        evaluated = self.progress.evaluated or {}
+        if "val_bpb" in evaluated:
+            return f"best validation {loss_of(self.progress.best):.4f} bits per byte, last {evaluated['val_bpb']:.4f}"
         return ", ".join(f"{name} {before:.4f} -> {now:.4f}" for name, before, now in self._validations())
 
     def _validations(self) -> list[tuple[str, float, float]]:
@@ -328,9 +330,28 @@ class Run:
         found = []
         for name in ("val_bpb", "val_loss"):
             before = (self.progress.initial or {}).get(f"{name}_before")
-            if before is not None and name in self.validation:
-                found.append((name, before, self.validation[name]))
+            now = (self.progress.evaluated or {}).get(name)
+            if before is not None and now is not None:
+                found.append((name, before, now))
         return found
+
+    def _report_best(self) -> None:
+        """One line where the best checkpoint is not the last one, or where the best weights were not saved."""
+        saved = self.progress.best_saved
+        best = self.progress.best
+        last = self.progress.step
+        if saved is not None and saved["step"] != last:
+            folder = model_folder.step_path(self.folder, int(saved["step"]))
+            at = f"validation was best at {described(saved)}"
+            if model_folder.is_whole(folder):
+                print0(f"{at}: use it by --source {self.stage}/{self.start.tag}/{folder.name}")
+            else:
+                warn(f"{at}, but {folder} is damaged or gone: use the last step")
+        elif best is not None and best["step"] not in (0, last):
+            print0(
+                f"validation was best at {described(best)}, which was not saved: --save_every {self.config.eval_every} "
+                "--keep_last 1 keeps the best and the last step"
+            )
 
     def _read(self) -> dict[str, Any]:
         """The numbers of the last step that no line has read; refuses to continue where training has diverged."""
@@ -353,31 +374,34 @@ class Run:
         Raises UserError: when it cannot be written and the run ends here. Else a later save may succeed.
         """
         self._read()  # a signal may have stopped the run between two log lines
-        meta = {**self.meta, "progress": asdict(self.progress)}
+        step = self.progress.step
+        best = self.progress.best_saved
+        evaluated = self.progress.evaluated
+        if evaluated is not None and evaluated["step"] == step and loss_of(evaluated) < loss_of(best):
+            best = evaluated
+        best_step = None if best is None else int(best["step"])
+        meta = {**self.meta, "progress": {**asdict(self.progress), "best_saved": best}}
         try:
             with self.phase("saving", SAVE_SECONDS), screen.Bar("saving"):
                 saved = saver.save(
-                    self.folder, self.progress.step, self.start.model, self.start.tokenizer, meta,
-                    self.optimizer.state_dict(), loader_state, self.device, keep_last=self.config.keep_last,
-                    replaces=None if self.config.keep_last else self._saved_in_time,
+                    self.folder, step, self.start.model, self.start.tokenizer, meta, self.optimizer.state_dict(),
+                    loader_state, self.device, keep_last=self.config.keep_last, best=best_step,
+                    replaces=() if self.config.keep_last else self.in_time,
                 )  # fmt: skip
         except (UserError, OSError) as error:
             if self.must_leave:
                 raise
-            warn(f"step {self.progress.step} was not saved: {error}")
+            warn(f"step {step} was not saved: {error}")
         else:
             print0(f"saved {saved}")
-            self.saved_step = self.progress.step
+            self.progress.best_saved = best
+            if self.config.save_every is None:
+                self.in_time = [*(one for one in self.in_time if one == best_step), step]
+            self.saved_step = step
             self.saved_seconds = self.progress.seconds
             if not self.must_leave:
                 self._plan_save()
         self.meter.restart()
-
-    @property
-    def _saved_in_time(self) -> int | None:
-        """The step that this process saved because it was time, and no flag requested: the next save replaces it."""
-        is_own = self.saved_step is not None and self.saved_step > self.first_step
-        return self.saved_step if is_own and self.config.save_every is None else None
 
     def _plan_save(self) -> None:
         """Without --save_every: choose the step of the next save, by the time of the steps so far. A collective."""
@@ -386,8 +410,11 @@ class Run:
 
         # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.
         def choose() -> int | None:
-            # A save before the end leaves room for the one at the end.
-            count = 2 if self._saved_in_time is None else 1
+            # A save before the end leaves room for the one at the end. An earlier save in time makes room, unless it is
+            # the best one.
+            best = self.progress.best_saved
+            leaving = [step for step in self.in_time if best is None or step != best["step"]]
+            count = 1 if leaving else 2
             if saver.free_bytes(self.folder) <= saver.ROOM * count * self.checkpoint_bytes:
                 if not self.warned_of_room:
                     warn(
@@ -397,7 +424,10 @@ class Run:
                 self.warned_of_room = True
                 return None
             steps = max(1, int(SAVE_EVERY_SECONDS / self.step_seconds))
-            return max(self.progress.step, (self.saved_step or 0) + steps)
+            save = max(self.progress.step, (self.saved_step or self.first_step) + steps)
+            # With an evaluation a checkpoint can be the best one: wait for the next, up to as much time again.
+            rest = -save % (self.config.eval_every or 1)
+            return save + rest if rest < steps else save
 
         self.next_save = decide_on_rank_zero(self.device, choose)
 
@@ -416,5 +446,7 @@ class Run:
         if self.stopped:
             self.stop.leave(saved)
         self._warn_of_losses()
+        if self.device.is_main:  # it may read a checkpoint
+            self._report_best()
         summary = summary or self._outcome() or f"{self.progress.seconds:.1f} s of training"
         print0(f"done: {counted(self.progress.step, 'step')}, {summary}")

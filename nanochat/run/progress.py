@@ -1,6 +1,7 @@
 """How far a run has come and how fast it is, and the interface of what accompanies it."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,6 +16,8 @@ from nanochat.ground.screen import duration
 from nanochat.train import StepStats
 
 TIMED_STEPS = 2
+SIGNS = {"val_bpb": 1, "val_loss": 1, "eval_reward": -1}  # the number that ranks evaluations; -1: the higher the better
+Evaluation = dict[str, float]  # "step", and the metrics of the evaluation after it
 
 
 @dataclass
@@ -26,9 +29,23 @@ class Progress:
     seconds: float = 0.0  # time of training, without evaluation and saving
     skipped_steps: int = 0  # steps whose loss or gradients were not finite
     idle_steps: int = 0  # steps with nothing to learn: no target, or no gradient
-    best_val_bpb: float | None = None
+    evaluated: Evaluation | None = None  # the newest evaluation
+    best: Evaluation | None = None  # the best evaluation, the one before the first step included
+    best_saved: Evaluation | None = None  # the best of those after which a checkpoint was saved
     pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
     initial: dict[str, float] | None = None  # the evaluation before the first step; None: not yet, or no run had one
+
+
+def loss_of(evaluation: Evaluation | None) -> float:
+    """The number by which evaluations are compared, the lower the better; infinite where there is none."""
+    metrics = evaluation or {}
+    return next((sign * metrics[name] for name, sign in SIGNS.items() if name in metrics), math.inf)
+
+
+def described(evaluation: Evaluation) -> str:
+    """`step 200 (val_loss 1.2345)`"""
+    metrics = [f"{name} {evaluation[name]:.4f}" for name in SIGNS if name in evaluation]
+    return f"step {evaluation['step']} ({', '.join(metrics)})"
 
 
 class Meter:

@@ -75,13 +75,14 @@ def save(
     device: Device,
     *,
     keep_last: int = 0,
-    replaces: int | None = None,
+    replaces: Sequence[int] = (),
+    best: int | None = None,
 ) -> Path:
     """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
 
     `optimizer_state` is `Optimizer.state_dict()`, of which all ranks write a part. `loader_state` is this rank's
     position in the data. The rank's random generators are saved too.
-    `keep_last` steps stay, the newest ones (0: all). The step that this one `replaces` is deleted.
+    `keep_last` steps stay, the newest ones (0: all). The steps that this one `replaces` are deleted. The `best` stays.
 
     Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.
     """
@@ -139,25 +140,35 @@ def save(
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)  # give the room back
             raise
-        _retire(final, keep_last, replaces)
+        _retire(final, keep_last, replaces, best)
 
     decide_on_rank_zero(device, finish)
     return final
 
 
-def _retire(saved: Path, keep_last: int, replaces: int | None) -> None:
-    """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole."""
-    if not keep_last and replaces is None:
+def _retire(saved: Path, keep_last: int, replaces: Sequence[int], best: int | None) -> None:
+    """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole.
+
+    Which step is the best (`Run.save`), by validation:
+    - Only a checkpoint whose own step was evaluated can be it, as the weights of a step tell nothing about others. The
+      loop evaluates before it saves. So --save_every is best a multiple of --eval_every, and without it a save waits
+      for the next evaluation, if that is near (`Run._plan_save`).
+    - It has the lowest val_bpb or val_loss, or the highest eval_reward. Of equals the first stays.
+    - Each checkpoint's `progress.best_saved` names the best one up to then, so a resumed run keeps what a straight one
+      does. After a kill between a save and its deletions, the next save makes up for them.
+    - Where it is damaged or gone, training goes on, and the end of the run prints a line.
+    """
+    if not keep_last and not replaces:
         return
     # Read the new step back before deleting anything: if the disk damages it, only the old steps are left.
     if not model_folder.is_whole(saved):
         warn(f"{saved} is damaged as soon as it is saved: older steps are all kept, look at the disk")
         return
-    old = [] if replaces is None else [replaces]
+    old = list(replaces)
     if keep_last:
         # A step after the one just saved is from before a resume that fell back; it stays.
         old += [step for step in model_folder.steps(saved.parent) if step <= model_folder.step_of(saved)][:-keep_last]
-    for step in old:
+    for step in set(old) - {best}:
         _delete(model_folder.step_path(saved.parent, step))
 
 
@@ -264,7 +275,7 @@ def require_room_for_run(folder: Path, config: TrainFlags, device: Device, neede
     """`require_room` for the checkpoints of `steps` steps, before the first of them. All ranks call this together."""
     count = math.ceil(steps / config.save_every) if config.save_every else 1
     if config.keep_last:
-        count = min(count, config.keep_last + 1)  # an old one is deleted after the new one is saved
+        count = min(count, config.keep_last + 2)  # the best; and an old one is deleted after the new one is saved
     decide_on_rank_zero(device, lambda: require_room(folder, needed_bytes, count))
 
 
@@ -374,7 +385,8 @@ def resume(
     saved["config"] = dataclasses.asdict(type(config)()) | saved["config"]
     meta = {"model": dataclasses.asdict(start.model.config), "tokenizer": start.tokenizer.fingerprint(), **meta}
     changes = _refuse_changes(saved, meta, frozen_flags(type(config)), step_folder)
-    progress = Progress(**saved["progress"])
+    known = Progress.__dataclass_fields__
+    progress = Progress(**{name: value for name, value in saved["progress"].items() if name in known})
     if progress.step > steps:
         flag = "--num_iterations" if getattr(config, "num_epochs", None) is None else "--num_epochs"
         raise UserError(f"--resume: {step_folder} is beyond {steps} steps: raise {flag} to continue")

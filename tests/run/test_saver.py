@@ -103,6 +103,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], bool]] = [
     (lambda meta: meta["model"].pop("logit_cap"), False),
     (lambda meta: meta["config"].pop("seed"), False),
     (lambda meta: meta["model"].update(gate=True), True),
+    (lambda meta: meta["progress"].update(best_val_bpb=1.0), False),  # a number that other code remembers
 ]
 
 
