@@ -70,6 +70,7 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
+    from nanochat.data.text_table import print_texts
     from nanochat.gpt import GPT
     from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.loader import Loader, LoaderState
@@ -141,6 +142,7 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ train
+    print_texts(config, train_corpus, val_corpus, tokenizer)
     token_flops = scaling.flops_per_token(model.config)
     # Record what the model reads: later stages choose their default tasks by it.
     pretraining = start.pretraining

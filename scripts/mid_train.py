@@ -67,6 +67,7 @@ def main(config: Config) -> None:
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.data.passes import count_tokens
+    from nanochat.data.text_table import print_texts
     from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
     from nanochat.loader import Loader, LoaderState
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus
@@ -111,6 +112,7 @@ def main(config: Config) -> None:
         train_corpus, val_corpus = open_corpus(
             config.data, config.val_data, hub=config.hub, shards=config.shards, columns=config.columns
         )
+        print_texts(config, train_corpus, val_corpus, tokenizer)
         fingerprints["what --data names"] = fingerprint(train_corpus)
     else:
         from nanochat.tasks.conversations import Conversations

@@ -4,15 +4,24 @@
 file is learned, held out or left out with its cause; what nothing reads is named; and it never commands the terminal.
 """
 
+import gzip
+import json
+import random
 import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
-from runs import call, chat, mistake, refused, write_lines
+from runs import CPU, TINY, call, chat, mistake, refused, write_lines
 from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat.conversation import render
+from nanochat.data import text_table
 from nanochat.ground import paths
+from nanochat.ground.corpus import open_corpus, weighted_parts
 from nanochat.tasks.data_table import passes
 from nanochat.tasks.flag import Reading, open_mixture
 
@@ -135,6 +144,110 @@ def test_a_last_line_that_is_cut_off_is_counted(model, tmp_path, capsys):
     path.write_text(path.read_text() + '{"messages": [')
     call("preview", f"--tasks={path}", "--examples=1", "--count=1")
     assert f"(train): 1 of 12 records left out: first {path} line 12 is not JSON" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------- raw text
+
+
+def write_texts(path: Path, texts: list[str]) -> None:
+    """Texts in the form of the file's suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"text": text} for text in texts]
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pyarrow.table({"text": [text or None for text in texts]}), path)
+    elif name.endswith(".json"):
+        path.write_text(json.dumps(rows))
+    elif name.endswith(".jsonl.gz"):
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif name.endswith(".jsonl"):
+        write_lines(path, rows)
+    else:
+        path.write_bytes("<|endoftext|>\n".join(text + "\n" for text in texts).encode("utf-8", "surrogateescape"))
+
+
+def text_row(printed: str, name: str) -> dict[str, int]:
+    """The line of a path in the table of texts, by column."""
+    head, _, *lines = printed.partition("data  ")[2].splitlines()
+    line = next(line for line in lines if line.split()[0] == name)
+    numbers = [int(number.replace(",", "")) for number in line.split()[1:]]
+    return dict(zip(re.split("  +", head.strip()), numbers, strict=True))
+
+
+def table_of(capsys, data: object, val_data: object = None) -> tuple[dict[str, int], list[int], str]:
+    """The line of `data`, the documents that training and validation read of it, and the warnings."""
+    flags = SimpleNamespace(data=str(data), val_data=val_data and str(val_data), columns="")
+    corpora = open_corpus(flags.data, flags.val_data)
+    text_table.print_texts(flags, *corpora, tiny_tokenizer())
+    shown = capsys.readouterr()
+    read = []
+    for corpus in corpora:
+        (texts,) = [part.corpus for part in weighted_parts(corpus)]
+        read.append(sum(len(texts.read_block(block)) for block in range(texts.block_count() or 0)))
+    return text_row(shown.out, flags.data), read, shown.err
+
+
+@pytest.mark.parametrize("looked_at", [10**9, 300])
+def test_every_row_of_a_folder_of_texts_is_in_the_table(tmp_path, capsys, monkeypatch, looked_at):
+    """Names and forms at random: the rows add up, and each file is read or named, hidden ones and readmes aside."""
+    monkeypatch.setattr(text_table, "SAMPLE_CHARACTERS", looked_at)
+    suffixes = (".jsonl", ".jsonl.gz", ".parquet", ".txt", ".JSONL", ".json", ".csv", ".md", ".text", "")
+    for trial in range(30):
+        rng = random.Random(trial)
+        folder, written = tmp_path / f"data{trial}", {}
+        for number in range(rng.randint(2, 6)):
+            name = f"{rng.choice(['', '', 'sub/', '.cache/'])}{rng.choice('abz')}{number}{rng.choice(suffixes)}"
+            count = rng.randint(1, 40)
+            empty = 0 if name.endswith((".txt", ".csv", ".md")) else rng.randint(0, 1)
+            write_texts(folder / name, [*[""] * empty, *[f"text {n} of {name}" for n in range(count)]])
+            written[name] = (count + empty, empty)
+        write_texts(folder / "z9.jsonl", ["the end"] * 3)
+        write_texts(folder / "README.md", ["about"])
+        written["z9.jsonl"] = (3, 0)
+        row, (train, held_out), err = table_of(capsys, folder)
+        shown = {name for name in written if not name.startswith(".") and name not in err}
+        assert row["files"] == len(shown) and row["rows"] == sum(written[name][0] for name in shown)
+        assert row["rows"] == row["training"] + row["held out"] + row["left out"] and "README" not in err
+        if looked_at > 10**6:
+            assert (row["training"], row["held out"]) == (train, held_out) and "rows looked at" not in row
+            assert row["left out"] == sum(written[name][1] for name in shown)
+        else:
+            assert 0 < row.get("rows looked at", row["rows"]) <= row["rows"]
+
+
+def test_texts_that_hold_no_text_are_counted(tmp_path, capsys):
+    texts = ["a\0b\0", *["plain"] * 5000]
+    for suffix, more, column in ((".txt", "caf\udce9 \udcff", "not UTF-8"), (".jsonl", "half \ud800", "U+FFFD")):
+        write_texts(tmp_path / f"mine{suffix}", [*texts, more])
+        row, _, _ = table_of(capsys, tmp_path / f"mine{suffix}", tmp_path / f"mine{suffix}")
+        assert row["NUL"] == 2 and row[column] == {".txt": 2, ".jsonl": 3}[suffix]
+    (tmp_path / "mine.txt").write_text("plain\n")
+    assert list(table_of(capsys, tmp_path / "mine.txt", tmp_path / "mine.txt")[0]) == ["files", *text_table.COLUMNS]
+
+
+def test_a_split_that_is_held_out_by_its_name_is_not_learned_in_silence(tmp_path, capsys):
+    for name in ("test", "train"):
+        write_texts(tmp_path / f"data/{name}.jsonl", ["text"] * 9)
+    assert "test.jsonl is learned, train.jsonl held out" in table_of(capsys, tmp_path / "data")[2]
+    (tmp_path / "data/test.jsonl").rename(tmp_path / "data/val.jsonl")
+    assert not table_of(capsys, tmp_path / "data")[2]
+
+
+@pytest.mark.slow
+def test_both_commands_print_the_table_of_texts_and_the_marks_in_them(start, tmp_path, capsys):
+    texts = [f"<|user_start|>Sum {n}?<|user_end|>" if n % 4 == 0 else f"The boat {n}. " * 9 for n in range(40)]
+    write_texts(tmp_path / "data/a.jsonl", texts)
+    write_texts(tmp_path / "data/b.jsonl", ["held out"] * 5)
+    data = (f"--data={tmp_path / 'data'}:1,demo:1", "--num_iterations=1", "--model_tag=texts", "--device_batch_size=1")
+    flags = (*CPU, "--source=base/d1", "--eval_tokens=128")
+    for command in (("base_train", *TINY), ("mid_train", *flags)):
+        call(*command, *data)
+        shown = capsys.readouterr()
+        assert text_row(shown.out, str(tmp_path / "data")) == {
+            "files": 2, "rows": 45, "training": 40, "held out": 5, "left out": 0
+        }  # fmt: skip
+        assert "10 of the first 45 documents spell marks of the tokenizer (<|user_start|> in 10, <|user_" in shown.err
+        assert "--columns text=text" in shown.err
 
 
 def test_mistakes(model, tmp_path, capsys):

@@ -1,0 +1,93 @@
+"""The table of the text that --data names: its files, its rows, and what becomes of each.
+
+What the index of a file knows is counted exactly: rows, and bytes of a .txt that are not UTF-8. What only reading shows
+is counted in the first rows, up to `SAMPLE_CHARACTERS`: all rows of a small corpus, few of a large one.
+"""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from nanochat.data.splits import HELD_OUT_WORDS, shown, split_of
+from nanochat.ground.corpus import Corpus, WeightedCorpora, parse_mixture, weighted_parts
+from nanochat.ground.log import print_table, warn
+from nanochat.tokenizer import Tokenizer
+
+COLUMNS = ("rows", "training", "held out", "left out")  # the first is the sum of the others
+OPTIONAL = ("not UTF-8", "NUL", "U+FFFD", "rows looked at")  # the last: where it is not all of them
+SAMPLE_CHARACTERS = 4_000_000  # of the training text, and of the validation text: a second of reading
+NO_DATA = re.compile(r"(readme|license)\b.*|.*\.lock|dataset_infos?\.json|dataset_dict\.json|state\.json")
+Uses = dict[Path, str]  # "training" or "held out", by file
+
+
+def print_texts(
+    flags: Any, train: Corpus | WeightedCorpora, val: Corpus | WeightedCorpora, tokenizer: Tokenizer
+) -> None:
+    """Print a line for each path and hub dataset of --data and --val_data in `flags`, which `open_corpus` has opened.
+
+    Warns of files that are not read, of a test split that is learned, and of texts that spell marks of the tokenizer.
+    """
+    names = [("--data", name) for name in parse_mixture(flags.data)]
+    val_names = [("--val_data", name) for name in parse_mixture(flags.val_data)] if flags.val_data else names
+    counts: dict[tuple[str, str], Counter[str]] = {}
+    uses: dict[tuple[str, str], Uses] = {}
+    for use, keys, corpus in (("training", names, train), ("held out", val_names, val)):
+        for key, part in zip(keys, weighted_parts(corpus), strict=True):
+            texts: Any = part.corpus
+            if hasattr(texts, "records"):  # demo and pydoc write their texts when they are read
+                counts.setdefault(key, Counter()).update(count_texts(texts, use, list(tokenizer.special_ids)))
+                uses.setdefault(key, {}).update(dict.fromkeys((file.path for file in texts.records.files), use))
+    rows = []
+    for (flag, name), count in counts.items():
+        warn_of_files(f"{flag} {name}", Path(name).expanduser(), uses[flag, name])
+        spelled = [f"{mark} in {count[mark]:,}" for mark in tokenizer.special_ids if count[mark]]
+        if spelled:
+            warn(
+                f"{flag} {name}: {count['with marks']:,} of the first {count['documents']:,} documents spell marks of "
+                f"the tokenizer ({', '.join(spelled)}), which are learned as letters: chat_sft reads such chats by "
+                f"--columns {flags.columns or 'text=text'}"
+            )
+        count["rows looked at"] %= count["rows"]
+        rows.append([name, f"{len(uses[flag, name]):,}", *(f"{count[column]:,}" for column in (*COLUMNS, *OPTIONAL))])
+    if rows:
+        print_table(("data", "files", *COLUMNS, *OPTIONAL), rows, OPTIONAL)
+
+
+def count_texts(texts: Any, use: str, marks: list[str]) -> Counter[str]:
+    """The counts of a FileCorpus by column; of its documents looked at, and of those that spell each mark, and any."""
+    count: Counter[str] = Counter()
+    characters = 0
+    for block in range(texts.block_count()):
+        if characters >= SAMPLE_CHARACTERS:
+            break
+        rows = int(texts.records.starts[block + 1] - texts.records.starts[block])
+        documents = texts.read_block(block)
+        count.update({"rows looked at": rows, "documents": len(documents), "left out": rows - len(documents)})
+        for text in documents:
+            characters += len(text)
+            found = [mark for mark in marks if mark in text]
+            count.update([*found, *(["with marks"] if found else [])])
+            count.update({"NUL": text.count("\0"), "U+FFFD": text.count("\N{REPLACEMENT CHARACTER}")})
+    count["rows"] = len(texts.records)
+    count[use] = count["rows"] - count["left out"]  # a row without text is left out
+    count["not UTF-8"] = sum(getattr(file, "invalid", 0) for file in texts.records.files)
+    return count
+
+
+def warn_of_files(source: str, folder: Path, uses: Uses) -> None:
+    """One line for the files of a folder that are not read, and one for test splits that are learned."""
+    unread = []
+    for path in folder.rglob("*") if folder.is_dir() else ():
+        name = path.relative_to(folder).as_posix()
+        is_hidden = name.startswith(".") or "/." in name
+        if path.is_file() and path not in uses and not is_hidden and not NO_DATA.fullmatch(path.name.lower()):
+            unread.append(name)
+    if unread:
+        warn(f"{source}: {shown(unread)} are not read: name them too, as .txt, .jsonl or .parquet, or move them")
+    held_out = [path.name for path, use in uses.items() if use == "held out"]
+    tests = [path.name for path in uses if split_of(path.name).split("_")[0] in HELD_OUT_WORDS]
+    if len(uses) > 1 and set(tests) - set(held_out):
+        warn(
+            f"{source}: {shown(tests)} is learned, {shown(held_out)} held out: name the files by --data and --val_data"
+        )
