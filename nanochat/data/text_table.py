@@ -9,7 +9,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from nanochat.data.splits import HELD_OUT_WORDS, shown, split_of
 from nanochat.ground.corpus import Corpus, WeightedCorpora, parse_mixture, weighted_parts
 from nanochat.ground.log import print_table, warn
 from nanochat.tokenizer import Tokenizer
@@ -48,7 +47,7 @@ def print_texts(
                 f"the tokenizer ({', '.join(spelled)}), which are learned as letters: chat_sft reads such chats by "
                 f"--columns {flags.columns or 'text=text'}"
             )
-        count["rows looked at"] %= count["rows"]
+        count["rows looked at"] %= count["rows"]  # 0, which is not shown, for all rows
         rows.append([name, f"{len(uses[flag, name]):,}", *(f"{count[column]:,}" for column in (*COLUMNS, *OPTIONAL))])
     if rows:
         print_table(("data", "files", *COLUMNS, *OPTIONAL), rows, OPTIONAL)
@@ -77,6 +76,8 @@ def count_texts(texts: Any, use: str, marks: list[str]) -> Counter[str]:
 
 def warn_of_files(source: str, folder: Path, uses: Uses) -> None:
     """One line for the files of a folder that are not read, and one for test splits that are learned."""
+    from nanochat.data.splits import HELD_OUT_WORDS, shown, split_of  # here: the demo has no files
+
     unread = []
     for path in folder.rglob("*") if folder.is_dir() else ():
         name = path.relative_to(folder).as_posix()

@@ -43,7 +43,7 @@ from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero
 from nanochat.run import saver
 from nanochat.run.flags import TrainFlags
-from nanochat.run.progress import Attendant, Meter, Progress, StepClock, described, loss_of
+from nanochat.run.progress import Attendant, Meter, Progress, StepClock, loss_of
 from nanochat.run.run_log import RunLog
 from nanochat.run.stage import Start
 from nanochat.run.stop import Stop
@@ -342,16 +342,15 @@ class Run:
         last = self.progress.step
         if saved is not None and saved["step"] != last:
             folder = model_folder.step_path(self.folder, int(saved["step"]))
-            at = f"validation was best at {described(saved)}"
             if model_folder.is_whole(folder):
-                print0(f"{at}: use it by --source {self.stage}/{self.start.tag}/{folder.name}")
+                print0(
+                    f"validation was best at step {saved['step']}: --source {self.stage}/{self.start.tag}/{folder.name}"
+                )
             else:
-                warn(f"{at}, but {folder} is damaged or gone: use the last step")
+                warn(f"validation was best at step {saved['step']}, but {folder} is damaged or gone: use the last step")
         elif best is not None and best["step"] not in (0, last):
-            print0(
-                f"validation was best at {described(best)}, which was not saved: --save_every {self.config.eval_every} "
-                "--keep_last 1 keeps the best and the last step"
-            )
+            kept = f"--save_every {self.config.eval_every} --keep_last 1 keeps the best and the last step"
+            print0(f"validation was best at step {best['step']}, which was not saved: {kept}")
 
     def _read(self) -> dict[str, Any]:
         """The numbers of the last step that no line has read; refuses to continue where training has diverged."""

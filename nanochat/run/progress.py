@@ -42,12 +42,6 @@ def loss_of(evaluation: Evaluation | None) -> float:
     return next((sign * metrics[name] for name, sign in SIGNS.items() if name in metrics), math.inf)
 
 
-def described(evaluation: Evaluation) -> str:
-    """`step 200 (val_loss 1.2345)`"""
-    metrics = [f"{name} {evaluation[name]:.4f}" for name in SIGNS if name in evaluation]
-    return f"step {evaluation['step']} ({', '.join(metrics)})"
-
-
 class Meter:
     """Speed, and steps that were skipped, between two log lines. Only `read` waits for the device.
 

@@ -149,14 +149,12 @@ def save(
 def _retire(saved: Path, keep_last: int, replaces: Sequence[int], best: int | None) -> None:
     """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole.
 
-    Which step is the best (`Run.save`), by validation:
-    - Only a checkpoint whose own step was evaluated can be it, as the weights of a step tell nothing about others. The
-      loop evaluates before it saves. So --save_every is best a multiple of --eval_every, and without it a save waits
-      for the next evaluation, if that is near (`Run._plan_save`).
-    - It has the lowest val_bpb or val_loss, or the highest eval_reward. Of equals the first stays.
+    The best step (`Run.save`) has the lowest val_bpb or val_loss, or the highest eval_reward; of equals it is the first.
+    - Only a checkpoint whose own step was evaluated can be it; the loop evaluates before it saves. So --save_every
+      should be a multiple of --eval_every, and without it a save waits for an evaluation that is near.
     - Each checkpoint's `progress.best_saved` names the best one up to then, so a resumed run keeps what a straight one
       does. After a kill between a save and its deletions, the next save makes up for them.
-    - Where it is damaged or gone, training goes on, and the end of the run prints a line.
+    - If it is damaged or gone, training continues, and the end of the run prints a line.
     """
     if not keep_last and not replaces:
         return
