@@ -70,12 +70,11 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.bpb import bits_per_byte, validation_rows
-    from nanochat.data.text_table import print_texts
     from nanochat.gpt import GPT
     from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
+    from nanochat.kernels.run_flags import compiled_and_profiled
     from nanochat.loader import Loader, LoaderState
     from nanochat.run.loop import Run
-    from nanochat.run.speed import should_compile
     from nanochat.run.stage import Start, count_micro_batches, open_device
     from nanochat.tokenizer import Tokenizer
     from nanochat.train import Schedule, make_optimizer, next_token_loss, train_step
@@ -142,7 +141,10 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ train
-    print_texts(config, train_corpus, val_corpus, tokenizer)
+    if config.data != "demo" or config.val_data is not None:  # the demo has no files
+        from nanochat.data.text_table import print_texts
+
+        print_texts(config, train_corpus, val_corpus, tokenizer)
     token_flops = scaling.flops_per_token(model.config)
     # Record what the model reads: later stages choose their default tasks by it.
     pretraining = start.pretraining
@@ -159,15 +161,7 @@ def main(config: Config) -> None:
         document_mask=document_mask, step_batches=accumulation, on_error=run.fail,
     )  # fmt: skip
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled = model
-    if should_compile(run, token_flops * batch_tokens):
-        from nanochat.kernels.compiling import compile_model
-
-        compiled = compile_model(run, model, shape)
-    if config.profile:
-        from nanochat.kernels.profiling import Recorder
-
-        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
+    compiled, _ = compiled_and_profiled(run, token_flops * batch_tokens, shape, model)
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture; its share sets the size
     for part in weighted_parts(val_corpus):

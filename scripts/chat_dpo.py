@@ -64,9 +64,9 @@ def main(config: Config) -> None:
     from nanochat.alignment import reply_pairs
     from nanochat.alignment.pair_losses import PAIR_STATS, PairBatch, mean_pair_stats
     from nanochat.alignment.reward_model import NewScalarHead
+    from nanochat.kernels.run_flags import compiled_and_profiled
     from nanochat.mixture import Horizon, Mixture, RenderedPair
     from nanochat.run.loop import Run
-    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.tasks.data_table import passes
     from nanochat.tasks.flag import open_tasks
@@ -147,17 +147,7 @@ def main(config: Config) -> None:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")
     step_flops = token_flops * reply_pairs.token_count(first_examples)
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled = model
-    compiled_reference = reference
-    if should_compile(run, step_flops, forward_alone=True):
-        from nanochat.kernels.compiling import compile_model
-
-        compiled = compile_model(run, model, shape)
-        compiled_reference = compile_model(run, reference, shape, "reference")
-    if config.profile:
-        from nanochat.kernels.profiling import Recorder
-
-        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
+    compiled, compiled_reference = compiled_and_profiled(run, step_flops, shape, model, reference, forward_alone=True)
     left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs with nothing to prefer
 
     with run:

@@ -127,9 +127,9 @@ def main(config: Config) -> None:
     from nanochat.alignment.reward_model import NewScalarHead
     from nanochat.alignment.rewards import load_rewards, parse_rewards, reward_fingerprints
     from nanochat.alignment.value import ValueFunction
+    from nanochat.kernels.run_flags import compiled_and_profiled
     from nanochat.mixture import FIRST_EXAMPLES
     from nanochat.run.loop import Run
-    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.sampling import seed_of
     from nanochat.tasks.flag import open_tasks
@@ -174,22 +174,14 @@ def main(config: Config) -> None:
     # ------------------------------------------------------------------ run
     fingerprints = {"what --tasks names": train.fingerprint(), **reward_fingerprints(rewards)}
     run = Run("rl", config, start, optimizer, steps, fingerprints=fingerprints, tasks=train.task_names)
-    compiled = start.model
-    compiled_reference = start.reference
     # In the demo, replies have half of the maximum length, and half of the computed tokens are in full micro-batches.
     replies = examples * config.num_samples
     step_flops = scaling.flops_per_token(start.model.config) * replies * config.max_tokens // 4
-    if should_compile(run, step_flops, forward_alone=True):
-        from nanochat.kernels.compiling import compile_model
-
-        # Micro-batches of samples have many shapes, unknown before sampling: only the full shape is compiled.
-        shape = (config.device_batch_size, row_tokens)
-        compiled = compile_model(run, compiled, shape)
-        compiled_reference = compile_model(run, compiled_reference, shape, "reference")
-    if config.profile:
-        from nanochat.kernels.profiling import Recorder
-
-        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
+    # Micro-batches of samples have many shapes, unknown before sampling: only the full shape is compiled.
+    shape = (config.device_batch_size, row_tokens)
+    compiled, compiled_reference = compiled_and_profiled(
+        run, step_flops, shape, start.model, start.reference, forward_alone=True
+    )
     sample_on_rank = functools.partial(
         rollout.sample_on_rank, tokenizer=start.tokenizer, device=device, max_tokens=config.max_tokens,
         context=row_tokens, rewards=rewards, reward_seconds=config.hang_seconds, should_stop=run.stop.should_stop,

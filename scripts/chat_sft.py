@@ -36,11 +36,11 @@ def main(config: Config) -> None:
 
     from nanochat import scaling
     from nanochat.conversation import Rendered
+    from nanochat.kernels.run_flags import compiled_and_profiled
     from nanochat.losses import masked_loss
     from nanochat.mixture import FIRST_EXAMPLES, Horizon, Mixture, is_learned, require_learnable
     from nanochat.packing import PackedBatch, pack_sequences
     from nanochat.run.loop import Run
-    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, open_optimizer
     from nanochat.tasks.data_table import passes
     from nanochat.tasks.flag import open_tasks
@@ -97,15 +97,7 @@ def main(config: Config) -> None:
     opening, _ = draw(train, horizon.draws(0))
     # Micro-batches have a few shapes. Compile the shape of the run's first micro-batch, also when the run resumes.
     usual = next(opening.micro_batches(config.device_batch_size, device, 0, device.data_ranks)).inputs.shape
-    compiled = model
-    if should_compile(run, token_flops * opening.inputs.numel()):
-        from nanochat.kernels.compiling import compile_model
-
-        compiled = compile_model(run, model, usual)
-    if config.profile:
-        from nanochat.kernels.profiling import Recorder
-
-        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
+    compiled, _ = compiled_and_profiled(run, token_flops * opening.inputs.numel(), usual, model)
     held_out_count = min(config.eval_examples, sum(len(task) for task in held_out.tasks))
     val_rows, chats = draw(held_out, range(held_out_count))
     run.has_validation = any(map(is_learned, chats))

@@ -69,10 +69,10 @@ def main(config: Config) -> None:
     from nanochat.data.passes import count_tokens
     from nanochat.data.text_table import print_texts
     from nanochat.ground.corpus import by_part, fingerprint, mean_by_weight, open_corpus, weighted_parts
+    from nanochat.kernels.run_flags import compiled_and_profiled
     from nanochat.loader import Loader, LoaderState
     from nanochat.mixture import BLOCK_EXAMPLES, MixtureCorpus
     from nanochat.run.loop import Run
-    from nanochat.run.speed import should_compile
     from nanochat.run.stage import begin, count_micro_batches, open_optimizer
     from nanochat.tasks.flag import open_tasks
     from nanochat.train import Schedule, next_token_loss, train_step
@@ -162,15 +162,7 @@ def main(config: Config) -> None:
         document_mask=document_mask, step_batches=accumulation, on_error=run.fail,
     )  # fmt: skip
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled = model
-    if should_compile(run, token_flops * batch_tokens):
-        from nanochat.kernels.compiling import compile_model
-
-        compiled = compile_model(run, model, shape)
-    if config.profile:
-        from nanochat.kernels.profiling import Recorder
-
-        run.attendants.append(Recorder(config.profile, steps - run.first_step, device, run.log_folder / "profile"))
+    compiled, _ = compiled_and_profiled(run, token_flops * batch_tokens, shape, model)
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture of texts; its share sets the size
     for part in weighted_parts(val_corpus) if has_validation else []:

@@ -27,28 +27,30 @@ def print_texts(
 
     Warns of files that are not read, of a test split that is learned, and of texts that spell marks of the tokenizer.
     """
-    names = [("--data", name) for name in parse_mixture(flags.data)]
-    val_names = [("--val_data", name) for name in parse_mixture(flags.val_data)] if flags.val_data else names
-    counts: dict[tuple[str, str], Counter[str]] = {}
-    uses: dict[tuple[str, str], Uses] = {}
-    for use, keys, corpus in (("training", names, train), ("held out", val_names, val)):
-        for key, part in zip(keys, weighted_parts(corpus), strict=True):
+    val_flag = "--data" if flags.val_data is None else "--val_data"
+    sources: dict[str, tuple[Counter[str], Uses]] = {}  # by flag and name
+    for use, flag, data, corpus in (
+        ("training", "--data", flags.data, train), ("held out", val_flag, flags.val_data or flags.data, val)
+    ):  # fmt: skip
+        for name, part in zip(parse_mixture(data), weighted_parts(corpus), strict=True):
             texts: Any = part.corpus
             if hasattr(texts, "records"):  # demo and pydoc write their texts when they are read
-                counts.setdefault(key, Counter()).update(count_texts(texts, use, list(tokenizer.special_ids)))
-                uses.setdefault(key, {}).update(dict.fromkeys((file.path for file in texts.records.files), use))
+                count, uses = sources.setdefault(f"{flag} {name}", (Counter(), {}))
+                count.update(count_texts(texts, use, list(tokenizer.special_ids)))
+                uses |= dict.fromkeys((file.path for file in texts.records.files), use)
     rows = []
-    for (flag, name), count in counts.items():
-        warn_of_files(f"{flag} {name}", Path(name).expanduser(), uses[flag, name])
+    for source, (count, uses) in sources.items():
+        name = source.partition(" ")[2]
+        warn_of_files(source, Path(name).expanduser(), uses)
         spelled = [f"{mark} in {count[mark]:,}" for mark in tokenizer.special_ids if count[mark]]
         if spelled:
             warn(
-                f"{flag} {name}: {count['with marks']:,} of the first {count['documents']:,} documents spell marks of "
-                f"the tokenizer ({', '.join(spelled)}), which are learned as letters: chat_sft reads such chats by "
+                f"{source}: {count['with marks']:,} of the first {count['documents']:,} documents spell marks of the "
+                f"tokenizer ({', '.join(spelled)}), which are learned as letters: chat_sft reads such chats by "
                 f"--columns {flags.columns or 'text=text'}"
             )
         count["rows looked at"] %= count["rows"]  # 0, which is not shown, for all rows
-        rows.append([name, f"{len(uses[flag, name]):,}", *(f"{count[column]:,}" for column in (*COLUMNS, *OPTIONAL))])
+        rows.append([name, f"{len(uses):,}", *(f"{count[column]:,}" for column in (*COLUMNS, *OPTIONAL))])
     if rows:
         print_table(("data", "files", *COLUMNS, *OPTIONAL), rows, OPTIONAL)
 

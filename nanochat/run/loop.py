@@ -337,20 +337,19 @@ class Run:
 
     def _report_best(self) -> None:
         """One line where the best checkpoint is not the last one, or where the best weights were not saved."""
-        saved = self.progress.best_saved
-        best = self.progress.best
         last = self.progress.step
-        if saved is not None and saved["step"] != last:
-            folder = model_folder.step_path(self.folder, int(saved["step"]))
-            if model_folder.is_whole(folder):
-                print0(
-                    f"validation was best at step {saved['step']}: --source {self.stage}/{self.start.tag}/{folder.name}"
-                )
-            else:
-                warn(f"validation was best at step {saved['step']}, but {folder} is damaged or gone: use the last step")
-        elif best is not None and best["step"] not in (0, last):
-            kept = f"--save_every {self.config.eval_every} --keep_last 1 keeps the best and the last step"
-            print0(f"validation was best at step {best['step']}, which was not saved: {kept}")
+        best = self.progress.best_saved
+        if best is None or best["step"] == last:
+            best = self.progress.best
+        if best is None or best["step"] in (0, last):
+            return
+        folder = model_folder.step_path(self.folder, int(best["step"]))
+        use = f"--source {self.stage}/{self.start.tag}/{folder.name}"
+        if not model_folder.is_whole(folder):
+            use = (
+                f"which is damaged or was not saved; --save_every {self.config.eval_every} --keep_last 1 keeps the best"
+            )
+        print0(f"validation was best at step {best['step']}: {use}")
 
     def _read(self) -> dict[str, Any]:
         """The numbers of the last step that no line has read; refuses to continue where training has diverged."""

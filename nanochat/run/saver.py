@@ -149,7 +149,7 @@ def save(
 def _retire(saved: Path, keep_last: int, replaces: Sequence[int], best: int | None) -> None:
     """Delete the steps that are not to be kept, after reading back the saved step to check that it is whole.
 
-    The best step (`Run.save`) has the lowest val_bpb or val_loss, or the highest eval_reward; of equals it is the first.
+    The best step (`Run.save`) is the first with the lowest val_bpb or val_loss, or the highest eval_reward.
     - Only a checkpoint whose own step was evaluated can be it; the loop evaluates before it saves. So --save_every
       should be a multiple of --eval_every, and without it a save waits for an evaluation that is near.
     - Each checkpoint's `progress.best_saved` names the best one up to then, so a resumed run keeps what a straight one
