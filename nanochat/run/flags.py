@@ -24,7 +24,7 @@ class TrainFlags:
     # evaluation, logging, saving
     eval_every: Count = 100  # steps between evaluations; 0: only at the beginning and the end
     log_every: Positive = 10  # steps between log lines; reading a loss waits for the device
-    # Steps between checkpoints; 0: only at the end. Default: after ten minutes of training, in place of the one before.
+    # Steps between checkpoints; 0: only at the end. Default: about every ten minutes, in place of the one before.
     save_every: Count | None = None
     keep_last: Count = 0  # checkpoints to keep: this many newest, and the best by validation; 0: all
     profile: Count = 0  # steps to record after the first few: a trace and its summary in the run's folder
