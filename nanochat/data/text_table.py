@@ -81,7 +81,7 @@ def warn_of_files(source: str, folder: Path, uses: Uses) -> None:
     from nanochat.data.splits import HELD_OUT_WORDS, shown, split_of  # here: the demo has no files
 
     unread = []
-    for path in folder.rglob("*") if folder.is_dir() else ():
+    for path in folder.rglob("*") if folder in next(iter(uses)).parents else ():  # not of a file, nor of a hub's files
         name = path.relative_to(folder).as_posix()
         is_hidden = name.startswith(".") or "/." in name
         if path.is_file() and path not in uses and not is_hidden and not NO_DATA.fullmatch(path.name.lower()):

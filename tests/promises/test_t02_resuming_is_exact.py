@@ -164,6 +164,24 @@ def test_epochs_have_every_example_once(start, tmp_path, monkeypatch, stage, fla
         assert lines[-1]["loss"] < lines[0]["loss"]
 
 
+@pytest.mark.parametrize("stage", ["mid", "sft", "dpo", "rl"])
+def test_a_run_of_which_nothing_is_held_out(start, tmp_path, capsys, stage):
+    """A small file is needed whole: every step that would be evaluated has its line at once."""
+    rows = rows_of(stage) if stage == "dpo" else [chat(f"What is {n}?", f"It is {n}.") for n in range(23)]
+    (tmp_path / "reward.py").write_text(
+        "def long(episodes):\n    return [len(one.reply) % 7 / 7 for one in episodes]\n"
+    )
+    flags = {"mid": MID, "sft": SFT, "dpo": DPO, "rl": (*RL, f"--reward={tmp_path / 'reward.py'}:long")}[stage]
+    flags += (f"--tasks={write_lines(tmp_path / 'mine.jsonl', rows)}", "--source=base/d1")
+    flags += ("--num_iterations=4", "--eval_every=1", "--save_every=1")
+    straight = resume(start, stage, flags, kill=(2,))
+    lines = metrics(start, stage)
+    names = {name for line in lines for name in line}
+    assert len(lines) == 4 and not [name for name in names if name.startswith(("val_", "eval_"))]
+    assert "before the first step" not in straight.printed and "validation was best" not in straight.printed
+    assert "done: 4 steps" in straight.printed and ("nothing was held out" in straight.printed) == (stage == "rl")
+
+
 def test_counts_between_two_lines(start, tmp_path, monkeypatch):
     """Stopped between two log lines, or behind one: the next line counts what was there before."""
     rows = [chat(f"What is {n}?", f"It is {n}.", **({} if n % 3 else {"train": False})) for n in range(40)]
