@@ -161,8 +161,7 @@ def main(config: Config) -> None:
         state=LoaderState.merge(run.loader_states) if run.loader_states else None,
         document_mask=document_mask, step_batches=accumulation, on_error=run.fail,
     )  # fmt: skip
-    shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
-    compiled, _ = compiled_and_profiled(run, token_flops * batch_tokens, shape, model)
+    compiled, _ = compiled_and_profiled(run, token_flops * batch_tokens, (config.device_batch_size, row_tokens), model)
     phase("reading the validation text")
     val_rows = []  # one entry per corpus of a mixture of texts; its share sets the size
     for part in weighted_parts(val_corpus) if has_validation else []:

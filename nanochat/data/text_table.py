@@ -27,11 +27,9 @@ def print_texts(
 
     Warns of files that are not read, of a test split that is learned, and of texts that spell marks of the tokenizer.
     """
-    val_flag = "--data" if flags.val_data is None else "--val_data"
+    val_flag, val_data = ("--data", flags.data) if flags.val_data is None else ("--val_data", flags.val_data)
     sources: dict[str, tuple[Counter[str], Uses]] = {}  # by flag and name
-    for use, flag, data, corpus in (
-        ("training", "--data", flags.data, train), ("held out", val_flag, flags.val_data or flags.data, val)
-    ):  # fmt: skip
+    for use, flag, data, corpus in (("training", "--data", flags.data, train), ("held out", val_flag, val_data, val)):
         for name, part in zip(parse_mixture(data), weighted_parts(corpus), strict=True):
             texts: Any = part.corpus
             if hasattr(texts, "records"):  # demo and pydoc write their texts when they are read
@@ -91,6 +89,4 @@ def warn_of_files(source: str, folder: Path, uses: Uses) -> None:
     held_out = [path.name for path, use in uses.items() if use == "held out"]
     tests = [path.name for path in uses if split_of(path.name).split("_")[0] in HELD_OUT_WORDS]
     if len(uses) > 1 and set(tests) - set(held_out):
-        warn(
-            f"{source}: {shown(tests)} is learned, {shown(held_out)} held out: name the files by --data and --val_data"
-        )
+        warn(f"{source}: {shown(tests)} is learned, {shown(held_out)} held out: name each by --data or --val_data")

@@ -327,13 +327,10 @@ class Run:
     def _validations(self) -> list[tuple[str, float, float]]:
         """The name of each validation metric, its value before the first step, and its last value."""
         # A reward is left out: it is sampled, and falls and rises by chance.
-        found = []
-        for name in ("val_bpb", "val_loss"):
-            before = (self.progress.initial or {}).get(f"{name}_before")
-            now = (self.progress.evaluated or {}).get(name)
-            if before is not None and now is not None:
-                found.append((name, before, now))
-        return found
+        before = self.progress.initial or {}
+        now = self.progress.evaluated or {}
+        names = [name for name in ("val_bpb", "val_loss") if name in now and f"{name}_before" in before]
+        return [(name, before[f"{name}_before"], now[name]) for name in names]
 
     def _report_best(self) -> None:
         """One line where the best checkpoint is not the last one, or where the best weights were not saved."""

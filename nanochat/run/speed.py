@@ -9,26 +9,11 @@ import torch
 from nanochat.device import Device
 from nanochat.gpt import GPTConfig
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import print0, warn
+from nanochat.ground.log import warn
 from nanochat.ground.screen import duration
 from nanochat.run.loop import Run
 
 LONG_RUN_SECONDS = 86400.0  # if the estimate is longer, the run begins with a warning
-
-
-def should_compile(run: Run, step_flops: int, forward_alone: bool = False) -> bool:
-    """Whether the run compiles its model; prints why it does not, and warns before the first step of a long run.
-
-    `forward_alone`: some passes have no backward pass.
-    Raises UserError: when --compile is "on" and the model cannot be compiled.
-    """
-    is_sharded = forward_alone and run.start.layout.sharded
-    config = run.start.model.config
-    reason = eager_reason(run.device, config, run.config.compile, step_flops * run.last, is_sharded)
-    if reason is not None:
-        print0(f"step: eager ({reason}); kernels: {run.device.kernels}")
-    _warn_of_days(run, step_flops, reason is None)
-    return reason is None
 
 
 def eager_reason(
@@ -65,7 +50,7 @@ def eager_reason(
     return obstacle
 
 
-def _warn_of_days(run: Run, step_flops: int, is_compiled: bool) -> None:
+def warn_of_days(run: Run, step_flops: int, is_compiled: bool) -> None:
     """Warn before the first step, which may take an hour, if the run takes days by the speed of a matrix product."""
     speed = product_flops(run.device) if run.device.is_main else None
     if speed is None:
