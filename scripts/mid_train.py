@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from nanochat.ground import cli
 from nanochat.ground.cli import Count, Fraction, Frozen, Positive, Range, UserError
-from nanochat.ground.log import counted, print0, warn
+from nanochat.ground.log import counted, doubt, print0
 from nanochat.ground.paths import checkpoint_dir
 from nanochat.ground.screen import phase, track
 from nanochat.run.flags import ChatFlags, Epochs, forbid_both
@@ -121,7 +121,8 @@ def main(config: Config) -> None:
         train_corpus, val_corpus = MixtureCorpus(train, tokenizer), MixtureCorpus(held_out, tokenizer)
         print0(f"tasks: {tasks}")
         if masked := sum(task.seen.masked for task in train.tasks if isinstance(task, Conversations)):
-            warn(f"--tasks {tasks}: {masked:,} replies are marked as not learned, but mid-training learns every token")
+            problem = f"{masked:,} replies are marked as not learned, but mid-training learns every token"
+            doubt(f"--tasks {tasks}: {problem}", config.strict_data)
         has_validation = bool(held_out.tasks)  # a small file has no held-out rows
         task_names = train.task_names
         fingerprints["what --tasks names"] = train.fingerprint()

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +19,9 @@ import numpy as np
 
 from nanochat.data import hub as hubs
 from nanochat.data.catalog import HUB_NAME, TASKS
-from nanochat.data.splits import choose_files, shown
+from nanochat.data.splits import choose_files, name_unread
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import doubt
 from nanochat.ground.text_files import (
-    SETTINGS,
     Columns,
     DataFile,
     Fields,
@@ -91,7 +89,7 @@ def open_part(
         files = {file.relative_to(place).as_posix(): file for file in list_files(place, RECORD_SUFFIXES)}
         chosen = choose_files(list(files), requested or None)
         if part == "train":
-            name_unread(source, place, {*chosen.train, *chosen.held_out}, strict_data)
+            name_unread(f"--tasks {source}", place, {*chosen.train, *chosen.held_out}, strict_data)
         train, held_out = ([files[path] for path in paths] for paths in (chosen.train, chosen.held_out))
     elif place.exists() or not (on_hub := HUB_NAME.fullmatch(name)):
         if requested:
@@ -141,20 +139,6 @@ def held_out_rows(records: Records, share: float | None, parse: Callable[[Any], 
         if len(chosen) == wanted:
             break
     return np.array(sorted(chosen), np.int64)
-
-
-def name_unread(source: str, folder: Path, used: Collection[str], strict_data: bool) -> None:
-    """Warn of the files of a folder that are in no part of the data, hidden ones and descriptions aside."""
-    unread = []
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        is_data = path.is_file() and path.suffix.lower() not in (".md", ".py", ".lock") and path.name not in SETTINGS
-        if is_data and name not in used and not any(part.startswith(".") for part in name.split("/")):
-            unread.append(name)
-    if unread:
-        what = ", ".join(sorted(used)) if len(used) < 4 else f"{len(used)} of its files"
-        problem = f"it reads {what}, and not {shown(unread)}: name them too, or move them"
-        doubt(f"--tasks {source}: {problem}", strict_data)
 
 
 class ChosenRecords(Records):

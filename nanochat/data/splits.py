@@ -8,11 +8,12 @@ A hub's table of splits is not read: ModelScope and folders have none.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from nanochat.ground.cli import UserError
+from nanochat.ground.log import doubt
 from nanochat.ground.text_files import SETTINGS
 
 TRAIN_WORDS = ("train", "training")
@@ -22,6 +23,7 @@ SPLIT = re.compile(rf"(?<![a-z])({'|'.join(TRAIN_WORDS + HELD_OUT_WORDS)})((?:_[
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # as the `datasets` library numbers files
 KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".json")  # in this order, if a repo has several copies
 SHOWN_NAMES = 12
+NO_DATA = re.compile(rf"(readme|license|licence)\b.*|.*\.(md|py|lock)|{'|'.join(map(re.escape, SETTINGS))}")
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,19 @@ def choose_config(paths: Iterable[str], config: str | None) -> list[str]:
         raise UserError(f"its configurations are {shown(configs)}: name one, ORG/NAME/{next(iter(configs))}")
     kind = next(kind for kind in KINDS if any(path.lower().endswith(kind) for path in found))
     return [path for path in found if path.lower().endswith(kind)]
+
+
+def name_unread(source: str, folder: Path, used: Collection[str], strict_data: bool) -> None:
+    """Name the files of a folder that are in no part of the data; `used` are paths in the folder."""
+    unread = []
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        if path.is_file() and name not in used and not is_hidden and not NO_DATA.fullmatch(path.name.lower()):
+            unread.append(name)
+    if unread:
+        what = ", ".join(sorted(used)) if len(used) < 4 else f"{len(used)} of its files"
+        doubt(f"{source}: it reads {what}, and not {shown(unread)}: name them too, or move them", strict_data)
 
 
 def shown(names: Iterable[str]) -> str:

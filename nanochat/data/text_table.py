@@ -4,19 +4,19 @@ What the index of a file knows is counted exactly: rows, and bytes of a .txt tha
 is counted in the first rows, up to `SAMPLE_CHARACTERS`: all rows of a small corpus, few of a large one.
 """
 
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from nanochat.data.splits import HELD_OUT_WORDS, name_unread, shown, split_of
 from nanochat.ground.corpus import Corpus, WeightedCorpora, parse_mixture, weighted_parts
-from nanochat.ground.log import print_table, warn
+from nanochat.ground.log import doubt, print_table
 from nanochat.tokenizer import Tokenizer
 
 COLUMNS = ("rows", "training", "held out", "left out")  # the first is the sum of the others
-OPTIONAL = ("not UTF-8", "NUL", "U+FFFD", "rows looked at")  # the last: where it is not all of them
+LOST = ("not UTF-8", "NUL", "U+FFFD")  # characters
+OPTIONAL = (*LOST, "rows looked at")  # the last: where it is not all of them
 SAMPLE_CHARACTERS = 4_000_000  # of the training text, and of the validation text: a second of reading
-NO_DATA = re.compile(r"(readme|license)\b.*|.*\.lock|dataset_infos?\.json|dataset_dict\.json|state\.json")
 Uses = dict[Path, str]  # "training" or "held out", by file
 
 
@@ -39,14 +39,18 @@ def print_texts(
     rows = []
     for source, (count, uses) in sources.items():
         name = source.partition(" ")[2]
-        warn_of_files(source, Path(name).expanduser(), uses)
+        warn_of_files(source, Path(name).expanduser(), uses, flags.strict_data)
         spelled = [f"{mark} in {count[mark]:,}" for mark in tokenizer.special_ids if count[mark]]
         if spelled:
-            warn(
+            doubt(
                 f"{source}: {count['with marks']:,} of the first {count['documents']:,} documents spell marks of the "
                 f"tokenizer ({', '.join(spelled)}), which are learned as letters: chat_sft reads such chats by "
-                f"--columns {flags.columns or 'text=text'}"
+                f"--columns rendered={(flags.columns or 'text').rpartition('=')[2]}",
+                flags.strict_data,
             )
+        lost = [f"{column} {count[column]:,}" for column in LOST if count[column]]
+        if lost and flags.strict_data:
+            doubt(f"{source}: characters were lost in a conversion ({', '.join(lost)})", flags.strict_data)
         count["rows looked at"] %= count["rows"]  # 0, which is not shown, for all rows
         rows.append([name, f"{len(uses):,}", *(f"{count[column]:,}" for column in (*COLUMNS, *OPTIONAL))])
     if rows:
@@ -74,19 +78,12 @@ def count_texts(texts: Any, use: str, marks: list[str]) -> Counter[str]:
     return count
 
 
-def warn_of_files(source: str, folder: Path, uses: Uses) -> None:
+def warn_of_files(source: str, folder: Path, uses: Uses, strict_data: bool) -> None:
     """One line for the files of a folder that are not read, and one for test splits that are learned."""
-    from nanochat.data.splits import HELD_OUT_WORDS, shown, split_of  # here: the demo has no files
-
-    unread = []
-    for path in folder.rglob("*") if folder in next(iter(uses)).parents else ():  # not of a file, nor of a hub's files
-        name = path.relative_to(folder).as_posix()
-        is_hidden = name.startswith(".") or "/." in name
-        if path.is_file() and path not in uses and not is_hidden and not NO_DATA.fullmatch(path.name.lower()):
-            unread.append(name)
-    if unread:
-        warn(f"{source}: {shown(unread)} are not read: name them too, as .txt, .jsonl or .parquet, or move them")
+    if folder in next(iter(uses)).parents:  # not of a file, nor of a hub's files
+        name_unread(source, folder, {path.relative_to(folder).as_posix() for path in uses}, strict_data)
     held_out = [path.name for path, use in uses.items() if use == "held out"]
     tests = [path.name for path in uses if split_of(path.name).split("_")[0] in HELD_OUT_WORDS]
     if len(uses) > 1 and set(tests) - set(held_out):
-        warn(f"{source}: {shown(tests)} is learned, {shown(held_out)} held out: name each by --data or --val_data")
+        problem = f"{shown(tests)} is learned, {shown(held_out)} held out: name each by --data or --val_data"
+        doubt(f"{source}: {problem}", strict_data)

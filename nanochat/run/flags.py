@@ -34,6 +34,8 @@ class TrainFlags:
     resume: bool = False  # continue from the newest whole checkpoint of this tag
     dry_run: bool = False  # print how much memory a step takes on each device, and end
     dry_run_devices: Positive = 1  # with --dry_run: count for one of this many devices, which need not be here
+    # data
+    strict_data: bool = False  # each warning about the data is an error: rows left out, files or columns not read
     # processes
     parallel: Literal["ddp", "fsdp"] = "ddp"  # each process holds the whole model, or a shard of it
     replicate: Positive = 1  # fsdp: groups of neighbouring processes that hold a whole model each, sharded inside
@@ -73,7 +75,6 @@ class StageFlags(TrainFlags):
     rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
     # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
-    strict_data: bool = False  # what else only warns of the data is an error: rows left out, files or columns not read
     columns: str = ""  # columns that have other names: question=COLUMN,answer=COLUMN; also system, messages, chosen
     thoughts: Literal["keep", "drop"] = "keep"  # thoughts in the files' replies (reasoning_content, <think>)
     hub: Literal["hf", "modelscope"] = "hf"  # where tasks with data are downloaded from
