@@ -219,7 +219,8 @@ class ChatFormat:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
         """Token ids and loss mask of a whole conversation."""
         if any(message.get("tool_calls") or message["role"] == "rendered" for message in messages):
-            what = "it calls functions (tool_calls), or is a rendered text: only a chat template has a format for these"
+            what = "it calls functions (tool_calls)" if messages[0]["role"] != "rendered" else "it is a rendered text"
+            what += ", for which only models with a chat template have a format"
             raise UnrenderableChat(f"{what}: leave it out, or name another --source")
         ids = [self.tokenizer.get_bos_token_id()]
         mask = [0]

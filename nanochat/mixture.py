@@ -121,7 +121,7 @@ class Mixture:
     def _leave_out(self, task: Task, number: int, problem: str) -> None:
         problem = f"--tasks {task.name}: {task.where(number)}: {problem}"
         self._refused += 1
-        if self.strict_data or (not self._written and self._refused == FIRST_EXAMPLES):
+        if self.strict_data or (not self._written and self._refused >= FIRST_EXAMPLES):
             raise UserError(problem)
         if self._refused == 1:
             warn(f"{problem}; it is left out, as others like it will be (--strict_data makes this an error)")

@@ -141,7 +141,7 @@ def main(config: Config) -> None:
             f"the prompts are longer than the context of {row_tokens} tokens; name other --tasks, or a .jsonl of pairs "
             "with two different replies"
         )
-    reply_pairs.report_first(first_examples, row_tokens)
+    reply_pairs.report_first(first_examples, row_tokens, config.strict_data)
     run.has_validation = bool(val_examples)
     if not val_examples:
         print0("no held-out pair leaves anything to prefer: there will be no val_loss")

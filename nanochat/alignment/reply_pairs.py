@@ -19,7 +19,7 @@ from nanochat.alignment.pair_losses import PairBatch, PairLoss, reply_logp
 from nanochat.device import Device
 from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import warn
+from nanochat.ground.log import doubt
 from nanochat.mixture import Mixture, RenderedPair, is_learned
 from nanochat.packing import fill_rows, places_of
 from nanochat.tokenizer import Tokenizer
@@ -34,14 +34,15 @@ def draw_pairs(mixture: Mixture, tokenizer: Tokenizer, numbers: range, max_token
     return [pair for pair in pairs if is_learned(*pair)]
 
 
-def report_first(pairs: Sequence[RenderedPair], row_tokens: int) -> None:
+def report_first(pairs: Sequence[RenderedPair], row_tokens: int, strict_data: bool) -> None:
     """Warn about the data if the context cuts off replies of a run's first examples."""
     replies = [reply for pair in pairs for reply in pair]
     cut = len([reply for reply in replies if reply.cut])
     if cut:
-        warn(
+        doubt(
             f"{cut} of the first {len(replies)} replies are cut off at the context of {row_tokens} tokens: "
-            "they are compared without their ends; shorten them, or use a larger --max_seq_len"
+            "they are compared without their ends; shorten them, or use a larger --max_seq_len",
+            strict_data,
         )
 
 

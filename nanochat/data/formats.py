@@ -209,7 +209,7 @@ class CsvFile(SpanFile):
                 yield text.removeprefix("\ufeff") if begin == 0 else text
 
         begin = self.skipped
-        with damage_in_one_line(self.path, ".csv", csv.Error), self._opened() as file:
+        with damage_in_one_line(self.path, self.path.suffix, csv.Error), self._opened() as file:
             file.seek(begin)
             for values in csv.reader(lines(file), strict=True, delimiter=self.delimiter):
                 if not self.header:

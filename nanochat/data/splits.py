@@ -23,7 +23,9 @@ SPLIT = re.compile(rf"(?<![a-z])({'|'.join(TRAIN_WORDS + HELD_OUT_WORDS)})((?:_[
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # as the `datasets` library numbers files
 KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".json")  # in this order, if a repo has several copies
 SHOWN_NAMES = 12
-NO_DATA = re.compile(rf"(readme|license|licence)\b.*|.*\.(md|py|lock)|{'|'.join(map(re.escape, SETTINGS))}")
+NO_DATA = re.compile(
+    rf"(readme|license|licence)\b.*|cache-.*\.arrow|.*\.(md|py|lock)|{'|'.join(map(re.escape, SETTINGS))}"
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def _training_splits(names: list[str]) -> list[str]:
     training = [name for name in names if words.get(name) in TRAIN_WORDS]
     parts = training or [name for name in names if name not in words]
     if len(training) > 1 or not parts:
-        raise UserError(f"its splits are {shown(names)}: name one by @{names[0]}")
+        raise UserError(f"its splits are {shown(names)}: name one by @{(training or names)[0]}")
     return parts
 
 
@@ -116,8 +118,14 @@ def name_unread(source: str, folder: Path, used: Collection[str], strict_data: b
     unread = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_hidden = any(part.startswith(".") for part in name.split("/"))
-        if path.is_file() and name not in used and not is_hidden and not NO_DATA.fullmatch(path.name.lower()):
+        is_hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
+        # A link to a folder is not followed, and one may lead nowhere.
+        if (
+            (path.is_file() or path.is_symlink())
+            and name not in used
+            and not is_hidden
+            and not NO_DATA.fullmatch(path.name.lower())
+        ):
             unread.append(name)
     if unread:
         what = ", ".join(sorted(used)) if len(used) < 4 else f"{len(used)} of its files"

@@ -38,8 +38,10 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SEPARATOR_LINE = re.compile(
     rb"<\|endoftext\|>(?:(?<=^<\|endoftext\|>)|(?<=\A\xef\xbb\xbf<\|endoftext\|>))(?:\r?\n|\Z)", re.MULTILINE
 )
+COMMON = re.compile("[\n -~\u3000-\u30ff\u4e00-\u9fff]")  # characters of English, Chinese and Japanese
 HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 # Files of the `datasets` library that describe others.
+LFS_POINTER = b"version https://git-lfs"
 SETTINGS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
 SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")  # the formats in which --data reads text
 
@@ -223,7 +225,8 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
     if path.is_dir():
         files = []
         for file in path.rglob("*"):
-            hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+            hidden = any(part.startswith((".", "__MACOSX")) for part in file.relative_to(path).parts)
+            hidden = hidden or (file.name.startswith("cache-") and file.suffix == ".arrow")  # a `map` of the rows
             is_known = file.name.lower().endswith(tuple(suffixes)) and file.name not in SETTINGS
             if is_known and file.is_file() and not hidden:
                 files.append(file)
@@ -257,6 +260,9 @@ def open_file(path: Path, columns: Columns = None) -> DataFile:
     """
     if not os.access(path, os.R_OK):
         raise UserError(f"{path}: no permission to read it")
+    with path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            raise UserError(f"{path} only names the file that git-lfs keeps: run git lfs pull in its folder")
     name = path.name.lower()
     if name.endswith(".txt"):
         return TextFile(path)
@@ -317,8 +323,9 @@ def conversion(text: bytes) -> str:
         encoding = "utf-32"
     elif text.startswith((b"\xff\xfe", b"\xfe\xff")):
         encoding = "utf-16"
-    elif text.count(0) > MAX_INVALID * len(text):  # the zero is the second byte of a comma in utf-16le
-        encoding = "utf-16le" if text[1::2].count(0) >= text[::2].count(0) else "utf-16be"
+    elif text.count(0) > MAX_INVALID * len(text):
+        known = {name: len(COMMON.findall(text.decode(name, "replace"))) for name in ("utf-16le", "utf-16be")}
+        encoding = max(known, key=lambda name: known[name])
     else:
         # Letters with accents stand alone, and Chinese characters are two bytes, one after the other.
         runs = HIGH_BYTES.findall(text)

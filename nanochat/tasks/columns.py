@@ -39,7 +39,6 @@ CHINESE = {
 }  # fmt: skip
 # Columns that say whether a row is learned; 0 and false mean that it is not, and other values mean nothing here.
 ROW_MARKS = ("weight", "loss_weight", "sample_weight", "loss", "train")
-OFF = ("0", "0.0", "false")
 LABELS = ("label", "kto_tag", "标签")  # columns of files for KTO: whether the reply is good
 # Columns of data with more than text. A model that reads only text must not learn to answer what it cannot see.
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
@@ -124,7 +123,16 @@ def is_mark(head: Any) -> bool:
 
 def is_off(head: Any, value: Any) -> bool:
     """Whether a column says by this value that its row is not learned."""
-    return _plain(head) in ROW_MARKS and str(value).strip().lower() in OFF
+    return _plain(head) in ROW_MARKS and weight_of(value) == 0
+
+
+def weight_of(value: Any) -> float | None:
+    """The weight that such a column states, as a number or a word; None: neither."""
+    text = str(value).strip().lower()
+    try:
+        return {"false": 0.0, "true": 1.0}[text] if text in ("false", "true") else float(text)
+    except ValueError:
+        return None
 
 
 def label_of(fields: Any) -> str | None:

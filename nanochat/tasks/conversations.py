@@ -45,6 +45,7 @@ from nanochat.ground.screen import track
 from nanochat.ground.text_files import DataFile
 from nanochat.task import Example, Split
 from nanochat.tasks.columns import (
+    LABELS,
     MEDIA,
     NAMES,
     ROLES,
@@ -58,6 +59,7 @@ from nanochat.tasks.columns import (
     origins,
     parse_columns,
     tidied,
+    weight_of,
 )
 from nanochat.tasks.flag import DEFAULT_READING, Reading
 from nanochat.tasks.forms import parsed, value_of
@@ -119,8 +121,8 @@ class Conversations(RecordTask):
         for role in self.columns:
             if role not in self.roles:
                 raise UserError(f"--columns {role}=...: {self.name} have the roles {', '.join(self.roles)}")
-        if "rendered" in self.columns and reading.learn == "last":
-            raise UserError("--learn last: it needs messages, and --columns rendered=COLUMN has whole texts")
+        if "rendered" in self.columns and (reading.learn, reading.thoughts) != ("all", "keep"):
+            raise UserError("--learn last, --thoughts drop: they need messages; --columns rendered=COLUMN has texts")
         self.thoughts = reading.thoughts
         self.strict_data = reading.strict_data
         self.heads: set[str] = set()  # the columns of .parquet files, also those that are not read
@@ -143,12 +145,21 @@ class Conversations(RecordTask):
         """Raises ValueError: when a tidied record is not a conversation."""
         refuse_labels(record)
         if "rendered" in self.columns:
+            if _is_off(record):
+                raise ValueError("it has the weight 0")
             refuse_placeholders([{"role": "user", "content": rendered_chat(record)}], record)
             return
         messages = conversation_of(record)
         tools_of(record)
         refuse_placeholders(messages, (*record, *self.heads))
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("choices"), list)
+            and isinstance(record.get("answer"), int)
+        ):
+            raise ValueError("its answer is the number of a choice: write the text of the answer")
         self.seen.messages(messages)
+        self.unlearned += not any(map(is_learned_reply, answered(messages)))
         self.seen.questions += len(answered(messages)) < len(messages)
 
     def tidy(self, record: Any) -> Any:
@@ -269,6 +280,7 @@ class Prompts(Conversations):
 
     name = "prompts"
     rest = "and, for rewards,"
+    roles = TURNS
 
     @staticmethod
     def is_known(names: Collection[str]) -> bool:
@@ -281,10 +293,12 @@ class Prompts(Conversations):
         return [role for role in super().roles_of(fields) if role != "answer" or _graded(fields) is not None]
 
     def check(self, record: Any) -> None:
+        if isinstance(record, dict) and _is_off(record):
+            raise ValueError("it has the weight 0")
         # Without the empty text that replaces a missing reply.
         messages = self.read(record).messages
         refuse_placeholders(messages, (*record, *self.heads))
-        self.seen.messages([message for message in messages if message["content"] != ""])
+        self.seen.messages([message for message in messages if message["content"] != "" or message["role"] == "user"])
 
     def read(self, record: Any) -> Example:
         fields = record if isinstance(record, dict) else {}
@@ -364,7 +378,8 @@ class Seen:
         for head, value in record.items():
             # NaN is not equal to itself.
             is_empty = value is None or value == "" or value != value or is_off(head, value)
-            self.weighted += is_mark(head) and isinstance(value, float) and value not in (0, 1)
+            is_weight = is_mark(head) and head not in LABELS and not is_empty
+            self.weighted += is_weight and weight_of(value) not in (0, 1)
             if head not in read and not is_empty:
                 self.unread[str(head)] += 1
                 role = ROLES.get(known_name(head))
@@ -437,10 +452,12 @@ class Seen:
             doubts.append(f"{self.lost:,} messages have {what}, which is learned: write the file again from its source")
         if self.marks:
             marks = ", ".join(f"{mark} (in {count:,})" for mark, count in self.marks.most_common(8))
-            hint = "for chats with a template's marks in a column name it, --columns rendered=COLUMN"
-            doubts.append(f"its messages spell {marks}, which are learned as letters; {hint}")
+            hint = "; a column of chats with a template's marks is named by --columns rendered=COLUMN"
+            doubts.append(f"its messages spell {marks}, learned as letters{hint * ('rendered' in task.roles)}")
         for problem in doubts:
             doubt(f"--tasks {path}: {problem}", task.strict_data)
+        if task.unlearned:
+            print0(f"{path}: {task.unlearned:,} rows are left out: all their replies are empty or marked")
         if self.masked:
             counts = f"{self.masked:,} of {self.reply_count:,} replies"
             print0(f"{path}: {counts} are read and not learned: marked so, or before the one that is")
@@ -460,6 +477,16 @@ def names_read(fields: Mapping[str, Any], roles: Iterable[str]) -> dict[str, str
     if "answer" in found.values() and _is_blossom(fields):
         found["answer"] = "answer"
     return found
+
+
+def _is_off(fields: Mapping[str, Any]) -> bool:
+    """Whether a column says that the row is not learned."""
+    return any(is_off(head, value) for head, value in fields.items())
+
+
+def is_learned_reply(message: Message) -> bool:
+    is_empty = not text_of(message["content"]).strip() and not message.get("tool_calls")
+    return message["role"] == "assistant" and message.get("train", True) and not is_empty
 
 
 def rendered_chat(record: Any) -> str:
@@ -535,7 +562,7 @@ def conversation_of(record: Any) -> list[Message]:
             raise ValueError("its question ends with words of the assistant: move them to the answer")
         messages = question + answer_of(fields)
     messages = checked(with_system(fields, messages))
-    if any(is_off(head, value) for head, value in fields.items()):
+    if _is_off(fields):
         messages = [{**one, "train": False} if one["role"] == "assistant" else one for one in messages]
     return messages
 

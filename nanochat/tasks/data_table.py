@@ -17,8 +17,9 @@ def print_data(train: Mixture, held_out: Mixture) -> None:
     for tasks, used in ((train.tasks, learned), (held_out.tasks, kept)):
         for task in tasks:
             if isinstance(task, RecordTask):
-                used[task.name] += len(task)
-                left_out[task.name] += len(task.records) - len(task)
+                learned_rows = len(task) - task.unlearned
+                used[task.name] += learned_rows
+                left_out[task.name] += len(task.records) - learned_rows
     rows = []
     for name in learned | kept | left_out:
         counts = (learned[name], kept[name], left_out[name])

@@ -50,7 +50,10 @@ PLACE = re.compile(rf"<(?:image|video|audio)>|{PLACES}")
 PLACE_OF_USER = re.compile(rf"^\s*<(?:image|video|audio)>|<(?:image|video|audio)>\s*$|{PLACES}", re.MULTILINE)
 HTML = re.compile(r"</(?!img>)")
 # Marks of chat templates, and <image> where it may also be a word.
-SPELLED = re.compile(r"<\|\w+\|>|<\uff5c[^<>\s]+>|\[/?INST\]|<(?:start|end)_of_turn>|<image>")
+SPELLED = re.compile(
+    r"<\|\w+\|>|<\uff5c[^<>\s]+>|\[/?INST\]|<(?:start|end)_of_turn>|</s>|<[be]os>"
+    r"|<<SYS>>|<(?:image|video|audio|bbox|ref-object)>|\{\{ ?(?:NAME|AUTHOR|name|author) ?\}\}"
+)
 LOST = re.compile("[\0\ufffd\ud800-\udfff]")  # what is left of a character after a wrong conversion
 # Names in a turn that is one object: {"human": "...", "assistant": "..."}, or {"input": "...", "output": "..."}.
 ASKED = ("human", "user", "input")
@@ -195,7 +198,7 @@ def refuse_placeholders(messages: Sequence[Message], columns: Iterable[Any]) -> 
 
 def spelled_marks(text: str) -> list[str]:
     """The marks in a text that a chat template would write between messages. A model learns them as letters."""
-    return SPELLED.findall(text) if "<" in text or "[" in text else []
+    return SPELLED.findall(text) if any(mark in text for mark in "<[{") else []
 
 
 def unread_keys(messages: Any) -> Counter[str]:
@@ -244,6 +247,8 @@ def begun_reply(prompt: Sequence[Any]) -> list[Message]:
     if isinstance(text, list) and all(map(_is_text, text)):
         text = text_of(text)
     thought = _thought_of(last)
+    if len(prompt) > 1 and isinstance(prompt[-2], dict) and _is_reply(prompt[-2]):
+        raise ValueError("its prompt ends with two messages of the assistant: join them")
     if not isinstance(text, str) or last.get("tool_calls") or _role(last) != "assistant":
         raise ValueError("its prompt ends with a call of a function, or with other words than a text: leave them out")
     return [{"role": "assistant", "content": f"<think>\n{thought}\n</think>\n\n{text}" if thought else text}]

@@ -30,6 +30,7 @@ from nanochat.tasks.conversations import (
     as_messages,
     checked,
     conversation_of,
+    is_learned_reply,
     is_reply,
     question_of,
     refuse_labels,
@@ -60,6 +61,8 @@ class Preferences(Conversations):
         chosen = [*pair.to_chosen, pair.chosen]
         if chosen == rejected:
             raise ValueError("chosen and rejected are the same")
+        if not is_learned_reply(pair.chosen) or not is_learned_reply(pair.rejected):
+            raise ValueError("one of its replies is empty, or marked as not learned")
         replies = [*chosen, *rejected]
         refuse_placeholders([*pair.question, *replies], (*record, *self.heads))
         self.seen.messages([*pair.question, *replies])

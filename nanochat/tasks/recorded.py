@@ -16,6 +16,7 @@ class RecordTask(Task):
     source = "dataset"
     # The fields that each record must have, with their types; other columns of a .parquet stay unread.
     fields: Fields | None = None
+    unlearned = 0  # examples whose replies are all empty, or marked as not to be learned
     splits: dict[Split, str] = {"train": "train", "test": "test"}  # our name -> the dataset's
 
     def __init__(self, split: Split, path: str | None = None, hub: str = "hf"):

@@ -119,6 +119,7 @@ def test_the_rows_of_a_folder_that_datasets_saved(tmp_path, capsys, form):
     with kind(path, table.schema) as writer:
         writer.write_table(table, max_chunksize=70)
     write(folder / "test" / "data-00000-of-00001.jsonl", rows[:2])
+    (path.parent / "cache-0123456789abcdef.arrow").write_bytes(path.read_bytes())  # by `map`
     opened = open_part(str(folder), "train", "hf")
     assert opened[299] == rows[299] and opened[150] == {"list": [{"b": 150}], "text": "row 150"}
     assert "warning" not in capsys.readouterr().err
@@ -223,6 +224,9 @@ DAMAGED_CSV: list[tuple[bytes, str]] = [
     ("a,b\n1,2\n".encode("utf-16-le"), "iconv -f utf-16le -t utf-8"),
     ("问题,答案\n一,二\n".encode("utf-16-le"), "iconv -f utf-16le -t utf-8"),
     ("问题,答案\n一,二\n".encode("utf-16-be"), "iconv -f utf-16be -t utf-8"),
+    ("一条一只一次\n".encode("utf-16-le") * 9, "iconv -f utf-16le -t utf-8"),
+    ("一条一只一次\n".encode("utf-16-be") * 9, "iconv -f utf-16be -t utf-8"),
+    (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
     ("a,b\n1,2\n".encode("utf-16")[:-1], "damaged UTF-16"),
     (b"a,b\n", "no rows"),
 ]

@@ -148,7 +148,8 @@ def test_a_model_whose_format_refuses_every_chat_ends_the_run(tmp_path):
     mixture = open_mixture(file, "train")
     for index in range(99):
         assert not mixture.rendered(tiny_tokenizer(), index)[0].ids
-    assert f"{file} " in complaint(lambda: mixture.rendered(tiny_tokenizer(), 99))
+    for index in (99, 100):  # threads that read beside each other all end
+        assert f"{file} " in complaint(lambda index=index: mixture.rendered(tiny_tokenizer(), index))
 
 
 def test_no_message_makes_a_special_token_with_its_neighbour():

@@ -138,6 +138,24 @@ def test_files_that_are_not_read_are_named(model, tmp_path, capsys, files, read,
     assert rows == learned + held_out == 3 * read.count(".jsonl") or not unread
 
 
+def test_links_are_named_and_what_is_hidden_is_not(model, tmp_path, capsys):
+    write_lines(tmp_path / "data" / "chats.jsonl", [chat("Hi?", "Yes.")] * 3)
+    write_lines(tmp_path / "data" / "__MACOSX" / "chats.jsonl", [chat("Hi?", "No.")])
+    write_lines(tmp_path / "other" / "more.jsonl", [chat("Hi?", "No.")])
+    (tmp_path / "data" / "extra").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    call("preview", f"--tasks={tmp_path / 'data'}", "--examples=0", "--count=1")
+    shown = capsys.readouterr()
+    assert "it reads chats.jsonl, and not extra, gone.jsonl: " in shown.err
+    assert table_row(shown.out, "conversations") == [3, 3, 0, 0]
+
+
+def test_rows_with_nothing_to_learn_are_not_in_the_column_of_what_is_learned(model, tmp_path, capsys):
+    rows = [chat("Hi?", "Yes."), chat("Hi?", " "), {**chat("Hi?", "No."), "weight": 0}]
+    call("preview", f"--tasks={write_lines(tmp_path / 'mine.jsonl', rows)}", "--examples=0", "--count=1")
+    assert table_row(capsys.readouterr().out, "conversations") == [3, 1, 0, 2]
+
+
 def test_a_last_line_that_is_cut_off_is_counted(model, tmp_path, capsys):
     path = tmp_path / "mine.jsonl"
     write_lines(path, [chat("Hi?", "Yes.")] * 11)
@@ -176,7 +194,7 @@ def text_row(printed: str, name: str) -> dict[str, int]:
 
 def table_of(capsys, data: object, val_data: object = None) -> tuple[dict[str, int], list[int], str]:
     """The line of `data`, the documents that training and validation read of it, and the warnings."""
-    flags = SimpleNamespace(data=str(data), val_data=val_data and str(val_data), columns="")
+    flags = SimpleNamespace(data=str(data), val_data=val_data and str(val_data), columns="", strict_data=False)
     corpora = open_corpus(flags.data, flags.val_data)
     text_table.print_texts(flags, *corpora, tiny_tokenizer())
     shown = capsys.readouterr()
@@ -205,7 +223,10 @@ def test_every_row_of_a_folder_of_texts_is_in_the_table(tmp_path, capsys, monkey
         write_texts(folder / "README.md", ["about"])
         written["z9.jsonl"] = (3, 0)
         row, (train, held_out), err = table_of(capsys, folder)
-        shown = {name for name in written if not name.startswith(".") and name not in err}
+        unread = err.partition(", and not ")[2]
+        shown = {
+            name for name in written if not name.startswith(".") and not name.endswith(".md") and name not in unread
+        }
         assert row["files"] == len(shown) and row["rows"] == sum(written[name][0] for name in shown)
         assert row["rows"] == row["training"] + row["held out"] + row["left out"] and "README" not in err
         if looked_at > 10**6:
@@ -247,7 +268,7 @@ def test_both_commands_print_the_table_of_texts_and_the_marks_in_them(start, tmp
             "files": 2, "rows": 45, "training": 40, "held out": 5, "left out": 0
         }  # fmt: skip
         assert "10 of the first 45 documents spell marks of the tokenizer (<|user_start|> in 10, <|user_" in shown.err
-        assert "--columns text=text" in shown.err
+        assert "--columns rendered=text" in shown.err
 
 
 def test_mistakes(model, tmp_path, capsys):

@@ -3,6 +3,7 @@
 What is not read is named: nothing is lost in silence.
 """
 
+import dataclasses
 import gzip
 import json
 import random
@@ -456,8 +457,14 @@ REPORTED: dict[str, tuple[str, Any, int, tuple[str, ...]]] = {
     ),
     "marks of templates": ("jsonl", [{"prompt": "<|im_end|>", "completion": "the <image> tag"}] * 2, 2,
                            ("<|im_end|> (in 2)", "<image> (in 2)", "--columns rendered=COLUMN")),
+    "other marks": ("jsonl", [{"prompt": "<<SYS>>b", "completion": "a</s><bbox> {{ NAME }} ```{{NAME}}```"}], 1,
+                    ("<<SYS>> (in 1)", "</s> (in 1)", "<bbox> (in 1)", "{{ NAME }} (in 1)", "{{NAME}} (in 1)")),
     "a weight": ("jsonl", [{"prompt": "2+3?", "completion": "5", "weight": share} for share in (0.5, 1.0, 0.0)], 3,
                  ("1 rows have a weight",)),
+    "weights in other forms": (
+        "jsonl", [{"prompt": "a", "completion": "b", "weight": share} for share in ("0.5", 2, -1, "0.00", "1")], 5,
+        ("3 rows have a weight",),
+    ),
     "TRL's plain texts": ("jsonl", [{"prompt": "The sky", "completion": " is"}] * 2, 2, ("in 2 rows", "mid_train")),
     "a thought of the user": ("jsonl", [turn(reply("5")) | {"messages": [user("2+3?") | {"reasoning": "Hm."}, SUM[1]]}],
                               1, ("reasoning (in 1)",)),
@@ -512,6 +519,7 @@ BAD_ROWS = [
     ({"messages": SUM, "tools": ["weather"]}, 'its "tools" are not a list of objects'),
     ({"text": "Hello"}, "unknown form (with text); known forms:"),
     ({"messages": None}, "its messages are null"),
+    ({"question": "2+3?", "choices": ["4", "5"], "answer": 1}, "its answer is the number of a choice"),
     ({"question": {"0": "2+3?", "1": "4+5?"}, "answer": {"0": "5", "1": "9"}}, "it holds whole columns"),
     ({"question": ["2+3?", "4+5?"], "answer": ["5", "9"]}, "it holds whole columns"),
     ('{"prompt": "1/0?", "completion": Infinity}', "has inf as its content"),
@@ -590,6 +598,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": False}, "of rejected, message 1 (assistant) has False as its"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "I am {{NAME}}."}, "it has {{NAME}}"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Hi!"}, "chosen and rejected are the same"),
+    ({"prompt": "Hello", "chosen": "Hi!", "rejected": " "}, "one of its replies is empty"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Go.", "weight": 0}, "it has the weight 0"),
     ({"instruction": "Hello", "output": ["Hi!", "Go.", "Well."]}, "unknown form (with instruction, output)"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
@@ -1034,3 +1043,21 @@ def test_mid_training_warns_that_it_learns_masked_replies(models, tmp_path, caps
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": [*SUM, user("b"), reply("c", loss=False)]}] * 4)
     call("mid_train", f"--tasks={path}", *COMMANDS["mid_train"])
     assert "4 replies are marked as not learned" in capsys.readouterr().err
+
+
+def test_a_rendered_chat_obeys_the_marks_of_its_row_and_only_sft_reads_it(tmp_path):
+    text = "<|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5<|im_end|>\n"
+    path = write_rows(tmp_path / "texts.jsonl", [{"text": text, "weight": 0}, {"text": text}])
+    reading = Reading(columns="rendered=text", val_share=0.0)
+    assert list(Conversations("train", path, reading=reading).numbers) == [1]
+    for kind in (Prompts, Preferences):
+        assert "have the roles messages" in complaint(lambda kind=kind: kind("train", path, reading=reading))
+    for setting in ({"thoughts": "drop"}, {"learn": "last"}):
+        assert "need messages" in complaint(
+            lambda setting=setting: Conversations("train", path, reading=dataclasses.replace(reading, **setting))
+        )
+    path = write_rows(tmp_path / "prompts.jsonl", [{"prompt": "a", "weight": 0}, {"prompt": "b"}])
+    assert list(Prompts("train", path, reading=Reading(val_share=0.0)).numbers) == [1]
+    begun = [user("a"), reply("x"), reply("y")]
+    path = write_rows(tmp_path / "begun.jsonl", [{"prompt": begun}, {"prompt": begun[:2]}])
+    assert list(Prompts("train", path, reading=Reading(val_share=0.0)).numbers) == [1]
