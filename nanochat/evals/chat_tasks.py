@@ -75,16 +75,11 @@ class Graded:
 def graded_choices(text: str) -> list[TaskSpec]:
     """The entries of a --tasks flag; every built-in task that can be graded where it is empty.
 
-    Raises UserError: for a task without grades, a weight, or a task named twice.
+    A weight has no effect here, so the flag of a training stage can be repeated. Raises UserError: for a task without
+    grades.
     """
     choices = parse_tasks(text or ",".join(generated_tasks()))
     require_grades(choices)
-    names = [choice.name for choice in choices]
-    for choice in choices:
-        if choice.weight != 1:
-            raise UserError(f"--tasks {choice.name}:{choice.weight:g}: a weight is for training; leave it out")
-        if names.count(choice.name) > 1:
-            raise UserError(f"--tasks names {choice.name} twice: leave one out")
     return choices
 
 

@@ -154,9 +154,6 @@ class ImportedTokenizer(Tokenizer):
         if (folder / "chat_template.jinja").exists():
             file = "chat_template.jinja"
             template = read_text(folder / "chat_template.jinja", MAX_TEMPLATE)
-        elif (folder / "chat_template.json").exists():
-            file = "chat_template.json"
-            template = _optional(folder / "chat_template.json").get("chat_template")
         templates = {} if template is None else {"default": template}
         if isinstance(template, list):
             templates = {one["name"]: one["template"] for one in template}

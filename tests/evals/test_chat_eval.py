@@ -407,7 +407,7 @@ def test_chat_core_is_the_mean_above_guessing() -> None:
 def test_without_names_every_built_in_task_with_an_answer_is_graded() -> None:
     names = [choice.name for choice in graded_choices("")]
     assert names == generated_tasks() and {"stories", "new_stories", "questions", "memory", "json"} <= set(names)
-    assert [(c.name, c.path) for c in graded_choices("addition,gsm8k=some/folder")] == [
+    assert [(c.name, c.path) for c in graded_choices("addition:2,gsm8k=some/folder")] == [
         ("addition", None), ("gsm8k", "some/folder"),
     ]  # fmt: skip
 
@@ -418,8 +418,6 @@ def test_tasks_that_cannot_be_graded_are_told(tmp_path: Path) -> None:
     for text, words in (
         ("smoltalk", "--tasks smoltalk: .* those with one are stories, .*mmlu"),
         (str(own), f"--tasks {own}: "),
-        ("addition:2", "--tasks addition:2: "),
-        ("addition,stories,addition", "addition twice"),
         ("adition", "did you mean addition"),
         (" ", "--tasks is empty"),
     ):
