@@ -234,25 +234,6 @@ def documents_of(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     return ((position_ids <= position_ids.gather(1, previous)) * real).cumsum(dim=1)
 
 
-def find_cache(past_key_values: Any, cache: Any, others: dict[str, Any]) -> Any:
-    """The cache of a call, under the old or the new name; `others` are the arguments that the model does not use.
-
-    Raises ValueError: when the cache has both names, a third one, or a form that has no `update`.
-    """
-    found = {"past_key_values": past_key_values, "cache": cache}
-    # Flags, counts and tensors such as `cache_position` are harmless. Everything else may be a cache.
-    found |= {name: value for name, value in others.items() if not isinstance(value, (bool, int, float, str, Tensor))}
-    found = {name: value for name, value in found.items() if value is not None}
-    if not found:
-        return None
-    (name, value), *more = found.items()
-    if more or name in others or not hasattr(value, "update") or not hasattr(value, "get_seq_length"):
-        raise ValueError(
-            f"modeling_nanochat.py takes one transformers.Cache as past_key_values or cache, not {[*found]}"
-        )
-    return value
-
-
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatConfig
     base_model_prefix = ""
@@ -304,11 +285,11 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         up the losses of a step's micro-batches, and gives this number of targets in all of them. `shift_labels` are
         targets as they are, `labels` are the tokens whose next ones are the targets.
 
-        Raises ValueError: when a cache is not found in the call. Its tokens would get no attention, and `generate`
-        would write wrong text without an error. And for packed rows that are described in another way.
+        Raises ValueError: when the mask is longer than the cached and new tokens. Then the call has a cache under
+        another name, whose tokens would get no attention. And for packed rows that are described in another way.
         """
         c = self.config
-        cache = find_cache(past_key_values, cache, others)
+        cache = past_key_values if cache is None else cache
         is_checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if use_cache and cache is None and not is_checkpointed:  # the backward pass would fill the cache once more
             cache = DynamicCache()

@@ -273,11 +273,7 @@ def test_a_cache_under_either_name_and_no_other():
             last = model(tokens[:, 8:], attention_mask=mask, **{name: filled}).logits
             assert (last - expected[:, 8:]).abs().max() < 1e-4, name
         filled = model(tokens[:, :8], use_cache=True).past_key_values
-        tensors = ((torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8, 8)),)
-        for arguments in ({"kv_state": filled}, {"past_key_values": filled, "cache": filled}, {"cache": tensors}):
-            with pytest.raises(ValueError, match="one transformers.Cache"):
-                model(tokens[:, 8:], **arguments)
-        # An empty cache, none at all, and one that does not reach the mask's end.
-        for arguments in ({}, {"use_cache": True}, {"cache": transformers.DynamicCache()}):
+        # A cache under a third name, none at all, and one that does not reach the mask's end.
+        for arguments in ({"kv_state": filled}, {}, {"use_cache": True}, {"cache": transformers.DynamicCache()}):
             with pytest.raises(ValueError, match=r"attention_mask has shape \(1, 12\)"):
                 model(tokens[:, 8:], attention_mask=mask, **arguments)
