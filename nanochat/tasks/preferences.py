@@ -150,4 +150,8 @@ def _question(record: dict[str, Any], side: str) -> list[Any]:
     else:
         problem = "is only a reply, and the prompt (a text or a list of messages) is missing"
         raise ValueError(f"{side} {problem}; known forms: {KNOWN}")
-    return plain_messages(with_system(record, messages))
+    messages = plain_messages(with_system(record, messages))
+    last = messages[-1] if messages else None
+    if isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls"):
+        raise ValueError(f"its prompt ends with words of the assistant: begin {side} with them")
+    return messages

@@ -599,6 +599,7 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "I am {{NAME}}."}, "it has {{NAME}}"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Hi!"}, "chosen and rejected are the same"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": " "}, "one of its replies is empty"),
+    ({"prompt": [user("Hello"), reply("Well")], "chosen": "Hi!", "rejected": "Go."}, "begin chosen with them"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Go.", "weight": 0}, "it has the weight 0"),
     ({"instruction": "Hello", "output": ["Hi!", "Go.", "Well."]}, "unknown form (with instruction, output)"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
