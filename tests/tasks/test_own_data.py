@@ -599,14 +599,13 @@ BAD_PAIRS: list[tuple[Any, str]] = [
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "I am {{NAME}}."}, "it has {{NAME}}"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Hi!"}, "chosen and rejected are the same"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": " "}, "one of its replies is empty"),
-    ({"prompt": [user("Hello"), reply("Well")], "chosen": "Hi!", "rejected": "Go."}, "begin chosen with them"),
     ({"prompt": "Hello", "chosen": "Hi!", "rejected": "Go.", "weight": 0}, "it has the weight 0"),
     ({"instruction": "Hello", "output": ["Hi!", "Go.", "Well."]}, "unknown form (with instruction, output)"),
     ({"prompt": "Hello", "chosen": [], "rejected": []}, "of chosen, a conversation is a non-empty list"),
     ({"prompt": "Hello", "chosen": [1], "rejected": [2]}, "of chosen, message 0 is not an object"),
     ({"chosen": HELLO[:1], "rejected": HELLO[:1]}, "chosen does not end with the assistant's reply"),
     ({"chosen": HELLO, "rejected": STRANGE}, "do not answer the same messages"),
-    ({"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."}, "of chosen, message 2 is by assistant, where user is"),
+    ({"prompt": HELLO, "chosen": "Hi!", "rejected": "Go."}, "begin chosen with them"),
     ({"prompt": "Hello", "chosen": user("x"), "rejected": "y"}, "chosen does not end with"),
 ]
 
