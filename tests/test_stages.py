@@ -434,7 +434,8 @@ def test_held_out_pairs_are_told_apart(start, tmp_path, loss):  # noqa: F811
 
 
 def test_pairs_with_nothing_to_prefer_are_left_out(start, tmp_path):  # noqa: F811
-    """Of odd pairs beside good ones the loss is that of the good ones only, and the odd ones are counted."""
+    """Of odd pairs beside good ones the loss is that of the good ones only, and the odd ones are counted: the first two
+    when the file is opened, the long one in each step."""
     odd = [
         {"prompt": "Silent?", "chosen": "", "rejected": "No."},
         {"prompt": "The same?", "chosen": "Yes.", "rejected": "Yes."},
@@ -443,8 +444,8 @@ def test_pairs_with_nothing_to_prefer_are_left_out(start, tmp_path):  # noqa: F8
     flags = (*CPU, "--source=base", "--source_tag=d1", "--device_batch_size=2", "--num_iterations=3", "--eval_every=1")
     for tag, rows in (("good", []), ("odd", odd)):
         tasks = f"--tasks={pairs_file(tmp_path / tag, 6, rows)}"
-        call("chat_dpo", *flags, tasks, f"--target_examples_per_step={6 + len(rows)}", f"--model_tag={tag}")
+        call("chat_dpo", *flags, tasks, f"--target_examples_per_step={6 + bool(rows)}", f"--model_tag={tag}")
     for name in ("loss", "val_loss", "tokens"):
         good, odd_ones = ([line[name] for line in metrics(start, "dpo", tag)] for tag in ("good", "odd"))
         assert odd_ones == pytest.approx(good, rel=1e-4), name
-    assert [line["left_out"] for line in metrics(start, "dpo", "odd")] == [3, 6, 9]
+    assert [line["left_out"] for line in metrics(start, "dpo", "odd")] == [1, 2, 3]

@@ -78,6 +78,17 @@ class Arithmetic(GeneratedTask):
         around = draw_way(rng, AROUND, is_test)
         return as_typed(rng, around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))), call
 
+    def wrong(self, index: int) -> list[Part]:
+        """The sum with one digit of its call changed, or more until its value is another, and the tool's answer."""
+        call = self.example(index).messages[-1]["content"][0]["text"]
+        rng = self.rng(index, "/wrong")
+        places = [place for place, character in enumerate(call) if character.isdigit()]
+        changed = call
+        while calculate(changed) == calculate(call):
+            place = rng.choice(places)
+            changed = changed[:place] + rng.choice("123456789") + changed[place + 1 :]
+        return sum_example("", changed).messages[-1]["content"]
+
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Right if the tool gave the answer, and the reply's own statement is true: `47+38 = 85.`"""
         left_side, _, right_side = text_of(reply).rpartition("=")

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from nanochat.conversation import parts_of
+from nanochat.conversation import parts_of, text_of
 from nanochat.demo.arithmetic import AROUND, Addition, Arithmetic, is_held_out, ways
 from nanochat.demo.follow_ups import Memory
 from nanochat.demo.typed import as_typed
@@ -81,6 +81,18 @@ def test_new_ways_to_ask_are_in_the_test_split_only():
         shares[split] = sum(form.fullmatch(question) is not None for question in asked) / len(asked)
     assert shares["train"] == 0
     assert shares["test"] > 0.25  # where all marks are typed
+
+
+def test_a_wrong_reply_differs_in_one_digit_and_in_its_answer():
+    task = Arithmetic("train")
+    zeros = next(index for index, example in enumerate(examples("train")) if call_of(example) == "0*0")
+    for index in (*range(100), zeros):  # one other digit leaves 0*0 at 0
+        wrong = task.wrong(index)
+        right = call_of(examples("train")[index])
+        differing = sum(a != b for a, b in zip(wrong[0]["text"], right, strict=True))
+        assert differing == 1 or index == zeros
+        assert not task.grade(task.example(index), wrong)
+        assert text_of(wrong).startswith(wrong[0]["text"])
 
 
 def test_typing_changes_case_marks_and_short_forms_alone():
