@@ -64,6 +64,7 @@ if ! command -v chromium >/dev/null && [[ $(id -u) == 0 ]] && command -v apt-get
 fi
 
 echo '== pytest'
+export PYTHONDONTWRITEBYTECODE='' # or each worker, at each run, rewrites the asserts of all files, which takes it 6 s
 # Three files at a time, each test on one core: on two cores, because a fifth of the time a test waits for another
 # process. Files named on the command line run one after the other.
 workers=''
