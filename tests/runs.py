@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import io
@@ -23,7 +24,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny import is_running, run_command
+from simnpu import forks
+from tiny import forkserver, is_running, run_command
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from nanochat import model_folder
 from nanochat.ground import cli, paths
@@ -390,18 +393,71 @@ def started(base: Path, arguments: Sequence[str]) -> tuple[subprocess.Popen, Pat
     return process, output
 
 
-def wait_for(output: Path, pattern: str, process: subprocess.Popen, seconds: float = 300) -> None:
+class Forked:
+    """As `subprocess.Popen`: a run whose processes have imported torch when they start, which takes seconds each. Their
+    parents, sessions and signals are a real run's."""
+
+    def __init__(self, base: Path, arguments: Sequence[str], output: Path, errors: Path):
+        command = (list(arguments), environment(base), output, errors)
+        self.process = forkserver().Process(target=run_forked, args=command, daemon=True)
+        self.process.start()
+        self.pid: int = self.process.pid  # type: ignore[assignment]
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, f"the run has not ended after {timeout} s"
+        return self.process.exitcode
+
+
+class ForkedRank(subprocess.Popen):
+    """In the launcher, in place of `Popen`: forks a rank instead of starting Python anew."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_) -> None:
+        sys.stdout.flush()
+        self._child_created = True
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.closerange(3, 1 << 16)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)
+            interruptible()
+            os.environ.clear()
+            os.environ.update(env)
+            forks.run_and_leave([word for word in args[1:] if word != "-u"])
+
+
+def run_forked(arguments: list[str], variables: dict[str, str], output: Path, errors: Path) -> None:
+    gc.freeze()  # a collection would copy the pages of all that the server of forks has imported
+    os.setsid()
+    interruptible()
+    for number, name, path in ((1, "stdout", output), (2, "stderr", errors)):
+        with path.open("a") as file:
+            os.dup2(file.fileno(), number)
+        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(variables)
+    torch.set_num_threads(1)
+    subprocess_handler.Popen = ForkedRank
+    forks.run_and_leave(arguments[1:])
+
+
+def wait_for(output: Path, pattern: str, process: Any, seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not re.search(pattern, output.read_text(), re.MULTILINE):
         assert process.poll() is None and time.monotonic() < deadline, output.read_text()
         time.sleep(0.02)
 
 
-def workers_of(process: subprocess.Popen) -> list[int]:
+def workers_of(process: Any) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: Any) -> None:
     """What is left of a failed test."""
     left = [] if process.poll() is not None else [*workers_of(process), process.pid]
     for pid in left:
@@ -410,8 +466,13 @@ def kill(process: subprocess.Popen) -> None:
 
 
 @contextmanager
-def running(base: Path, arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen, Path]]:
-    process, output = started(base, arguments)
+def running(base: Path, arguments: Sequence[str], is_forked: bool = True) -> Iterator[tuple[Any, Path]]:
+    if is_forked:
+        output = base.with_suffix(".txt")
+        output.write_text("")
+        process: Any = Forked(base, arguments, output, output)
+    else:
+        process, output = started(base, arguments)
     try:
         yield process, output
     finally:

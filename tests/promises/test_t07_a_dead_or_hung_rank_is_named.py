@@ -5,7 +5,6 @@ and step. A killed rank or launcher of a real run leaves no process, and the run
 same bytes as one that nothing disturbed.
 """
 
-import multiprocessing
 import os
 import re
 import select
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from runs import Straight, command, running, until_gone, wait_for, workers_of
 from test_endings import MIDWAY, RUN, STEPS
 from test_faults import Watched
+from tiny import forkserver
 
 from nanochat import device as devices
 from nanochat import model_folder
@@ -39,12 +39,10 @@ HANG_SECONDS = 1.5
 def outcome(function: Callable[..., Any], *, signals: Any = None, world_size: int = 2) -> tuple[list[Any], str]:
     """Exit codes and lines of ranks that do not end well. `signals(processes)` is called once all of them are ready;
     the rank that it returns stays."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent has it, no rank
     with tempfile.TemporaryDirectory() as folder:
         arguments = [(function, rank, world_size, store.port, folder) for rank in range(world_size)]
-        ranks = [context.Process(target=_faulty_rank, args=one, daemon=True) for one in arguments]
+        ranks = [forkserver().Process(target=_faulty_rank, args=one, daemon=True) for one in arguments]
         try:
             for process in ranks:
                 process.start()
@@ -247,7 +245,7 @@ def test_a_launcher_that_is_killed_before_the_first_step_leaves_no_orphans(home,
     """At moments from the start of its ranks to their first collectives; at most of them torch is being loaded."""
     base = shutil.copytree(home, tmp_path / "base")
     arguments = command("base_train", (*RUN, "--num_iterations=100000"), 2, launcher=launcher)
-    with running(base, arguments) as (process, output):
+    with running(base, arguments, is_forked=False) as (process, output):
         wait_until(lambda: bool(workers_of(process)), 60)
         time.sleep(seconds)
         ranks = workers_of(process)

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,11 @@ import pytest
 from runs import (
     DPO,
     RL,
-    ROOT,
     SFT,
     TINY,
+    Forked,
     call,
     command,
-    environment,
-    interruptible,
     kill,
     losses,
     metrics,
@@ -57,20 +54,18 @@ def test_a_run_whose_reader_is_gone_saves(home, tutored, tmp_path, stage, ranks,
     base = shutil.copytree(home if stage == "base" else tutored, tmp_path / "base")
     flags = RUN if stage == "base" else (*SFT, "--source=base", "--source_tag=d1", "--save_every=0")
     script = "base_train" if stage == "base" else "chat_sft"
-    errors = tmp_path / "errors"
-    with errors.open("w") as file:
-        process = subprocess.Popen(
-            command(script, (*flags, "--num_iterations=100000"), ranks), cwd=ROOT, env=environment(base),
-            stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=interruptible,
-            stderr=file if interrupted else subprocess.STDOUT,
-        )  # fmt: skip
-    assert process.stdout is not None
+    errors, pipe = tmp_path / "errors", tmp_path / "pipe"
+    errors.touch()
+    os.mkfifo(pipe)
+    arguments = command(script, (*flags, "--num_iterations=100000"), ranks)
+    process = Forked(base, arguments, pipe, errors if interrupted else pipe)
+    stdout = pipe.open()
     try:
         shown = []
         while not (shown and re.match(f"{stage} +2/", shown[-1])):
-            shown.append(process.stdout.readline())
-            assert shown[-1], (shown, errors.read_text())
-        process.stdout.close()
+            shown.append(stdout.readline())
+            assert shown[-1], ("".join(shown), errors.read_text())
+        stdout.close()
         if interrupted:
             os.killpg(process.pid, signal.SIGINT)
         status = process.wait(timeout=60)

@@ -177,6 +177,21 @@ def run(first: str) -> None:
         runpy.run_path(first, run_name="__main__")
 
 
+def run_and_leave(command: Sequence[str]) -> NoReturn:
+    """All that `python COMMAND` does, in this process."""
+    first, *sys.argv = command
+    try:
+        run(first)
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        leave(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # torch's says which rank it is
+        leave(1)
+    leave(0)
+
+
 def leave(code: int) -> NoReturn:
     """End as Python does, but for taking the interpreter apart: that takes 3 s, because it visits every object."""
     threading._shutdown()
@@ -188,14 +203,5 @@ def leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as channel:
-        first, *sys.argv = serve(channel)
-    try:
-        run(first)
-    except SystemExit as leaving:
-        if isinstance(leaving.code, str):
-            print(leaving.code, file=sys.stderr)
-        leave(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)  # torch's says which rank it is
-        leave(1)
-    leave(0)
+        request = serve(channel)
+    run_and_leave(request)
