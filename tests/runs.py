@@ -26,7 +26,6 @@ import torch
 from safetensors.torch import load_file
 from simnpu import forks
 from tiny import forkserver, is_running, run_command
-from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from nanochat import model_folder
 from nanochat.ground import cli, paths
@@ -377,18 +376,13 @@ def environment(base: Path) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "NANOCHAT_BASE_DIR": str(base), "PYTHONPATH": str(ROOT)}
 
 
-def interruptible() -> None:
-    """Ctrl-C is not ignored, as it would be behind a shell's &."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def started(base: Path, arguments: Sequence[str]) -> tuple[subprocess.Popen, Path]:
     """A run whose output goes to a file."""
     output = base.with_suffix(".txt")
     with output.open("w") as file:
         process = subprocess.Popen(
             arguments, cwd=ROOT, env=environment(base), stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            preexec_fn=interruptible,
+            preexec_fn=forks.interruptible,
         )  # fmt: skip
     return process, output
 
@@ -412,28 +406,10 @@ class Forked:
         return self.process.exitcode
 
 
-class ForkedRank(subprocess.Popen):
-    """In the launcher, in place of `Popen`: forks a rank instead of starting Python anew."""
-
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_) -> None:
-        sys.stdout.flush()
-        self._child_created = True
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            os.closerange(3, 1 << 16)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_DFL)
-            interruptible()
-            os.environ.clear()
-            os.environ.update(env)
-            forks.run_and_leave([word for word in args[1:] if word != "-u"])
-
-
 def run_forked(arguments: list[str], variables: dict[str, str], output: Path, errors: Path) -> None:
     gc.freeze()  # a collection would copy the pages of all that the server of forks has imported
     os.setsid()
-    interruptible()
+    forks.interruptible()
     for number, name, path in ((1, "stdout", output), (2, "stderr", errors)):
         with path.open("a") as file:
             os.dup2(file.fileno(), number)
@@ -442,7 +418,6 @@ def run_forked(arguments: list[str], variables: dict[str, str], output: Path, er
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)
-    subprocess_handler.Popen = ForkedRank
     forks.run_and_leave(arguments[1:])
 
 

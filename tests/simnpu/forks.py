@@ -31,6 +31,7 @@ sys.path[:0] = [
 ]
 
 import tiny  # noqa: E402
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # noqa: E402
 
 from simnpu import build  # noqa: E402
 
@@ -161,6 +162,29 @@ def _become(request: dict[str, Any], files: list[int]) -> list[str]:
     os._exit(0)
 
 
+def interruptible() -> None:
+    """Ctrl-C is not ignored, as it would be behind a shell's &."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class ForkedRank(subprocess.Popen):
+    """In the launcher, in place of `Popen`: forks a rank instead of starting Python anew."""
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *_) -> None:
+        sys.stdout.flush()
+        self._child_created = True
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.closerange(3, 1 << 16)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher's
+                signal.signal(number, signal.SIG_DFL)
+            interruptible()
+            os.environ.clear()
+            os.environ.update(env)
+            run_and_leave([word for word in args[1:] if word != "-u"])
+
+
 def run(first: str) -> None:
     """The rest of `python FIRST ...`, whose other arguments are in sys.argv."""
     if first in ("-c", "-m"):
@@ -180,6 +204,7 @@ def run(first: str) -> None:
 def run_and_leave(command: Sequence[str]) -> NoReturn:
     """All that `python COMMAND` does, in this process."""
     first, *sys.argv = command
+    subprocess_handler.Popen = ForkedRank
     try:
         run(first)
     except SystemExit as leaving:

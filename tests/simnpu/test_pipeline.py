@@ -287,7 +287,8 @@ def test_a_missing_set_env_is_one_line(texts, tmp_path):
 def test_a_failed_collective_is_one_line(on_npu, texts):
     torchrun = "-m torch.distributed.run --standalone --nproc_per_node=2 -m scripts.base_train"
     command = f"{torchrun} --device=npu {BASE} --model_tag=fault".split()
-    done = launch(on_npu[0], texts, "--devices 2 --hccl_fail all_reduce:4@1", sys.executable, *command)
+    env = {"NANOCHAT_BASE_DIR": str(on_npu[0])}
+    done = simulated(command, devices=2, hccl_fail="all_reduce:4@1", cwd=texts, env=env)
     one_error(done, "rank 1", "check_npu.py")
 
 
