@@ -199,6 +199,22 @@ def process(*command: str, stdin: str = "", **environment: str) -> subprocess.Co
     )
 
 
+def copied_speedrun(folder: Path, is_simulated: bool = True) -> tuple[list[str], dict[str, Any]]:
+    """speedrun_npu.sh in a new folder where there is nothing to set up: the set-up would replace the environment of
+    these tests. Its commands are forked. Returns its command line, and settings of `subprocess.Popen`."""
+    venv = folder / ".venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "nanochat_setup.txt").touch()
+    (folder / "setup_ascend.sh").touch()
+    for name in ("nanochat", "scripts", "tests"):
+        (folder / name).symlink_to(ROOT / name)
+    passed_on = [forks.write_python(venv / "bin/python", is_simulated)]
+    environment = {**os.environ, "VENV": str(venv), "OMP_NUM_THREADS": "1"}
+    return ["bash", shutil.copy(ROOT / "speedrun_npu.sh", folder)], {
+        "pass_fds": passed_on, "env": environment, "text": True,
+    }  # fmt: skip
+
+
 def mistake(capsys, script: str, *argv: str, warnings: int = 0) -> tuple[int, str]:
     """The exit code and the one line of a command that cannot work, after this many warnings."""
     capsys.readouterr()
@@ -410,10 +426,9 @@ def run_forked(arguments: list[str], variables: dict[str, str], output: Path, er
     gc.freeze()  # a collection would copy the pages of all that the server of forks has imported
     os.setsid()
     forks.interruptible()
-    for number, name, path in ((1, "stdout", output), (2, "stderr", errors)):
+    for number, path in ((1, output), (2, errors)):
         with path.open("a") as file:
             os.dup2(file.fileno(), number)
-        setattr(sys, name, os.fdopen(number, "w", buffering=1, closefd=False))
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(variables)

@@ -9,7 +9,6 @@ import importlib
 import io
 import json
 import math
-import os
 import platform
 import re
 import shlex
@@ -31,6 +30,7 @@ from runs import (  # noqa: F401 (the lower-case ones that are not called are fi
     TINY,
     base,
     call,
+    copied_speedrun,
     losses,
     metrics,
     mistake,
@@ -430,18 +430,14 @@ def test_tasks_of_all_stages_are_looked_up_before_the_first(base, monkeypatch): 
 def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     """The README's first command, in its smallest profile, on a text file: killed in a stage and started again, with
     nothing left to do in the one before. test_speedrun.py has its flags, its rehearsal and what fails."""
-    venv = Path(sys.prefix)
-    if not (venv / "nanochat_setup.txt").is_file():
-        pytest.skip(f"{venv} was not made by setup_ascend.sh")
     text = tmp_path / "my text.txt"
     text.write_text("".join(f"The boat number {n} sails to island {n * 7 % 90}.\n\n" for n in range(4000)))
-    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(tmp_path / "base"), "VENV": str(venv), "OMP_NUM_THREADS": "1"}
-    environment |= {"NANOCHAT_CHAT_EVAL": "--max_examples=2 --max_tokens=8", "NANOCHAT_BASE_EVAL": "--stories=1"}
-    command = ["bash", str(ROOT / "speedrun_npu.sh"), "--profile", "smoke"]
-    killed = subprocess.Popen(
-        [*command, "--data", "my text.txt"], env=environment, cwd=tmp_path, stdout=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    command, settings = copied_speedrun(tmp_path / "copy", is_simulated=False)
+    command += ["--profile", "smoke"]
+    settings |= {"cwd": tmp_path, "stdout": subprocess.PIPE}
+    settings["env"] |= {"NANOCHAT_CHAT_EVAL": "--max_examples=2 --max_tokens=8", "NANOCHAT_BASE_EVAL": "--stories=1"}
+    settings["env"]["NANOCHAT_BASE_DIR"] = str(tmp_path / "base")
+    killed = subprocess.Popen([*command, "--data", "my text.txt"], start_new_session=True, **settings)
     assert killed.stdout is not None
     for line in killed.stdout:
         if line.startswith("saved ") and line.endswith("mid/smoke/step_000005\n"):
@@ -451,9 +447,7 @@ def test_the_speedrun_runs_and_goes_on_where_it_stopped(tmp_path):
     killed.communicate()
     (folder,) = (tmp_path / "base" / "speedrun").iterdir()
     weights = (folder / "checkpoints/base/smoke/step_000060/model.safetensors").read_bytes()
-    last = subprocess.run(
-        [*command, "--data=my text.txt"], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    last = subprocess.run([*command, "--data=my text.txt"], stderr=subprocess.PIPE, **settings)
     assert last.returncode == 0, last.stderr
     # Its short rows cut conversations, which is said.
     assert all(line.startswith("warning: learned: ") for line in last.stderr.splitlines()), last.stderr

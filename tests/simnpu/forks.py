@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import runpy
+import shlex
 import signal
 import socket
 import subprocess
@@ -61,10 +62,10 @@ class Running:
 
 
 @functools.cache
-def _server(adapters: bool) -> socket.socket:
+def _server(adapters: bool, is_simulated: bool = True) -> socket.socket:
     """The way to the process that forks, which ends with this one. What torch_npu links differs with `adapters`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    simulator = build.environment(adapters=os.devnull if adapters else None)
+    simulator = build.environment(adapters=os.devnull if adapters else None) if is_simulated else {}
     env = {**os.environ, "OMP_NUM_THREADS": "1", **simulator}
     with theirs:
         command = [sys.executable, __file__, str(theirs.fileno())]
@@ -102,6 +103,15 @@ def simulated(command: Sequence[str], *, timeout: float = 300, **options: Any) -
         for file in (out, err):
             file.seek(0)
         return subprocess.CompletedProcess(command, code, out.read(), err.read())
+
+
+def write_python(path: Path, is_simulated: bool = True) -> int:
+    """Write a program that forks what it is to run as Python. Who starts it passes on the file handle returned here."""
+    server = _server(False, is_simulated).fileno()
+    client = Path(__file__).with_name("forked_python.py")
+    path.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(str(client))} {server} "$@"\n')
+    path.chmod(0o755)
+    return server
 
 
 # ---------------------------------------------------------------------- in the process that forks
@@ -150,6 +160,8 @@ def _become(request: dict[str, Any], files: list[int]) -> list[str]:
             os.close(status)
             return request["command"]
         running.append(pid)
+    # Nothing comes from who waits for the command: when it dies, this group is killed.
+    threading.Thread(target=lambda: (os.read(status, 1), os.killpg(0, signal.SIGKILL)), daemon=True).start()
     code = 0
     while running:
         pid, ended = os.wait()
@@ -205,6 +217,8 @@ def run_and_leave(command: Sequence[str]) -> NoReturn:
     """All that `python COMMAND` does, in this process."""
     first, *sys.argv = command
     subprocess_handler.Popen = ForkedRank
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     try:
         run(first)
     except SystemExit as leaving:

@@ -13,7 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from runs import call
+from runs import call, copied_speedrun
 from runs import losses as losses_of
 
 from simnpu import build
@@ -45,14 +45,6 @@ def texts(tmp_path_factory) -> Path:
     lines = [f"What is {n} + {m}? The word is spelled {n * m}. I am nanochat." for n in range(60) for m in range(9)]
     (folder / "texts.txt").write_text("\n\n".join(lines))
     return folder
-
-
-def launch(base: Path, folder: Path, flags: str, *command: str) -> subprocess.CompletedProcess:
-    """Run a command on simulated NPUs with these flags of tests/simnpu/run."""
-    keep = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NANOCHAT_TRACEBACK")}
-    env = {**keep, "NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = (sys.executable, RUN, *flags.split(), *command)
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 
 
 def chain(base: Path, folder: Path, *commands: str, ranks: int = 1) -> str:
@@ -185,28 +177,14 @@ def test_two_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path):
         assert losses(base, stage) == pytest.approx(losses(on_npu[0], stage), rel=1e-5), stage
 
 
-@pytest.fixture
-def speedrun(tmp_path) -> Path:
-    """speedrun_npu.sh in a folder where there is nothing to set up: the set-up of a machine with NPUs would replace
-    the environment of these tests."""
-    for name in ("nanochat", "scripts", "tests"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / "setup_ascend.sh").touch()
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n')
-    python.chmod(0o755)
-    (tmp_path / ".venv/nanochat_setup.txt").touch()
-    return shutil.copy(ROOT / "speedrun_npu.sh", tmp_path)
-
-
-def test_the_speedrun_of_two_npus_is_rehearsed(speedrun, texts, tmp_path, monkeypatch):
+def test_the_speedrun_of_two_npus_is_rehearsed(texts, tmp_path, monkeypatch):
     """By the launcher on both, up to a failure in base_eval, which came after hours before there was a rehearsal."""
     monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=4", "").replace("--data=texts.txt", ""))
     monkeypatch.setenv("NANOCHAT_BASE_EVAL", "--graphs=planted")
-    monkeypatch.setenv("VENV", str(tmp_path / ".venv"))
     base = tmp_path / "base"
-    done = launch(base, texts, "--devices 2", "bash", str(speedrun), "--data", "texts.txt")
+    command, settings = copied_speedrun(tmp_path / "copy")
+    settings["env"] |= {**build.environment(devices=2), "NANOCHAT_BASE_DIR": str(base)}
+    done = subprocess.run([*command, "--data", "texts.txt"], cwd=texts, capture_output=True, timeout=240, **settings)
     assert done.returncode == 1 and "profile npu, " in done.stdout, done.stderr
     lines = [line.split() for line in done.stdout.partition("== rehearsal")[2].splitlines()[1:]]
     assert [line[0] for line in lines] == ["tok_train", "base_train", "base_eval"]
