@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from runs import (  # noqa: F401 (base, pretrained, start, taught and tutored are fixtures)
     BASE,
     CPU,
@@ -285,6 +286,7 @@ def test_resume_keeps_to_its_reference(start, capsys, script, flags):  # noqa: F
 def compiler() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
+    torch._inductor.config.cpp.vec_isa_ok = True  # as `compile_blocks` sets it
     yield
     torch.use_deterministic_algorithms(False)
 
