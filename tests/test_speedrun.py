@@ -192,6 +192,7 @@ def test_a_signal_reaches_the_stage_which_saves_first(speedrun, number: int, reh
         assert speedrun.left() == {"data"}
 
 
+@pytest.mark.slow
 def test_another_setting_is_rehearsed_again_and_a_run_that_resumes_is_not(speedrun):
     """The code, the packages, an exported variable of the runtime."""
     speedrun.environment.pop("ACL_DEVICE", None)

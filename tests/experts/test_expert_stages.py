@@ -40,6 +40,7 @@ def test_pretraining_resumes_exactly_and_logs_its_loads(start):  # noqa: F811
     assert 0 < bias.abs().max() <= 0.003
 
 
+@pytest.mark.slow
 def test_loads_and_losses_are_those_of_one_process_on_two(start):  # noqa: F811
     flags = (*BASE, *EXPERTS, "--num_iterations=2", "--optimizer_dtype=float32")
     call("base_train", *flags)

@@ -148,7 +148,9 @@ def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("packing", ["padded", "packed"])
-@pytest.mark.parametrize(("program", "accumulation"), [("Trainer", 1), ("Trainer", 4), ("Trainer", 8), ("TRL", 4)])
+@pytest.mark.parametrize(
+    ("program", "accumulation"), [("Trainer", 1), ("Trainer", 8), pytest.param("TRL", 4, marks=pytest.mark.slow)]
+)
 def test_other_trainers_learn_what_our_loop_learns(learned, monkeypatch, program, accumulation, packing):
     """However a step accumulates its eight conversations, and whether they are padded or share rows."""
     transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")

@@ -244,7 +244,7 @@ def test_a_wrong_step_fails_at_its_place(
 def test_a_report_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Two of the parts; tests/on_device runs the others here anyway. A shell may have the ranks of a larger job
     exported, as a guide on several nodes asks for."""
-    monkeypatch.setattr(report, "PARTS", {name: report.PARTS[name] for name in (report.FIRST, "steps")})
+    monkeypatch.setattr(report, "PARTS", {name: report.PARTS[name] for name in (report.FIRST, "decoding")})
     for name, value in {"WORLD_SIZE": "8", "RANK": "0", "MASTER_ADDR": "10.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -261,8 +261,8 @@ def test_a_report_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     skipped = {name for name, line in checks.items() if line["outcome"] == "SKIP"}
     assert skipped == {"device files", "driver", "CANN", "CANN environment", "versions match"} and len(checks) == 13
     assert checks["all-reduce"]["detail"] == "2 processes"
-    (line,) = [line for line in written["parts"]["steps"]["lines"] if line["name"] == "step[preset-whole-float32]"]
-    assert line["numbers"]["largest_difference"] < 1e-3 and line["what"].startswith("Every module")
+    (line,) = [line for line in written["parts"]["decoding"]["lines"] if line["name"] == "tokens[float32-eager]"]
+    assert line["numbers"]["greedy"] == test_decoding.TOTAL and line["what"].startswith("Greedy and sampled")
 
 
 def simulated_lines(tmp_path: Path, chosen: str, devices: int = 1, **options: Any) -> dict[str, dict[str, Any]]:

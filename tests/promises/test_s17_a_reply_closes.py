@@ -139,6 +139,7 @@ def random_model(rng: random.Random, depth: int = 0) -> Any:
     return pydantic.create_model(f"Model{rng.getrandbits(40)}", **fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [8, pytest.param(2000, marks=pytest.mark.soak)])
 def test_generated_schemas_are_followed(engine: Any, vocabulary: Vocabulary, count: int):
     rng = random.Random(17)
@@ -236,6 +237,7 @@ def test_the_first_text_leaves_tokens_for_the_others(vocabulary: Vocabulary):
     assert grammar.allowed().nonzero().tolist() == [[vocabulary('"')[0]]]
 
 
+@pytest.mark.slow
 def test_odd_values_of_keywords_are_refused_in_a_line_or_followed(vocabulary: Vocabulary):
     names = "type properties required items minLength maxItems minItems prefixItems format pattern multipleOf minimum"
     for value in (None, True, -1, 0.5, float("nan"), 10**400, "x", [], [[1]], [{}], {}, {"a": 1}):

@@ -167,7 +167,7 @@ SLOW = pytest.mark.slow
     [
         pytest.param("nothing", 1, 0, False, marks=SLOW),
         ("older", 1, 0, True),
-        ("older", 1, 0, False),  # keeps only the last step
+        pytest.param("older", 1, 0, False, marks=SLOW),  # keeps only the last step
         pytest.param("leftover", 1, 0, False, marks=SLOW),
         pytest.param("damaged", 1, 0, False, marks=SLOW),
         ("whole", 1, 0, True),

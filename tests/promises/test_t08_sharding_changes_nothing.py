@@ -80,6 +80,7 @@ def check(ranks: list[dict[str, Any]], layouts: Layouts, name: str) -> None:
     check_equal([rank[name] for rank in ranks], context_ranks=layouts[name][2], norms=NORMS)
 
 
+@slow
 @pytest.mark.parametrize("name", TWENTY_STEPS)
 def test_two_ranks_learn_as_one_for_twenty_steps(twenty_steps: list[dict[str, Any]], name: str) -> None:
     check(twenty_steps, TWENTY_STEPS, name)

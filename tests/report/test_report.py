@@ -376,6 +376,7 @@ def test_damaged_lines_are_skipped_and_counted(base):
     assert "damaged lines skipped: 11" in report_page.to_html(summary)
 
 
+@pytest.mark.slow
 def test_damaged_evaluations_and_odd_numbers_stop_nothing(base):
     odd = [0.0, -1.0, 1e300, 10**400, float("inf"), float("nan"), True, "7", None, [], 1e-300]
     names = ("loss", "lr", "tok_per_sec", "seconds", "val_bpb", "reward", "kl")

@@ -113,7 +113,7 @@ def failure(capsys, action: Callable[[], Any]) -> str:
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("tied", ()),
+        pytest.param("tied", (), marks=pytest.mark.slow),
         ("untied", ("--temperature=0.7", "--updates_per_step=2")),
         pytest.param("tied", ("--staleness=1",), marks=pytest.mark.slow),
         pytest.param("tied", ("--lora_rank=4",), marks=pytest.mark.slow),
@@ -254,6 +254,7 @@ def keeps_its_weights(server: FakeVllm, route: str, number: int) -> None:
     server.loads = number < 3 or route != "/collective_rpc"
 
 
+@pytest.mark.slow
 def test_a_run_ends_without_having_learned_from_other_weights(folders, base, straight, capsys):  # noqa: F811
     """Three samplings of a step disagree: the run ends with the weights of the last good step, and continues from
     there with a server that loads weights. Its result is that of a run without trouble."""

@@ -850,7 +850,8 @@ def test_a_share_drawn_by_the_rows_is_held_out(tmp_path, name):
     held: dict[int, set[str]] = {}
     for count, share, wanted in (
         *((1, 0.1, 0), (2, 0.1, 1), (25, 0.1, 3), (30, 0.0, 0), (30, 0.01, 1), (30, 0.9, 27)),
-        *((99, None, 0), (100, None, 2), (1000, None, 20), (12_000, None, 200)),
+        *((99, None, 0), (100, None, 2), (1000, None, 20)),
+        *([(10_200, None, 200)] if name == "mine.jsonl" else []),
     ):
         path = tmp_path / name.removesuffix(".gz")
         rows = [{"messages": [user(str(number)), GOOD]} for number in range(count)]
