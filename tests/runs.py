@@ -380,9 +380,7 @@ LAUNCHERS = {"launch": ["nanochat.run.launch"], "standalone": ["torch.distribute
 
 def command(script: str, flags: Sequence[str], ranks: int, *torchrun: str, launcher: str = "launch") -> list[str]:
     """The command line of a run of several ranks, or of one."""
-    module = ["-m", script if script.endswith(".py") else f"scripts.{script}"]
-    if script.endswith(".py"):
-        module = [script]
+    module = [script] if script.endswith(".py") else ["-m", f"scripts.{script}"]
     if ranks > 1:
         module = ["-m", *LAUNCHERS[launcher], f"--nproc_per_node={ranks}", *torchrun, *module, "--"]
     return [sys.executable, *module, *flags]

@@ -62,7 +62,7 @@ class Running:
 
 
 @functools.cache
-def _server(adapters: bool, is_simulated: bool = True) -> socket.socket:
+def _server(adapters: bool, is_simulated: bool) -> socket.socket:
     """The way to the process that forks, which ends with this one. What torch_npu links differs with `adapters`."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     simulator = build.environment(adapters=os.devnull if adapters else None) if is_simulated else {}
@@ -91,7 +91,9 @@ def start(
     request = {"command": list(command), "ranks": ranks, "cwd": os.fspath(cwd), "env": {**variables, **(env or {})}}
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        socket.send_fds(_server("adapters" in options), [json.dumps(request).encode()], [*streams, theirs.fileno()])
+        socket.send_fds(
+            _server("adapters" in options, True), [json.dumps(request).encode()], [*streams, theirs.fileno()]
+        )
     return Running(ours)
 
 

@@ -166,17 +166,6 @@ def test_a_chat_over_the_pages_api(on_npu, texts):
         assert server.wait(30) in (0, -signal.SIGTERM)
 
 
-def test_two_npus_have_one_npus_losses(on_cpu, on_npu, texts, tmp_path):
-    base = with_tokenizer(tmp_path / "base", on_cpu)
-    sizes = [
-        command if "dpo" in command else command.replace("--device_batch_size=2", "--device_batch_size=1")
-        for command in commands("npu", "float32")
-    ]
-    chain(base, texts, *sizes, f"chat_rl --device=npu --dtype=float32 {RL}", ranks=2)
-    for stage in STAGES:
-        assert losses(base, stage) == pytest.approx(losses(on_npu[0], stage), rel=1e-5), stage
-
-
 def test_the_speedrun_of_two_npus_is_rehearsed(texts, tmp_path, monkeypatch):
     """By the launcher on both, up to a failure in base_eval, which came after hours before there was a rehearsal."""
     monkeypatch.setenv("NANOCHAT_BASE_TRAIN", BASE.replace("--num_iterations=4", "").replace("--data=texts.txt", ""))
