@@ -169,15 +169,15 @@ def test_text_that_changes_is_not_learned(base, tokenizer, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"The boat number {n} sails to island {n * 7 % 90}.\n\n" for n in range(3000)))
     content = text.read_bytes()
-    flags = (*TINY, f"--data={text}", "--num_iterations=70", "--save_every=0", "--total_batch_size=512")
+    flags = (*TINY, f"--data={text}", "--num_iterations=40", "--save_every=0", "--total_batch_size=512")
     run_command("base_train", *flags)
-    straight = sha256(base, "base", 70)
+    straight = sha256(base, "base", 40)
     shown = "".join(run_ranks(changed_text, str(text), flags))
     (step,) = steps_of(base / "checkpoints/base/d1")
-    assert 3 <= step < 60 and f"{text} has changed" in shown and f"saved {step_folder(base, 'base', step)}" in shown
+    assert 3 <= step < 35 and f"{text} has changed" in shown and f"saved {step_folder(base, 'base', step)}" in shown
     text.write_bytes(content)
     run_command("base_train", *flags, "--resume")
-    assert sha256(base, "base", 70) == straight
+    assert sha256(base, "base", 40) == straight
 
 
 # ---------------------------------------------------------------------- a reward that fails
