@@ -206,7 +206,7 @@ def load_what_it_is_part_of(path: Path, name: str) -> None:
         load_model(str(path), DEVICE)
 
 
-@pytest.mark.parametrize("name", FILES[1:])
+@pytest.mark.parametrize("name", FILES)
 def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name):
     path = save_step(folder, 1)
     marker = tmp_path / "it ran"
@@ -214,7 +214,8 @@ def test_a_pickle_in_place_of_a_file_runs_nothing(tmp_path, folder, name):
         save(Malicious(marker), path / name)
         with pytest.raises(UserError):
             load_model("base", DEVICE)
-        rewrite_manifest(path)
+        if name != "manifest.json":
+            rewrite_manifest(path)
         with pytest.raises(UserError):
             load_what_it_is_part_of(path, name)
     assert not marker.exists()
