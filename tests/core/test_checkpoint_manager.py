@@ -10,8 +10,6 @@ import pickle
 import random
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from nanochat.model_folder import newest, steps
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.run import saver
 from nanochat.run.saver import load_training, set_aside
-from nanochat.tokenizer import Tokenizer
 from nanochat.train import next_token_loss, train_step
 
 FILES = (
@@ -276,100 +273,3 @@ def test_meta_data_that_describes_no_model_is_one_error(folder):
         (path / "meta.json").write_text(json.dumps(one))
         rewrite_manifest(path)
         assert len(complaint(lambda: load_model(str(path), DEVICE))) < 1000
-
-
-def change_model(path: Path, **sizes: int) -> None:
-    meta = json.loads((path / "meta.json").read_text())
-    meta["model"] |= sizes
-    (path / "meta.json").write_text(json.dumps(meta))
-
-
-def replace_by_pipe(path: Path, name: str) -> None:
-    (path / name).unlink()
-    os.mkfifo(path / name)
-
-
-def replace_by_zeros(path: Path, name: str) -> None:
-    (path / name).unlink()
-    (path / name).symlink_to("/dev/zero")
-
-
-def replace_tokenizer(path: Path, name_it: bool) -> None:
-    """Another one, with more ids than the model has."""
-    other = Tokenizer([bytes([value]) for value in range(256)] + [b"th", b"he", b"the", b"an"])
-    other.save(path)
-    meta = json.loads((path / "meta.json").read_text())
-    (path / "meta.json").write_text(json.dumps(meta | ({"tokenizer": other.fingerprint()} if name_it else {})))
-
-
-def long_header(path: Path) -> None:
-    entry = ",".join(f'"{n}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for n in range(500_000))
-    header = f"{{{entry}}}".encode()
-    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-
-
-HOSTILE: dict[str, tuple[Any, str]] = {
-    "a million layers": (lambda path: change_model(path, n_layer=10**6), "1000000 layers"),
-    "a wide model": (lambda path: change_model(path, width=10**6), r"embedding.weight is \[320, 4\]"),
-    "a large vocabulary": (lambda path: change_model(path, vocab_size=10**9), "embedding.weight is"),
-    "a long context": (lambda path: change_model(path, sequence_len=10**9), "a context of 1000000000 tokens"),
-    "another model's option": (lambda path: change_model(path, gated=1), "saved by other code: .* 'gated'"),
-    "no step": (lambda path: (path / "meta.json").write_text('{"version": 2}'), "is damaged"),
-    "deep meta data": (lambda path: (path / "meta.json").write_text("[" * 10**6), "nested too deeply"),
-    "long meta data": (lambda path: (path / "meta.json").write_text(f"[{'[],' * 6_000_000}1]"), "more than 16,777,216"),
-    "long header": (long_header, "header is too large"),
-    "another tokenizer": (lambda path: replace_tokenizer(path, name_it=False), "not the tokenizer"),
-    "a large tokenizer": (lambda path: replace_tokenizer(path, name_it=True), "too large for the model"),
-    **{
-        f"a pipe as {name}": (lambda path, name=name: replace_by_pipe(path, name), "no regular file")
-        for name in FILES[1:]
-    },
-    "zeros as weights": (lambda path: replace_by_zeros(path, "model.safetensors"), "no regular file"),
-    "zeros as tokenizer": (lambda path: replace_by_zeros(path, "tokenizer.json"), "no regular file"),
-}
-LOADER = """
-import os, resource, signal, sys, time
-from nanochat.checkpoint_manager import load_model
-from nanochat.ground.cli import UserError
-import torch._dynamo  # what torch imports at a first model is no cost of the folder
-for folder in sys.argv[1:]:
-    child = os.fork()
-    if not child:
-        signal.alarm(10)
-        used = int(open("/proc/self/statm").read().split()[5]) * os.sysconf("SC_PAGESIZE")
-        resource.setrlimit(resource.RLIMIT_DATA, (used + (500 << 20), used + (500 << 20)))
-        began = time.process_time()
-        try:
-            load_model(folder, "cpu")
-            print("loaded", flush=True)
-        except UserError as error:
-            print(time.process_time() - began < 2, str(error).replace(chr(10), " // "), flush=True)
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        print("died", folder, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_hostile_folder_is_refused_in_two_seconds_and_500_mb(tmp_path, folder):
-    whole = save_step(folder, 1)
-    cases = {}
-    for name, (change, _) in HOSTILE.items():
-        path = tmp_path / name.replace(" ", "_") / "step_000001"
-        shutil.copytree(whole, path)
-        change(path)
-        files = {}
-        for file in path.iterdir():
-            if file.name != "manifest.json":
-                data = file.read_bytes() if file.is_file() else b""
-                files[file.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        (path / "manifest.json").write_text(json.dumps(files))
-        cases[name] = path
-    paths_given = [str(path) for path in cases.values()]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", LOADER, *paths_given, str(whole)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    lines = done.stdout.splitlines()
-    assert lines[-1] == "loaded" and len(lines) == len(cases) + 1, done
-    for (name, (_, problem)), line in zip(HOSTILE.items(), lines, strict=False):
-        assert line.startswith("True ") and re.search(problem, line) and "//" not in line, (name, line)

@@ -21,8 +21,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from test_checkpoint_manager import rewrite_manifest
 from test_hub import fake  # noqa: F401 (a fixture)
-from test_s08_paths_and_files_from_outside import sign
 from tiny import BYTES, cpu_device, save_step
 
 from nanochat.checkpoint_manager import load_model
@@ -152,6 +152,14 @@ def in_place_of(step: Path, name: str, make: Callable[[Path], Path]) -> None:
     make(step / name)
 
 
+def replace_tokenizer(step: Path, name_it: bool) -> None:
+    """Another one, with more ids than the model has."""
+    other = Tokenizer([bytes([value]) for value in range(256)] + [b"th", b"he", b"the", b"an"])
+    other.save(step)
+    meta = json.loads((step / "meta.json").read_text())
+    (step / "meta.json").write_text(json.dumps(meta | ({"tokenizer": other.fingerprint()} if name_it else {})))
+
+
 def long_header(step: Path) -> None:
     entry = ",".join(f'"{number}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for number in range(500_000))
     header = f"{{{entry}}}".encode()
@@ -166,9 +174,16 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "deep meta data": (lambda step: written(step / "meta.json", DEEPER), "nested"),
     "long meta data": (lambda step: written(step / "meta.json", f"[{'[],' * 6_000_000}1]"), "16,777,216"),
     "a long header": (long_header, "header is too large"),
-    "a pipe as weights": (lambda step: in_place_of(step, "model.safetensors", pipe), "no regular file"),
+    **{
+        f"a pipe as {name}": (lambda step, name=name: in_place_of(step, name, pipe), "no regular file")
+        for name in ("meta.json", "model.safetensors", "tokenizer.json", "training.json", "training.rank0.safetensors")
+    },
     "zeros as weights": (lambda step: in_place_of(step, "model.safetensors", zeros), "no regular file"),
-    "a pipe as tokenizer": (lambda step: in_place_of(step, "tokenizer.json", pipe), "no regular file"),
+    "zeros as tokenizer": (lambda step: in_place_of(step, "tokenizer.json", zeros), "no regular file"),
+    "another model's option": (lambda step: change_model(step, gated=1), "'gated'"),
+    "no step": (lambda step: written(step / "meta.json", '{"version": 2}'), "is damaged"),
+    "another tokenizer": (lambda step: replace_tokenizer(step, name_it=False), "not the tokenizer"),
+    "a large tokenizer": (lambda step: replace_tokenizer(step, name_it=True), "too large for the model"),
     "a deep tokenizer": (lambda step: written(step / "tokenizer.json", DEEPER), "nested"),
 }
 
@@ -181,7 +196,7 @@ def test_a_checkpoint(folder, name):
     manifest = json.loads((step / "manifest.json").read_text())
     change(step)
     if all((step / file).is_file() for file in manifest):
-        sign(step)
+        rewrite_manifest(step)
     assert words in refused(lambda: load_model(str(step), cpu_device()))
 
 
