@@ -2,8 +2,8 @@
 
     serve/connection.py, serve/middleware.py   bound and check the request, as for the chat server
     bodies.py, wire.py                         JSON or protocol buffers -> checked fields
-    service.py, jobs.py                        log and queue it, and return the id of a promise
-    log.py                                     the request on the disk
+    service.py, jobs.py                        queue it, and return the id of a promise
+    store.py                                   the request on the disk, and later its outcome
     tenants.py, losses.py, sampling.py         compute it, on the one thread that owns the device
     app.py                                     the client asks for the promise until it is kept
 
@@ -158,7 +158,7 @@ def _add_client_routes(app: FastAPI, service: Service) -> None:
     async def finish(request: Request, session: str) -> dict[str, Any]:
         """The end of a session ends nothing else: its models can be trained on, and its samplers can sample."""
         await read_limited(request, MAX_JSON)
-        service.require_session(_owner(request), session)
+        await _call(request, service.require_session, session)
         return {}
 
 

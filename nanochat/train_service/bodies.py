@@ -15,9 +15,9 @@ from nanochat.ground.paths import PLAIN_NAME
 from nanochat.sampling import SamplingParams
 from nanochat.serve.schema import ApiError, Strict, Unsupported
 from nanochat.tokenizer import Tokenizer
-from nanochat.train_service.jobs import EPHEMERAL
 from nanochat.train_service.losses import find_loss
 from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
+from nanochat.train_service.store import EPHEMERAL
 from nanochat.train_service.tenants import MAX_RANK, AdamBody, Trained
 from nanochat.train_service.wire import MAX_TOPK, ForwardBackward
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -12,11 +11,8 @@ from typing import Any
 from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import ApiError
-from nanochat.train_service.log import Entry, RequestLog
 from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
 from nanochat.train_service.tenants import Trained, TrainedModel
-
-EPHEMERAL = "ephemeral-"  # begins the names of unnamed sampler weights
 
 
 @dataclass(frozen=True)
@@ -28,7 +24,7 @@ class Limits:
     batch_tokens: int = 8192  # tokens of a micro-batch
     models: int = 8  # in memory at once
     snapshot_steps: int = 20  # optimizer steps between two snapshots
-    owner_bytes: int = 0  # the disk for an owner's models, above which nothing new is saved; 0: any
+    owner_bytes: int = 0  # the disk for the weights of an owner, above which nothing new is saved; 0: any
 
 
 def _started_future() -> "Future[bytes]":
@@ -37,18 +33,25 @@ def _started_future() -> "Future[bytes]":
     return future
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Saved weights, which never change: the folder of their step, and the parts of the model that they are."""
+
+    step: Path
+    trained: Trained
+
+
 @dataclass(eq=False)
 class Job:
     """A request in the queue."""
 
     id: str
     owner: str
-    run: Callable[[], bytes] | None = None  # None: it has run, or is a sample
+    run: Callable[[], None] | None = None  # None: it is a sample
     result: "Future[bytes]" = field(default_factory=_started_future)
-    sampler: Path | None = None  # the weights of a sample; samples of the same weights run together
+    sampler: Weights | None = None  # of a sample; None: the base. Samples of the same weights run together
     sample: SampleJob | None = None
-    size: int = 0  # bytes of the request's body, which waits in memory
-    came: float = field(default_factory=time.monotonic)
+    size: int = 0  # bytes of the request's body
 
     @classmethod
     def finished(cls, request_id: str, content: bytes) -> "Job":
@@ -124,20 +127,20 @@ class Model:
 
     id: str
     owner: str
-    settings: Trained
-    facts: dict[str, Any]  # content of model.json
-    log: RequestLog
-    next: int = 1  # the number of the request that is queued next
-    parked: dict[int, Job] = field(default_factory=dict)  # requests that came before their turn
-    early: dict[int, Entry] = field(default_factory=dict)  # what the log calls so, for a missing one before them
+    facts: dict[str, Any]  # created, metadata, trained
+    covered: int = -1  # the last request whose effect is in the snapshot; -1: there is no snapshot
+    snapshot: str = ""  # its folder
+    done: int = -1  # the last request that has an outcome
+    next: int = 0  # the number of the request that is queued next; request 0 creates the model
+    early: dict[int, Job] = field(default_factory=dict)  # requests that came before their turn
     live: TrainedModel | None = None
     used: float = 0.0
-    done: int = 0  # the last request that has run
     saved_steps: int = 0  # optimizer steps that the snapshot covers
-    results: dict[int, bytes] = field(default_factory=dict)  # results since the snapshot
-    snapshot_after: float = 0.0  # time.monotonic() before which none is tried again, after one that failed
-    stopped: str = ""  # why it takes no more requests: its files are damaged
-    stopped_after: int = 0  # the last request that can still be run then
+    stopped: str = ""  # why it takes no more requests: its files are damaged, or it was deleted
+
+    @property
+    def settings(self) -> Trained:
+        return Trained(**self.facts["trained"])
 
 
 # ---------------------------------------------------------------------- results
@@ -145,10 +148,6 @@ class Model:
 
 def as_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content).encode()
-
-
-def created(model: Model) -> bytes:
-    return as_json({"type": "load_weights" if model.facts["load"] else "create_model", "model_id": model.id})
 
 
 FAILED = b'{"error"'  # begins the result of a request that failed

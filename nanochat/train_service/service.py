@@ -1,25 +1,26 @@
 """Sessions, models, samplers and futures: what the routes call, and the one thread that computes.
 
     a route             checks a request, and calls `Service.submit` or `Service.sample` on a separate thread
-    RequestLog          the request is on the disk
+    Store               the request is on the disk
     the queue           a model's requests in the order of their numbers, an owner's in the order of arrival
     the worker          runs them one at a time, the owners in turn; samples of the same weights together, in slices
+    Store               the outcome is on the disk
     Promise             the result, which the client fetches by the request's id
 
 One lock guards everything except running requests. The text of users is never logged.
 """
 
 import contextlib
+import functools
 import json
-import os
 import re
 import secrets
 import shutil
 import threading
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,32 +32,40 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
-from nanochat.train_service.jobs import EPHEMERAL, Job, Limits, Model, Queue, Sampling, as_json, created, failure
-from nanochat.train_service.log import REFUSED, DamagedLog, Entry, RequestLog, read_record, write_record
+from nanochat.train_service.jobs import Job, Limits, Model, Queue, Sampling, Weights, as_json, failure
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
+from nanochat.train_service.store import DONE, EPHEMERAL, Damaged, Outcome, Store, remove
 from nanochat.train_service.tenants import AdamBody, Base, Trained, TrainedModel, load_weights
 
-KEPT_RESULTS = 5_000  # finished requests of a model, or of a session's samplers, whose results can still be fetched,
-KEPT_BYTES = 1 << 26  # and how large these are together
-SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client
+SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client,
+HEARD_SECONDS = 3600.0  # which is written down this often
 MAX_SESSIONS = 10_000  # sessions per owner; then a new one replaces the one that was silent for longest
 MAX_MODELS = 2_000  # models per owner
 MAX_WAITING = 1 << 28  # bytes of an owner's bodies in the queue, and as many of those that came before their turn
-MAX_OWNER_RESULTS = 1 << 29  # bytes of an owner's results that can still be fetched
-PARKED_SECONDS = 900.0  # a request that waits longer for an earlier one waits for one that was lost
-SNAPSHOT_PAUSE = 60.0  # seconds after a snapshot that could not be written
 MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
 LOG_FACTOR = 16  # a snapshot also follows after this many requests per step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
 KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler"}  # folders of checkpoints, and what the client calls them
-NEW, OLD, DELETED = ".new", ".old", ".deleted"  # ends the names of folders while a checkpoint is replaced or deleted
-# Marks of requests that save a checkpoint: .<checkpoint>.<request>, with SAVED once it is whole.
-SAVED = ".saved"
-MARK_NAME = re.compile(r"\.(.*)\.(\d+)(\.saved)?")
+KINDS = {"weights": "training", "sampler_weights": "sampler"}  # kinds of checkpoints, and what the client calls them
+REFUSED = "refused"  # a request that was answered with an error; its number is used up
 READ_TRIES = 3  # a network's disk may fail to read for a moment
 READ_PAUSE = 0.2  # seconds between two of them
+WRITE_PAUSE = 1.0  # seconds between two tries to write an outcome
+
+
+def _nothing() -> list[Path]:
+    return []
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What running a request has given. The changes to the database belong to the transaction of its outcome; they
+    return the folders that nobody names after it."""
+
+    result: bytes
+    change: Callable[[], list[Path]] = _nothing
+    state: str = DONE
 
 
 class Service:
@@ -67,23 +76,20 @@ class Service:
         self.name = name
         self.limits = limits or Limits()
         self.folder = folder
-        self.lock = threading.Lock()
+        folder.mkdir(parents=True, exist_ok=True)
+        folder.chmod(0o700)  # what clients send is for this user only
+        paths.lock(folder, "--folder")
+        self.store = Store(folder)
+        self.lock = self.store.lock
         self.wake = threading.Condition(self.lock)
         self.queue = Queue()
         self.sampling: deque[Sampling] = deque()  # only the worker touches it
-        self.promises: dict[str, Job] = {}
-        self.kept: dict[str, dict[str, int]] = {}  # by model or session: finished requests and their results' bytes
-        self.owner_bytes: dict[str, int] = defaultdict(int)  # of an owner's results, as in `kept`
+        self.promises: dict[str, Job] = {}  # requests without an outcome
         self.models: dict[str, Model] = {}
-        self.engines: OrderedDict[Path | None, Engine] = OrderedDict()
+        self.engine = functools.lru_cache(KEPT_ENGINES)(self._make_engine)  # saved weights never change
         self.closing = False
-        self.expired = 0.0  # when sessions were last looked through
         self.ending = threading.Lock()
         self.ended = False
-        for part in ("sessions", "models", "samplers"):
-            (folder / part).mkdir(parents=True, exist_ok=True)
-            (folder / part).chmod(0o700)  # what clients send is for this user only
-        paths.lock(folder, "--folder")
         self._require_base()
         # For clients on this machine, whose get_tokenizer reads a folder as well as a hub.
         self.tokenizer_folder = folder / "tokenizer"
@@ -96,143 +102,108 @@ class Service:
                 unfinished = path.with_name(path.name + ".tmp")
                 storage.write_file(unfinished, [file])
                 unfinished.rename(path)
-        self.sessions: dict[str, dict[str, Any]] = {}
-        for path in (folder / "sessions").glob("*.json"):
-            with _named("the session"):
-                self.sessions[path.stem] = read_record(path)
         with self.lock:
             self._restore()
-        self._expire_sessions()
         self.thread = threading.Thread(target=self._work, name="device", daemon=True)
         self.thread.start()
 
     def _require_base(self) -> None:
         """Raises UserError: when the folder holds models of another base."""
-        path = self.folder / "base.json"
-        if not path.exists():
-            write_record(path, self.base.about)
-        about = read_record(path)
-        if about.get("base_sha256") != self.base.about["base_sha256"]:
-            base = about.get("base")
-            raise UserError(f"--folder {self.folder} holds models that were trained over {base}: name another folder")
+        about = self.base.about
+        known = self.store.get("base", name="base")
+        if known is None:
+            with self.store.transaction():
+                self.store.put("base", name="base", sha256=about["base_sha256"])
+        elif known["sha256"] != about["base_sha256"]:
+            raise UserError(
+                f"--folder {self.folder} holds models that were trained over another base: name another folder"
+            )
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """A transaction. Raises ApiError: 503 when it cannot be written; the client tries again for some minutes."""
+        try:
+            with self.store.transaction():
+                yield
+        except OSError as error:
+            message = f"the server cannot write ({error.strerror}): make room on its disk"
+            raise ApiError(503, message, code="disk") from error
+
+    def _row(self, table: str, owner: str | None = None, **key: Any) -> dict[str, Any] | None:
+        """A row, of this owner only. Raises ApiError: 400 when it is damaged."""
+        try:
+            row = self.store.get(table, **key)
+        except Damaged as error:
+            warn(str(error))
+            message = f"{table} {' '.join(map(str, key.values()))[:100]} cannot be read: create another one"
+            raise ApiError(400, message, code="damaged") from error
+        return row if row and owner in (None, row.get("owner")) else None
 
     # ------------------------------------------------------------------ sessions
 
     def create_session(self, owner: str, user_metadata: Any) -> str:
-        self._expire_sessions()
-        if sum(facts["owner"] == owner for facts in list(self.sessions.values())) >= MAX_SESSIONS:
-            self._forget_silent_session(owner)
         session = secrets.token_hex(8)
-        facts = {"owner": owner, "created": time.time(), "user_metadata": user_metadata}
-        self._write("sessions", session, facts)
-        self.sessions[session] = facts
+        now = time.time()
+        with self._writing():
+            if self.store.expire_sessions(owner, now - SESSION_SECONDS, MAX_SESSIONS - 1) >= MAX_SESSIONS:
+                message = f"this key has {MAX_SESSIONS:,} sessions with models: delete models first"
+                raise ApiError(400, message, code="too_many_sessions")
+            self.store.put("sessions", id=session, owner=owner, heard=now, metadata=json.dumps(user_metadata))
         return session
 
     def touch_session(self, owner: str, session: str) -> None:
         """A client says that it is still there."""
-        self.require_session(owner, session)
-        with contextlib.suppress(OSError):
-            os.utime(self.folder / "sessions" / f"{session}.json")
-
-    def _heard(self, session: str) -> float:
-        """When a session's client gave its last sign, in seconds since 1970."""
-        try:
-            return (self.folder / "sessions" / f"{session}.json").stat().st_mtime
-        except OSError:
-            return 0.0
-
-    def _forget_silent_session(self, owner: str) -> None:
-        """Raises ApiError: 400 when all sessions of the owner have models."""
-        with self.lock:
-            with_models = {model_id.partition(":")[0] for model_id in self.models}
-            own = [one for one, facts in self.sessions.items() if facts["owner"] == owner and one not in with_models]
-            if not own:
-                message = f"this key has {MAX_SESSIONS:,} sessions with models: delete models first"
-                raise ApiError(400, message, code="too_many_sessions")
-            self._forget({min(own, key=self._heard)})
-
-    def _forget(self, sessions: set[str]) -> None:
-        for session in sessions:
-            (self.folder / "sessions" / f"{session}.json").unlink(missing_ok=True)
-            owner = self.sessions.pop(session)["owner"]
-            self._drop_results(owner, f"{session}:sample")
-        for path in (self.folder / "samplers").glob("*.json") if sessions else ():
-            if path.name.partition(":")[0] in sessions:
-                path.unlink(missing_ok=True)
-
-    def _drop_results(self, owner: str, group: str) -> None:
-        for request_id, size in self.kept.pop(group, {}).items():
-            self.owner_bytes[owner] -= size
-            self.promises.pop(request_id, None)
-
-    def _expire_sessions(self) -> None:
-        """Forget the sessions that have no models and of which nothing was heard, with their samplers; once an hour."""
+        row = self.require_session(owner, session)
         now = time.time()
-        with self.lock:
-            if now < self.expired + 3600:
-                return
-            self.expired = now
-            with_models = {model_id.partition(":")[0] for model_id in self.models}
-            without = self.sessions.keys() - with_models
-            self._forget({session for session in without if self._heard(session) < now - SESSION_SECONDS})
+        if row["heard"] < now - HEARD_SECONDS:
+            with self._writing():
+                self.store.put("sessions", **{**row, "heard": now})
 
     def require_session(self, owner: str, session: str) -> dict[str, Any]:
         """Raises ApiError: 404, also for a session of another key."""
-        facts = self.sessions.get(session)
-        if facts is None or facts["owner"] != owner:
+        row = self._row("sessions", owner, id=session)
+        if row is None:
             raise ApiError(
                 404, f"session {session[:100]!r} does not exist", param="session_id", code="session_not_found"
             )
-        return facts
+        return row
 
     # ------------------------------------------------------------------ models
 
     def _restore(self) -> None:
-        """Find the models of an earlier start, and queue what their logs hold. One that cannot be read is named."""
-        self._clean_up()
-        for folder in sorted((self.folder / "models").glob("[!.]*/")):
-            if (folder / "model.json").exists():
-                with _named("the model"):
-                    _read_patiently(lambda path=folder / "model.json": self._restore_model(path))
-            elif _has_requests(folder):
-                warn(f"the model is passed over: {folder} has no model.json: restore it from a backup")
+        """Find the models of an earlier start, and queue their requests without an outcome."""
+        self.store.clean_up()
+        for row in self.store.rows("models"):
+            if isinstance(row, Damaged):
+                warn(f"a model is passed over: {row}")
+                continue
+            covered = row["covered"]
+            model = Model(row["id"], row["owner"], json.loads(row["facts"]), covered, row["snapshot"], covered)
+            model.next = covered + 1
+            self.models[model.id] = model
+            for number, size, state in self.store.outline(model.id):
+                if not state:
+                    self._add(model, number, size)
+                elif number == model.done + 1 == model.next:
+                    model.done = number
+                    model.next += 1
+                else:
+                    self._stop(model, f"{self.store.path} is damaged (it lacks request {model.done + 1})")
+                    break
 
-    def _clean_up(self) -> None:
-        """Remove what a kill left half-way; a checkpoint that was being replaced gets its name back."""
-        for path in (self.folder / "models").glob(f".*{DELETED}"):
-            shutil.rmtree(path, ignore_errors=True)
-        for kind in KINDS:
-            for path in (self.folder / "models").glob(f"*/{kind}/.*"):
-                name = path.name[1:].removesuffix(OLD)
-                if path.name.endswith(OLD) and not path.with_name(name).exists():
-                    path.rename(path.with_name(name))
-                elif path.name.endswith((OLD, NEW, DELETED)):
-                    shutil.rmtree(path, ignore_errors=True)
-
-    def _restore_model(self, path: Path) -> None:
-        model = self._make_model(path.parent.name, read_record(path))
-        model.done = model.log.covered
-        model.next = model.done + 1
-        results = model.log.results()
-        entries, damage = model.log.entries()  # the snapshot is read, and checked, when it is needed
-        self.models[model.id] = model
-        for number, content in results.items():
-            self._finish(self._keep(Job(f"{model.id}:{number}", model.owner)), content)
-        if not model.done:
-            self._finish(self._keep(Job(f"{model.id}:0", model.owner)), created(model))
-        for entry in entries:
-            self._park(model, entry)
-        if damage:
-            self._stop(model, damage, model.next - 1)
-
-    def _stop(self, model: Model, damage: str, after: int) -> None:
-        """Run no request after number `after` of a model with damaged files: it would become another one."""
-        model.stopped_after = after
+    def _stop(self, model: Model, damage: str) -> None:
+        """Run no more requests of a model with damaged files: it would become another one."""
         model.stopped = (
-            f"model {model.id} has stopped after request {after}, {damage}: restore its folder from a backup and "
-            "restart the server, or create a training client from a saved state"
+            f"model {model.id} has stopped after request {model.done}, {damage}: restore the folder of the service "
+            "from a backup and restart the server, or create a training client from a saved state"
         )
         warn(model.stopped)
+        self._refuse_early(model)
+
+    def _refuse_early(self, model: Model) -> None:
+        for job in list(model.early.values()):
+            self._finish(job, failure(UserError(model.stopped)))
+        model.early.clear()
 
     def create_model(
         self,
@@ -249,43 +220,37 @@ class Service:
         """
         self.require_session(owner, session)
         model_id = f"{session}:train:{number}"
-        if model_id not in self.models:
-            self._require_disk(owner)
         with self.lock:
             if model_id not in self.models:
+                self._require_disk(owner)
                 self._require_room(owner)
                 if sum(model.owner == owner for model in self.models.values()) >= MAX_MODELS:
                     message = f"this key has {MAX_MODELS:,} models: delete some first"
                     raise ApiError(400, message, code="too_many_models")
-                facts = {"owner": owner, "created": time.time(), "metadata": metadata, "trained": asdict(settings)}
-                facts["load"] = load
-                folder = self.folder / "models" / model_id
-                # The start has passed it over: a new model would begin where the old one stopped.
-                if (folder / "model.json").exists() or _has_requests(folder):
-                    raise ApiError(400, f"model {model_id} cannot be read: create another one", code="damaged")
-                # On the disk first: a model that exists only in memory would lose acknowledged steps.
-                with _full_disk():
-                    folder.mkdir(exist_ok=True)  # a kill may have left an empty one
-                    model = self._make_model(model_id, facts)
-                    if load:
-                        model.log.pin(0, self.path_of(owner, load["path"])[0])
-                    write_record(folder / "model.json", facts)
-                    storage.flush(folder.parent)
+                self._row("models", id=model_id)  # the start has passed a damaged one over: it becomes no new one
+                model = Model(
+                    model_id, owner, {"created": time.time(), "metadata": metadata, "trained": asdict(settings)}
+                )
+                with self._writing():
+                    self._put_model(model)
+                    # The checkpoint may be overwritten or deleted before this request is run.
+                    pinned = self._relative(self.path_of(owner, load["path"])[0].parent) if load else ""
+                    self._put_request(model, 0, "create", as_json({"load": load}))
+                    self.store.put("runs", model=model_id, number=0, state="", pinned=pinned)
                 self.models[model_id] = model
-                self._enqueue(Job(f"{model_id}:0", owner, lambda: self._create(model)))
+                self._add(model, 0, 0)
         return f"{model_id}:0"
 
-    def _create(self, model: Model) -> bytes:
-        try:
-            self._live(model)
-        except DamagedLog as error:
-            self._stop(model, str(error), 0)
-            return failure(UserError(model.stopped))
-        return created(model)
+    def _put_model(self, model: Model) -> None:
+        session, facts = model.id.partition(":")[0], json.dumps(model.facts)
+        place = {"covered": model.covered, "snapshot": model.snapshot}
+        self.store.put("models", id=model.id, session=session, owner=model.owner, facts=facts, **place)
 
-    def _make_model(self, model_id: str, facts: dict[str, Any]) -> Model:
-        settings = Trained(**facts["trained"])
-        return Model(model_id, facts["owner"], settings, facts, RequestLog(self.folder / "models" / model_id))
+    def _put_request(self, model: Model, number: int, kind: str, content: bytes) -> None:
+        self.store.put("requests", model=model.id, number=number, kind=kind, content=content)
+
+    def _relative(self, path: Path) -> str:
+        return str(path.relative_to(self.folder))
 
     def owned(self, owner: str) -> list[Model]:
         """The owner's models, the newest first."""
@@ -293,20 +258,10 @@ class Service:
             models = [model for model in self.models.values() if model.owner == owner]
         return sorted(models, key=lambda model: -model.facts["created"])
 
-    def used_bytes(self, owner: str) -> int:
-        """What the owner's models take on the disk. A file with two names, as of a loaded checkpoint, counts once."""
-        sizes = {}
-        for model in self.owned(owner):
-            for path in (self.folder / "models" / model.id).rglob("*"):
-                with contextlib.suppress(OSError):  # it was replaced meanwhile
-                    facts = path.lstat()
-                    sizes[facts.st_ino] = facts.st_size
-        return sum(sizes.values())
-
     def _require_disk(self, owner: str) -> None:
-        """Raises ApiError: 400 when the owner's models fill their quota."""
+        """Raises ApiError: 400 when the weights of the owner's models fill their quota."""
         if self.limits.owner_bytes:
-            used = self.used_bytes(owner)
+            used = self.store.used_bytes(owner)
             if used >= self.limits.owner_bytes:
                 message = f"the models of this key take {used:,} of {self.limits.owner_bytes:,} bytes on the server's "
                 raise ApiError(400, message + "disk: delete checkpoints or models first", code="disk_quota")
@@ -316,28 +271,27 @@ class Service:
         with self.lock:
             model = self.find_model(owner, model_id)
             model.stopped = f"model {model.id} was deleted"
-            model.stopped_after = 0
-            job = Job(f"{model.id}:deletion", owner, lambda: self._delete(model))
+            self._refuse_early(model)
+            job = Job(f"{model.id}:deletion", owner)
+            job.run = lambda: self._delete(model, job)
             self.queue.append(job)
             self.wake.notify()
         return job
 
-    def _delete(self, model: Model) -> bytes:
+    def _delete(self, model: Model, job: Job) -> None:
         model.live = None
-        folder = self.folder / "models" / model.id
-        deleted = folder.with_name(f".{model.id}.{secrets.token_hex(8)}{DELETED}")
-        for weights in [path for path in self.engines if path is not None and folder in path.parents]:
-            del self.engines[weights]
+
+        def change() -> None:
+            self.store.delete("models", id=model.id)
+            for table in ("requests", "runs", "checkpoints"):
+                self.store.delete(table, model=model.id)
+            self.store.delete("outcomes", bucket=model.id)
+
+        self.store.forget(change)
         with self.lock:
-            if model.id not in self.models:  # deleted twice
-                return as_json({})
-            folder.rename(deleted)
-            del self.models[model.id]
-            self._refuse_parked(model)
-            self._drop_results(model.owner, model.id)
-            storage.flush(folder.parent)
-        shutil.rmtree(deleted, ignore_errors=True)
-        return as_json({})
+            self.models.pop(model.id, None)  # it may be deleted twice
+            self.store.kept.pop(model.id, None)
+            self._finish(job, as_json({}))
 
     def find_model(self, owner: str, model_id: str) -> Model:
         """Raises ApiError: 404, also for a model of another key."""
@@ -347,7 +301,7 @@ class Service:
         return model
 
     def submit(self, owner: str, model_id: str, number: int | None, kind: str, content: bytes) -> str:
-        """Put a request into a model's log and queue; returns the promise's id.
+        """Record and queue a request to a model; returns the promise's id.
 
         Raises ApiError: 400 without a number, 429 when too many requests wait. A known number is not run again.
         """
@@ -355,24 +309,21 @@ class Service:
         if number is None or not 1 <= number < 10**9:
             raise ApiError(400, "seq_id: the number of the request, from 1 on", param="seq_id", code="invalid_value")
         with self.lock:
-            request_id = f"{model.id}:{number}"
             if model.stopped:
                 raise ApiError(400, model.stopped, code="damaged")
-            if number < model.next or number in model.parked:
-                return request_id
-            # The request that others wait for is accepted as long as the queue itself has room. For any other one,
-            # the owner's requests that came before their turn count too.
-            early: list[Job] = []
-            if number != model.next:
-                for one in self.models.values():
-                    if one.owner == owner:
-                        early += one.parked.values()
-            self._require_room(owner, early)
-            entry = Entry(number, kind, content, is_early=number != model.next)
-            with _full_disk():
-                model.log.append(entry)
-            self._park(model, entry)
-        return request_id
+            if number >= model.next and number not in model.early:
+                # The request that others wait for is accepted as long as the queue itself has room. For any other
+                # one, the owner's requests that came before their turn count too.
+                early: list[Job] = []
+                if number != model.next:
+                    for one in self.models.values():
+                        if one.owner == owner:
+                            early += one.early.values()
+                self._require_room(owner, early)
+                with self._writing():
+                    self._put_request(model, number, kind, content)
+                self._add(model, number, len(content))
+        return f"{model.id}:{number}"
 
     def refuse(self, owner: str, model_id: str, number: int | None) -> None:
         """Use up the number of a refused request: later requests would wait for it for ever."""
@@ -380,84 +331,44 @@ class Service:
         if model is not None and model.owner == owner and number is not None and 1 <= number < 10**9:
             self.submit(owner, model_id, number, REFUSED, b"")
 
-    def _park(self, model: Model, entry: Entry) -> None:
+    def _add(self, model: Model, number: int, size: int) -> None:
         """Queue a request once all requests before it are queued."""
-        job = Job(f"{model.id}:{entry.number}", model.owner, lambda: self._run(model, entry), size=len(entry.content))
-        self._keep(job)
-        model.parked[entry.number] = job
-        if entry.is_early:
-            model.early[entry.number] = entry
-        while model.next in model.parked:
-            self._enqueue(model.parked.pop(model.next))
-            if model.next in model.early:
-                model.log.in_turn(model.early.pop(model.next))
+        job = Job(f"{model.id}:{number}", model.owner, size=size)
+        job.run = lambda: self._run(model, number, job)
+        self.promises[job.id] = job
+        model.early[number] = job
+        while model.next in model.early:
+            self.queue.append(model.early.pop(model.next))
             model.next += 1
+        self.wake.notify()
 
-    def _refuse_parked(self, model: Model) -> None:
-        for job in model.parked.values():
-            self._finish(job, failure(UserError(model.stopped)))
-        model.parked.clear()
-
-    def _require_room(self, owner: str, parked: Sequence[Job] = ()) -> None:
-        count = self.queue.count(owner) + len(parked)
-        parked_bytes = sum(job.size for job in parked)
-        if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or parked_bytes > MAX_WAITING:
+    def _require_room(self, owner: str, early: Sequence[Job] = ()) -> None:
+        count = self.queue.count(owner) + len(early)
+        early_bytes = sum(job.size for job in early)
+        if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or early_bytes > MAX_WAITING:
             message = f"{count:,} requests wait already: try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
-    def _enqueue(self, job: Job) -> None:
-        self._keep(job)
-        self.queue.append(job)
-        self.wake.notify()
-
-    def _keep(self, job: Job) -> Job:
-        self.promises[job.id] = job
-        return job
-
-    def _settle(self, job: Job, result: bytes) -> None:
-        with self.lock:
-            self._finish(job, result)
-
     def _finish(self, job: Job, result: bytes) -> None:
-        """Keep a result, and let the oldest ones of the same model go. The traffic of others changes nothing here."""
-        if job.result.done():  # it was cancelled
-            return
-        job.run = None  # with the body of the request
-        job.result.set_result(result)
-        if job.id not in self.promises:  # of a model that was deleted
-            return
-        kept = self.kept.setdefault(_group_of(job.id), {})
-        kept[job.id] = len(result)
-        self.owner_bytes[job.owner] += len(result)
-        while len(kept) > 1 and (len(kept) > KEPT_RESULTS or sum(kept.values()) > KEPT_BYTES):
-            self._drop_oldest(job.owner, kept)
-        while self.owner_bytes[job.owner] > MAX_OWNER_RESULTS:
-            own = [
-                group
-                for name, group in self.kept.items()
-                if len(group) > (group is kept) and self._owns(job.owner, name)
-            ]
-            if not own:
-                break
-            self._drop_oldest(job.owner, max(own, key=lambda group: sum(group.values())))
-
-    def _drop_oldest(self, owner: str, kept: dict[str, int]) -> None:
-        oldest = next(iter(kept))
-        self.owner_bytes[owner] -= kept.pop(oldest)
-        self.promises.pop(oldest, None)
+        with self.lock:
+            if not job.result.done():  # it may be cancelled
+                job.result.set_result(result)
+            self.promises.pop(job.id, None)
 
     def promise(self, owner: str, request_id: str) -> Job:
         """Raises ApiError: 410 for a promise that this server does not know (any more): the client asks again."""
-        job = self.promises.get(request_id)
+        with self.lock:
+            job = self.promises.get(request_id)
+            if job is None:
+                with contextlib.suppress(ApiError):  # one that is damaged is as one that is gone
+                    row = self._row("outcomes", owner, id=request_id)
+                    if row:
+                        return Job.finished(request_id, row["result"])
+        if job is not None and job.owner == owner:
+            return job
         model_id, _, number = request_id.rpartition(":")
         model = self.models.get(model_id)
-        if job is not None and self._owns(owner, request_id):
-            if model is not None and not job.result.done() and job.came < time.monotonic() - PARKED_SECONDS:
-                self._give_up_waiting(model, job)
-            return job
         if model is not None and model.owner == owner and re.fullmatch(r"[0-9]{1,9}", number):
-            if int(number) == 0 and not model.stopped:
-                return Job.finished(request_id, created(model))
             if int(number) <= model.done:  # if the client sent it again, it would wait without end
                 message = f"request {number} was carried out, and its result is no longer kept: continue with the next"
                 return Job.finished(request_id, failure(UserError(message)))
@@ -465,54 +376,43 @@ class Service:
                 return Job.finished(request_id, failure(UserError(model.stopped)))
         raise ApiError(410, "this server has no such request (any more): send it again", code="unknown_request")
 
-    def _give_up_waiting(self, model: Model, job: Job) -> None:
-        """Stop a model whose next request does not come: a lost newest entry of its log looks like that."""
-        with self.lock:
-            if job in model.parked.values() and not model.stopped:
-                self._stop(model, f"request {model.next} has not come", model.next - 1)
-                self._refuse_parked(model)
-
-    def _owns(self, owner: str, request_id: str) -> bool:
-        return self.sessions.get(request_id.partition(":")[0], {}).get("owner") == owner
-
     # ------------------------------------------------------------------ checkpoints
 
     def path_of(self, owner: str, uri: str) -> tuple[Path, Model]:
         """The step's folder of tinker://<model>/<kind>/<name>, and its model. Raises ApiError: 404."""
         parts = uri.removeprefix(SCHEME).split("/")
-        if uri.startswith(SCHEME) and len(parts) == 3 and parts[1] in KINDS:
+        if uri.startswith(SCHEME) and len(parts) == 3:
             model = self.find_model(owner, parts[0])
-            if paths.PLAIN_NAME.fullmatch(parts[2]):
-                folder = self.folder / "models" / model.id / parts[1] / parts[2]
-                found = model_folder.steps(folder)
-                if found:
-                    return model_folder.step_path(folder, found[-1]), model
+            row = self._row("checkpoints", model=model.id, kind=parts[1], name=parts[2])
+            found = model_folder.steps(self.folder / row["folder"]) if row else []
+            if row and found:
+                return model_folder.step_path(self.folder / row["folder"], found[-1]), model
         form = f"{SCHEME}MODEL/weights/NAME or .../sampler_weights/NAME"
         message = f"checkpoint {uri[:200]!r} does not exist: name one as {form}"
         raise ApiError(404, message, param="path", code="not_found")
 
     def list_checkpoints(self, model: Model) -> list[dict[str, Any]]:
         found = []
-        for kind, name_for_client in KINDS.items():
-            for folder in sorted((self.folder / "models" / model.id / kind).glob("*")):
-                is_named = paths.PLAIN_NAME.fullmatch(folder.name) and not folder.name.startswith(EPHEMERAL)
-                steps = model_folder.steps(folder) if is_named else []
-                if steps:
-                    step = model_folder.step_path(folder, steps[-1])
-                    path = f"{kind}/{folder.name}"
-                    found.append({
-                        "checkpoint_id": path, "checkpoint_type": name_for_client, "time": iso(step.stat().st_mtime),
-                        "tinker_path": f"{SCHEME}{model.id}/{path}", "public": False,
-                        "size_bytes": sum(file.stat().st_size for file in step.iterdir()),
-                    })  # fmt: skip
+        for row in self.store.rows("checkpoints", model=model.id):
+            if isinstance(row, Damaged):
+                warn(str(row))
+            elif not row["name"].startswith(EPHEMERAL):
+                folder = self.store.get("folders", path=row["folder"])
+                path = f"{row['kind']}/{row['name']}"
+                found.append({
+                    "checkpoint_id": path, "checkpoint_type": KINDS[row["kind"]], "time": iso(row["saved"]),
+                    "tinker_path": f"{SCHEME}{model.id}/{path}", "public": False,
+                    "size_bytes": folder["bytes"] if folder else 0,
+                })  # fmt: skip
         return found
 
     def delete_checkpoint(self, owner: str, uri: str) -> None:
-        with self.lock:
-            folder = self.path_of(owner, uri)[0].parent
-            deleted = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}{DELETED}")
-            folder.rename(deleted)
-        shutil.rmtree(deleted, ignore_errors=True)
+        self.path_of(owner, uri)
+        model_id, kind, name = uri.removeprefix(SCHEME).split("/")
+        try:
+            self.store.forget(lambda: self.store.delete("checkpoints", model=model_id, kind=kind, name=name))
+        except OSError as error:
+            raise ApiError(503, f"the server cannot write ({error.strerror})", code="disk") from error
 
     # ------------------------------------------------------------------ samplers
 
@@ -521,42 +421,52 @@ class Service:
         self.require_session(owner, session)
         if uri is not None:
             self.path_of(owner, uri)
+        with self._writing():
+            return self._put_sampler(owner, session, number, uri)
+
+    def _put_sampler(self, owner: str, session: str, number: int, uri: str | None) -> str:
         sampler = f"{session}:sample:{number}"
-        self._write("samplers", sampler, {"owner": owner, "path": uri})
+        self.store.put("samplers", id=sampler, session=session, owner=owner, path=uri)
         return sampler
 
     def find_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        """Raises ApiError: 404 when its file is missing or belongs to another key."""
-        path = self.folder / "samplers" / f"{sampler}.json"
-        if re.fullmatch(r"[0-9a-f]{16}:sample:\d{1,9}", sampler) and path.is_file():
-            try:
-                content = read_record(path)
-            except UserError as error:
-                warn(str(error))
-                raise ApiError(400, f"sampler {sampler} cannot be read: create another one", code="damaged") from error
-            if content.get("owner") == owner:
-                return content
-        raise ApiError(404, f"there is no sampler {sampler[:100]!r}", param="sampler_id", code="sampler_not_found")
+        """Raises ApiError: 404 when there is none, or it belongs to another key."""
+        row = self._row("samplers", owner, id=sampler)
+        if row is None:
+            raise ApiError(404, f"there is no sampler {sampler[:100]!r}", param="sampler_id", code="sampler_not_found")
+        return row
+
+    def sampled_weights(self, owner: str, sampler: str) -> Weights | None:
+        """Those that a sampler has now; None: the base."""
+        uri = self.find_sampler(owner, sampler)["path"]
+        if uri is None:
+            return None
+        step, model = self.path_of(owner, uri)
+        return Weights(step, model.settings)
 
     def sample(self, owner: str, sampler: str, number: int, job: SampleJob) -> str:
         """Queue a sample; returns the promise's id. A known number is not sampled again."""
-        uri = self.find_sampler(owner, sampler)["path"]
-        weights = self.path_of(owner, uri)[0] if uri is not None else None
+        weights = self.sampled_weights(owner, sampler)
         request_id = f"{sampler}:{number}"
         with self.lock:
-            if request_id not in self.promises:
+            if request_id not in self.promises and request_id not in self.store.kept.get(owner, ()):
                 self._require_room(owner)
-                self._enqueue(Job(request_id, owner, sampler=weights, sample=job))
+                self.promises[request_id] = Job(request_id, owner, sampler=weights, sample=job)
+                self.queue.append(self.promises[request_id])
+                self.wake.notify()
         return request_id
 
     def cancel(self, owner: str, request_id: str) -> None:
         """End a sample that waits, or at its next pause one that is being decoded."""
         with self.lock:
             job = self.promises.get(request_id)
-            if job is not None and job.sample is not None and self._owns(owner, request_id):
+            if job is not None and job.sample is not None and job.owner == owner:
+                result = failure(UserError("the sample was cancelled"))
+                with self._writing():
+                    self.store.settle(Outcome(job.id, owner, owner, result))
                 job.sample.is_cancelled = True
                 self.queue.remove(job)
-                self._finish(job, failure(UserError("the sample was cancelled")))
+                self._finish(job, result)
 
     # ------------------------------------------------------------------ the worker
 
@@ -574,10 +484,13 @@ class Service:
                 (job,) = jobs
                 assert job.run is not None
                 try:
-                    result = job.run()
+                    job.run()
                 except Exception as error:  # any kind: this thread serves all clients
-                    result = failure(error)
-                self._settle(job, result)
+                    model = self.models.get(job.id.rpartition(":")[0])
+                    if model is not None:  # in memory it may be another one than on the disk
+                        model.live = None
+                        self._stop(model, f"the server failed ({type(error).__name__})")
+                    self._finish(job, failure(error))
             if self.sampling:
                 self._sample_on(self.sampling[0])
                 self.sampling.popleft()  # it is at the end again, unless it is done
@@ -594,74 +507,92 @@ class Service:
         wanted = [job.sample for job in sampling.jobs if job.sample is not None]
         try:
             if sampling.slices is None:
-                sampling.slices = sample(self._engine(jobs[0].sampler), wanted, self.limits.slots)
+                sampling.slices = sample(self.engine(jobs[0].sampler), wanted, self.limits.slots)
             results = next(sampling.slices)
         except Exception as error:  # any kind: it must not end this thread or another client's request
             if len(jobs) > 1:
                 self.sampling.extend(Sampling([job]) for job in jobs)
                 return
-            self._settle(jobs[0], failure(error))
+            self._record(jobs, [failure(error)])
             return
-        if not results:
+        if results:
+            self._record(sampling.jobs, results)
+        else:
             self.sampling.append(sampling)
-        for job, result in zip(sampling.jobs, results, strict=False):
-            self._settle(job, result)
 
-    def _engine(self, weights: Path | None) -> Engine:
-        if weights not in self.engines:
-            model = self.base.model
-            if weights is not None:
-                source = read_record(weights.parents[2] / "model.json")
-                model = self.base.adapted(Trained(**source["trained"]))
-                load_weights(model, weights)
-            self.engines[weights] = make_engine(model, self.base.tokenizer, self.base.device)
-        self.engines.move_to_end(weights)
-        while len(self.engines) > KEPT_ENGINES:
-            self.engines.popitem(last=False)
-        return self.engines[weights]
+    def _make_engine(self, weights: Weights | None) -> Engine:
+        model = self.base.model
+        if weights is not None:
+            model = self.base.adapted(weights.trained)
+            load_weights(model, weights.step)
+        return make_engine(model, self.base.tokenizer, self.base.device)
+
+    def _record(
+        self, jobs: Sequence[Job], results: Sequence[bytes], change: Callable[[], list[Path]] = _nothing
+    ) -> bool:
+        """Write the outcomes of requests to the disk, then tell the clients. While the disk is full, this waits.
+
+        Returns False: the service closes before that; the requests run again after the next start.
+        """
+        warned = False
+        while not self.closing:
+            try:
+                with self.lock:
+                    with self.store.transaction():
+                        unused = change()
+                        for job, result in zip(jobs, results, strict=True):
+                            if not job.result.done():
+                                bucket = job.id.rpartition(":")[0] if job.sample is None else job.owner
+                                self.store.settle(Outcome(job.id, job.owner, bucket, result))
+                    for job, result in zip(jobs, results, strict=True):
+                        self._finish(job, result)
+                for path in unused:
+                    remove(path)
+                return True
+            except OSError as error:
+                if not warned:
+                    warn(f"all requests wait: {self.store.path} cannot be written ({error.strerror})")
+                warned = True
+            time.sleep(WRITE_PAUSE)
+        return False
 
     def _live(self, model: Model) -> TrainedModel:
-        """The model in memory: new, or from its snapshot. Raises DamagedLog: when its files cannot be read."""
+        """The model in memory: new, or from its snapshot. Raises Damaged: when its files cannot be read."""
         model.used = time.monotonic()
         if model.live is None:
             self._make_room()
             try:
-                _read_patiently(lambda: self._restore_live(model))
-            except OSError as error:  # not the request's mistake: it stays in the log
-                raise DamagedLog(f"its files cannot be read ({error.strerror or error})") from error
+                self._restore_live(model)
+            except BaseException as error:
+                model.live = None
+                if isinstance(error, OSError):  # not the request's mistake: it gets no outcome
+                    raise Damaged(f"its files cannot be read ({error.strerror or error})") from error
+                raise
         assert model.live is not None
         return model.live
 
     def _restore_live(self, model: Model) -> None:
-        live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
-        snapshot = model.log.snapshot()
-        if snapshot is not None:
-            live.load(snapshot, with_optimizer=True)
-        elif model.facts["load"]:
-            self._load(model, live, 0, model.facts["load"])
-        model.live = live  # only now: without its checkpoint it would be another model
-        model.saved_steps = live.steps
-        self._repeat(model)
-
-    def _repeat(self, model: Model) -> None:
-        """Run what has run since the snapshot again: the model left the memory without a new one."""
-        try:
-            entries, damage = model.log.entries(last=model.done)
-            for entry in entries:
-                if entry.left:
-                    self._live(model).repeat_failure(entry.left)
-                elif not entry.kind.startswith("save_weights"):
-                    self._compute(model, entry)
-            if damage and model.done > max((entry.number for entry in entries), default=model.log.covered):
-                raise DamagedLog(damage)
-        except BaseException:
-            model.live = None
-            raise
+        """Load the snapshot, and repeat what has run since."""
+        model.live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
+        if model.snapshot:
+            found = model_folder.newest(self.folder / model.snapshot)
+            if found is None:
+                raise Damaged(f"{self.folder / model.snapshot} is damaged")
+            model.live.load(found[0], with_optimizer=True)
+        model.saved_steps = model.live.steps
+        for number in range(model.covered + 1, model.done + 1):
+            entry = self.store.request(model.id, number)
+            if entry["state"] != DONE:
+                if number == 0:
+                    raise Damaged("it could not be created")
+                model.live.repeat_failure(entry["state"])
+            elif not entry["kind"].startswith("save_weights"):
+                self._compute(model, entry)
 
     def _make_room(self) -> None:
         """Let models go that are not in use, the longest unused first; those with pending gradients last.
 
-        Gradients are in no snapshot: such a model runs its log again when it is needed.
+        Gradients are in no snapshot: such a model repeats its requests when it is needed.
         """
         models = list(self.models.values())  # others create models meanwhile
         in_memory = [(one.live.has_gradients, one.used, one) for one in models if one.live is not None]
@@ -670,149 +601,158 @@ class Service:
             self._snapshot(model)
             model.live = None
 
-    def _run(self, model: Model, entry: Entry) -> bytes:
-        """Run a request of the log."""
-        if model.stopped and entry.number > model.stopped_after:
-            return failure(UserError(model.stopped))
-        try:
-            result = self._outcome(model, entry)
-        except DamagedLog as error:  # the request stays in the log
-            self._stop(model, str(error), model.done)
-            return failure(UserError(model.stopped))
-        model.results[entry.number] = result
-        model.done = entry.number
-        steps = model.live.steps - model.saved_steps if model.live else 0
-        requests = model.done - model.log.covered
-        if steps >= self.limits.snapshot_steps or requests >= LOG_FACTOR * self.limits.snapshot_steps:
-            self._snapshot(model)
-        return result
+    def _run(self, model: Model, number: int, job: Job) -> None:
+        """Run a request, and record what it has come to before its client learns of it."""
+        ran = None
+        tries = 0
+        while ran is None and not model.stopped:
+            try:
+                ran = self._outcome(model, number)
+            except Damaged as error:  # the request gets no outcome: it may run once the files are restored
+                tries += 1
+                if tries == READ_TRIES:
+                    self._stop(model, str(error))
+                else:
+                    time.sleep(READ_PAUSE)  # a read error that passes must cost no step
+        if ran is None:
+            self._finish(job, failure(UserError(model.stopped)))
+        elif self._record([job], [ran.result], ran.change):
+            model.done = number
+            steps = model.live.steps - model.saved_steps if model.live else 0
+            requests = model.done - model.covered
+            if steps >= self.limits.snapshot_steps or requests >= LOG_FACTOR * self.limits.snapshot_steps:
+                self._snapshot(model)
+        else:
+            model.live = None  # it is further than the database
 
-    def _outcome(self, model: Model, entry: Entry) -> bytes:
-        """The result of a request. The log knows that it has failed before the client does: it is never run again."""
-        if entry.left:
-            if model.live is not None:
-                model.live.repeat_failure(entry.left)
-            message = "this request failed, and the server has been started again since: send it once more"
-            return failure(UserError(message))
+    def _outcome(self, model: Model, number: int) -> Ran:
+        """What a request comes to. One that fails leaves something behind too, which its row says."""
+        entry = self.store.request(model.id, number)
         try:
-            return self._compute(model, entry)
-        except DamagedLog:
+            ran, state, pinned = self._compute(model, entry), DONE, entry["pinned"]
+        except Damaged:
             raise
         except Exception as error:  # any kind: the number of a failed request is used up too
-            left = "kept" if model.live is None else model.live.after_failure()
-            if entry.kind == "optim_step" and left == "none" and not isinstance(error, UserError):
-                model.live = None  # the step may have changed some of the weights
-            try:
-                model.log.fail(entry, left)
-            except OSError as failed:
-                raise DamagedLog(f"its log cannot be written ({failed.strerror})") from failed
-            return failure(error)
+            state, pinned = "kept" if model.live is None else model.live.after_failure(), ""
+            is_unknown = entry["kind"] == "optim_step" and state == "none" and not isinstance(error, UserError)
+            if is_unknown or number == 0:
+                model.live = None  # a step may have changed some of the weights, a load too
+            ran = Ran(failure(error))
 
-    def _load(self, model: Model, trained: TrainedModel, number: int, body: dict[str, Any]) -> None:
-        """Load the checkpoint of request `number`: the same files whenever the log is run again."""
-        with self.lock:  # no checkpoint is replaced or deleted meanwhile; links are quick
-            pinned = model.log.loaded(number)
-            step = pinned or model.log.pin(number, self.path_of(model.owner, body["path"])[0])
+        def change() -> list[Path]:
+            self.store.put("runs", model=model.id, number=number, state=state, pinned=pinned)
+            return ran.change()
+
+        return Ran(ran.result, change)
+
+    def _load(self, model: Model, trained: TrainedModel, entry: dict[str, Any], load: dict[str, Any]) -> None:
+        """Load the checkpoint of a request: the same files whenever it is repeated."""
+        if not entry["pinned"]:
+            with self.store.transaction():  # nothing is deleted meanwhile
+                entry["pinned"] = self._relative(self.path_of(model.owner, load["path"])[0].parent)
+                number, pinned = entry["number"], entry["pinned"]
+                self.store.put("runs", model=model.id, number=number, state="", pinned=pinned)
         try:
-            trained.load(step, body["optimizer"])
+            folder = self.folder / entry["pinned"]
+            found = model_folder.steps(folder)
+            if not found:
+                raise model_folder.DamagedCheckpoint(f"{folder} is damaged")
+            trained.load(model_folder.step_path(folder, found[-1]), load["optimizer"])
         except Exception as error:
             model.live = None  # it may have loaded a part
-            if not isinstance(error, model_folder.DamagedCheckpoint):
-                raise
-            if pinned is None:  # it was damaged before
-                shutil.rmtree(step.parent, ignore_errors=True)
-                raise
-            raise DamagedLog(error.what) from error
+            if isinstance(error, model_folder.DamagedCheckpoint) and (entry["state"] or not entry["number"]):
+                raise Damaged(error.what) from error
+            raise  # in its first run it is the client's choice
 
-    def _compute(self, model: Model, entry: Entry) -> bytes:
-        if entry.kind == REFUSED:
-            return failure(UserError("this request was refused"))
+    def _compute(self, model: Model, entry: dict[str, Any]) -> Ran:
+        kind, number = entry["kind"], entry["number"]
+        if kind == REFUSED:
+            raise UserError("this request was refused")
         trained = self._live(model)
-        if entry.kind == "forward_backward":
-            request = wire.read_forward_backward(entry.content)
+        if kind == "forward_backward":
+            request = wire.read_forward_backward(entry["content"])
             outputs, metrics = trained.forward(request.data, request.loss, request.settings, request.has_backward)
-            return wire.write_forward_backward(outputs, metrics)
-        body = json.loads(entry.content)
-        if entry.kind == "optim_step":
-            return as_json({"metrics": trained.step(AdamBody(**body))})
-        if entry.kind == "load_weights":
-            self._load(model, trained, entry.number, body)
+            return Ran(wire.write_forward_backward(outputs, metrics))
+        body = json.loads(entry["content"])
+        if kind == "create":
+            if body["load"]:
+                self._load(model, trained, entry, body["load"])
+                model.saved_steps = trained.steps
+            return Ran(as_json({"type": "load_weights" if body["load"] else "create_model", "model_id": model.id}))
+        if kind == "optim_step":
+            return Ran(as_json({"metrics": trained.step(AdamBody(**body))}))
+        if kind == "load_weights":
+            self._load(model, trained, entry, body)
             model.saved_steps = trained.steps
-            return as_json({"type": "load_weights", "path": body["path"], "model_id": model.id})
-        return self._save(model, trained, entry, body)
+            return Ran(as_json({"type": "load_weights", "path": body["path"], "model_id": model.id}))
+        return self._save(model, trained, number, kind, body)
 
-    def _save(self, model: Model, trained: TrainedModel, entry: Entry, body: dict[str, Any]) -> bytes:
-        kind = "weights" if entry.kind == "save_weights" else "sampler_weights"
-        name = body["name"] or f"{EPHEMERAL}{entry.number:09d}"
-        folder = self.folder / "models" / model.id / kind / name
-        path = f"{SCHEME}{model.id}/{kind}/{name}"
-        sampler = None
+    def _save(self, model: Model, trained: TrainedModel, number: int, request_kind: str, body: dict[str, Any]) -> Ran:
+        kind = "weights" if request_kind == "save_weights" else "sampler_weights"
+        name = body["name"] or f"{EPHEMERAL}{number:09d}"
+        key = {"model": model.id, "kind": kind, "name": name}
+        uri = f"{SCHEME}{model.id}/{kind}/{name}"
+        if self._row("checkpoints", **key) and not body["overwrite"]:
+            raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
+        self._require_disk(model.owner)
+        folder, size = self._write(model, f"{kind}/{name}.{number}", trained, with_optimizer=kind == "weights")
+        answer = {"type": request_kind, "path": uri}
+        session = model.id.partition(":")[0]
         if body["sampler"] is not None:
-            sampler = f"{model.id.partition(':')[0]}:sample:{body['sampler']}"
-        # A request that runs again after a restart finds its mark. What it had begun, it does again. What it had
-        # finished it leaves alone: the client may have replaced or deleted that meanwhile.
-        begun, saved = (folder.with_name(f".{name}.{entry.number}{end}") for end in ("", SAVED))
-        if not saved.exists():
-            if _last_saved(folder) > entry.number:
-                raise UserError("it could not be saved; the server has been started again since: save it once more")
-            if model_folder.steps(folder) and not body["overwrite"] and not begun.exists():
-                raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
-            if not begun.exists():  # otherwise it was there before
-                self._require_disk(model.owner)
-            folder.parent.mkdir(exist_ok=True)
-            begun.touch()
-            self._replace(folder, trained, with_optimizer=kind == "weights")
-            if sampler is not None:
-                self._write("samplers", sampler, {"owner": model.owner, "path": path})
-            begun.rename(saved)
-            for old in sorted(folder.parent.glob(f"{EPHEMERAL}*"))[:-KEPT_EPHEMERAL]:
-                shutil.rmtree(old, ignore_errors=True)
-        if sampler is not None:
-            return as_json({"type": entry.kind, "sampling_session_id": sampler})
-        return as_json({"type": entry.kind, "path": path})
+            answer = {"type": request_kind, "sampling_session_id": f"{session}:sample:{body['sampler']}"}
 
-    def _replace(self, folder: Path, trained: TrainedModel, with_optimizer: bool) -> None:
-        """Save a checkpoint beside the old one, and swap the two: a full disk leaves the old one."""
-        beside = folder.with_name(f".{folder.name}{NEW}")
-        replaced = folder.with_name(f".{folder.name}{OLD}")
-        shutil.rmtree(beside, ignore_errors=True)
+        def change() -> list[Path]:
+            self.store.put("folders", path=folder, owner=model.owner, bytes=size)
+            self.store.put("checkpoints", **key, folder=folder, saved=time.time())
+            if body["sampler"] is not None:
+                self._put_sampler(model.owner, session, body["sampler"], uri)
+            rows = self.store.rows("checkpoints", model=model.id, kind=kind)
+            unnamed = [row["name"] for row in rows if isinstance(row, dict) and row["name"].startswith(EPHEMERAL)]
+            for old in unnamed[:-KEPT_EPHEMERAL]:
+                self.store.delete("checkpoints", model=model.id, kind=kind, name=old)
+            return self.store.unused()
+
+        return Ran(as_json(answer), change)
+
+    def _write(self, model: Model, name: str, trained: TrainedModel, with_optimizer: bool) -> tuple[str, int]:
+        """Save weights into a new folder of the model; returns its name in the database, and its bytes."""
+        folder = self.folder / "models" / model.id / name
+        shutil.rmtree(folder, ignore_errors=True)  # what an earlier try has left
         try:
-            trained.save(beside, with_optimizer=with_optimizer)
+            trained.save(folder, with_optimizer=with_optimizer)
+            for parent in (folder.parent, *folder.parents[1:4]):
+                storage.flush(parent)
         except BaseException:
-            shutil.rmtree(beside, ignore_errors=True)  # give the room back
+            remove(folder)  # give the room back
             raise
-        with self.lock:
-            if folder.exists():
-                folder.rename(replaced)
-            beside.rename(folder)
-            storage.flush(folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
-        for weights in [path for path in self.engines if path is not None and path.parent == folder]:
-            del self.engines[weights]
+        return self._relative(folder), sum(file.stat().st_size for file in folder.glob("*/*"))
 
     def _snapshot(self, model: Model) -> None:
-        """Write a model to the disk, and empty its log."""
+        """Write a model to the disk, and let its requests go."""
         # A snapshot never contains gradients: none is taken between forward_backward and optim_step.
         live = model.live
-        if live is None or live.has_gradients or live.lost_gradients or live.is_broken:
+        if live is None or live.has_gradients or live.lost_gradients or live.is_broken or model.done <= model.covered:
             return
-        if model.done <= model.log.covered or time.monotonic() < model.snapshot_after:
-            return
+        before = (model.covered, model.snapshot)
         try:
-            with model.log.new_snapshot(model.done, model.results) as folder:
-                live.save(folder, with_optimizer=True)
-        except (OSError, UserError) as error:  # the requests are still in the log
+            folder, size = self._write(model, f"state/{model.done}", live, with_optimizer=True)
+            if model_folder.newest(self.folder / folder) is None:
+                raise UserError(f"{folder} cannot be read back")
+            model.covered, model.snapshot = model.done, folder
+
+            def change() -> None:
+                self.store.put("folders", path=folder, owner=model.owner, bytes=size)
+                self._put_model(model)
+                for table in ("requests", "runs"):
+                    self.store.delete_up_to(table, model.id, model.covered)
+
+            self.store.forget(change)
+        except (OSError, UserError) as error:  # the requests are still there
+            model.covered, model.snapshot = before
+            remove(self.folder / "models" / model.id / f"state/{model.done}")
             warn(f"no snapshot of {model.id}: {error}")
-            model.snapshot_after = time.monotonic() + SNAPSHOT_PAUSE
             return
-        with self.lock:  # so that nothing is appended in the meantime
-            model.log.end_snapshot()
-        for mark in (self.folder / "models" / model.id).glob("*/.*"):
-            match = MARK_NAME.fullmatch(mark.name)
-            if match and int(match[2]) <= model.log.covered:  # these requests never run again
-                mark.unlink(missing_ok=True)
         model.saved_steps = live.steps
-        model.results = {}
 
     def close(self) -> None:
         """End the worker after its present request, and save the trained models."""
@@ -825,62 +765,10 @@ class Service:
             self.thread.join()
             for model in self.models.values():
                 self._snapshot(model)
+            self.store.close()
             paths.unlock(self.folder)
             self.ended = True
-
-    def _write(self, part: str, name: str, content: dict[str, Any]) -> None:
-        with _full_disk():
-            write_record(self.folder / part / f"{name}.json", content)
-
-
-def _has_requests(folder: Path) -> bool:
-    """Whether a model has been in a folder."""
-    return any(True for part in ("log", "state") for _ in (folder / part).glob("*"))
-
-
-def _group_of(request_id: str) -> str:
-    """The model of a request; for samples their session, which may have thousands of samplers."""
-    before, _, _ = request_id.rpartition(":")
-    return before.rpartition(":")[0] if ":sample:" in before else before
-
-
-def _last_saved(folder: Path) -> int:
-    """The last request since the snapshot that has saved this checkpoint; 0: none."""
-    marks = [MARK_NAME.fullmatch(path.name) for path in folder.parent.glob(f".*{SAVED}")]
-    return max((int(mark[2]) for mark in marks if mark and mark[1] == folder.name), default=0)
 
 
 def iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
-
-
-@contextlib.contextmanager
-def _named(what: str) -> Iterator[None]:
-    """Passes over what cannot be read in the block, and says so: the others are served."""
-    try:
-        yield
-    except (UserError, OSError, ValueError, KeyError, TypeError) as error:
-        warn(f"{what} is passed over: {str(error) or type(error).__name__}")
-
-
-def _read_patiently(read: Callable[[], None]) -> None:
-    """Calls `read`, and again after a read error: one that passes must cost no step."""
-    for left in reversed(range(READ_TRIES)):
-        try:
-            read()
-            return
-        except (OSError, DamagedLog):
-            if not left:
-                raise
-            time.sleep(READ_PAUSE)
-
-
-@contextlib.contextmanager
-def _full_disk() -> Iterator[None]:
-    """Raises ApiError: 503 when a file cannot be written; the client tries again for some minutes."""
-    try:
-        yield
-    except OSError as error:
-        raise ApiError(
-            503, f"the server cannot write ({error.strerror}): make room on its disk", code="disk"
-        ) from error

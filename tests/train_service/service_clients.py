@@ -109,9 +109,7 @@ def result_of(service: Service, model_id: str, number: int, owner: str = OWNER) 
 
 
 def live_model(service: Service, model_id: str) -> Any:
-    live = service.models[model_id].live
-    assert live is not None
-    return live.model
+    return service._live(service.models[model_id]).model
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:

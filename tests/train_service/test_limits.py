@@ -4,8 +4,10 @@ What owners may cost each other is in tests/promises/test_s16_training_service_k
 """
 
 import asyncio
+import contextlib
 import json
 import shutil
+import sqlite3
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +42,7 @@ from nanochat.train_service import bodies, sampling, wire
 from nanochat.train_service.jobs import Job, Queue
 from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.service import Limits, Service
+from nanochat.train_service.store import Store
 
 
 @pytest.fixture
@@ -169,7 +172,8 @@ def test_nothing_waits_for_the_disk_on_the_event_loop(service, monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    for module, name in ((storage, "write_file"), (storage, "flush"), (shutil, "rmtree"), (json, "loads")):
+    disk = ((storage, "write_file"), (storage, "flush"), (shutil, "rmtree"), (Store, "rows"), (Store, "transaction"))
+    for module, name in (*disk, (json, "loads")):
         watched(module, name)
     with serving(service) as address:
         client = client_of(address)
@@ -249,9 +253,12 @@ def test_models_are_listed_and_deleted(service):
         assert {one.training_run_id for one in rest.list_training_runs().result().training_runs} == {
             other.model_id, child.model_id
         }  # fmt: skip
-        assert training.model_id not in {path.name for path in (service.folder / "models").iterdir()}
-        # What began from it goes on.
+        # What began from it goes on, and keeps what it began from until its snapshot.
         train(child, 1)
+        folder = service.folder / "models" / training.model_id
+        assert len(list(folder.glob("*/*"))) == 1
+        service.close()
+        assert not folder.exists()
 
 
 # ---------------------------------------------------------------------- the end of a server
@@ -282,6 +289,7 @@ def test_a_thread_that_hangs_does_not_keep_the_server_from_ending(tmp_path):
     finally:
         server.kill()
     # What was acknowledged is on the disk, which only its owner reads.
-    (entry,) = (server.folder / "models" / model_id / "log").iterdir()
-    assert entry.read_bytes() == batch(model_id, 1)
-    assert entry.stat().st_mode & 0o777 == 0o600
+    with contextlib.closing(sqlite3.connect(server.folder / "service.db")) as db:
+        rows = db.execute("SELECT content FROM requests WHERE number = 1").fetchall()
+    assert rows == [(batch(model_id, 1),)]
+    assert (server.folder / "service.db").stat().st_mode & 0o777 == 0o600

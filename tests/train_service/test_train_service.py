@@ -561,7 +561,8 @@ def test_a_step_to_weights_that_are_not_finite_is_refused_and_so_is_all_that_fol
     sampler = training.save_weights_and_get_sampling_client().result()
     prompt = tinker.ModelInput.from_ints(IDS[0])
     sampler.compute_logprobs(prompt).result()
-    engine = next(reversed(service.engines.values()))
+    session = sampler._sampling_session_id
+    engine = service.engine(service.sampled_weights(service.models[training.model_id].owner, session))
     with torch.no_grad():
         engine.model.head_adapter.lora_B.fill_(torch.nan)
     for request in (sampler.compute_logprobs(prompt), sampler.sample(prompt, 1, tinker.SamplingParams(max_tokens=2))):
