@@ -46,8 +46,8 @@ class Config:
 
 def main(config: Config) -> None:
     # ------------------------------------------------------------------ find mistakes before anything is loaded
-    if find_spec("google.protobuf") is None:
-        raise UserError("the tinker client speaks protocol buffers: pip install -e '.[service]'")
+    if find_spec("tinker") is None:
+        raise UserError("the messages are the tinker client's, for Python 3.11 and newer: pip install -e '.[service]'")
     keys = choose_keys(config)
     sys.setswitchinterval(0.001)  # the event loop waits this long for threads that parse, each time: 5 ms add up
     os.umask(0o077)  # files for this user only: they hold what clients send

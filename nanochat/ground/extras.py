@@ -7,7 +7,7 @@ EXTRAS = {
     "report": "matplotlib",
     "samplers": "httpx2",
     "serve": "fastapi httptools llguidance prometheus_client pydantic starlette uvicorn uvloop",
-    "service": "google",  # the package protobuf
+    "service": "tinker",
     "modelscope": "modelscope",
     "ray": "ray",
     "track": "swanlab tensorboard wandb",

@@ -77,6 +77,7 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
             yield
             await asyncio.to_thread(service.close)
 
+    wire.messages()  # imported before the first request
     app = FastAPI(title="nanochat training service", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(
         _Access, keys=keys, hosts=tuple(hosts), open_paths=("/api/v1/healthz",), content_policy="default-src 'none'"

@@ -39,7 +39,7 @@ from nanochat.train_service.tenants import AdamBody, Base, Trained, TrainedModel
 
 SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client,
 HEARD_SECONDS = 3600.0  # which is written down this often
-MAX_SESSIONS = 10_000  # sessions per owner; then a new one replaces the one that was silent for longest
+MAX_SESSIONS = 10_000  # sessions per owner
 MAX_MODELS = 2_000  # models per owner
 MAX_WAITING = 1 << 28  # bytes of an owner's bodies in the queue, and as many of those that came before their turn
 MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
@@ -119,16 +119,6 @@ class Service:
                 f"--folder {self.folder} holds models that were trained over another base: name another folder"
             )
 
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        """A transaction. Raises ApiError: 503 when it cannot be written; the client tries again for some minutes."""
-        try:
-            with self.store.transaction():
-                yield
-        except OSError as error:
-            message = f"the server cannot write ({error.strerror}): make room on its disk"
-            raise ApiError(503, message, code="disk") from error
-
     def _row(self, table: str, owner: str | None = None, **key: Any) -> dict[str, Any] | None:
         """A row, of this owner only. Raises ApiError: 400 when it is damaged."""
         try:
@@ -144,9 +134,10 @@ class Service:
     def create_session(self, owner: str, user_metadata: Any) -> str:
         session = secrets.token_hex(8)
         now = time.time()
-        with self._writing():
-            if self.store.expire_sessions(owner, now - SESSION_SECONDS, MAX_SESSIONS - 1) >= MAX_SESSIONS:
-                message = f"this key has {MAX_SESSIONS:,} sessions with models: delete models first"
+        with _full_disk(), self.store.transaction():
+            self.store.expire_sessions(now - SESSION_SECONDS)
+            if self.store.count("sessions", owner=owner) >= MAX_SESSIONS:
+                message = f"this key has {MAX_SESSIONS:,} sessions: delete models, or wait until silent ones expire"
                 raise ApiError(400, message, code="too_many_sessions")
             self.store.put("sessions", id=session, owner=owner, heard=now, metadata=json.dumps(user_metadata))
         return session
@@ -156,7 +147,7 @@ class Service:
         row = self.require_session(owner, session)
         now = time.time()
         if row["heard"] < now - HEARD_SECONDS:
-            with self._writing():
+            with _full_disk(), self.store.transaction():
                 self.store.put("sessions", **{**row, "heard": now})
 
     def require_session(self, owner: str, session: str) -> dict[str, Any]:
@@ -231,11 +222,11 @@ class Service:
                 model = Model(
                     model_id, owner, {"created": time.time(), "metadata": metadata, "trained": asdict(settings)}
                 )
-                with self._writing():
+                with _full_disk(), self.store.transaction():
                     self._put_model(model)
                     # The checkpoint may be overwritten or deleted before this request is run.
-                    pinned = self._relative(self.path_of(owner, load["path"])[0].parent) if load else ""
-                    self._put_request(model, 0, "create", as_json({"load": load}))
+                    pinned = self._folder_of(owner, load["path"]) if load else ""
+                    self._put_request(model, 0, "create_model", as_json(load or {}))
                     self.store.put("runs", model=model_id, number=0, state="", pinned=pinned)
                 self.models[model_id] = model
                 self._add(model, 0, 0)
@@ -248,9 +239,6 @@ class Service:
 
     def _put_request(self, model: Model, number: int, kind: str, content: bytes) -> None:
         self.store.put("requests", model=model.id, number=number, kind=kind, content=content)
-
-    def _relative(self, path: Path) -> str:
-        return str(path.relative_to(self.folder))
 
     def owned(self, owner: str) -> list[Model]:
         """The owner's models, the newest first."""
@@ -312,15 +300,8 @@ class Service:
             if model.stopped:
                 raise ApiError(400, model.stopped, code="damaged")
             if number >= model.next and number not in model.early:
-                # The request that others wait for is accepted as long as the queue itself has room. For any other
-                # one, the owner's requests that came before their turn count too.
-                early: list[Job] = []
-                if number != model.next:
-                    for one in self.models.values():
-                        if one.owner == owner:
-                            early += one.early.values()
-                self._require_room(owner, early)
-                with self._writing():
+                self._require_room(owner, is_early=number != model.next)
+                with _full_disk(), self.store.transaction():
                     self._put_request(model, number, kind, content)
                 self._add(model, number, len(content))
         return f"{model.id}:{number}"
@@ -342,7 +323,13 @@ class Service:
             model.next += 1
         self.wake.notify()
 
-    def _require_room(self, owner: str, early: Sequence[Job] = ()) -> None:
+    def _require_room(self, owner: str, is_early: bool = False) -> None:
+        """The request that others wait for is accepted as long as the queue itself has room. For any other one, the
+        owner's requests that came before their turn count too."""
+        early: list[Job] = []
+        for model in self.models.values() if is_early else ():
+            if model.owner == owner:
+                early += model.early.values()
         count = self.queue.count(owner) + len(early)
         early_bytes = sum(job.size for job in early)
         if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or early_bytes > MAX_WAITING:
@@ -391,6 +378,10 @@ class Service:
         message = f"checkpoint {uri[:200]!r} does not exist: name one as {form}"
         raise ApiError(404, message, param="path", code="not_found")
 
+    def _folder_of(self, owner: str, uri: str) -> str:
+        """A checkpoint's folder, as the database names it."""
+        return str(self.path_of(owner, uri)[0].parent.relative_to(self.folder))
+
     def list_checkpoints(self, model: Model) -> list[dict[str, Any]]:
         found = []
         for row in self.store.rows("checkpoints", model=model.id):
@@ -409,10 +400,8 @@ class Service:
     def delete_checkpoint(self, owner: str, uri: str) -> None:
         self.path_of(owner, uri)
         model_id, kind, name = uri.removeprefix(SCHEME).split("/")
-        try:
+        with _full_disk():
             self.store.forget(lambda: self.store.delete("checkpoints", model=model_id, kind=kind, name=name))
-        except OSError as error:
-            raise ApiError(503, f"the server cannot write ({error.strerror})", code="disk") from error
 
     # ------------------------------------------------------------------ samplers
 
@@ -421,7 +410,7 @@ class Service:
         self.require_session(owner, session)
         if uri is not None:
             self.path_of(owner, uri)
-        with self._writing():
+        with _full_disk(), self.store.transaction():
             return self._put_sampler(owner, session, number, uri)
 
     def _put_sampler(self, owner: str, session: str, number: int, uri: str | None) -> str:
@@ -462,7 +451,7 @@ class Service:
             job = self.promises.get(request_id)
             if job is not None and job.sample is not None and job.owner == owner:
                 result = failure(UserError("the sample was cancelled"))
-                with self._writing():
+                with _full_disk(), self.store.transaction():
                     self.store.settle(Outcome(job.id, owner, owner, result))
                 job.sample.is_cancelled = True
                 self.queue.remove(job)
@@ -649,9 +638,8 @@ class Service:
         """Load the checkpoint of a request: the same files whenever it is repeated."""
         if not entry["pinned"]:
             with self.store.transaction():  # nothing is deleted meanwhile
-                entry["pinned"] = self._relative(self.path_of(model.owner, load["path"])[0].parent)
-                number, pinned = entry["number"], entry["pinned"]
-                self.store.put("runs", model=model.id, number=number, state="", pinned=pinned)
+                entry["pinned"] = self._folder_of(model.owner, load["path"])
+                self.store.put("runs", model=model.id, number=entry["number"], state="", pinned=entry["pinned"])
         try:
             folder = self.folder / entry["pinned"]
             found = model_folder.steps(folder)
@@ -674,17 +662,14 @@ class Service:
             outputs, metrics = trained.forward(request.data, request.loss, request.settings, request.has_backward)
             return Ran(wire.write_forward_backward(outputs, metrics))
         body = json.loads(entry["content"])
-        if kind == "create":
-            if body["load"]:
-                self._load(model, trained, entry, body["load"])
-                model.saved_steps = trained.steps
-            return Ran(as_json({"type": "load_weights" if body["load"] else "create_model", "model_id": model.id}))
         if kind == "optim_step":
             return Ran(as_json({"metrics": trained.step(AdamBody(**body))}))
-        if kind == "load_weights":
-            self._load(model, trained, entry, body)
+        if kind in ("create_model", "load_weights"):
+            if body:
+                self._load(model, trained, entry, body)
             model.saved_steps = trained.steps
-            return Ran(as_json({"type": "load_weights", "path": body["path"], "model_id": model.id}))
+            answer = {"type": "load_weights", "path": body["path"]} if body else {"type": kind}
+            return Ran(as_json({**answer, "model_id": model.id}))
         return self._save(model, trained, number, kind, body)
 
     def _save(self, model: Model, trained: TrainedModel, number: int, request_kind: str, body: dict[str, Any]) -> Ran:
@@ -725,7 +710,7 @@ class Service:
         except BaseException:
             remove(folder)  # give the room back
             raise
-        return self._relative(folder), sum(file.stat().st_size for file in folder.glob("*/*"))
+        return str(folder.relative_to(self.folder)), sum(file.stat().st_size for file in folder.glob("*/*"))
 
     def _snapshot(self, model: Model) -> None:
         """Write a model to the disk, and let its requests go."""
@@ -772,3 +757,13 @@ class Service:
 
 def iso(seconds: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+
+
+@contextlib.contextmanager
+def _full_disk() -> Iterator[None]:
+    """Raises ApiError: 503 when a transaction cannot be written; the client tries again for some minutes."""
+    try:
+        yield
+    except OSError as error:
+        message = f"the server cannot write ({error.strerror}): make room on its disk"
+        raise ApiError(503, message, code="disk") from error

@@ -100,12 +100,12 @@ class Store:
 
         SQLite reads its log of the last ones up to the first byte that is wrong, and takes that for the end.
         """
-        self.count = self.db.execute("PRAGMA user_version").fetchone()[0]
+        self.counted = self.db.execute("PRAGMA user_version").fetchone()[0]
         self.counter = os.open(self.folder / "service.count", os.O_RDWR | os.O_CREAT, 0o600)
         text = os.pread(self.counter, 20, 0)
-        counted = int(text) if text.isdigit() else 0
-        if counted > self.count:
-            missing = f"it lacks the last {counted - self.count:,} transactions that service.count has counted"
+        expected = int(text) if text.isdigit() else 0
+        if expected > self.counted:
+            missing = f"it lacks the last {expected - self.counted:,} transactions that service.count has counted"
             raise sqlite3.DatabaseError(missing)
 
     def _last(self) -> str:
@@ -131,7 +131,7 @@ class Store:
                 yield
                 for id_ in self.stale:
                     self.delete("outcomes", id=id_)
-                self.db.execute(f"PRAGMA user_version = {self.count + 1}")
+                self.db.execute(f"PRAGMA user_version = {self.counted + 1}")
                 self._commit()
             except BaseException as error:
                 if self.db.in_transaction:
@@ -140,9 +140,9 @@ class Store:
                     raise OSError(0, str(error)) from error
                 raise
             self.stale = []
-            self.count += 1
+            self.counted += 1
             with contextlib.suppress(OSError):  # it is only counted
-                os.pwrite(self.counter, b"%020d" % self.count, 0)
+                os.pwrite(self.counter, b"%020d" % self.counted, 0)
 
     def _commit(self) -> None:
         self.db.execute("COMMIT")
@@ -187,16 +187,14 @@ class Store:
 
     # ------------------------------------------------------------------ what the service asks
 
-    def expire_sessions(self, owner: str, before: float, most: int) -> int:
-        """Forget sessions without models: those silent since `before`, and of `owner` the longest silent ones above
-        `most`. Returns how many of the owner's are left."""
-        idle = "id NOT IN (SELECT session FROM models)"
-        (count,) = self.db.execute("SELECT COUNT(*) FROM sessions WHERE owner = ?", (owner,)).fetchone()
-        silent = f"SELECT id FROM sessions WHERE owner = ? AND {idle} ORDER BY heard LIMIT ?"
-        forget = f"DELETE FROM sessions WHERE {idle} AND (heard < ? OR id IN ({silent}))"
-        if self.db.execute(forget, (before, owner, max(0, count - most))).rowcount:
+    def expire_sessions(self, before: float) -> None:
+        """Forget the sessions without models that are silent since `before`, with their samplers."""
+        silent = "DELETE FROM sessions WHERE heard < ? AND id NOT IN (SELECT session FROM models)"
+        if self.db.execute(silent, (before,)).rowcount:
             self.db.execute("DELETE FROM samplers WHERE session NOT IN (SELECT id FROM sessions)")
-        return self.db.execute("SELECT COUNT(*) FROM sessions WHERE owner = ?", (owner,)).fetchone()[0]
+
+    def count(self, table: str, owner: str) -> int:
+        return self.db.execute(f"SELECT COUNT(*) FROM {table} WHERE owner = ?", (owner,)).fetchone()[0]
 
     def outline(self, model: str) -> list[tuple[int, int, str]]:
         """The number, the size and the state of a model's requests, unchecked: running one reads it."""
@@ -216,7 +214,7 @@ class Store:
 
     def settle(self, outcome: Outcome) -> None:
         """Keep an outcome, and let the oldest ones of its bucket go; in a transaction."""
-        self.put("outcomes", **vars(outcome), place=self.count)
+        self.put("outcomes", **vars(outcome), place=self.counted)
         kept = self.kept.setdefault(outcome.bucket, {})
         kept[outcome.id] = len(outcome.result)
         while len(kept) > 1 and (len(kept) > KEPT_RESULTS or sum(kept.values()) > KEPT_BYTES):

@@ -1,11 +1,9 @@
 """Protocol buffers for tensors: the tinker client and the server exchange them in addition to JSON.
 
-The client sends forward_backward in this form, and accepts results with tensors only in this form. The table below has
-the messages that it uses, as `number type name`. The first call of a function builds the messages from it, in a
-separate pool, so that they do not collide with the client's messages if a process has both.
+The client sends forward_backward in this form, and accepts results with tensors only in this form. The messages are the
+ones of its package; here are their bounds, and what they mean.
 """
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,56 +21,16 @@ MAX_PARTS = 64  # in a datum: pieces of its input, and what its loss reads; also
 MAX_DIMS = 4
 NOT_A_REQUEST = "the body is not a forward_backward request in the form of protocol buffers"
 
-# A star marks a repeated field. Enumerations and sizes are `int` here: they have the same form on the wire.
-_MESSAGES = {
-    "Tensor": "1 bytes dense, 2 SparseCsr sparse_csr, 3 int dtype, 4 int* shape",
-    "SparseCsr": "1 bytes values, 2 bytes crow_indices, 3 bytes col_indices",
-    "NamedTensor": "1 string key, 2 Tensor value",
-    # forward_backward's request
-    "EncodedText": "1 bytes tokens",
-    "Opaque": "1 bytes data",
-    "Chunk": "1 EncodedText encoded_text, 2 Opaque image, 3 Opaque dmel",
-    "Datum": "1 Chunk* model_input, 2 NamedTensor* loss_fn_inputs",  # spans are left out: the losses do not read them
-    "NamedNumber": "1 string key, 2 double value",
-    "Setting": "1 double number, 2 string text",
-    "NamedSetting": "1 string key, 2 Setting value",
-    "ForwardBackwardRequest": "1 string model_id, 2 int seq_id, 3 Datum* data, 4 string loss_fn, "
-    "5 NamedNumber* loss_fn_config, 6 int forward_only, 7 NamedSetting* loss_fn_config_v2",
-    # its result
-    "BatchedTensor": "1 bytes data, 2 bytes offsets, 3 int dtype, 4 int* trailing_shape",
-    "NamedBatch": "1 string key, 2 BatchedTensor value",
-    "ArrayRecord": "1 string type_tag, 2 NamedBatch* fields, 3 int num_datums",
-    "ForwardBackwardOutput": "1 string loss_fn_output_type, 2 ArrayRecord* loss_fn_outputs, 3 NamedNumber* metrics",
-    # a sample's result
-    "TopkLogprobs": "1 bytes token_ids, 2 bytes logprobs, 3 int k, 4 int length",
-    "SampledSequence": "1 int stop_reason, 2 bytes tokens, 3 bytes logprobs, 4 TopkLogprobs topk_sampled_logprobs",
-    "SampleResponse": "1 SampledSequence* sequences, 2 bytes prompt_logprobs, 3 TopkLogprobs topk_prompt_logprobs",
-}  # fmt: skip
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _FLOAT32 = 1
 _STOP, _LENGTH = 0, 1  # reasons why a sequence ends
 
 
-@functools.cache
-def _messages() -> dict[str, Any]:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+def messages() -> Any:
+    """The client's messages, by name. The import takes a second where torch is in memory."""
+    from tinker.proto import tinker_public_pb2
 
-    kinds = {"bytes": 12, "string": 9, "int": 3, "double": 1}
-    file = descriptor_pb2.FileDescriptorProto(name="wire", package="wire", syntax="proto3")
-    for name, fields in _MESSAGES.items():
-        message = file.message_type.add(name=name)
-        for entry in fields.split(", "):
-            number, kind, field = entry.split()
-            is_repeated = kind.endswith("*")
-            kind = kind.removesuffix("*")
-            added: Any = message.field.add(name=field, number=int(number))
-            added.label = 3 if is_repeated else 1
-            added.type = kinds.get(kind, 11)
-            if kind not in kinds:
-                added.type_name = f".wire.{kind}"
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"wire.{name}")) for name in _MESSAGES}
+    return tinker_public_pb2
 
 
 # ---------------------------------------------------------------------- requests
@@ -177,14 +135,14 @@ def read_forward_backward(content: bytes) -> ForwardBackward:
     from google.protobuf.message import DecodeError
 
     try:
-        message = _messages()["ForwardBackwardRequest"].FromString(content)
+        message = messages().ForwardBackwardRequest.FromString(content)
     except DecodeError:
         raise UserError(NOT_A_REQUEST) from None
-    settings = {entry.key: entry.value for entry in message.loss_fn_config}
-    for entry in message.loss_fn_config_v2:
-        if entry.value.text:
-            raise UserError(f"loss_fn_config {entry.key[:50]!r}: a number, and this is a text")
-        settings[entry.key] = entry.value.number
+    settings = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        if value.text:
+            raise UserError(f"loss_fn_config {name[:50]!r}: a number, and this is a text")
+        settings[name] = value.number
     data = [_read_datum(datum, place) for place, datum in enumerate(message.data)]
     return ForwardBackward(
         message.model_id, message.seq_id, data, message.loss_fn, settings, has_backward=not message.forward_only
@@ -197,7 +155,7 @@ def _read_datum(message: Any, place: int) -> Datum:
         if not chunk.HasField("encoded_text"):
             raise UserError(f"datum {place}: this model reads only text, and its input has an image or sound")
         pieces.append(_array(chunk.encoded_text.tokens, "<i4", f"datum {place}: model_input"))
-    inputs = {entry.key: _tensor(entry.value, f"datum {place}: {entry.key[:50]!r}") for entry in message.loss_fn_inputs}
+    inputs = {name: _tensor(value, f"datum {place}: {name[:50]!r}") for name, value in message.loss_fn_inputs.items()}
     return Datum(np.concatenate(pieces).astype(np.int64) if pieces else np.empty(0, np.int64), inputs)
 
 
@@ -244,19 +202,17 @@ def _array(content: bytes, dtype: str, what: str) -> np.ndarray:
 
 def write_forward_backward(outputs: Sequence[dict[str, np.ndarray]], metrics: dict[str, float]) -> bytes:
     """The result of a batch: for each datum the same fields, each a float32 array of any length."""
-    record: dict[str, Any] = {"type_tag": "ArrayRecord", "num_datums": len(outputs), "fields": []}
+    message = messages().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=metrics)
+    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
     for name in outputs[0] if outputs else ():
         # All arrays of a field one after the other, and the start of each, in bytes.
         arrays = [np.ascontiguousarray(one[name], "<f4") for one in outputs]
         offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8")
-        batch = {"data": b"".join(array.tobytes() for array in arrays), "offsets": offsets.tobytes()}
-        batch |= {"dtype": _FLOAT32, "trailing_shape": arrays[0].shape[1:]}
-        record["fields"].append({"key": name, "value": batch})
-    message = _messages()["ForwardBackwardOutput"](
-        loss_fn_output_type="ArrayRecord",
-        loss_fn_outputs=[record],
-        metrics=[{"key": name, "value": value} for name, value in metrics.items()],
-    )
+        batch = record.fields[name]
+        batch.data = b"".join(array.tobytes() for array in arrays)
+        batch.offsets = offsets.tobytes()
+        batch.dtype = _FLOAT32
+        batch.trailing_shape.extend(arrays[0].shape[1:])
     return message.SerializeToString()
 
 
@@ -287,7 +243,7 @@ def write_samples(
         fields["prompt_logprobs"] = prompt_logprobs.astype("<f4").tobytes()
     if prompt_likeliest is not None:
         fields["topk_prompt_logprobs"] = _likeliest(prompt_likeliest)
-    return _messages()["SampleResponse"](**fields).SerializeToString()
+    return messages().SampleResponse(**fields).SerializeToString()
 
 
 def _sequence(one: Sampled) -> dict[str, Any]:

@@ -198,6 +198,11 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
         assert error.value.status_code == 400 and damaged in capsys.readouterr().err
 
 
+def flip_in_the_file(folder: Path) -> None:
+    change(folder, "UPDATE base SET sum = sum")  # it has all pages then, and none is in the log before it
+    flip(folder / "service.db", 3)
+
+
 def test_a_damaged_database_names_itself_and_the_last_snapshot(start, killed):
     service = start(snapshot_steps=1)
     client = Client(service)
@@ -205,7 +210,7 @@ def test_a_damaged_database_names_itself_and_the_last_snapshot(start, killed):
     client.result(client.submit("forward_backward"))
     model = service.models[client.model_id]
     for damage, named in (
-        (lambda folder: (change(folder, "UPDATE base SET sum = sum"), flip(folder / "service.db", 3)), "not a database"),
+        (flip_in_the_file, "not a database"),
         (lambda folder: flip(folder / "service.db-wal", 5000), "lacks the last"),
         (lambda folder: (folder / "service.db-wal").unlink(), "lacks the last"),
         (lambda folder: (folder / "service.db").unlink(), "is missing"),
@@ -811,15 +816,7 @@ def test_sessions_without_models_expire(start, monkeypatch):
     with pytest.raises(ApiError):
         service.find_sampler(OWNER, sampler)
     assert service.find_sampler(OWNER, other)["path"] is None
-    # At the limit the longest silent one makes room, and none with models.
     monkeypatch.setattr(service_module, "MAX_SESSIONS", 3)
-    service.touch_session(OWNER, new)  # within the hour: it is not written down
-    with service.store.transaction():
-        service.store.put("sessions", **{**service.require_session(OWNER, new), "heard": time.time() - 7200})
-    newest = service.create_session(OWNER, None)
-    assert sessions() == {client.session, alive, newest}
-    for session in (alive, newest):
-        service.create_model(OWNER, session, 0, Trained(2), None)
     with pytest.raises(ApiError, match="delete models") as refused:
         service.create_session(OWNER, None)
     assert refused.value.status_code == 400

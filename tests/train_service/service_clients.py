@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 import json
 import logging
 import os
@@ -20,13 +21,13 @@ import test_serve
 import tiny
 import torch
 
-from nanochat.train_service import wire
 from nanochat.train_service.app import create_app
 from nanochat.train_service.service import Service
 from nanochat.train_service.tenants import Base, Trained
 
 os.environ["TINKER_TELEMETRY"] = "0"  # or clients of a server that has ended go on calling it
 tinker = pytest.importorskip("tinker", reason="the extra `dev` brings tinker")
+pb2 = importlib.import_module("tinker.proto.tinker_public_pb2")
 logging.getLogger("tinker").setLevel(logging.ERROR)  # clients of servers that have ended complain for minutes
 
 NAME = "tiny"
@@ -54,11 +55,11 @@ def batch(model_id: str, number: int, shift: int = 0) -> bytes:
     data = []
     for ids in IDS[:2]:
         tokens = np.array(ids[:-1], "<i4") + shift
-        targets = {"dense": (np.array(ids[1:], "<i8") + shift).tobytes(), "dtype": 2}
-        inputs = [{"key": "target_tokens", "value": targets}]
-        data.append({"model_input": [{"encoded_text": {"tokens": tokens.tobytes()}}], "loss_fn_inputs": inputs})
-    message = wire._messages()["ForwardBackwardRequest"]
-    return message(model_id=model_id, seq_id=number, data=data, loss_fn="cross_entropy").SerializeToString()
+        targets = pb2.Tensor(dense=(np.array(ids[1:], "<i8") + shift).tobytes(), dtype=2)
+        text = {"encoded_text": {"tokens": tokens.tobytes()}}
+        data.append(pb2.Datum(model_input=[text], loss_fn_inputs={"target_tokens": targets}))
+    message = pb2.ForwardBackwardRequest(model_id=model_id, seq_id=number, data=data, loss_fn="cross_entropy")
+    return message.SerializeToString()
 
 
 class Client:

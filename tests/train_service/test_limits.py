@@ -28,6 +28,7 @@ from service_clients import (
     lora_client,
     mistake_of,
     new_model,
+    pb2,
     rest_of,
     serving,
     tinker,
@@ -62,16 +63,15 @@ def http(service: Service) -> Iterator[httpx.Client]:
 
 
 def header(model_id: str, number: int) -> bytes:
-    message = wire._messages()["ForwardBackwardRequest"]
-    return message(model_id=model_id, seq_id=number).SerializeToString()
+    return pb2.ForwardBackwardRequest(model_id=model_id, seq_id=number).SerializeToString()
 
 
 def tensor_of(dims: int) -> bytes:
     """A request with one target token, whose shape has many dimensions of 1."""
-    values = {"dense": (5).to_bytes(8, "little"), "dtype": 2, "shape": [1] * dims}
-    text = {"tokens": (5).to_bytes(4, "little")}
-    datum = {"model_input": [{"encoded_text": text}], "loss_fn_inputs": [{"key": "target_tokens", "value": values}]}
-    return wire._messages()["ForwardBackwardRequest"](data=[datum]).SerializeToString()
+    values = pb2.Tensor(dense=(5).to_bytes(8, "little"), dtype=2, shape=[1] * dims)
+    text = {"encoded_text": {"tokens": (5).to_bytes(4, "little")}}
+    datum = pb2.Datum(model_input=[text], loss_fn_inputs={"target_tokens": values})
+    return pb2.ForwardBackwardRequest(data=[datum]).SerializeToString()
 
 
 def test_a_tensor_has_four_dimensions_at_most():
