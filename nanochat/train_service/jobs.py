@@ -52,6 +52,7 @@ class Job:
     sampler: Weights | None = None  # of a sample; None: the base. Samples of the same weights run together
     sample: SampleJob | None = None
     size: int = 0  # bytes of the request's body
+    is_queued: bool = False  # False: it came before its turn
 
     @classmethod
     def finished(cls, request_id: str, content: bytes) -> "Job":
@@ -69,13 +70,6 @@ class Queue:
 
     def __len__(self) -> int:
         return sum(map(len, self._of.values()))
-
-    def count(self, owner: str) -> int:
-        return len(self._of.get(owner, ()))
-
-    def bytes(self, owner: str) -> int:
-        """Of the bodies of an owner's requests."""
-        return sum(job.size for job in self._of.get(owner, ()))
 
     def append(self, job: Job) -> None:
         self._of.setdefault(job.owner, []).append(job)

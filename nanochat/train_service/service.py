@@ -41,7 +41,7 @@ SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long a
 HEARD_SECONDS = 3600.0  # which is written down this often
 MAX_SESSIONS = 10_000  # sessions per owner
 MAX_MODELS = 2_000  # models per owner
-MAX_WAITING = 1 << 28  # bytes of an owner's bodies in the queue, and as many of those that came before their turn
+MAX_WAITING = 1 << 28  # bytes of an owner's bodies that wait
 MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
 LOG_FACTOR = 16  # a snapshot also follows after this many requests per step of `snapshot_steps`
 KEPT_ENGINES = 4  # samplers in memory; others are read from the disk again
@@ -262,8 +262,7 @@ class Service:
             self._refuse_early(model)
             job = Job(f"{model.id}:deletion", owner)
             job.run = lambda: self._delete(model, job)
-            self.queue.append(job)
-            self.wake.notify()
+            self._enqueue(job)
         return job
 
     def _delete(self, model: Model, job: Job) -> None:
@@ -319,21 +318,20 @@ class Service:
         self.promises[job.id] = job
         model.early[number] = job
         while model.next in model.early:
-            self.queue.append(model.early.pop(model.next))
+            self._enqueue(model.early.pop(model.next))
             model.next += 1
+
+    def _enqueue(self, job: Job) -> None:
+        job.is_queued = True
+        self.queue.append(job)
         self.wake.notify()
 
     def _require_room(self, owner: str, is_early: bool = False) -> None:
-        """The request that others wait for is accepted as long as the queue itself has room. For any other one, the
-        owner's requests that came before their turn count too."""
-        early: list[Job] = []
-        for model in self.models.values() if is_early else ():
-            if model.owner == owner:
-                early += model.early.values()
-        count = self.queue.count(owner) + len(early)
-        early_bytes = sum(job.size for job in early)
-        if count >= self.limits.queue or self.queue.bytes(owner) > MAX_WAITING or early_bytes > MAX_WAITING:
-            message = f"{count:,} requests wait already: try again later"
+        """Raises ApiError: 429 when too many of an owner's requests wait. The one that others wait for is accepted as
+        long as the queue has room; for any other one, those that came before their turn count too."""
+        waiting = [job for job in self.promises.values() if job.owner == owner and (is_early or job.is_queued)]
+        if len(waiting) >= self.limits.queue or sum(job.size for job in waiting) > MAX_WAITING:
+            message = f"{len(waiting):,} requests wait already: try again later"
             raise ApiError(429, message, code="queue_full", headers={"retry-after": "1"})
 
     def _finish(self, job: Job, result: bytes) -> None:
@@ -441,8 +439,7 @@ class Service:
             if request_id not in self.promises and request_id not in self.store.kept.get(owner, ()):
                 self._require_room(owner)
                 self.promises[request_id] = Job(request_id, owner, sampler=weights, sample=job)
-                self.queue.append(self.promises[request_id])
-                self.wake.notify()
+                self._enqueue(self.promises[request_id])
         return request_id
 
     def cancel(self, owner: str, request_id: str) -> None:
