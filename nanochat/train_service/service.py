@@ -34,7 +34,7 @@ from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
 from nanochat.train_service.jobs import Job, Limits, Model, Queue, Sampling, Weights, as_json, failure
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
-from nanochat.train_service.store import DONE, EPHEMERAL, Damaged, Outcome, Store, remove
+from nanochat.train_service.store import DONE, EPHEMERAL, Damaged, Store, remove
 from nanochat.train_service.tenants import AdamBody, Base, Trained, TrainedModel, load_weights
 
 SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client,
@@ -192,9 +192,10 @@ class Service:
         self._refuse_early(model)
 
     def _refuse_early(self, model: Model) -> None:
-        for job in list(model.early.values()):
-            self._finish(job, failure(UserError(model.stopped)))
-        model.early.clear()
+        with self.lock:
+            for job in model.early.values():
+                self._finish(job, failure(UserError(model.stopped)))
+            model.early.clear()
 
     def create_model(
         self,
@@ -275,6 +276,7 @@ class Service:
             self.store.delete("outcomes", bucket=model.id)
 
         self.store.forget(change)
+        self.engine.cache_clear()  # its names may come again
         with self.lock:
             self.models.pop(model.id, None)  # it may be deleted twice
             self.store.kept.pop(model.id, None)
@@ -449,7 +451,7 @@ class Service:
             if job is not None and job.sample is not None and job.owner == owner:
                 result = failure(UserError("the sample was cancelled"))
                 with _full_disk(), self.store.transaction():
-                    self.store.settle(Outcome(job.id, owner, owner, result))
+                    self.store.settle(job.id, owner, owner, result)
                 job.sample.is_cancelled = True
                 self.queue.remove(job)
                 self._finish(job, result)
@@ -521,7 +523,7 @@ class Service:
         Returns False: the service closes before that; the requests run again after the next start.
         """
         warned = False
-        while not self.closing:
+        while True:
             try:
                 with self.lock:
                     with self.store.transaction():
@@ -529,7 +531,7 @@ class Service:
                         for job, result in zip(jobs, results, strict=True):
                             if not job.result.done():
                                 bucket = job.id.rpartition(":")[0] if job.sample is None else job.owner
-                                self.store.settle(Outcome(job.id, job.owner, bucket, result))
+                                self.store.settle(job.id, job.owner, bucket, result)
                     for job, result in zip(jobs, results, strict=True):
                         self._finish(job, result)
                 for path in unused:
@@ -539,8 +541,9 @@ class Service:
                 if not warned:
                     warn(f"all requests wait: {self.store.path} cannot be written ({error.strerror})")
                 warned = True
+            if self.closing:
+                return False
             time.sleep(WRITE_PAUSE)
-        return False
 
     def _live(self, model: Model) -> TrainedModel:
         """The model in memory: new, or from its snapshot. Raises Damaged: when its files cannot be read."""

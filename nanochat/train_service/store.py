@@ -19,7 +19,6 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +43,12 @@ TABLES = {
     "checkpoints": "model, kind, name | folder, saved",
     "folders": "path | owner, bytes",
 }
+NAMES = {"folders": "path", "checkpoints": "folder", "models": "snapshot", "runs": "pinned"}  # columns with a folder
 COLUMNS = {table: text.replace(" | ", ", ").split(", ") for table, text in TABLES.items()}
 
 
 class Damaged(UserError):
     """What is on the disk is not what was written."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a request has come to."""
-
-    id: str
-    owner: str
-    bucket: str  # whose results it makes room among
-    result: bytes
 
 
 class Store:
@@ -92,8 +82,10 @@ class Store:
             ).fetchall():
                 self.kept.setdefault(str(bucket), {})[str(id_)] = size or 0
         except sqlite3.Error as error:
-            message = f"{self.path} is damaged ({str(error)[:200]}): restore {folder} from a backup. {self._last()}"
-            raise Damaged(message.replace("\n", " ")) from None
+            hint = f"restore {folder} from a backup. {self._last()}"
+            if "full" in str(error):  # the first start
+                hint = "make room on its disk"
+            raise Damaged(f"{self.path} cannot be used ({str(error)[:200]}): {hint}".replace("\n", " ")) from None
 
     def _require_all_transactions(self) -> None:
         """Raises DatabaseError: when there were more transactions than the database has.
@@ -212,11 +204,11 @@ class Store:
             raise Damaged(f"{self.path} is damaged (it lacks request {number} of {model})")
         return found | (self.get("runs", model=model, number=number) or {"state": "", "pinned": ""})
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, request_id: str, owner: str, bucket: str, result: bytes) -> None:
         """Keep an outcome, and let the oldest ones of its bucket go; in a transaction."""
-        self.put("outcomes", **vars(outcome), place=self.counted)
-        kept = self.kept.setdefault(outcome.bucket, {})
-        kept[outcome.id] = len(outcome.result)
+        self.put("outcomes", id=request_id, owner=owner, bucket=bucket, place=self.counted, result=result)
+        kept = self.kept.setdefault(bucket, {})
+        kept[request_id] = len(result)
         while len(kept) > 1 and (len(kept) > KEPT_RESULTS or sum(kept.values()) > KEPT_BYTES):
             oldest = next(iter(kept))
             kept.pop(oldest)
@@ -228,7 +220,7 @@ class Store:
 
     def unused(self) -> list[Path]:
         """Forget the folders that nothing names any more; in a transaction. The caller removes them afterwards."""
-        named = "SELECT folder FROM checkpoints UNION SELECT snapshot FROM models UNION SELECT pinned FROM runs"
+        named = " UNION ".join(f"SELECT {NAMES[table]} FROM {table}" for table in ("checkpoints", "models", "runs"))
         found = [path for (path,) in self.db.execute(f"SELECT path FROM folders WHERE path NOT IN ({named})")]
         for path in found:
             self.delete("folders", path=path)
@@ -262,23 +254,15 @@ class Store:
 
     def clean_up(self) -> None:
         """Remove the folders that a kill has left without a name. With damaged rows nothing is removed."""
-        removed: list[Path] = []
         named = set()
-        for table, column in (
-            ("folders", "path"),
-            ("checkpoints", "folder"),
-            ("models", "snapshot"),
-            ("runs", "pinned"),
-        ):
+        for table, column in NAMES.items():
             for row in self.rows(table):
                 if isinstance(row, Damaged):
                     return
                 named.add(row[column])
-        removed += [
-            path for path in self.folder.glob("models/*/*/*") if str(path.relative_to(self.folder)) not in named
-        ]
-        for path in removed:
-            remove(path)
+        for path in self.folder.glob("models/*/*/*"):
+            if str(path.relative_to(self.folder)) not in named:
+                remove(path)
         self._keep_reserve()
 
 
