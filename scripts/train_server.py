@@ -39,7 +39,7 @@ class Config:
     slots: Positive = 16  # sequences sampled at once
     batch_tokens: Positive = 8192  # tokens of a micro-batch: lower it when training does not fit into the memory
     models: Positive = 8  # models in memory at once; the others wait on the disk
-    owner_gb: Annotated[float, Range(0)] = 0.0  # disk for the models of a key, in GB; 0: as much as there is
+    owner_gb: Annotated[float, Range(0)] = 0.0  # disk for the weights of a key, in GB; 0: as much as there is
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
 
