@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
 from nanochat.sampling import SamplingParams
 from nanochat.tokenizer import Tokenizer
-from nanochat.train_service.wire import MASKED_LOGPROB, Likeliest, Sampled, write_samples
+from nanochat.train_service.wire import MASKED_LOGPROB, messages, topk
 
 SLICE_SECONDS = 0.5  # samples are decoded for so long before the requests of others have their turn
 SCORED_AT_ONCE = 256  # tokens of a prompt whose logits are in memory at once
@@ -110,12 +111,11 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[li
     for job in jobs:
         own = samples[first : first + job.num_samples]
         first += job.num_samples
-        logprobs = None
-        likeliest = None
+        response = messages().SampleResponse(sequences=[_finished(one) for one in own])
         if (job.prompt_logprobs or job.prompt_topk) and not job.is_cancelled:
             yield []
-            logprobs, likeliest = score_prompt(engine.model, job)
-        results.append(write_samples([_finished(one) for one in own], logprobs, likeliest))
+            score_prompt(engine.model, job, response)
+        results.append(response.SerializeToString())
     yield results
 
 
@@ -132,25 +132,31 @@ def _take(sample: _Sample, new: NewToken, tokenizer: Tokenizer) -> bool:
     return sample.is_stopped or new.finish_reason is not None
 
 
-def _finished(sample: _Sample) -> Sampled:
+def _finished(sample: _Sample) -> Any:
+    """The message for a sequence."""
     k = sample.job.topk
-    if not sample.tokens:
-        return Sampled([], [], False, Likeliest(np.zeros((0, k)), np.zeros((0, k))) if k else None)
-    numbers = np.frombuffer(sample.numbers).reshape(len(sample.tokens), -1)
-    likeliest = None
+    numbers = np.zeros((0, 1 + 2 * k))
+    if sample.tokens:
+        numbers = np.frombuffer(sample.numbers).reshape(len(sample.tokens), -1)
+    if np.isnan(numbers[:, 0]).any():
+        raise UserError(NOT_FINITE)
+    message = messages().SampledSequence(
+        stop_reason="STOP_REASON_STOP" if sample.is_stopped else "STOP_REASON_LENGTH",
+        tokens=np.array(sample.tokens, "<i4").tobytes(),
+        logprobs=numbers[:, 0].astype("<f4").tobytes(),
+    )
     if k:
         # The decoder computed as many as any of its rows wanted: the logprobs in front, then the ids.
         found = (numbers.shape[1] - 1) // 2
         ids = numbers[:, 1 + found : 1 + found + k]
-        likeliest = Likeliest(ids, numbers[:, 1 : 1 + min(k, found)])
-    if np.isnan(numbers[:, 0]).any():
-        raise UserError(NOT_FINITE)
-    return Sampled(sample.tokens, numbers[:, 0].tolist(), sample.is_stopped, likeliest)
+        message.topk_sampled_logprobs.CopyFrom(topk(ids, numbers[:, 1 : 1 + min(k, found)]))
+    return message
 
 
 @torch.inference_mode()
-def score_prompt(model: GPT, job: SampleJob) -> tuple[np.ndarray | None, Likeliest | None]:
-    """The logprob of each of a prompt's tokens (T,), and the most likely tokens in its place (T, k)."""
+def score_prompt(model: GPT, job: SampleJob, response: Any) -> None:
+    """Add the logprob of each of a prompt's tokens (T,), and the most likely tokens in its place (T, k); the first
+    token has none: NaN."""
     T = len(job.prompt)
     first = max(1, T - job.prompt_last) if job.prompt_last else 1  # the first token has no predecessor
     k = min(job.prompt_topk, model.config.vocab_size)
@@ -170,4 +176,7 @@ def score_prompt(model: GPT, job: SampleJob) -> tuple[np.ndarray | None, Likelie
             values[part] = best.values.cpu().numpy()
     if np.isnan(logprobs[first:]).any():
         raise UserError(NOT_FINITE)
-    return logprobs if job.prompt_logprobs else None, Likeliest(ids, values) if k else None
+    if job.prompt_logprobs:
+        response.prompt_logprobs = logprobs.astype("<f4").tobytes()
+    if k:
+        response.topk_prompt_logprobs.CopyFrom(topk(ids, values))

@@ -129,6 +129,14 @@ class Service:
             raise ApiError(400, message, code="damaged") from error
         return row if row and owner in (None, row.get("owner")) else None
 
+    def _require(self, table: str, owner: str, key: str) -> dict[str, Any]:
+        """Raises ApiError: 404 when there is no such row, also for another key's."""
+        row = self._row(table, owner, id=key)
+        if row is None:
+            what = table.removesuffix("s")
+            raise ApiError(404, f"{what} {key[:100]!r} does not exist", param=f"{what}_id", code=f"{what}_not_found")
+        return row
+
     # ------------------------------------------------------------------ sessions
 
     def create_session(self, owner: str, user_metadata: Any) -> str:
@@ -151,13 +159,7 @@ class Service:
                 self.store.put("sessions", **{**row, "heard": now})
 
     def require_session(self, owner: str, session: str) -> dict[str, Any]:
-        """Raises ApiError: 404, also for a session of another key."""
-        row = self._row("sessions", owner, id=session)
-        if row is None:
-            raise ApiError(
-                404, f"session {session[:100]!r} does not exist", param="session_id", code="session_not_found"
-            )
-        return row
+        return self._require("sessions", owner, session)
 
     # ------------------------------------------------------------------ models
 
@@ -419,11 +421,7 @@ class Service:
         return sampler
 
     def find_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        """Raises ApiError: 404 when there is none, or it belongs to another key."""
-        row = self._row("samplers", owner, id=sampler)
-        if row is None:
-            raise ApiError(404, f"there is no sampler {sampler[:100]!r}", param="sampler_id", code="sampler_not_found")
-        return row
+        return self._require("samplers", owner, sampler)
 
     def sampled_weights(self, owner: str, sampler: str) -> Weights | None:
         """Those that a sampler has now; None: the base."""

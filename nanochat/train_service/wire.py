@@ -23,7 +23,6 @@ NOT_A_REQUEST = "the body is not a forward_backward request in the form of proto
 
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _FLOAT32 = 1
-_STOP, _LENGTH = 0, 1  # reasons why a sequence ends
 
 
 def messages() -> Any:
@@ -216,48 +215,8 @@ def write_forward_backward(outputs: Sequence[dict[str, np.ndarray]], metrics: di
     return message.SerializeToString()
 
 
-@dataclass(frozen=True)
-class Likeliest:
-    """The k most likely tokens at n places, the most likely first."""
-
-    ids: np.ndarray  # (n, k)
-    logprobs: np.ndarray  # (n, k) in nats; MASKED_LOGPROB where nothing was computed
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """One sampled sequence."""
-
-    tokens: list[int]
-    logprobs: list[float]  # for each token, in nats, at temperature 1
-    is_stopped: bool  # whether a stop token or text ended it; False: it was cut off
-    likeliest: Likeliest | None = None
-
-
-def write_samples(
-    sequences: Sequence[Sampled], prompt_logprobs: np.ndarray | None, prompt_likeliest: Likeliest | None
-) -> bytes:
-    """The result of a sample; prompt_logprobs (prompt,) is NaN where a logprob is missing, as at the first token."""
-    fields: dict[str, Any] = {"sequences": [_sequence(one) for one in sequences]}
-    if prompt_logprobs is not None:
-        fields["prompt_logprobs"] = prompt_logprobs.astype("<f4").tobytes()
-    if prompt_likeliest is not None:
-        fields["topk_prompt_logprobs"] = _likeliest(prompt_likeliest)
-    return messages().SampleResponse(**fields).SerializeToString()
-
-
-def _sequence(one: Sampled) -> dict[str, Any]:
-    fields: dict[str, Any] = {
-        "stop_reason": _STOP if one.is_stopped else _LENGTH,
-        "tokens": np.array(one.tokens, "<i4").tobytes(),
-        "logprobs": np.array(one.logprobs, "<f4").tobytes(),
-    }
-    if one.likeliest is not None:
-        fields["topk_sampled_logprobs"] = _likeliest(one.likeliest)
-    return fields
-
-
-def _likeliest(table: Likeliest) -> dict[str, Any]:
-    length, k = table.ids.shape
-    ids = table.ids.astype("<i4").tobytes()
-    return {"token_ids": ids, "logprobs": table.logprobs.astype("<f4").tobytes(), "k": k, "length": length}
+def topk(ids: np.ndarray, logprobs: np.ndarray) -> Any:
+    """The message for the k most likely tokens at n places, the most likely first: their ids and logprobs (n, k)."""
+    length, k = ids.shape
+    fields = {"token_ids": ids.astype("<i4").tobytes(), "logprobs": logprobs.astype("<f4").tobytes()}
+    return messages().TopkLogprobs(**fields, k=k, length=length)
