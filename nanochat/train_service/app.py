@@ -18,7 +18,7 @@ import hmac
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
@@ -44,7 +44,6 @@ CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False,
     "sample_use_retrieve_futures": False, "custom_loss_server_side": False, "pjwt_auth_enabled": False,
 }  # fmt: skip
-Result = TypeVar("Result")
 
 
 class _Access(AccessMiddleware):
@@ -94,10 +93,6 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
     return app
 
 
-async def _body_of(request: Request, body_type: type[Strict]) -> Any:
-    return await _parsed(request, body_type, await read_limited(request, MAX_JSON))
-
-
 async def _parsed(request: Request, body_type: type[Strict], content: bytes) -> Any:
     if len(content) <= INLINE_BYTES:
         return read_body(body_type, content)
@@ -109,26 +104,52 @@ def _owner(request: Request) -> str:
     return request.scope["state"]["owner"]
 
 
-async def _call(request: Request, method: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a method of the service for the owner of a request, on another thread: it may wait for the disk."""
-    return await asyncio.to_thread(method, _owner(request), *arguments)
+def _poster(app: FastAPI, service: Service) -> Callable[..., Any]:
+    """A decorator for routes with a JSON body, as `(owner, body) -> answer`. They run on another thread: they may wait
+    for the disk.
+
+    With `uses_number` a refused body uses up its number: later requests would wait for it for ever.
+    """
+
+    def post(path: str, body_type: type[Strict], uses_number: bool = False) -> Callable[[Any], None]:
+        def register(answer: Callable[[str, Any], dict[str, Any]]) -> None:
+            @app.post(f"/api/v1/{path}")
+            async def endpoint(request: Request) -> dict[str, Any]:
+                content = await read_limited(request, MAX_JSON)
+                try:
+                    body = await _parsed(request, body_type, content)
+                except ApiError:
+                    if uses_number:
+                        await asyncio.to_thread(_use_up, service, _owner(request), content)
+                    raise
+                return await asyncio.to_thread(answer, _owner(request), body)
+
+        return register
+
+    return post
+
+
+def _use_up(service: Service, owner: str, content: bytes) -> None:
+    """Use up the number of a refused body, if it has one."""
+    body = json_of(content)
+    if isinstance(body, dict) and isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:
+        service.refuse(owner, body["model_id"], body["seq_id"])
 
 
 def _add_client_routes(app: FastAPI, service: Service) -> None:
     """The client's own settings, and its sessions."""
+    post = _poster(app, service)
 
     @app.get("/api/v1/healthz")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.post("/api/v1/client/config")
-    async def client_config(request: Request) -> dict[str, Any]:
-        await _body_of(request, bodies.ClientConfigBody)
+    @post("client/config", bodies.ClientConfigBody)
+    def client_config(owner: str, body: bodies.ClientConfigBody) -> dict[str, Any]:
         return CLIENT_CONFIG
 
-    @app.post("/api/v1/client/dynamic_config")
-    async def client_dynamic_config(request: Request) -> dict[str, Any]:
-        await _body_of(request, bodies.ClientConfigBody)
+    @post("client/dynamic_config", bodies.ClientConfigBody)
+    def client_dynamic_config(owner: str, body: bodies.ClientConfigBody) -> dict[str, Any]:
         return {"refresh_interval_sec": 3600, "sample_cancel_enabled": True}
 
     @app.post("/api/v1/telemetry")
@@ -143,41 +164,41 @@ def _add_client_routes(app: FastAPI, service: Service) -> None:
         model = {"model_name": service.name, "max_context_length": context, "trainable": True, "sampleable": True}
         return {"supported_models": [model]}
 
-    @app.post("/api/v1/create_session")
-    async def create_session(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.CreateSessionBody)
-        session = await _call(request, service.create_session, body.user_metadata)
-        return {"type": "create_session", "session_id": session}
+    @post("create_session", bodies.CreateSessionBody)
+    def create_session(owner: str, body: bodies.CreateSessionBody) -> dict[str, Any]:
+        return {"type": "create_session", "session_id": service.create_session(owner, body.user_metadata)}
 
-    @app.post("/api/v1/session_heartbeat")
-    async def heartbeat(request: Request) -> dict[str, str]:
-        body = await _body_of(request, bodies.SessionBody)
-        await _call(request, service.touch_session, body.session_id)
+    @post("session_heartbeat", bodies.SessionBody)
+    def heartbeat(owner: str, body: bodies.SessionBody) -> dict[str, Any]:
+        service.touch_session(owner, body.session_id)
         return {"type": "session_heartbeat"}
 
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(request: Request, session: str) -> dict[str, Any]:
         """The end of a session ends nothing else: its models can be trained on, and its samplers can sample."""
         await read_limited(request, MAX_JSON)
-        await _call(request, service.require_session, session)
+        await asyncio.to_thread(service.require_session, _owner(request), session)
         return {}
 
 
 def _add_training_routes(app: FastAPI, service: Service) -> None:
     """The calls of a training loop."""
+    post = _poster(app, service)
 
-    @app.post("/api/v1/create_model")
-    async def create_model(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.CreateModelBody)
+    def submit(owner: str, body: Any, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+        request_id = service.submit(owner, body.model_id, body.seq_id, kind, json.dumps(content).encode())
+        return {"request_id": request_id, "model_id": body.model_id}
+
+    @post("create_model", bodies.CreateModelBody)
+    def create_model(owner: str, body: bodies.CreateModelBody) -> dict[str, Any]:
         _require_base(service, body.base_model)
         trained = Trained(0) if body.lora_config is None else bodies.trained_of(body.lora_config)
         about = (body.session_id, body.model_seq_id, trained, body.user_metadata)
-        return {"request_id": await _call(request, service.create_model, *about)}
+        return {"request_id": service.create_model(owner, *about)}
 
-    @app.post("/api/v1/get_info")
-    async def get_info(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.ModelBody)
-        model = service.find_model(_owner(request), body.model_id)
+    @post("get_info", bodies.ModelBody)
+    def get_info(owner: str, body: bodies.ModelBody) -> dict[str, Any]:
+        model = service.find_model(owner, body.model_id)
         data = {"arch": "nanochat", "model_name": service.name, "tokenizer_id": str(service.tokenizer_folder)}
         facts = {"model_id": model.id, "model_name": service.name, **_facts(model)}
         return {"type": "get_info", "model_data": data, **facts}
@@ -190,80 +211,57 @@ def _add_training_routes(app: FastAPI, service: Service) -> None:
         async with request.app.state.parsing:
             found = await asyncio.to_thread(_checked_batch, service, _owner(request), content)
         batch = (found.model_id, found.number, "forward_backward", content)
-        return {"request_id": await _call(request, service.submit, *batch), "model_id": found.model_id}
+        request_id = await asyncio.to_thread(service.submit, _owner(request), *batch)
+        return {"request_id": request_id, "model_id": found.model_id}
 
-    @app.post("/api/v1/optim_step")
-    async def optim_step(request: Request) -> dict[str, Any]:
-        return await _read_and_submit(
-            request, service, bodies.OptimStepBody, "optim_step", lambda body: body.adam_params.model_dump()
-        )
+    @post("optim_step", bodies.OptimStepBody, uses_number=True)
+    def optim_step(owner: str, body: bodies.OptimStepBody) -> dict[str, Any]:
+        return submit(owner, body, "optim_step", body.adam_params.model_dump())
 
-    @app.post("/api/v1/save_weights")
-    async def save_weights(request: Request) -> dict[str, Any]:
-        return await _read_and_submit(request, service, bodies.SaveWeightsBody, "save_weights", _saved)
+    @post("save_weights", bodies.SaveWeightsBody, uses_number=True)
+    def save_weights(owner: str, body: bodies.SaveWeightsBody) -> dict[str, Any]:
+        return submit(owner, body, "save_weights", _saved(body))
 
-    @app.post("/api/v1/save_weights_for_sampler")
-    async def save_weights_for_sampler(request: Request) -> dict[str, Any]:
-        return await _read_and_submit(request, service, bodies.SaveWeightsBody, "save_weights_for_sampler", _saved)
+    @post("save_weights_for_sampler", bodies.SaveWeightsBody, uses_number=True)
+    def save_weights_for_sampler(owner: str, body: bodies.SaveWeightsBody) -> dict[str, Any]:
+        return submit(owner, body, "save_weights_for_sampler", _saved(body))
 
-    @app.post("/api/v1/load_weights")
-    async def load_weights(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.LoadWeightsBody)
+    @post("load_weights", bodies.LoadWeightsBody)
+    def load_weights(owner: str, body: bodies.LoadWeightsBody) -> dict[str, Any]:
         load = {"path": body.path, "optimizer": body.optimizer}
         if body.model_id is not None:
-            return await _submit(request, service, body, "load_weights", load)
+            return submit(owner, body, "load_weights", load)
         # A new model that trains the same parts as the checkpoint's model.
         if body.session_id is None or body.model_seq_id is None:
             raise ApiError(400, "load_weights: model_id and seq_id, or session_id and model_seq_id", param="model_id")
         if body.base_model is not None:
             _require_base(service, body.base_model)
-        _, source = await _call(request, service.path_of, body.path)
+        _, source = service.path_of(owner, body.path)
         about = (body.session_id, body.model_seq_id, source.settings, body.user_metadata, load)
-        return {"request_id": await _call(request, service.create_model, *about)}
-
-
-async def _read_and_submit(
-    request: Request, service: Service, body_type: type[Strict], kind: str, entry: Callable[[Any], dict[str, Any]]
-) -> dict[str, Any]:
-    """Queue a JSON request; `entry` makes the content of its log entry."""
-    content = await read_limited(request, MAX_JSON)
-    try:
-        body = await _parsed(request, body_type, content)
-    except ApiError:
-        await asyncio.to_thread(_use_up, service, _owner(request), content)
-        raise
-    return await _submit(request, service, body, kind, entry(body))
-
-
-async def _submit(request: Request, service: Service, body: Any, kind: str, entry: dict[str, Any]) -> dict[str, Any]:
-    logged = json.dumps(entry).encode()
-    request_id = await _call(request, service.submit, body.model_id, body.seq_id, kind, logged)
-    return {"request_id": request_id, "model_id": body.model_id}
+        return {"request_id": service.create_model(owner, *about)}
 
 
 def _add_sampling_routes(app: FastAPI, service: Service) -> None:
     """Sessions that sample, and their samples."""
+    post = _poster(app, service)
 
-    @app.post("/api/v1/create_sampling_session")
-    async def create_sampling_session(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.CreateSamplerBody)
+    @post("create_sampling_session", bodies.CreateSamplerBody)
+    def create_sampling_session(owner: str, body: bodies.CreateSamplerBody) -> dict[str, Any]:
         if body.model_path is None:
             _require_base(service, body.base_model or "")
         about = (body.session_id, body.sampling_session_seq_id, body.model_path)
-        sampler = await _call(request, service.create_sampler, *about)
-        return {"type": "create_sampling_session", "sampling_session_id": sampler}
+        return {"type": "create_sampling_session", "sampling_session_id": service.create_sampler(owner, *about)}
 
     @app.get("/api/v1/samplers/{sampler}")
     async def get_sampler(request: Request, sampler: str) -> dict[str, Any]:
-        found = await _call(request, service.find_sampler, sampler)
+        found = await asyncio.to_thread(service.find_sampler, _owner(request), sampler)
         return {"sampler_id": sampler, "base_model": service.name, "model_path": found["path"]}
 
-    @app.post("/api/v1/asample")
-    async def asample(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.SampleBody)
+    @post("asample", bodies.SampleBody)
+    def asample(owner: str, body: bodies.SampleBody) -> dict[str, Any]:
         config = service.base.model.config
-        job = await asyncio.to_thread(body.job, service.base.tokenizer, config.vocab_size, config.sequence_len)
-        request_id = await _call(request, service.sample, body.sampling_session_id, body.seq_id, job)
+        job = body.job(service.base.tokenizer, config.vocab_size, config.sequence_len)
+        request_id = service.sample(owner, body.sampling_session_id, body.seq_id, job)
         sequences = [f"{request_id}:{number}" for number in range(job.num_samples)]
         return {"request_id": request_id, "sample_sequence_ids": sequences}
 
@@ -273,8 +271,8 @@ def _add_promise_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/v1/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        body = await _body_of(request, bodies.FutureBody)
-        job = await _call(request, service.promise, body.request_id)
+        body = await _parsed(request, bodies.FutureBody, await read_limited(request, MAX_JSON))
+        job = await asyncio.to_thread(service.promise, _owner(request), body.request_id)
         waited = asyncio.wrap_future(job.result)
         done: set[Any] = set()
         end = time.monotonic() + POLL_SECONDS
@@ -288,56 +286,51 @@ def _add_promise_routes(app: FastAPI, service: Service) -> None:
         media_type = "application/json" if content.startswith(b"{") else wire.CONTENT_TYPE
         return Response(content, media_type=media_type)
 
-    @app.post("/api/v1/cancel_future")
-    async def cancel_future(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.CancelBody)
-        await _call(request, service.cancel, body.request_id)
+    @_poster(app, service)("cancel_future", bodies.CancelBody)
+    def cancel_future(owner: str, body: bodies.CancelBody) -> dict[str, Any]:
+        service.cancel(owner, body.request_id)
         return {}
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:
-    """Models, and their checkpoints."""
+    """Models, and their checkpoints. FastAPI runs functions that are not `async` on other threads."""
 
     @app.get("/api/v1/training_runs")
-    async def list_models(request: Request) -> dict[str, Any]:
-        models, cursor = _page(request, await _call(request, service.owned))
+    def list_models(request: Request) -> dict[str, Any]:
+        models, cursor = _page(request, service.owned(_owner(request)))
         return {"training_runs": [_run_of(service, model) for model in models], "cursor": cursor}
 
     @app.get("/api/v1/training_runs/{model_id}")
-    async def get_model(request: Request, model_id: str) -> dict[str, Any]:
+    def get_model(request: Request, model_id: str) -> dict[str, Any]:
         return _run_of(service, service.find_model(_owner(request), model_id))
 
     @app.delete("/api/v1/training_runs/{model_id}")
     async def delete_model(request: Request, model_id: str) -> Response:
         """Of this server only: the client has no such method."""
-        job = await _call(request, service.delete_model, model_id)
+        job = await asyncio.to_thread(service.delete_model, _owner(request), model_id)
         result = await asyncio.wrap_future(job.result)
         if result.startswith(FAILED):
             raise ApiError(503, json.loads(result)["error"], code="not_deleted")
         return Response(status_code=204)
 
     @app.get("/api/v1/checkpoints")
-    async def list_all_checkpoints(request: Request) -> dict[str, Any]:
-        def found() -> list[dict[str, Any]]:
-            return [one for model in service.owned(_owner(request)) for one in service.list_checkpoints(model)]
-
-        checkpoints, cursor = _page(request, await asyncio.to_thread(found))
+    def list_all_checkpoints(request: Request) -> dict[str, Any]:
+        found = [one for model in service.owned(_owner(request)) for one in service.list_checkpoints(model)]
+        checkpoints, cursor = _page(request, found)
         return {"checkpoints": checkpoints, "cursor": cursor}
 
-    @app.post("/api/v1/weights_info")
-    async def weights_info(request: Request) -> dict[str, Any]:
-        body = await _body_of(request, bodies.PathBody)
-        _, model = await _call(request, service.path_of, body.tinker_path)
+    @_poster(app, service)("weights_info", bodies.PathBody)
+    def weights_info(owner: str, body: bodies.PathBody) -> dict[str, Any]:
+        _, model = service.path_of(owner, body.tinker_path)
         return {"base_model": service.name, **_facts(model)}
 
     @app.get("/api/v1/training_runs/{model_id}/checkpoints")
-    async def list_checkpoints(request: Request, model_id: str) -> dict[str, Any]:
-        model = service.find_model(_owner(request), model_id)
-        return {"checkpoints": await asyncio.to_thread(service.list_checkpoints, model)}
+    def list_checkpoints(request: Request, model_id: str) -> dict[str, Any]:
+        return {"checkpoints": service.list_checkpoints(service.find_model(_owner(request), model_id))}
 
     @app.delete("/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}")
-    async def delete_checkpoint(request: Request, model_id: str, checkpoint: str) -> Response:
-        await _call(request, service.delete_checkpoint, f"{SCHEME}{model_id}/{checkpoint}")
+    def delete_checkpoint(request: Request, model_id: str, checkpoint: str) -> Response:
+        service.delete_checkpoint(_owner(request), f"{SCHEME}{model_id}/{checkpoint}")
         return Response(status_code=204)
 
 
@@ -400,10 +393,3 @@ def _checked_batch(service: Service, owner: str, content: bytes) -> wire.Outline
             raise
         raise ApiError(400, str(error), param="loss_fn", code="invalid_value") from error
     return found
-
-
-def _use_up(service: Service, owner: str, content: bytes) -> None:
-    """Use up the number of a refused body, if it has one."""
-    body = json_of(content)
-    if isinstance(body, dict) and isinstance(body.get("model_id"), str) and type(body.get("seq_id")) is int:
-        service.refuse(owner, body["model_id"], body["seq_id"])

@@ -65,7 +65,6 @@ class Ran:
 
     result: bytes
     change: Callable[[], list[Path]] = _nothing
-    state: str = DONE
 
 
 class Service:
@@ -235,10 +234,9 @@ class Service:
                 self._add(model, 0, 0)
         return f"{model_id}:0"
 
-    def _put_model(self, model: Model) -> None:
-        session, facts = model.id.partition(":")[0], json.dumps(model.facts)
-        place = {"covered": model.covered, "snapshot": model.snapshot}
-        self.store.put("models", id=model.id, session=session, owner=model.owner, facts=facts, **place)
+    def _put_model(self, model: Model, covered: int = -1, snapshot: str = "") -> None:
+        about = {"session": model.id.partition(":")[0], "owner": model.owner, "facts": json.dumps(model.facts)}
+        self.store.put("models", id=model.id, **about, covered=covered, snapshot=snapshot)
 
     def _put_request(self, model: Model, number: int, kind: str, content: bytes) -> None:
         self.store.put("requests", model=model.id, number=number, kind=kind, content=content)
@@ -716,26 +714,23 @@ class Service:
         live = model.live
         if live is None or live.has_gradients or live.lost_gradients or live.is_broken or model.done <= model.covered:
             return
-        before = (model.covered, model.snapshot)
         try:
             folder, size = self._write(model, f"state/{model.done}", live, with_optimizer=True)
             if model_folder.newest(self.folder / folder) is None:
                 raise UserError(f"{folder} cannot be read back")
-            model.covered, model.snapshot = model.done, folder
 
             def change() -> None:
                 self.store.put("folders", path=folder, owner=model.owner, bytes=size)
-                self._put_model(model)
+                self._put_model(model, model.done, folder)
                 for table in ("requests", "runs"):
-                    self.store.delete_up_to(table, model.id, model.covered)
+                    self.store.delete_up_to(table, model.id, model.done)
 
             self.store.forget(change)
         except (OSError, UserError) as error:  # the requests are still there
-            model.covered, model.snapshot = before
             remove(self.folder / "models" / model.id / f"state/{model.done}")
             warn(f"no snapshot of {model.id}: {error}")
             return
-        model.saved_steps = live.steps
+        model.covered, model.snapshot, model.saved_steps = model.done, folder, live.steps
 
     def close(self) -> None:
         """End the worker after its present request, and save the trained models."""
