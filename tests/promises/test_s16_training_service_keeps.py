@@ -93,22 +93,20 @@ def killed(tmp_path: Path) -> Callable[[], Path]:
     return killed
 
 
-def full_disk(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOSPC, "No space left on device")
+def full_disk(path: Any, *_: Any, **__: Any) -> Any:
+    """A file is made and gets none of its bytes."""
+    if isinstance(path, Path):
+        path.touch()
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+def full_database(store: Store) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
 
 
 def fill_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on a file is made and gets none of its bytes, as on a full disk, and no transaction ends."""
-
-    def write_file(path: Path, parts: Any) -> Any:
-        path.touch()
-        raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    def commit(store: Store) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(storage, "write_file", write_file)
-    monkeypatch.setattr(Store, "_commit", commit)
+    monkeypatch.setattr(storage, "write_file", full_disk)
+    monkeypatch.setattr(Store, "_commit", full_database)
 
 
 def change(folder: Path, statement: str, *values: Any) -> None:
@@ -132,6 +130,8 @@ def test_a_killed_service_resumes_to_the_same_bits(start, killed):
     for shift in range(5):
         client.train(shift)  # a snapshot after step 3, two more steps in the log
     client.result(client.submit("forward_backward", shift=1))
+    early = client.number + 2  # before its turn
+    service.submit(OWNER, client.model_id, early, "forward_backward", batch(client.model_id, early))
     folder = killed()
     assert "error" not in client.run("optim_step", **ADAM)
     again = start(folder)
@@ -140,6 +140,7 @@ def test_a_killed_service_resumes_to_the_same_bits(start, killed):
         assert b'"error"' not in result_of(again, client.model_id, number)
     last = again.submit(OWNER, client.model_id, client.number, "optim_step", json.dumps(ADAM).encode())
     assert b'"error"' not in again.promise(OWNER, last).result.result(30)
+    assert not result_of(again, client.model_id, early).startswith(b"{")
     assert_same(weights_of(again, client.model_id), client.weights())
 
 
@@ -346,8 +347,11 @@ def test_an_outcome_that_cannot_be_written_is_no_answer(start, killed, monkeypat
             time.sleep(0.001)
         assert not service.promise(OWNER, f"{client.model_id}:{client.number}").result.done()
         folder = killed()
-        if end == "close":
-            service.close()
+        service.closing = end == "close"
+        while service.closing and service.thread.is_alive():
+            time.sleep(0.001)
+    if end == "close":
+        service.close()  # there is room again: the snapshot must not be further than the outcomes
     again = {"room": lambda: service, "kill": lambda: start(folder), "close": start}[end]()
     assert (b"error" in result_of(again, client.model_id, client.number)) == (end == "room" and fails)
     if end != "room" or not fails:
@@ -360,12 +364,7 @@ def test_a_full_disk_has_room_for_a_deletion(start, monkeypatch):
     step, _ = service.path_of(OWNER, client.save("x")["path"])
     commit = Store._commit
 
-    def commit_with_room(store: Store) -> None:
-        if store.reserve.exists():
-            raise sqlite3.OperationalError("database or disk is full")
-        commit(store)
-
-    monkeypatch.setattr(Store, "_commit", commit_with_room)
+    monkeypatch.setattr(Store, "_commit", lambda store: (full_database if store.reserve.exists() else commit)(store))
     service.delete_checkpoint(OWNER, f"tinker://{client.model_id}/weights/x")
     assert not step.parent.exists() and service.store.reserve.stat().st_size == store_module.RESERVE_BYTES
 
@@ -432,25 +431,21 @@ def test_an_overwrite_on_a_full_disk_leaves_the_old_checkpoint(start, monkeypatc
     assert len(service.list_checkpoints(model)) == 1
 
 
-def test_a_restart_leaves_finished_checkpoints_alone(start, killed, monkeypatch):
-    """Saved again, a replaced one would be the older one where the disk fills up, and a deleted one would be back."""
+def test_a_restart_leaves_checkpoints_alone(start, killed, monkeypatch):
+    """Saved again, a replaced one might be the older one, and a deleted one or one that failed would be back."""
     service = start()
     client = Client(service)
-    path = client.save("x")["path"]
-    deleted = client.save("y")["path"]
+    paths = [client.save(name)["path"] for name in ("x", "y")]
     client.train()
     assert "error" not in client.save("x", overwrite=True)
-    expected = client.weights()
-    service.delete_checkpoint(OWNER, deleted)
-    with monkeypatch.context() as full:
-        full.setattr(TrainedModel, "save", lambda *_, **__: 1 / 0)
+    service.delete_checkpoint(OWNER, paths[1])
+    with monkeypatch.context() as broken:
+        broken.setattr(TrainedModel, "save", lambda *_, **__: 1 / 0)
         assert "error" in client.save("z")
     again = start(killed())
-    assert b"error" in result_of(again, client.model_id, client.number)  # it might replace a newer one now
-    assert_same(load_file(again.path_of(OWNER, path)[0] / "adapter.safetensors"), expected)
-    for uri in (deleted, f"tinker://{client.model_id}/weights/z"):
-        with pytest.raises(ApiError, match="does not exist"):
-            again.path_of(OWNER, uri)
+    assert b"error" in result_of(again, client.model_id, client.number)
+    assert_same(load_file(again.path_of(OWNER, paths[0])[0] / "adapter.safetensors"), client.weights())
+    assert [one["checkpoint_id"] for one in again.list_checkpoints(again.models[client.model_id])] == ["weights/x"]
     again.close()
     assert [one.name for one in (again.folder / "models" / client.model_id / "weights").iterdir()] == ["x.5"]
 
@@ -476,12 +471,9 @@ def continued(service: Service, model_id: str) -> dict[str, torch.Tensor] | None
     if model is None:
         return None
     number = model.next
-    try:
+    with contextlib.suppress(ApiError):  # if it has stopped already
         service.submit(model.owner, model_id, number, "forward_backward", batch(model_id, number))
         service.submit(model.owner, model_id, number + 1, "optim_step", json.dumps(ADAM).encode())
-    except ApiError as error:
-        assert "has stopped" in str(error.body)
-        return None
     result = result_of(service, model_id, number + 1, model.owner)
     if b"has stopped" in result:
         assert model.stopped and model.live is None
@@ -581,17 +573,6 @@ def test_a_damaged_request_stops_that_model_and_no_other(start, killed):
         assert_same(weights_of(again, other.model_id), other.weights())
 
 
-def test_a_request_that_has_not_come_yet_stops_no_model(start, killed):
-    service = start()
-    client = Client(service)
-    client.train()
-    service.submit(OWNER, client.model_id, 4, "forward_backward", batch(client.model_id, 4))  # before request 3
-    again = start(killed())
-    again.submit(OWNER, client.model_id, 3, "forward_backward", batch(client.model_id, 3))
-    for number in (3, 4):
-        assert not result_of(again, client.model_id, number).startswith(b"{")
-
-
 def test_a_snapshot_that_fails_gives_its_room_back_and_comes_later(start, monkeypatch):
     service = start(snapshot_steps=1)
     client = Client(service)
@@ -682,7 +663,6 @@ def test_a_long_sample_holds_up_no_one_else_and_can_be_cancelled(start, slow):
     alice.train()
     while service.sampling:
         time.sleep(0.001)
-    assert sum(job.num_samples for job in jobs) == 3072
 
 
 def test_what_waits_and_what_is_kept_is_bounded_in_bytes(start, killed, monkeypatch):
@@ -937,19 +917,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def require_a_round_through_kills(
-    server: Server,
-    draw: np.random.Generator,
-    straight: Path,
-    *,
-    seed: int,
-    operations: int,
-    kills: int | None,
-    ballast: Path | None = None,
+    server: Server, straight: Path, seed: int, operations: int, kills: int | None = None, ballast: Path | None = None
 ) -> tuple[int, list[Loop]]:
     """Both clients train through kills, and end as without an accident; returns how many kills, and the clients.
 
     With a `ballast` the disk also fills up. `kills` is the most; None: until the clients have ended.
     """
+    draw = np.random.default_rng(seed)
     ended: list[Loop | Exception] = []
     for place, key in enumerate(KEYS):
         run = (ended, server.address, key, seed + place, operations)
@@ -995,10 +969,8 @@ def soaked_server(folder: Path, log: Path) -> Server:
 def test_two_clients_train_on_through_kills_of_their_server(tmp_path):
     """They know nothing of it: they wait while the server is away, and end with the same weights and samples."""
     server = soaked_server(tmp_path, tmp_path / "server.log")
-    draw = np.random.default_rng(0)
     try:
-        sizes = {"seed": 0, "operations": 15, "kills": 2}
-        killed, _ = require_a_round_through_kills(server, draw, tmp_path / "straight", **sizes)
+        killed, _ = require_a_round_through_kills(server, tmp_path / "straight", 0, operations=15, kills=2)
     finally:
         server.kill()
     assert killed > 0 and "Traceback" not in server.log.read_text()
@@ -1006,13 +978,14 @@ def test_two_clients_train_on_through_kills_of_their_server(tmp_path):
 
 @pytest.mark.soak
 def test_a_bad_week(start, disk, tmp_path, capsys):
-    draw = np.random.default_rng(int(os.environ.get("NANOCHAT_SEED", "0")))
+    first = int(os.environ.get("NANOCHAT_SEED", "0"))
+    draw = np.random.default_rng(first)
     server = soaked_server(disk, tmp_path / "server.log")
     kills = stops = refused = rounds = 0
     try:
         while kills < TRIALS:
-            sizes = {"seed": 100 * rounds, "operations": 400, "kills": None, "ballast": disk / "ballast"}
-            killed, loops = require_a_round_through_kills(server, draw, tmp_path / f"straight-{rounds}", **sizes)
+            straight, seed = tmp_path / f"straight-{rounds}", first + 100 * rounds
+            killed, loops = require_a_round_through_kills(server, straight, seed, 400, ballast=disk / "ballast")
             ids = [model.model_id for loop in loops for model in loop.models]
             files = [*files_of(server.folder)]  # checkpoints are checked when they are loaded
             parts = [

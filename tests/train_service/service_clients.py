@@ -147,15 +147,8 @@ class Server:
         self.log = log
         program = "from scripts import train_server as server; from nanochat.ground.cli import run"
         program += f"\nserver.SNAPSHOT_STEPS = 3\n{before}\nrun(server.main, server.Config)"
-        self.command = [
-            sys.executable,
-            "-c",
-            program,
-            f"--source={base_model().source}",
-            f"--port={port}",
-            f"--name={NAME}",
-        ]
-        self.command += [f"--folder={folder}", "--device=cpu", "--dtype=float32", "--batch_tokens=16", *flags]
+        self.command = [sys.executable, "-c", program, f"--source={base_model().source}", f"--name={NAME}", *flags]
+        self.command += [f"--port={port}", f"--folder={folder}", "--device=cpu", "--dtype=float32", "--batch_tokens=16"]
         self.start()
 
     def start(self) -> None:

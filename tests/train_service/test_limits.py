@@ -136,11 +136,8 @@ def test_bodies_are_parsed_one_at_a_time(http, monkeypatch):
 
     monkeypatch.setattr(wire, "read_forward_backward", parse)
     with ThreadPoolExecutor(4) as threads:
-        list(
-            threads.map(
-                lambda n: http.post("forward_backward", content=batch(model_id, n), headers=PROTO), (1, 2, 3, 4)
-            )
-        )
+        for number in range(1, 5):
+            threads.submit(http.post, "forward_backward", content=batch(model_id, number), headers=PROTO)
     assert most == [1] * 4
 
 
@@ -250,9 +247,8 @@ def test_models_are_listed_and_deleted(service):
             assert http.delete(f"training_runs/{training.model_id}").status_code == 204
             assert http.delete(f"training_runs/{training.model_id}").status_code == 404
             assert "limit" in mistake_of(http.get("training_runs?limit=x"), 400)
-        assert {one.training_run_id for one in rest.list_training_runs().result().training_runs} == {
-            other.model_id, child.model_id
-        }  # fmt: skip
+        left = {one.training_run_id for one in rest.list_training_runs().result().training_runs}
+        assert left == {other.model_id, child.model_id}
         # What began from it goes on, and keeps what it began from until its snapshot.
         train(child, 1)
         folder = service.folder / "models" / training.model_id
