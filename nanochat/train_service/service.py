@@ -476,7 +476,11 @@ class Service:
                         self._stop(model, f"the server failed ({type(error).__name__})")
                     self._finish(job, failure(error))
             if self.sampling:
-                self._sample_on(self.sampling[0])
+                try:
+                    self._sample_on(self.sampling[0])
+                except Exception as error:
+                    for job in self.sampling[0].jobs:
+                        self._finish(job, failure(error))
                 self.sampling.popleft()  # it is at the end again, unless it is done
 
     def _may_sample(self, owner: str) -> bool:
@@ -620,8 +624,8 @@ class Service:
         except Exception as error:  # any kind: the number of a failed request is used up too
             state, pinned = "kept" if model.live is None else model.live.after_failure(), ""
             is_unknown = entry["kind"] == "optim_step" and state == "none" and not isinstance(error, UserError)
-            if is_unknown or number == 0:
-                model.live = None  # a step may have changed some of the weights, a load too
+            if is_unknown:
+                model.live = None  # the step may have changed some of the weights
             ran = Ran(failure(error))
 
         def change() -> list[Path]:

@@ -56,11 +56,10 @@ from nanochat.serve.schema import ApiError
 from nanochat.train_service import app as service_app
 from nanochat.train_service import sampling
 from nanochat.train_service import service as service_module
-from nanochat.train_service import store as store_module
 from nanochat.train_service.jobs import Job, Queue
 from nanochat.train_service.sampling import SampleJob
 from nanochat.train_service.service import Limits, Service
-from nanochat.train_service.store import Damaged, Store
+from nanochat.train_service.store import RESERVE_BYTES, Damaged, Store
 from nanochat.train_service.tenants import Trained, TrainedModel
 
 
@@ -203,9 +202,10 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
         assert error.value.status_code == 400 and damaged in capsys.readouterr().err
 
 
-def flip_in_the_file(folder: Path) -> None:
-    change(folder, "UPDATE base SET sum = sum")  # it has all pages then, and none is in the log before it
-    flip(folder / "service.db", 3)
+def rewrite(folder: Path, old: bytes, new: bytes) -> None:
+    change(folder, "UPDATE base SET sum = sum")  # the file has all pages then, and none is in the log before it
+    path = folder / "service.db"
+    path.write_bytes(path.read_bytes().replace(old, new))
 
 
 def test_a_damaged_database_names_itself_and_the_last_snapshot(start, killed):
@@ -215,7 +215,8 @@ def test_a_damaged_database_names_itself_and_the_last_snapshot(start, killed):
     client.result(client.submit("forward_backward"))
     model = service.models[client.model_id]
     for damage, named in (
-        (flip_in_the_file, "not a database"),
+        (lambda folder: rewrite(folder, b"SQLite", b"SQLitf"), "not a database"),
+        (lambda folder: rewrite(folder, b":train:0:1", b":train:0:9"), "KEY order"),
         (lambda folder: flip(folder / "service.db-wal", 5000), "lacks the last"),
         (lambda folder: (folder / "service.db-wal").unlink(), "lacks the last"),
         (lambda folder: (folder / "service.db").unlink(), "is missing"),
@@ -363,10 +364,9 @@ def test_a_full_disk_has_room_for_a_deletion(start, monkeypatch):
     client = Client(service)
     step, _ = service.path_of(OWNER, client.save("x")["path"])
     commit = Store._commit
-
     monkeypatch.setattr(Store, "_commit", lambda store: (full_database if store.reserve.exists() else commit)(store))
     service.delete_checkpoint(OWNER, f"tinker://{client.model_id}/weights/x")
-    assert not step.parent.exists() and service.store.reserve.stat().st_size == store_module.RESERVE_BYTES
+    assert not step.parent.exists() and service.store.reserve.stat().st_size == RESERVE_BYTES
 
 
 # ---------------------------------------------------------------------- checkpoints that change
@@ -426,9 +426,10 @@ def test_an_overwrite_on_a_full_disk_leaves_the_old_checkpoint(start, monkeypatc
     assert [folder for folder in step.parents[1].iterdir()] == [step.parent]
     # Where there is room the new one takes its place, and is listed once.
     assert client.run(kind, **save)["path"] == path
+    client.result(client.submit("forward_backward"))  # the old one is removed before this runs
     step, model = service.path_of(OWNER, path)
     assert_same(load_file(step / "adapter.safetensors"), client.weights())
-    assert len(service.list_checkpoints(model)) == 1
+    assert len(service.list_checkpoints(model)) == 1 and list(step.parents[1].iterdir()) == [step.parent]
 
 
 def test_a_restart_leaves_checkpoints_alone(start, killed, monkeypatch):
@@ -491,10 +492,7 @@ def files_of(folder: Path) -> Iterator[Path]:
 
 
 def require_flips_noticed(start: Any, folder: Path, ids: list[str], flips: list[tuple[Path, int]], capsys: Any) -> int:
-    """Flip one byte at a time in a copy of a killed server's folder: every model has its weights, or has stopped.
-
-    Returns how many models stopped.
-    """
+    """Flip a byte in copies of a killed server's folder: models have their weights, or stop; returns how many stop."""
     copy = folder.with_name("copy")
     expected: dict[str, Any] = {}
     stopped = 0
@@ -577,15 +575,21 @@ def test_a_snapshot_that_fails_gives_its_room_back_and_comes_later(start, monkey
     service = start(snapshot_steps=1)
     client = Client(service)
     state = service.folder / "models" / client.model_id / "state"
-    with monkeypatch.context() as full:
-        full.setattr(TrainedModel, "save", full_disk)
-        client.train()
-        client.train()
-        client.result(client.submit("forward_backward"))
-        assert not state.exists()
+    save = TrainedModel.save
+
+    def save_damaged(trained: TrainedModel, folder: Path, **settings: bool) -> None:
+        save(trained, folder, **settings)
+        flip(next(folder.glob("*/adapter.safetensors")), -1)
+
+    for broken_save in (full_disk, save_damaged):
+        with monkeypatch.context() as broken:
+            broken.setattr(TrainedModel, "save", broken_save)
+            client.train()
+            client.result(client.submit("forward_backward"))
+            assert not state.exists()
     assert "error" not in client.run("optim_step", **ADAM)
     client.result(client.submit("forward_backward"))
-    assert [one.name for one in state.iterdir()] == ["6"]
+    assert [one.name for one in state.iterdir()] == ["7"]
 
 
 def test_a_model_whose_start_is_lost_does_not_become_a_new_one(start, killed, monkeypatch):
@@ -682,10 +686,11 @@ def test_what_waits_and_what_is_kept_is_bounded_in_bytes(start, killed, monkeypa
     client.result(7)
     other.train()
     kept = service.store.kept
-    monkeypatch.setattr(store_module, "KEPT_BYTES", sum(kept[client.model_id].values()))
+    most = sum(kept[client.model_id].values())
+    monkeypatch.setattr("nanochat.train_service.store.KEPT_BYTES", most)
     client.number = 7
     client.train()
-    assert sum(kept[client.model_id].values()) <= store_module.KEPT_BYTES
+    assert sum(kept[client.model_id].values()) <= most
     assert "no longer kept" in client.result(0)["error"] and "error" not in other.result(1)
     assert start(killed()).store.kept == kept
     service.delete_model(OWNER, client.model_id).result.result(30)
@@ -694,7 +699,7 @@ def test_what_waits_and_what_is_kept_is_bounded_in_bytes(start, killed, monkeypa
 
 def test_results_go_by_model_and_one_that_is_gone_is_answered(start, monkeypatch):
     service = start()
-    monkeypatch.setattr(store_module, "KEPT_RESULTS", 3)
+    monkeypatch.setattr("nanochat.train_service.store.KEPT_RESULTS", 3)
     alice, bob = Client(service), Client(service, owner="bob")
     bob.train()
     service.submit(OWNER, alice.model_id, 100, "forward_backward", batch(alice.model_id, 100))  # waits for its turn
@@ -919,10 +924,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def require_a_round_through_kills(
     server: Server, straight: Path, seed: int, operations: int, kills: int | None = None, ballast: Path | None = None
 ) -> tuple[int, list[Loop]]:
-    """Both clients train through kills, and end as without an accident; returns how many kills, and the clients.
-
-    With a `ballast` the disk also fills up. `kills` is the most; None: until the clients have ended.
-    """
+    """Both clients train through `kills` (None: until they have ended), and end as without an accident. With a
+    `ballast` the disk also fills up. Returns how many kills, and the clients."""
     draw = np.random.default_rng(seed)
     ended: list[Loop | Exception] = []
     for place, key in enumerate(KEYS):
@@ -988,9 +991,8 @@ def test_a_bad_week(start, disk, tmp_path, capsys):
             killed, loops = require_a_round_through_kills(server, straight, seed, 400, ballast=disk / "ballast")
             ids = [model.model_id for loop in loops for model in loop.models]
             files = [*files_of(server.folder)]  # checkpoints are checked when they are loaded
-            parts = [
-                [file for file in files if first in file.parts] for first in ("service.db", "service.db-wal", "state")
-            ]
+            parts = [[file for file in files if file.name == name] for name in ("service.db", "service.db-wal")]
+            parts.append([file for file in files if "state" in file.parts and file.parts[1] in ids])
             chosen = [part[draw.integers(len(part))] for part in parts for _ in range(4)]
             places = [(file, int(draw.integers((server.folder / file).stat().st_size))) for file in chosen]
             stops += require_flips_noticed(start, server.folder, ids, places, capsys)

@@ -286,6 +286,5 @@ def test_a_thread_that_hangs_does_not_keep_the_server_from_ending(tmp_path):
         server.kill()
     # What was acknowledged is on the disk, which only its owner reads.
     with contextlib.closing(sqlite3.connect(server.folder / "service.db")) as db:
-        rows = db.execute("SELECT content FROM requests WHERE number = 1").fetchall()
-    assert rows == [(batch(model_id, 1),)]
+        assert db.execute("SELECT content FROM requests WHERE number = 1").fetchone() == (batch(model_id, 1),)
     assert (server.folder / "service.db").stat().st_mode & 0o777 == 0o600
