@@ -119,13 +119,9 @@ def name_unread(source: str, folder: Path, used: Collection[str], strict_data: b
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         is_hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
-        # A link to a folder is not followed, and one may lead nowhere.
-        if (
-            (path.is_file() or path.is_symlink())
-            and name not in used
-            and not is_hidden
-            and not NO_DATA.fullmatch(path.name.lower())
-        ):
+        is_entry = path.is_file() or path.is_symlink()  # a link to a folder is not followed, and one may lead nowhere
+        is_data = is_entry and not is_hidden and not NO_DATA.fullmatch(path.name.lower())
+        if is_data and name not in used:
             unread.append(name)
     if unread:
         what = ", ".join(sorted(used)) if len(used) < 4 else f"{len(used)} of its files"

@@ -49,7 +49,7 @@ def print_texts(
                 flags.strict_data,
             )
         lost = [f"{column} {count[column]:,}" for column in LOST if count[column]]
-        if lost and flags.strict_data:
+        if lost and flags.strict_data:  # otherwise the table has them
             doubt(f"{source}: characters were lost in a conversion ({', '.join(lost)})", flags.strict_data)
         count["rows looked at"] %= count["rows"]  # 0, which is not shown, for all rows
         rows.append([name, f"{len(uses):,}", *(f"{count[column]:,}" for column in (*COLUMNS, *OPTIONAL))])

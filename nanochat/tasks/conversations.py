@@ -152,11 +152,8 @@ class Conversations(RecordTask):
         messages = conversation_of(record)
         tools_of(record)
         refuse_placeholders(messages, (*record, *self.heads))
-        if (
-            isinstance(record, dict)
-            and isinstance(record.get("choices"), list)
-            and isinstance(record.get("answer"), int)
-        ):
+        fields = record if isinstance(record, dict) else {}
+        if isinstance(fields.get("choices"), list) and isinstance(fields.get("answer"), int):
             raise ValueError("its answer is the number of a choice: write the text of the answer")
         self.seen.messages(messages)
         self.unlearned += not any(map(is_learned_reply, answered(messages)))
