@@ -49,7 +49,7 @@ class Job:
     owner: str
     run: Callable[[], None] | None = None  # None: it is a sample
     result: "Future[bytes]" = field(default_factory=_started_future)
-    sampler: Weights | None = None  # of a sample; None: the base. Samples of the same weights run together
+    sampler: Weights | None = None  # a sample's weights; None: the base
     sample: SampleJob | None = None
     size: int = 0  # bytes of the request's body
     is_queued: bool = False  # False: it came before its turn

@@ -155,8 +155,8 @@ def _finished(sample: _Sample) -> Any:
 
 @torch.inference_mode()
 def score_prompt(model: GPT, job: SampleJob, response: Any) -> None:
-    """Add the logprob of each of a prompt's tokens (T,), and the most likely tokens in its place (T, k); the first
-    token has none: NaN."""
+    """Add the logprob of each of a prompt's tokens (T,), NaN at the first one, and the most likely tokens in its place
+    (T, k)."""
     T = len(job.prompt)
     first = max(1, T - job.prompt_last) if job.prompt_last else 1  # the first token has no predecessor
     k = min(job.prompt_topk, model.config.vocab_size)

@@ -60,8 +60,8 @@ def _nothing() -> list[Path]:
 
 @dataclass(frozen=True)
 class Ran:
-    """What running a request has given. The changes to the database belong to the transaction of its outcome; they
-    return the folders that nobody names after it."""
+    """What running a request has given. Its changes belong to the transaction of the outcome; they return the folders
+    that the database no longer names."""
 
     result: bytes
     change: Callable[[], list[Path]] = _nothing
@@ -75,8 +75,7 @@ class Service:
         self.name = name
         self.limits = limits or Limits()
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)  # what clients send is for this user only
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # what clients send is for this user only
         paths.lock(folder, "--folder")
         self.store = Store(folder)
         self.lock = self.store.lock

@@ -37,7 +37,7 @@ TABLES = {
     "sessions": "id | owner, heard, metadata",
     "models": "id | session, owner, facts, covered, snapshot",  # the folder of the state after request `covered`
     "requests": "model, number | kind, content",  # those since the snapshot
-    "runs": "model, number | state, pinned",  # of these requests; pinned: the folder that a load reads
+    "runs": "model, number | state, pinned",  # how these requests ended; pinned: the folder that a load reads
     "outcomes": "id | owner, bucket, place, result",
     "samplers": "id | session, owner, path",
     "checkpoints": "model, kind, name | folder, saved",
@@ -101,7 +101,7 @@ class Store:
             raise sqlite3.DatabaseError(missing)
 
     def _last(self) -> str:
-        """The newest snapshot that is whole, for somebody whose database is not."""
+        """A line that names the newest snapshot that is whole."""
         steps = sorted(self.folder.glob("models/*/state/*/step_*"), key=lambda path: -path.stat().st_mtime)
         for step in steps:
             if model_folder.is_whole(step):

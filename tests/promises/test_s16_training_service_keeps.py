@@ -600,7 +600,7 @@ def test_a_model_whose_start_is_lost_does_not_become_a_new_one(start, killed, mo
     folder = killed()
     shutil.rmtree(folder / "models" / source.model_id)
     require_stopped(start(folder), client, "weights/x.1 is damaged")
-    # One that could not be created is none either, also after the next start.
+    # One that could not be created does not become one, also after the next start.
     with monkeypatch.context() as little:
         little.setattr(TrainedModel, "load", lambda *_, **__: 1 / 0)
         request_id = service.create_model(OWNER, client.session, 7, Trained(2), None, load)
