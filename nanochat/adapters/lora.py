@@ -423,15 +423,23 @@ class Attached:
         return {**asdict(self.lora), "targets": list(self.lora.targets)}
 
     def describe(self, model: GPT) -> str:
-        """For the log: the number of trained parameters, and the size of the frozen base."""
+        """For the log: the number of trained parameters, and the size of the frozen base; a hint where a sharded base
+        in the dtype of the products would take less than a whole one in 4 bits."""
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         frozen = sum(local(p).nbytes for p in model.parameters() if not p.requires_grad)
         quantized = [layer for layer in model.modules() if isinstance(layer, NF4Linear)]
         packed = sum(layer.codes.nbytes + layer.factors.nbytes for layer in quantized)
-        base = "4-bit NF4" if quantized else str(model.embedding.weight.dtype).removeprefix("torch.")
-        return (
-            f"adapters of rank {self.lora.rank}: {trained:,} parameters; frozen base: {frozen + packed:,} bytes, {base}"
-        )
+        table = model.embedding.weight
+        dtype = str(table.dtype).removeprefix("torch.")
+        base = "4-bit NF4" if quantized else dtype
+        line = f"adapters of rank {self.lora.rank}: {trained:,} parameters; "
+        line += f"frozen base: {frozen + packed:,} bytes, {base}"
+        share = local(table).numel() / table.numel()  # the part of a sharded table that this process holds
+        plain = round(sum(layer.in_features * layer.out_features for layer in quantized) * table.element_size() * share)
+        if plain < packed:
+            line += "\nhint: fsdp does not shard 4-bit matrices: without --lora_base nf4 they take "
+            line += f"{plain:,} bytes in {dtype} instead of {packed:,} on each process"
+        return line
 
 
 class NewAdapters(Preparation):

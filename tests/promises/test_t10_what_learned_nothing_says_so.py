@@ -97,7 +97,11 @@ def test_a_source_that_computes_nothing_finite(start, capsys, script, flags, fla
     [
         ("chat_sft", chat("Hi?", "Yes.", train=False), ("nothing to learn",)),
         ("chat_sft", chat("long " * 300, "Never reached."), ("--max_seq_len",)),
-        ("chat_dpo", {"prompt": "Hi?", "chosen": "no", "rejected": "no"}, ("nothing to prefer", "context")),
+        (
+            "chat_dpo",
+            {"prompt": "Hi?", "chosen": "no", "rejected": "no"},
+            ("12 of 12 records left out", "chosen and rejected are the same"),
+        ),
     ],
 )
 def test_data_without_anything_to_learn(start, tmp_path, capsys, script, row, words):
