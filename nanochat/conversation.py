@@ -219,9 +219,9 @@ class ChatFormat:
     def render(self, messages: Sequence[Message], tools: Sequence[Any] | None = None) -> Rendered:
         """Token ids and loss mask of a whole conversation."""
         if any(message.get("tool_calls") or message["role"] == "rendered" for message in messages):
-            what = "it calls functions (tool_calls)" if messages[0]["role"] != "rendered" else "it is a rendered text"
-            what += ", for which only models with a chat template have a format"
-            raise UnrenderableChat(f"{what}: leave it out, or name another --source")
+            what = "it is a rendered text" if messages[0]["role"] == "rendered" else "it calls functions (tool_calls)"
+            hint = "leave it out, or name another --source"
+            raise UnrenderableChat(f"{what}, for which only models with a chat template have a format: {hint}")
         ids = [self.tokenizer.get_bos_token_id()]
         mask = [0]
         replies = 0

@@ -436,8 +436,8 @@ def test_held_out_pairs_are_told_apart(start, tmp_path, loss):  # noqa: F811
 
 
 def test_pairs_with_nothing_to_prefer_are_left_out(start, tmp_path):  # noqa: F811
-    """Of odd pairs beside good ones the loss is that of the good ones only, and the odd ones are counted: the first two
-    when the file is opened, the long one in each step."""
+    """Odd pairs next to good ones change no loss. They are counted: the first two when the file is opened, the long one
+    in each step."""
     odd = [
         {"prompt": "Silent?", "chosen": "", "rejected": "No."},
         {"prompt": "The same?", "chosen": "Yes.", "rejected": "Yes."},

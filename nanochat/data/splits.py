@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import doubt
-from nanochat.ground.text_files import SETTINGS
+from nanochat.ground.text_files import SETTINGS, is_hidden
 
 TRAIN_WORDS = ("train", "training")
 HELD_OUT_WORDS = ("test", "testing", "validation", "valid", "val", "dev", "eval")  # the first that is there is taken
@@ -23,9 +23,7 @@ SPLIT = re.compile(rf"(?<![a-z])({'|'.join(TRAIN_WORDS + HELD_OUT_WORDS)})((?:_[
 SHARD = re.compile(r"(.+?)-\d{5}-of-\d{5}")  # as the `datasets` library numbers files
 KINDS = (".parquet", ".jsonl", ".jsonl.gz", ".csv", ".tsv", ".json")  # in this order, if a repo has several copies
 SHOWN_NAMES = 12
-NO_DATA = re.compile(
-    rf"(readme|license|licence)\b.*|cache-.*\.arrow|.*\.(md|py|lock)|{'|'.join(map(re.escape, SETTINGS))}"
-)
+NO_DATA = re.compile(rf"(readme|license|licence)\b.*|.*\.(md|py|lock)|{'|'.join(map(re.escape, SETTINGS))}")
 
 
 @dataclass(frozen=True)
@@ -91,8 +89,7 @@ def choose_config(paths: Iterable[str], config: str | None) -> list[str]:
     """
     data = []
     for path in paths:
-        is_hidden = any(part.startswith(".") for part in path.split("/"))
-        if path.lower().endswith(KINDS) and not is_hidden and PurePosixPath(path).name not in SETTINGS:
+        if path.lower().endswith(KINDS) and not is_hidden(path) and PurePosixPath(path).name not in SETTINGS:
             data.append(path)
     if not data:
         raise UserError(f"no file in it ends in {', '.join(KINDS)}")
@@ -118,9 +115,8 @@ def name_unread(source: str, folder: Path, used: Collection[str], strict_data: b
     unread = []
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
-        is_hidden = any(part.startswith((".", "__MACOSX")) for part in name.split("/"))
         is_entry = path.is_file() or path.is_symlink()  # a link to a folder is not followed, and one may lead nowhere
-        is_data = is_entry and not is_hidden and not NO_DATA.fullmatch(path.name.lower())
+        is_data = is_entry and not is_hidden(name) and not NO_DATA.fullmatch(path.name.lower())
         if is_data and name not in used:
             unread.append(name)
     if unread:

@@ -16,7 +16,7 @@ from nanochat.tokenizer import Tokenizer
 COLUMNS = ("rows", "training", "held out", "left out")  # the first is the sum of the others
 LOST = ("not UTF-8", "NUL", "U+FFFD")  # characters
 OPTIONAL = (*LOST, "rows looked at")  # the last: where it is not all of them
-SAMPLE_CHARACTERS = 4_000_000  # of the training text, and of the validation text: a second of reading
+SAMPLE_CHARACTERS = 4_000_000  # counted in the training text, and as many in the validation text
 Uses = dict[Path, str]  # "training" or "held out", by file
 
 
@@ -51,7 +51,8 @@ def print_texts(
         lost = [f"{column} {count[column]:,}" for column in LOST if count[column]]
         if lost and flags.strict_data:  # otherwise the table has them
             doubt(f"{source}: characters were lost in a conversion ({', '.join(lost)})", flags.strict_data)
-        count["rows looked at"] %= count["rows"]  # 0, which is not shown, for all rows
+        if count["rows looked at"] == count["rows"]:
+            del count["rows looked at"]  # a column of zeros is not shown
         rows.append([name, f"{len(uses):,}", *(f"{count[column]:,}" for column in (*COLUMNS, *OPTIONAL))])
     if rows:
         print_table(("data", "files", *COLUMNS, *OPTIONAL), rows, OPTIONAL)

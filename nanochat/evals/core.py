@@ -1,8 +1,8 @@
 """The CORE metric of a base model: 22 tasks by in-context learning, each one's accuracy centred on guessing.
 
-A bundle of tasks comes in, from a folder, and one number goes out: the mean over the tasks
-of (accuracy - baseline) / (1 - baseline), so that 0 is guessing and 1 is perfect. A base model can't follow
-instructions, so every example is text to continue, after a few solved examples of the same task. Three kinds of task:
+A folder with a bundle of tasks comes in, and one number goes out: the mean over the tasks of
+(accuracy - baseline) / (1 - baseline), so that 0 is guessing and 1 is perfect. A base model can't follow instructions,
+so every example is text to continue, after a few solved examples of the same task. Three kinds of task:
 
     multiple_choice     one context, several continuations: right if the right one has the lowest mean loss
     schema              several contexts, one continuation: the same, with the loss of the shared continuation

@@ -225,8 +225,7 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
     if path.is_dir():
         files = []
         for file in path.rglob("*"):
-            hidden = any(part.startswith((".", "__MACOSX")) for part in file.relative_to(path).parts)
-            hidden = hidden or (file.name.startswith("cache-") and file.suffix == ".arrow")  # a `map` of the rows
+            hidden = is_hidden(file.relative_to(path).as_posix())
             is_known = file.name.lower().endswith(tuple(suffixes)) and file.name not in SETTINGS
             if is_known and file.is_file() and not hidden:
                 files.append(file)
@@ -243,6 +242,15 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
     if not path.name.lower().endswith(tuple(suffixes)):
         raise UserError(f"{lead}: unknown suffix {path.suffix!r}; known are {known}")
     return [path]
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a file of a data set, by its path in there, is no part of it: hidden, or made by an archiver, or what
+    `datasets` keeps of a `map` of the rows."""
+    parts = path.split("/")
+    name = parts[-1]
+    is_cache = name.startswith("cache-") and name.endswith(".arrow")
+    return is_cache or any(part.startswith((".", "__MACOSX")) for part in parts)
 
 
 def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:

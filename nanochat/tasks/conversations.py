@@ -103,7 +103,7 @@ class Conversations(RecordTask):
     name = "conversations"
     kind = "dialogue"
     rest = "not"  # what the other columns are, in the line that says what is read
-    roles: tuple[str, ...] = (*TURNS, "rendered")  # of the columns that are read
+    roles: tuple[str, ...] = (*TURNS, "rendered")  # the columns with these roles are read
 
     def __init__(
         self,

@@ -152,7 +152,8 @@ def plain(message: Any) -> Any:
     content = _one_of(message, "content", "value")
     if isinstance(content, list) and content and all(_is_text(part) for part in content):
         content = text_of(content)
-    if isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content):  # of a sum
+    # The answer to a sum.
+    if isinstance(content, int | float) and not isinstance(content, bool) and math.isfinite(content):
         content = str(content)
     for name in MEDIA:
         if message.get(name):

@@ -122,7 +122,7 @@ class Model:
     id: str
     owner: str
     facts: dict[str, Any]  # created, metadata, trained
-    covered: int = -1  # the last request whose effect is in the snapshot; -1: there is no snapshot
+    covered: int = -1  # the last request whose effect is in the snapshot; -1: without a snapshot
     snapshot: str = ""  # its folder
     done: int = -1  # the last request that has an outcome
     next: int = 0  # the number of the request that is queued next; request 0 creates the model

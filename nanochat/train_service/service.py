@@ -128,7 +128,7 @@ class Service:
         return row if row and owner in (None, row.get("owner")) else None
 
     def _require(self, table: str, owner: str, key: str) -> dict[str, Any]:
-        """Raises ApiError: 404 when there is no such row, also for another key's."""
+        """Raises ApiError: 404 when the row is missing, or belongs to another key."""
         row = self._row(table, owner, id=key)
         if row is None:
             what = table.removesuffix("s")

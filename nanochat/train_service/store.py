@@ -106,7 +106,7 @@ class Store:
         for step in steps:
             if model_folder.is_whole(step):
                 return f"The last good snapshot is {step}"
-        return "There is no snapshot"
+        return "No snapshot is whole"
 
     def close(self) -> None:
         self.db.close()

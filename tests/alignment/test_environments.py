@@ -1,4 +1,4 @@
-"""Environments: tools, those of a user's file, and the tokens of their episodes by any chat template."""
+"""Environments: tools, the environments in a user's file, and the tokens of their episodes by any chat template."""
 
 import re
 from collections.abc import Sequence
