@@ -2,18 +2,20 @@
 
 `read_body` turns the bytes of a request into a checked `ChatBody` or `CompletionBody`, or raises an `ApiError` that
 names the wrong field. A field that OpenAI has and this server does not implement is refused by name, never ignored. A
-field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignored. Additional fields: `top_k`, `min_p`,
-`repetition_penalty`, `truncation`, and `nanochat` in a message.
+field that cannot change a reply (`user`, `metadata`, ...) is accepted and ignored; so is a field of vLLM, SGLang,
+llama.cpp, LM Studio or DeepSeek with a value that changes nothing here (IGNORED, NEUTRAL_VALUES). Additional fields:
+`top_k`, `min_p`, `repetition_penalty`, `truncation`, and `nanochat` in a message.
 """
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -96,13 +98,18 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
 
 
-def _refuse(value: Any) -> Any:
-    if value:
-        raise ValueError("this server does not implement it: leave it out")
-    return value
+def _only(*accepted: Any) -> Any:
+    """The type of a field whose other values this server does not implement; null requests nothing, and passes."""
+
+    def check(value: Any) -> Any:
+        if value is not None and value not in accepted:
+            raise ValueError("this server does not implement it: leave it out")
+        return value
+
+    return Annotated[Any, AfterValidator(check)]
 
 
-Unsupported = Annotated[Any, AfterValidator(_refuse)]  # null, 0, false and empty values request nothing, and pass
+Unsupported = _only(False, 0, "", [], {})
 
 
 class Strict(BaseModel):
@@ -117,6 +124,7 @@ class Strict(BaseModel):
 class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: bool = False  # ignored
+    continuous_usage_stats: Literal[False] | None = None  # vLLM's
 
 
 class ContentPart(Strict):
@@ -136,16 +144,19 @@ class EarlierReply(Strict):
 
 class CalledFunction(Strict):
     name: str
-    arguments: str  # JSON, as the model wrote it
+    # JSON, as the model wrote it. Some servers return an object.
+    arguments: Annotated[str, BeforeValidator(lambda value: json.dumps(value) if isinstance(value, dict) else value)]
 
 
 class ToolCall(Strict):
     """A call in an assistant's message that a client sends back."""
 
-    id: str
-    type: Literal["function"] = "function"
+    id: str | None = None  # llama.cpp may leave it empty: then results follow in the order of the calls
+    type: Literal["function"] | None = None
     function: CalledFunction
-    index: int | None = None  # in a streamed call; ignored
+    # Ignored.
+    index: int | None = None  # in a streamed call
+    provider_specific_fields: Any = None  # LiteLLM's
 
 
 class ChatMessage(Strict):
@@ -153,7 +164,7 @@ class ChatMessage(Strict):
     content: str | Items[ContentPart] | None = None  # None: an empty reply of the assistant
     nanochat: EarlierReply | None = None  # replaces `content`, because it also holds the calculator calls
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None  # from an assistant
-    tool_call_id: str | None = None  # from a tool: the call that it answers
+    tool_call_id: str | None = None  # from a tool: the call that it answers; without it, the oldest
     reasoning_content: str | None = None  # a reply's thought, which some templates write
     # Refused.
     function_call: Unsupported = None
@@ -163,6 +174,9 @@ class ChatMessage(Strict):
     refusal: str | None = None
     annotations: list[Any] | None = Field(None, max_length=128)
     audio: None = None
+    prefix: bool | None = None  # DeepSeek's: this message is continued, as the last one of an assistant always is
+    partial: bool | None = None  # the same, Qwen's
+    provider_specific_fields: Any = None  # LiteLLM's
 
     @property
     def text(self) -> str:
@@ -224,50 +238,90 @@ class JsonSchema(Strict):
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    content: dict[str, Any] | None = Field(None, alias="schema")  # llama.cpp's, next to json_object
 
     @model_validator(mode="after")
     def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema belongs to the type json_schema, and is needed there")
+        if self.content is not None and self.type != "json_object":
+            raise ValueError("schema belongs to the type json_object; in json_schema it has the same name")
         return self
 
 
 OPENAI_RANGES = {"temperature": Range(0, 2), "seed": Range(-(2**63), 2**64 - 1)}
 SETTINGS = get_type_hints(SamplingParams, include_extras=True)  # such as `Annotated[float, Range(0, 1)]`
+SYNONYMS = {"repetition_penalty": "repeat_penalty"}  # of llama.cpp, LM Studio and Ollama
+
+
+def _minus_one(meaning: int | None) -> BeforeValidator:
+    """Replaces -1, which vLLM, llama.cpp and LM Studio read as: no limit, or any."""
+    return BeforeValidator(lambda value: meaning if value == -1 else value)
+
+
+MINUS_ONE = {"top_k": _minus_one(0), "seed": _minus_one(None)}
+UNLIMITED = 2**31  # tokens of a reply: as many as the context allows
+TokenLimit = Annotated[Annotated[int, Field(ge=1)] | None, _minus_one(UNLIMITED)]
 
 
 def sampling_field(name: str) -> tuple[Any, Any]:
     """An optional field with the range of the setting, or OpenAI's."""
     kind, own_range = get_args(SETTINGS[name])
     limits: Range = OPENAI_RANGES.get(name) or own_range
-    return kind | None, Field(None, ge=limits.low, le=limits.high)
+    optional: Any = Annotated[kind, Field(ge=limits.low, le=limits.high)] | None
+    if name in MINUS_ONE:
+        optional = Annotated[optional, MINUS_ONE[name]]
+    names = AliasChoices(*filter(None, (name, SYNONYMS.get(name))))
+    return optional, Field(None, validation_alias=names)
 
 
 # A new field of `SamplingParams` needs no line here.
 sampling_fields: dict[str, Any] = {name: sampling_field(name) for name in SETTINGS}
-SamplingFields = create_model("SamplingFields", __base__=Strict, **sampling_fields)
+
+# Fields that change no reply, whatever their values: of OpenAI's API, vLLM and SGLang, llama.cpp, LM Studio and Ollama.
+IGNORED = """
+    prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier user verbosity
+    cache_salt priority request_id rid
+    backend_sampling cache_prompt dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers
+    dynatemp_exponent id_slot mirostat_eta mirostat_tau repeat_last_n return_progress samplers timings_per_token
+    xtc_threshold
+    draft_model keep_alive ttl
+""".split()
+# Fields of these servers that would change a reply. Their clients send all of them, mostly with the value that switches
+# the effect off.
+NEUTRAL_VALUES = {
+    "ignore_eos": False, "include_reasoning": True, "include_stop_str_in_output": False, "length_penalty": 1,
+    "min_tokens": 0, "no_stop_trim": False, "reasoning_format": "auto", "separate_reasoning": True,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "stream_reasoning": True,
+    "use_beam_search": False,
+    "dry_multiplier": 0, "dynatemp_range": 0, "mirostat": 0, "n_probs": 0, "typ_p": 1, "typical_p": 1,
+    "xtc_probability": 0, "store": False,
+}  # fmt: skip
+neighbour_fields: dict[str, Any] = {name: (Any, None) for name in IGNORED}
+neighbour_fields |= {name: (_only(value), None) for name, value in NEUTRAL_VALUES.items()}
+GeneratedFields = create_model("GeneratedFields", __base__=Strict, **sampling_fields, **neighbour_fields)
 
 
-class RequestBody(SamplingFields):
+def _without_empty(stop: Any) -> Any:
+    """Stop strings without empty ones, which other servers ignore."""
+    if isinstance(stop, list):
+        return [text for text in stop if text != ""]
+    return None if stop == "" else stop
+
+
+class RequestBody(GeneratedFields):
     """The common fields of both routes: the sampling settings, and the following."""
 
     model: str | None = None  # None: the loaded model
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
-    max_tokens: int | None = Field(None, ge=1)
-    stop: StopText | StopTexts | None = None
+    max_tokens: TokenLimit = None
+    stop: Annotated[StopText | StopTexts | None, BeforeValidator(_without_empty)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=MAX_BIASES)
     stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)  # vLLM's
     response_format: ResponseFormat | None = None
-    # Refused.
-    store: Unsupported = None
-    # Ignored.
-    user: str | None = None
-    metadata: dict[str, str] | None = Field(None, max_length=16)
-    service_tier: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    metadata: dict[str, str] | None = Field(None, max_length=16)  # ignored
 
     # Set when the prompt is encoded: calls in the form of another model family; None: as our models write them.
     _family_calls: FamilyCalls | None = PrivateAttr(None)
@@ -292,7 +346,7 @@ class RequestBody(SamplingFields):
         form = self.response_format
         if form is None or form.type == "text":
             return None
-        content = None if form.json_schema is None else form.json_schema.content
+        content = form.content if form.json_schema is None else form.json_schema.content
         return {"type": "object"} if content is None else content
 
     @property
@@ -327,7 +381,7 @@ class ChatBody(RequestBody):
     """POST /v1/chat/completions."""
 
     messages: Items[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: TokenLimit = None
     truncation: Literal["auto", "disabled"] | None = None  # auto: drop the oldest turns of a conversation too long
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -350,7 +404,7 @@ class ChatBody(RequestBody):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         return self
 
@@ -416,7 +470,7 @@ class ChatBody(RequestBody):
         system: list[list[Part]] = []
         turns: list[tuple[str, list[list[Part]]]] = []
         starts: list[int] = []
-        unanswered: dict[str, list[Part]] = {}  # calls by id, each with the group that its result joins
+        unanswered: list[tuple[str, list[Part]]] = []  # ids of calls, each with the group that its result joins
         for index, message in enumerate(self.messages):
             if message.role == "tool":
                 _answered(unanswered, message).append({"type": "python_output", "text": message.text})
@@ -425,7 +479,7 @@ class ChatBody(RequestBody):
             groups = message.groups()
             for call in message.tool_calls or ():
                 group = [{"type": "python", "text": call_text(call.function.name, call.function.arguments)}]
-                unanswered[call.id] = group
+                unanswered.append((call.id or "", group))
                 groups.append(group)
             if message.role in ("system", "developer"):
                 system += groups
@@ -465,11 +519,10 @@ class ChatBody(RequestBody):
         system = [message.text for message in self.messages if message.role in ("system", "developer")]
         messages: list[Message] = [{"role": "system", "content": "\n".join(system)}] if system else []
         starts = [0] * len(messages)
-        unanswered: dict[str, str] = {}  # the names of called functions by the ids of the calls
+        unanswered: list[tuple[str, tuple[str, str]]] = []  # ids of calls, each with the template's id and the name
         for index, message in enumerate(self.messages):
             if message.role == "tool":
-                name = _answered(unanswered, message)
-                call_id = template_id(message.tool_call_id or "")
+                call_id, name = _answered(unanswered, message)
                 messages.append({"role": "tool", "name": name, "tool_call_id": call_id, "content": message.text})
                 starts.append(index)
                 continue
@@ -489,10 +542,11 @@ class ChatBody(RequestBody):
             elif message.text:
                 last["content"] = f"{last['content']}\n{message.text}" if last["content"] else message.text
             for call in message.tool_calls or ():
-                unanswered[call.id] = call.function.name
                 function = {"name": call.function.name, "arguments": _arguments_of(call)}
                 calls = last.setdefault("tool_calls", [])
-                calls.append({"id": template_id(call.id), "type": "function", "function": function})
+                call_id = template_id(call.id or f"{index} {len(calls)}")
+                unanswered.append((call.id or "", (call_id, call.function.name)))
+                calls.append({"id": call_id, "type": "function", "function": function})
         _check_answered(unanswered)
         _check_messages(messages)
         self._check_continuation(messages[-1]["role"])
@@ -503,7 +557,11 @@ def _arguments_of(call: ToolCall) -> dict[str, Any]:
     """The arguments of an earlier call. Templates write an object as JSON; a text would be quoted again."""
     arguments = json_of(call.function.arguments or "{}")
     if not isinstance(arguments, dict):
-        raise ApiError(400, f"the arguments of the call {_shortened(call.id)} are not a JSON object", param="messages")
+        raise ApiError(
+            400,
+            f"the arguments of the call {_shortened(call.id or call.function.name)} are not a JSON object",
+            param="messages",
+        )
     return arguments
 
 
@@ -514,16 +572,20 @@ def _check_messages(messages: list[Message]) -> None:
         raise ApiError(400, str(error), param="messages") from error
 
 
-def _answered(unanswered: dict[str, Item], message: ChatMessage) -> Item:
-    """What is kept of the call that a tool's message answers, which is then answered."""
-    call_id = str(message.tool_call_id)
-    if call_id not in unanswered:
+def _answered(unanswered: list[tuple[str, Item]], message: ChatMessage) -> Item:
+    """What is kept of the call that a tool's message answers, which is then answered: the oldest call, if the message or
+    the call has no id."""
+    call_id = message.tool_call_id or ""
+    matching = [entry for entry in unanswered if entry[0] == call_id]
+    matching = matching or [entry for entry in unanswered if "" in (entry[0], call_id)]
+    if not matching:
         raise ApiError(400, f"no call before it has the tool_call_id {_shortened(call_id)}", param="messages")
-    return unanswered.pop(call_id)
+    unanswered.remove(matching[0])
+    return matching[0][1]
 
 
-def _check_answered(unanswered: Mapping[str, Any]) -> None:
-    for call_id in unanswered:
+def _check_answered(unanswered: Sequence[tuple[str, Any]]) -> None:
+    for call_id, _ in unanswered:
         why = f"the call {_shortened(call_id)} has no result: a message of the role tool follows it"
         raise ApiError(400, why, param="messages")
 
@@ -544,7 +606,8 @@ class CompletionBody(RequestBody):
     """POST /v1/completions."""
 
     prompt: str | Prompts[str] | TokenIds | Prompts[Items[int]]
-    max_tokens: int | None = Field(None, ge=0)  # 0: with `echo` and `logprobs`, the prompt is measured
+    # 0: with `echo` and `logprobs`, the prompt is measured.
+    max_tokens: Annotated[Annotated[int, Field(ge=0)] | None, _minus_one(UNLIMITED)] = None
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None  # the prompt comes before the reply, with its logprobs
     # vLLM's. A trainer samples with it (--for_rl): the prompt's ids are read unchanged, and RL's own engine gives the

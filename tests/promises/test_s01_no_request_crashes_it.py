@@ -144,7 +144,9 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", ""),
         ({"stop_token_ids": [100_000]}, "stop_token_ids", ""),
         ({"stop_token_ids": list(range(65))}, "stop_token_ids", ""),
-        ({"stop": [""]}, "stop.0", ""),
+        ({"top_k": -2}, "top_k", ""),
+        ({"typ_p": 0.9}, "typ_p", "leave it out"),  # other servers' settings, with another value than the neutral one
+        ({"skip_special_tokens": False}, "skip_special_tokens", "leave it out"),
         ({"stop": ["x"] * 17}, "stop", "16"),
         ({"stream_options": {}}, "", "stream_options"),
         ({"tools": [{}]}, "tools.0.type", ""),
@@ -185,14 +187,53 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": [[]] * (MAX_CONTAINERS - 5)}, "prompt.0", ""),
     ],
 }  # fmt: skip
+# Bodies as clients of other servers send them, with a reply of such a server in their history.
+VLLM_REPLY = {
+    "role": "assistant", "content": "b", "refusal": None, "annotations": None, "audio": None, "function_call": None,
+    "tool_calls": [], "reasoning_content": None,
+}  # fmt: skip
+VLLM = {
+    "messages": [*HELLO["messages"], VLLM_REPLY, *HELLO["messages"]],
+    "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": False},
+    "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "length_penalty": 1.0, "stop_token_ids": [], "seed": None,
+    "include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0, "skip_special_tokens": True,
+    "spaces_between_special_tokens": True, "use_beam_search": False, "add_generation_prompt": True,
+    "continue_final_message": False, "logprobs": False, "top_logprobs": 0, "priority": 0, "request_id": "chat-1",
+}  # fmt: skip
+LLAMA_CPP = {  # its web page's
+    "messages": [*HELLO["messages"], {"role": "assistant", "content": "b"}, *HELLO["messages"]],
+    "stream": True, "max_tokens": -1, "reasoning_format": "auto", "dynatemp_range": 0, "dynatemp_exponent": 1,
+    "xtc_probability": 0, "xtc_threshold": 0.1, "typ_p": 1, "repeat_last_n": 64, "repeat_penalty": 1.1,
+    "dry_multiplier": 0, "dry_base": 1.75, "dry_allowed_length": 2, "dry_penalty_last_n": -1, "cache_prompt": True,
+    "samplers": ["top_k", "typ_p", "top_p", "min_p", "temperature"], "backend_sampling": False, "id_slot": -1,
+    "timings_per_token": True, "return_progress": True, "seed": -1, "stop": [""],
+}  # fmt: skip
+DEEPSEEK = {
+    "messages": [*HELLO["messages"], {"role": "assistant", "content": "b", "prefix": True}],
+    "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"}, "stop": None, "stream": False,
+    "stream_options": None, "tools": None, "tool_choice": "none", "logprobs": False, "top_logprobs": None,
+    "temperature": 1, "top_p": 1,
+}  # fmt: skip
+LM_STUDIO = {"temperature": 0.7, "max_tokens": -1, "ttl": 300, "repeat_penalty": 1.1, "stop": "", "logit_bias": {}}
+CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "2+3"}}}
+NO_IDS = {  # llama.cpp's calls may have no ids: results answer them in their order
+    "messages": [
+        *HELLO["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [{**CALL, "id": ""}, {**CALL, "id": None, "index": 1}]},
+        {"role": "tool", "tool_call_id": "", "content": "5"},
+        {"role": "tool", "content": "five"},
+    ]
+}
 ALLOWED: dict[str, list[dict[str, Any]]] = {
     CHAT: [
         {"presence_penalty": -2, "frequency_penalty": 2, "logit_bias": {"5": -100}, "stop_token_ids": [5]},
         {"metadata": {str(number): "x" for number in range(16)}},
         user("x", annotations=[NOTE] * 128),
         {"n": 3},
+        *(VLLM, LLAMA_CPP, DEEPSEEK, LM_STUDIO, NO_IDS),
+        {"response_format": {"type": "json_object", "schema": {"enum": ["a"]}}, "max_tokens": 9},
     ],
-    COMPLETIONS: [{"prompt": ["x"] * 3}],
+    COMPLETIONS: [{"prompt": ["x"] * 3}, {"max_tokens": -1, "stop": ""}],
 }
 
 
