@@ -288,6 +288,8 @@ def __getattr__(name: str) -> Any:
     if name != "app":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
+    import uvicorn.config
+
     def give_up(error: BaseException) -> None:
         print(printable(f"error: {error}"), file=sys.stderr, flush=True)
         os._exit(3)  # gunicorn ends on this code; after any other it restarts the process again and again
@@ -307,6 +309,8 @@ def __getattr__(name: str) -> Any:
     if key is not None and not names_key(config):
         print(f"open {address_with_key('http://<this server>/', key)}", flush=True)
     warn_if_open(config, key)
+    # gunicorn's worker asks uvicorn for a protocol by this name: the one that bounds headers.
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = "nanochat.serve.connection:Connection"
     globals()["app"] = app = make_app(replace(config, api_key=key), give_up)
     return app
 

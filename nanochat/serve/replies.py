@@ -482,16 +482,21 @@ class Reply(Response):
             finally:
                 timer.cancel()
 
+        # The status is sent with the first tokens: a request that waits until the server closes gets 503.
+        chunks = await self._take()
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]  # for nginx
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         serializer = self.serializer
         events = serializer.begin(len(self.streams))
         try:
-            while self.running:
-                await write(events)
-                chunks = await self._take()
+            while True:
                 written = [serializer.event(number, chunk) for number, chunk in chunks]
-                events = b"".join(written) if chunks else HEARTBEAT
+                events += b"".join(written) if chunks else HEARTBEAT
+                if not self.running:
+                    break
+                await write(events)
+                events = b""
+                chunks = await self._take()
             events += serializer.end(usage_of(self.streams, self.prompt_tokens))
         except ApiError as error:
             events = serializer.fail(error)

@@ -279,14 +279,13 @@ def sampling_field(name: str) -> tuple[Any, Any]:
 sampling_fields: dict[str, Any] = {name: sampling_field(name) for name in SETTINGS}
 
 # Fields that change no reply, whatever their values: of OpenAI's API, vLLM and SGLang, llama.cpp, LM Studio and Ollama.
-IGNORED = """
-    prediction prompt_cache_key prompt_cache_retention safety_identifier service_tier user verbosity
-    cache_salt priority request_id rid
-    backend_sampling cache_prompt dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers
-    dynatemp_exponent id_slot mirostat_eta mirostat_tau repeat_last_n return_progress samplers timings_per_token
-    xtc_threshold
-    draft_model keep_alive ttl
-""".split()
+IGNORED = (
+    *("prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user"),
+    *("verbosity", "cache_salt", "priority", "request_id", "rid", "draft_model", "keep_alive", "ttl"),
+    *("backend_sampling", "cache_prompt", "dry_allowed_length", "dry_base", "dry_penalty_last_n", "id_slot"),
+    *("dry_sequence_breakers", "dynatemp_exponent", "mirostat_eta", "mirostat_tau", "repeat_last_n", "samplers"),
+    *("return_progress", "timings_per_token", "xtc_threshold"),
+)
 # Fields of these servers that would change a reply. Their clients send all of them, mostly with the value that switches
 # the effect off.
 NEUTRAL_VALUES = {
@@ -573,8 +572,7 @@ def _check_messages(messages: list[Message]) -> None:
 
 
 def _answered(unanswered: list[tuple[str, Item]], message: ChatMessage) -> Item:
-    """What is kept of the call that a tool's message answers, which is then answered: the oldest call, if the message or
-    the call has no id."""
+    """What is kept of the call that a tool's message answers, which is then answered; without an id, the oldest."""
     call_id = message.tool_call_id or ""
     matching = [entry for entry in unanswered if entry[0] == call_id]
     matching = matching or [entry for entry in unanswered if "" in (entry[0], call_id)]

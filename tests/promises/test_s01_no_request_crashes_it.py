@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from bodies import BODIES, CHAT, COMPLETIONS, HELLO
-from connections import events_of, head_of
+from connections import head_of
 from fake_server import FakeScheduler, asking, client_of, error_of, make_app, serving
 
 from nanochat.serve.schema import MAX_CONTAINERS
@@ -90,10 +90,11 @@ def test_raw_bytes_do_not_crash_it():
 
 def test_a_failed_reply_is_an_error():
     with client_of(make_app(FakeScheduler(fails=True))) as ask:
-        answer = ask("POST", CHAT, json=HELLO)
-        assert answer.status_code == 500 and error_of(answer)["message"] == "out of memory"
-        events = events_of(ask("POST", CHAT, json={**HELLO, "stream": True}).text)
-        assert events[-1]["error"]["code"] == "generation_failed"
+        for stream in (False, True):  # nothing of the stream is sent yet
+            answer = ask("POST", CHAT, json={**HELLO, "stream": stream})
+            error = error_of(answer)
+            assert (answer.status_code, error["message"]) == (500, "out of memory")
+            assert error["code"] == "generation_failed"
 
 
 # ---------------------------------------------------------------------- a table of bodies

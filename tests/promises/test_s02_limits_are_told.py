@@ -71,6 +71,7 @@ def test_headers_are_bounded_in_size(port: int):
         answer = exchange(port, sent)
         assert answer.startswith(b"HTTP/1.1 431 ") and b'"invalid_request_error"' in answer
     assert exchange(port, head + b"x: " + b"y" * (MAX_HEAD // 2) + b"\r\nconnection: close\r\n\r\n")[9:12] == b"200"
+    assert exchange(port, head + b"content-length: 0 \r\nconnection: close\r\n\r\n")[9:12] == b"200"  # a number too
     # So is what follows a chunked body.
     chunked = head_of(COMPLETIONS, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"1\r\n{\r\n0\r\n"
     assert exchange(port, chunked, *[b"x: " + b"y" * 1000 + b"\r\n"] * 300, pause=0.001) == b""

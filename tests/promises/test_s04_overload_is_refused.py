@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from bodies import CHAT, COMPLETIONS, HELLO, PROMPT
-from connections import head_of, open_stream
+from connections import exchange, head_of, send_stream
 from fake_server import FakeScheduler, client_of, error_of, make_app, serving, until
 from running_schedulers import finished, in_all_states, metric, prompt_of, started, tokens_of
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanochat.engine import SamplingParams
 from nanochat.serve.replies import ChatSerializer, CompletionSerializer
@@ -34,7 +35,7 @@ def test_overload_is_refused_at_once_and_the_server_still_responds():
     scheduler = FakeScheduler(slots=3, queue=2, tick=0.005)
     with serving(make_app(scheduler)) as port:
         url = f"http://127.0.0.1:{port}"
-        streams = [open_stream(port, max_tokens=400) for _ in range(5)]
+        streams = [send_stream(port, max_tokens=400) for _ in range(5)]
         until(lambda: len(scheduler.running) == 3 and len(scheduler.waiting) == 2)
         answer = httpx.post(url + CHAT, json=HELLO)
         assert answer.status_code == 429 and answer.headers["retry-after"] == "3"
@@ -153,6 +154,20 @@ def test_the_event_loop_tokenizes_nothing_long(monkeypatch: pytest.MonkeyPatch):
             assert threads and threading.get_ident() not in threads, path
         ask("POST", COMPLETIONS, json=PROMPT)
         assert threading.get_ident() in threads
+
+
+def test_a_body_of_one_byte_chunks_is_parsed_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    sizes = []
+    parse = HttpToolsProtocol.data_received
+    monkeypatch.setattr(
+        HttpToolsProtocol, "data_received", lambda self, data: sizes.append(len(data)) or parse(self, data)
+    )
+    content = json.dumps({**PROMPT, "user": "x" * 200_000}).encode()
+    head = head_of(COMPLETIONS, 0).replace(b"Content-Length: 0", b"Connection: close\r\nTransfer-Encoding: chunked")
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in content) + b"0\r\n\r\n"
+    with serving(make_app()) as port:
+        assert exchange(port, head, chunks).startswith(b"HTTP/1.1 200")
+    assert sum(sizes) == len(head + chunks) and max(sizes) <= 1 << 15
 
 
 def test_a_reader_that_stops_is_dropped_and_the_others_continue():

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import tiny
-from connections import is_ready, open_stream, rest_of
-from fake_server import FakeScheduler, make_app, until, wedged_scheduler
+from connections import is_ready, open_stream, rest_of, send_stream
+from fake_server import FakeScheduler, make_app, serving, until, wedged_scheduler
 from running_schedulers import metric, prompt_of, started
 
 from nanochat.serve import state
@@ -67,6 +67,18 @@ def test_sigterm_ends_every_stream_with_a_final_event():
     reasons = ['"finish_reason":"length"' in text for text in texts]
     assert all(reasons[:10]) and not any(reasons[10:])
     assert all('"code":"cancelled"' in text for text in texts[10:])
+
+
+def test_a_stream_that_waits_gets_503():
+    scheduler = FakeScheduler(slots=1, queue=1, tick=0.005)
+    with serving(make_app(scheduler)) as port:
+        running = open_stream(port, max_tokens=450)
+        waiting = send_stream(port, max_tokens=5)
+        until(lambda: scheduler.waiting)
+        scheduler.close(grace=0)
+        assert waiting.recv(20).startswith(b"HTTP/1.1 503")
+        assert b'"code":"cancelled"' in rest_of(running)
+        waiting.close()
 
 
 @pytest.mark.parametrize("grace", [20, 0])

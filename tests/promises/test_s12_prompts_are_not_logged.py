@@ -17,9 +17,10 @@ import httpx
 import pytest
 import tiny
 from bodies import CHAT, COMPLETIONS, CONTEXT, HELLO
-from connections import head_of, is_ready, open_stream, rest_of
+from connections import exchange, head_of, is_ready, open_stream, rest_of, send_stream
 from fake_server import FakeScheduler, checkpoint, client_of, error_of, make_app, serving, until
 
+from nanochat.serve.middleware import MAX_HEAD
 from nanochat.serve.scheduler import Scheduler
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,7 +42,8 @@ def whisper(port: int) -> None:
             connection.sendall(content)
             time.sleep(0.05)
     for _ in range(3):
-        open_stream(port, **secret, max_tokens=400).close()
+        with send_stream(port, **secret, max_tokens=400) as stream:
+            stream.recv(200)
 
 
 @pytest.mark.parametrize("fault", ["", "a reply", "the device"])
@@ -84,6 +86,8 @@ def test_the_command_logs_no_prompt_and_ends_its_streams(how: str, sign: signal.
         until(lambda: is_ready(port), 60)
         whisper(port)
         secret = [{"role": "user", "content": CANARY}]
+        # Under gunicorn too, headers are bounded; its worker's parser would wait for them without end.
+        assert exchange(port, b"GET / HTTP/1.1\r\nx: " + b"y" * 2 * MAX_HEAD)[9:12] == b"431"
         streams = [open_stream(port, messages=secret, max_tokens=400, seed=seed) for seed in range(20)]
         process.send_signal(sign)
         ends = [rest_of(stream) for stream in streams]

@@ -14,12 +14,18 @@ def head_of(path: str, length: int) -> bytes:
     return f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {length}\r\n\r\n".encode()
 
 
-def open_stream(port: int, **body: Any) -> socket.socket:
-    """A streaming chat request on a new socket, with the headers and the first event read."""
+def send_stream(port: int, **body: Any) -> socket.socket:
+    """A streaming chat request on a new socket. Its response begins with the first token."""
     content = json.dumps({**HELLO, "stream": True, **body}).encode()
     connection = socket.create_connection(("127.0.0.1", port))
     connection.sendall(head_of(CHAT, len(content)) + content)
     connection.settimeout(60)
+    return connection
+
+
+def open_stream(port: int, **body: Any) -> socket.socket:
+    """The same, with the headers and the first event read."""
+    connection = send_stream(port, **body)
     assert b"200 OK" in connection.recv(200)
     return connection
 
