@@ -98,18 +98,18 @@ StopText = Annotated[str, Field(min_length=1, max_length=256)]
 StopTexts = Annotated[list[StopText], Field(fail_fast=True, max_length=16)]
 
 
-def _only(*accepted: Any) -> Any:
-    """The type of a field whose other values this server does not implement; null requests nothing, and passes."""
+def _only(*accepted: Any) -> AfterValidator:
+    """The check of a field whose other values this server does not implement; null requests nothing, and passes."""
 
     def check(value: Any) -> Any:
         if value is not None and value not in accepted:
             raise ValueError("this server does not implement it: leave it out")
         return value
 
-    return Annotated[Any, AfterValidator(check)]
+    return AfterValidator(check)
 
 
-Unsupported = _only(False, 0, "", [], {})
+Unsupported = Annotated[Any, _only(False, 0, "", [], {})]
 
 
 class Strict(BaseModel):
@@ -268,7 +268,7 @@ def sampling_field(name: str) -> tuple[Any, Any]:
     """An optional field with the range of the setting, or OpenAI's."""
     kind, own_range = get_args(SETTINGS[name])
     limits: Range = OPENAI_RANGES.get(name) or own_range
-    optional: Any = Annotated[kind, Field(ge=limits.low, le=limits.high)] | None
+    optional: Any = Annotated[kind | None, Field(ge=limits.low, le=limits.high)]
     if name in MINUS_ONE:
         optional = Annotated[optional, MINUS_ONE[name]]
     names = AliasChoices(*filter(None, (name, SYNONYMS.get(name))))
@@ -297,7 +297,7 @@ NEUTRAL_VALUES = {
     "xtc_probability": 0, "store": False,
 }  # fmt: skip
 neighbour_fields: dict[str, Any] = {name: (Any, None) for name in IGNORED}
-neighbour_fields |= {name: (_only(value), None) for name, value in NEUTRAL_VALUES.items()}
+neighbour_fields |= {name: (Annotated[Any, _only(value)], None) for name, value in NEUTRAL_VALUES.items()}
 GeneratedFields = create_model("GeneratedFields", __base__=Strict, **sampling_fields, **neighbour_fields)
 
 
