@@ -1,7 +1,7 @@
 """Clients that put load on a server and measure it, for `python -m scripts.bench serve`.
 
-Each client streams completions over plain HTTP/1.1 and sends its next request when its reply is complete. Run them in a
-separate process, so that they do not share the server's Python lock.
+Each client streams completions and sends its next request when its reply is complete. Run them in a separate process,
+so that they do not share the server's Python lock.
 """
 
 import asyncio
@@ -42,12 +42,15 @@ class LoadStats:
 
 def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, requests: int) -> LoadStats:
     """Send `requests` requests in all, from `clients` clients at once."""
-    stats = LoadStats()
-    numbers = iter(range(requests))
+    stats = LoadStats(requests=requests)
+    seeds = iter(range(requests))
 
     async def client() -> None:
-        for number in numbers:  # shared: each client takes the next one
-            await request(host, port, {**body, "seed": number}, stats)
+        for seed in seeds:  # shared: each client takes the next one
+            try:
+                await measure(host, port, {**body, "seed": seed}, stats)
+            except (OSError, EOFError):  # no connection, or no complete reply
+                stats.failed += 1
 
     async def run() -> None:
         await asyncio.gather(*(client() for _ in range(clients)))
@@ -58,56 +61,27 @@ def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, reques
     return stats
 
 
-async def request(host: str, port: int, body: dict[str, Any], stats: LoadStats) -> None:
-    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(content)}\r\n"
-    stats.requests += 1
-    client = Client(f"{head}Connection: close\r\n\r\n".encode() + content, stats)
-    try:
-        await asyncio.get_running_loop().create_connection(lambda: client, host, port)
-        await client.ended
-    except OSError:
-        stats.failed += 1
+async def measure(host: str, port: int, body: dict[str, Any], stats: LoadStats) -> None:
+    """Send a request and time its events. Only the last one is parsed, to leave the cores to the server.
 
-
-class Client(asyncio.Protocol):
-    """Sends a request and reads its events as they arrive.
-
-    It parses only the last event, and runs no coroutine for the others, to leave the cores to the server.
+    Raises OSError or EOFError: when there is no reply, or only a part of one.
     """
-
-    def __init__(self, request: bytes, stats: LoadStats):
-        self.request = request
-        self.stats = stats
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.began = time.perf_counter()
-        self.last = 0.0  # time of the last token
-        self.pending = b""  # the beginning of an event; at first, the response's headers too
-
-    def connection_made(self, transport: Any) -> None:
-        transport.write(self.request)
-
-    def data_received(self, data: bytes) -> None:
-        *events, self.pending = (self.pending + data).split(b"\n\n")
-        for event in events:
-            self.take(event)
-
-    def take(self, event: bytes) -> None:
-        """Count an event. The size of its HTTP chunk precedes it."""
-        stats = self.stats
-        if b'data: {"error"' in event:
-            stats.failed += 1
-        elif b'"choices":[{' in event and b'"text":""' not in event:  # the last choice may have no text
+    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(content)}\r\n\r\n"
+    last = 0.0  # time of the last token
+    began = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(head.encode() + content)
+        if b" 200 " not in await reader.readuntil(b"\r\n\r\n"):
+            raise EOFError("refused")
+        while b'"usage":{' not in (event := await reader.readuntil(b"\n\n")):
+            if b'"choices":[{' not in event:
+                raise EOFError("the reply failed")
             now = time.perf_counter()
-            if self.last:
-                stats.between_tokens.append(now - self.last)
-            else:
-                stats.first_token.append(now - self.began)
-            self.last = now
-        elif b'"usage":{' in event:
-            stats.tokens += json.loads(event[event.index(b"data: ") + 6 :])["usage"]["completion_tokens"]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        # A refusal has no event: its headers are still here.
-        self.stats.failed += self.pending.startswith(b"HTTP/")
-        self.ended.set_result(None)
+            if b'"text":""' not in event:  # the last choice may have no text
+                (stats.between_tokens if last else stats.first_token).append(now - (last or began))
+                last = now
+        stats.tokens += json.loads(event[event.index(b"data: ") + 6 :])["usage"]["completion_tokens"]
+    finally:
+        writer.close()

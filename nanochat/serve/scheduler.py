@@ -18,12 +18,10 @@ The scheduler does not check requests. serve/prompts.py passes on only requests 
 import codecs
 import itertools
 import logging
-import statistics
 import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,11 +38,9 @@ from nanochat.serve.grammar import Grammar
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
-STALL_STEPS = 1.0  # while others wait for their tokens, a piece of a prompt takes at most the time of this many steps
-LONGER = 0.5  # if that allows more, a piece takes at most this share longer than the shortest one
+LEAST_BUDGET = 2 * CHUNK_STEP  # tokens of prompts read in a turn while others wait; fewer take as long
 CACHE_SHARE = 0.7  # of the free memory for a cache of the default size; prompts, logits and recordings need some, too
 SMOOTHING = 0.2  # weight of the newest value in a running mean
-RECENT_PASSES = 16  # over prompts, from which the time of the next pass is estimated
 SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are in memory at once
 
 
@@ -381,8 +377,7 @@ class Scheduler:
 
         # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
-        # (tokens, seconds) of the last passes over prompts for which others waited. Older ones are forgotten.
-        self.passes: deque[tuple[int, float]] = deque(maxlen=RECENT_PASSES)
+        self.budget = LEAST_BUDGET  # tokens of prompts read in a turn while others wait; doubled and halved by `_turn`
         self.request_seconds = 0.0  # the time of a request, from `submit` to its end
         self.metrics = SchedulerMetrics()
         self.metrics.slots.set(slots)
@@ -487,8 +482,7 @@ class Scheduler:
         self._finish(cancelled, "cancelled")
 
         # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
-        #    running, a turn never does both, so it takes about two steps at most (1.9 to 2.1 in the median, depth 4,
-        #    AMD EPYC, 2026-11-21), or a step and half as long again as the shortest piece of a prompt.
+        #    running, a turn never does both.
         computed = 0
         if not (self.slots.rows and self._rows("read")):
             computed = self._read_prompts()
@@ -504,16 +498,18 @@ class Scheduler:
             return
         self._decode()
 
-        # 4. Measure: a turn without a prompt is a step; the rest of a turn with one is the prompt's.
+        # 4. A turn without a prompt is a step. One with a piece of a prompt shall take at most two, because others wait.
         seconds = time.perf_counter() - began
         if not computed:
             self.step_seconds = _mean(self.step_seconds, seconds)
-        elif self.step_seconds:
-            self.passes.append((computed, max(0.0, seconds - self.step_seconds)))
+        elif seconds > 2 * self.step_seconds:
+            self.budget = max(self.budget // 2, LEAST_BUDGET)
+        elif seconds < 1.5 * self.step_seconds and computed > self.budget // 2:
+            self.budget = min(2 * self.budget, self.slots.prefill_chunk)
 
     def _read_prompts(self) -> int:
         """Continue with the prompts that have a slot, then with waiting ones; returns the number of tokens computed."""
-        budget = self._patience() if self.slots.rows else self.slots.prefill_chunk
+        budget = self.budget if self.slots.rows else self.slots.prefill_chunk
         left = budget
         while left > 0:
             rows = self._next_prompts(left)
@@ -572,26 +568,6 @@ class Scheduler:
                 return rows
             row.group.turn = next(self._turns)
             rows.append(row)
-
-    def _patience(self) -> int:
-        """Tokens of prompts that others wait for, in whole pieces of CHUNK_STEP: they take no longer than STALL_STEPS
-        steps, or hardly longer than the shortest piece does."""
-        if not self.passes:
-            return CHUNK_STEP
-        tokens, seconds = zip(*self.passes, strict=True)
-        most = STALL_STEPS * self.step_seconds * sum(tokens) / max(sum(seconds), 1e-9)
-        further = 0.0
-        if len(set(tokens)) > 1:
-            # How the time of a pass grows with its tokens. After a disturbed pass the line may not be plausible.
-            line = statistics.linear_regression(tokens, seconds)
-            shortest = line.intercept + line.slope * CHUNK_STEP
-            if line.slope > 0 and shortest > 0:
-                further = LONGER * shortest / line.slope
-        elif len(self._rows("waiting")) > 1:  # try what further tokens cost
-            further = CHUNK_STEP
-        # At most twice as many as the last time, so that a wrong estimate costs only one turn.
-        most = max(most, min(CHUNK_STEP + further, 2 * tokens[-1]))
-        return max(CHUNK_STEP, int(min(most, self.slots.prefill_chunk)) // CHUNK_STEP * CHUNK_STEP)
 
     def _take_slot(self, row: _RequestRow) -> bool:
         """Give a waiting request the slot after the last one in use; False if there is none."""

@@ -178,39 +178,34 @@ class Clock:
         until(lambda: self.runner.completion_tokens > 5)
 
 
-@pytest.mark.parametrize("tokens_a_step", [20, 50, 400])
-def test_a_long_prompt_keeps_the_others_waiting_for_two_steps_at_most(
-    tokens_a_step: int, running: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("read_steps", "longest", "budget"),
+    [
+        (lambda tokens: tokens / 20, 2.6, 32),  # the fewest tokens take more than a step
+        (lambda tokens: tokens / 100, 1.64, 64),
+        (lambda tokens: tokens / 400, 1.64, 256),
+        (lambda tokens: 1 + (tokens - 16) / 100, 2.16, 32),  # more than the launch of a pass
+    ],
+)
+def test_others_wait_for_two_steps_while_prompts_are_read(
+    read_steps: Callable[[int], float], longest: float, budget: int, running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(running, monkeypatch, lambda tokens: tokens / tokens_a_step)
-    assert len(tokens_of(clock.scheduler.submit(Request(prompt_of(400), 3, GREEDY)))) == 3
-    clock.runner.cancel()
-    stalls = [after - before for before, after in itertools.pairwise(clock.ends)]
-    assert 1.5 < max(stalls) <= 2  # it uses what it may
-
-
-@pytest.mark.parametrize("disturbed", [None, 1])
-def test_how_many_are_read_while_others_wait_is_learned(
-    disturbed: int | None, running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pass over one prompt takes a step, and each further token a hundredth of one. A single disturbed pass is
-    forgotten after a while."""
-    clock = Clock(running, monkeypatch, lambda tokens: 1 + (tokens - 16) / 100, slots=24, queue=24)
-    clock.disturbed = disturbed
+    """Long prompts, and short ones several at a time. A pass that the machine disturbed is soon forgotten."""
+    clock = Clock(running, monkeypatch, read_steps, slots=24, queue=24)
     scheduler = clock.scheduler
-    tokens_of(scheduler.submit(Request(prompt_of(10), 1)))  # first one prompt: the shortest piece
-    for _ in range(4):
-        with scheduler.changed:
-            streams = [scheduler.submit(Request(prompt_of(10, number), 5)) for number in range(20)]
-        for stream in streams:
-            tokens_of(stream)
+    clock.disturbed = 2
+    for length in (400, 400):
+        assert len(tokens_of(scheduler.submit(Request(prompt_of(length), 3, GREEDY)))) == 3
+    assert scheduler.budget == budget
+    with scheduler.changed:
+        streams = [scheduler.submit(Request(prompt_of(10, number), 5)) for number in range(20)]
+    for stream in streams:
+        tokens_of(stream)
     clock.runner.cancel()
     counts = [count for count, _ in clock.read]
-    if disturbed is None:
-        assert max(took for _, took in clock.read) <= 1.5  # half as long again as one prompt
-        assert counts[:8] == [1, 1, 2, 4, 4, 4, 4, 2]  # two to learn, then 64 tokens at once
-    assert max(took for _, took in clock.read) <= 2  # at most twice as many tokens as the time before
-    assert 4 <= max(counts[-6:]) <= 5, counts
+    assert max(counts) == budget // 16  # prompts at once, each padded to 16 tokens
+    stalls = sorted(after - before for before, after in itertools.pairwise(clock.ends))
+    assert stalls[-1] > 20 and stalls[-2] == pytest.approx(longest)
 
 
 def scripted(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
