@@ -498,7 +498,7 @@ class Scheduler:
             return
         self._decode()
 
-        # 4. A turn without a prompt is a step. One with a piece of a prompt shall take at most two, because others wait.
+        # 4. A turn without a prompt is a step. One with a piece of a prompt takes at most two, because others wait.
         seconds = time.perf_counter() - began
         if not computed:
             self.step_seconds = _mean(self.step_seconds, seconds)
