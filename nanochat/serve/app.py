@@ -95,11 +95,20 @@ def create_app(
         content_policy=content_policy(files["/"].content.decode()),
     )
     app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(404, _not_found)
     _add_page(app, files)
     _add_server_routes(app, state)
     _add_openai_routes(app, state)
     _add_engine_routes(app, state)
     return app
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    """Names the routes that reply: clients come with others, such as /v1/responses and Ollama's /api/chat."""
+    if not isinstance(error, schema.ApiError):
+        where = "this server replies at /v1/chat/completions and /v1/completions"
+        error = schema.ApiError(404, f"Not Found: {request.url.path[:100]}; {where}")
+    return await http_error(request, error)
 
 
 def _add_page(app: FastAPI, files: Mapping[str, StaticFile]) -> None:

@@ -255,6 +255,7 @@ def test_what_is_wrong_with_a_body_is_named(path: str):
     ("method", "path", "content", "status"),
     [
         ("GET", "/nowhere", b"", 404),
+        ("POST", "/v1/responses", b"{}", 404),
         ("GET", "/v1/models/other", b"", 404),
         ("GET", "/v1/models/a%00b", b"", 404),
         ("GET", "/%ED%A0%80", b"", 404),
@@ -268,7 +269,9 @@ def test_what_is_wrong_with_a_body_is_named(path: str):
 )
 def test_every_error_has_openais_form(ask: Any, method: str, path: str, content: bytes, status: int):
     answer = ask(method, path, content=content)
-    assert answer.status_code == status and error_of(answer)["type"] == "invalid_request_error"
+    error = error_of(answer)
+    assert answer.status_code == status and error["type"] == "invalid_request_error"
+    assert status != 404 or CHAT in error["message"] or error["code"] == "model_not_found"
 
 
 # ---------------------------------------------------------------------- what the description allows
