@@ -87,7 +87,6 @@ class Row:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: Collection[int] = ()  # further tokens that end the reply
     grammar: Any = None  # the grammar that its tokens must follow (serve/grammar.py)
-    adapter: int = 0  # which of the engine's adapters it runs with, from 1 on; 0: none
     slot: int = -1  # its row of the cache
     made: int = 0  # new tokens so far
     tool_call: list[int] | None = None  # the tokens of an open call
@@ -116,11 +115,10 @@ class Engine:
     """Generates with a snapshot of a model's weights, cast once to the device's dtype.
 
     All ranks of a sharded model make the snapshot together, and update it together. Unless `graphs` is "off" an
-    accelerator records the launches of a decoded token and replays them as one. `adapters` is called with the engine's
-    model, hooks several adapters to it, and returns an object whose `chosen` (rows,) numbers the adapter of each row.
-    `weights` "fp16" takes half the memory and time of products in fp32, and rounds weights to 11 bits. The model itself
-    is packed, so that no copy is there in fp32: it can neither be trained nor saved any more. With `tempered_logprobs`,
-    which samplers of RL set, the logprobs of new tokens are at their row's temperature, otherwise at temperature 1.
+    accelerator records the launches of a decoded token and replays them as one. `weights` "fp16" takes half the memory
+    and time of products in fp32, and rounds weights to 11 bits. The model itself is packed, so that no copy is there in
+    fp32: it can neither be trained nor saved any more. With `tempered_logprobs`, which samplers of RL set, the logprobs
+    of new tokens are at their row's temperature, otherwise at temperature 1.
     Raises UserError: when graphs are "on" on a CPU, or the device has no products with such weights.
     """
 
@@ -130,7 +128,6 @@ class Engine:
         tokenizer: Tokenizer,
         device: Device | None = None,
         graphs: Literal["auto", "on", "off"] = "auto",
-        adapters: Callable[[GPT, torch.dtype], Any] | None = None,
         weights: WeightFormat = "auto",
     ):
         self.weights: WeightFormat = weights
@@ -142,7 +139,6 @@ class Engine:
         self.decoders = self.device.runtime.decoders(records)
         self.tokenizer = tokenizer
         self.model = self._snapshot(model)
-        self.adapters = adapters(self.model, self.device.dtype) if adapters else None
         # The marks of calculator calls. Models of other families have none: no token has the id -1.
         self.call_start = tokenizer.special_ids.get("<|python_start|>", -1)
         self.call_end = tokenizer.special_ids.get("<|python_end|>", -1)
@@ -200,7 +196,6 @@ class Engine:
         sampling: SamplingParams | Sequence[SamplingParams],
         max_rows: int | None = None,
         should_stop: Callable[[], bool] = lambda: False,
-        adapter: int = 0,
         logprobs: int = -1,
     ) -> Iterator[NewToken]:
         """Yield the new tokens of all prompts, step by step; `row.number` says whose a token is.
@@ -208,7 +203,7 @@ class Engine:
         `sampling` holds for all prompts, or is a list with one for each. At most `max_rows` prompts run at once; the
         others begin as rows end. A row ends with a stop token, which is yielded too, after `max_tokens`, or at the end
         of the context; setting `row.max_tokens` to 0 ends it with its next token. `should_stop` is called before
-        each step. `adapter` is the number of one of the engine's adapters; `logprobs` as in `Slots.decode`.
+        each step. `logprobs` as in `Slots.decode`.
         Raises UserError: when a setting is out of range or a prompt does not fit. Raises Interrupted: when
         `should_stop` returns True.
         """
@@ -227,7 +222,7 @@ class Engine:
         waiting: deque[Row] = deque()
         for number, (prompt, params) in enumerate(zip(prompts, settings, strict=True)):
             # The rotary tables end with the context, so prompt and reply together must fit into it.
-            waiting.append(Row(prompt, min(max_tokens, context - len(prompt)), params, number, adapter=adapter))
+            waiting.append(Row(prompt, min(max_tokens, context - len(prompt)), params, number))
 
         # The cache is as large as the longest row needs. It is written once and read at every token.
         size = min(len(waiting), max_rows or len(waiting))
@@ -397,7 +392,6 @@ class Slots:
         # The state of each row, on the device. So a step needs nothing from the host except its launches.
         self.index = torch.arange(size, device=device)[:, None]  # (size, 1): 0, 1, 2, ...
         self.last = torch.zeros(size, dtype=torch.long, device=device)  # each row's newest token: it is fed next
-        self.adapter = torch.zeros(size, dtype=torch.long, device=device)  # see Row; also of a prompt that is read
         # A random number for every token to come, drawn when the row is admitted.
         self.noise = torch.zeros(size, capacity, device=device)  # for the token after each position
         self.table = torch.zeros(size, len(RowSettings.numbers(SamplingParams())), device=device)
@@ -423,12 +417,8 @@ class Slots:
         first = len(self.rows)
         # Each distinct prompt gets one slot, the longest first. The prompts that still have tokens at some chunk are
         # then the first ones, in neighbouring slots, and one `prefill` reads a piece of each.
-        # With another adapter the same prompt has other keys and values.
-        distinct = dict.fromkeys((tuple(row.prompt), row.adapter) for row in rows)
-        chosen = sorted(distinct, key=lambda one: len(one[0]), reverse=True)
-        slot_of = {one: first + place for place, one in enumerate(chosen)}
-        prompts = [prompt for prompt, _ in chosen]
-        self.choose(first, [adapter for _, adapter in chosen])
+        prompts = sorted(dict.fromkeys(tuple(row.prompt) for row in rows), key=len, reverse=True)
+        slot_of = {prompt: first + place for place, prompt in enumerate(prompts)}
         # At most `group` prompts are read at once, 32 with pieces of 256 tokens, and of these only such as are about as
         # long, because all are padded to the length of the longest. About as long: one bit_length of the padded length.
         #
@@ -451,14 +441,8 @@ class Slots:
         # RL and `generate_batch` sample one prompt many times. Rows of an equal prompt begin with the same slot, and
         # `admit` copies it for all but one.
         for row in rows:
-            row.slot = slot_of[tuple(row.prompt), row.adapter]
+            row.slot = slot_of[tuple(row.prompt)]
         self.admit(rows)
-
-    @torch.inference_mode()
-    def choose(self, slot: int, adapters: Sequence[int]) -> None:
-        """Set the adapters of the slots from `slot` on, before their prompts are read. See `Row.adapter`."""
-        if self.engine.adapters is not None:
-            self.adapter[slot : slot + len(adapters)] = self._index(adapters)
 
     @torch.inference_mode()
     def prefill(self, slot: int, pieces: Sequence[Sequence[int]], filled: int) -> int:
@@ -481,8 +465,6 @@ class Slots:
         cache = self.cache.view(slot, slot + len(pieces))
         cache.attended_len = attended_len
         cache.position.fill_(filled)
-        if self.engine.adapters is not None:
-            self.engine.adapters.chosen = self.adapter[slot : slot + len(pieces)]
         hidden = self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
         cache.position.add_(self.engine.device.to_device(lengths))
         return hidden
@@ -509,7 +491,6 @@ class Slots:
             longest = max(len(row.prompt) for row in rows)
             self.cache.copy_rows(self._index(sources), self._index(targets), longest)
         self.last[first:end] = to_device(torch.tensor([row.prompt[-1] for row in rows]))
-        self.choose(first, [row.adapter for row in rows])
         self.cache.position[first:end] = to_device(torch.tensor([len(row.prompt) - 1 for row in rows]))
         self.table[first:end] = to_device(torch.tensor([RowSettings.numbers(row.sampling) for row in rows]))
 
@@ -559,7 +540,7 @@ class Slots:
             source = self._index([row.slot for row in movers])
             target = self._index(gaps)
             self.cache.copy_rows(source, target, max(len(row.prompt) + row.made for row in movers))
-            tensors = (self.last, self.adapter, self.cache.position, self.noise, self.table, self.seen)
+            tensors = (self.last, self.cache.position, self.noise, self.table, self.seen)
             for tensor in (*tensors, self.counts, self.bias):
                 if tensor is not None:
                     tensor[target] = tensor[source]
@@ -676,8 +657,6 @@ class Slots:
         positions = cache.positions(1)  # (B, 1)
         # By index and not by gather: a simulated recording computes shapes with indices of -1, which gather refuses.
         noise = self.noise[self.index[:B], positions]  # (B, 1)
-        if self.engine.adapters is not None:
-            self.engine.adapters.chosen = self.adapter[:B]
         hidden = self.engine.model.hidden(self.last[:B, None], cache)  # (B, 1, C)
         cache.position.add_(1)
         return self.engine.model.logits(hidden.flatten(0, 1)), noise

@@ -6,8 +6,6 @@ python -m scripts.chat_web --source sft --host 0.0.0.0 --port 8000
 
 python -m scripts.chat_web --source base,sft,rl
 
-python -m scripts.chat_web --source hf:ORG/NAME --adapter french=my_adapters,poems=peft_folder
-
 python -m scripts.chat_web --source sft --for_rl --slots 128 --port 8001
 
 NANOCHAT_CHAT_WEB="--source sft" gunicorn -w 1 -b 0.0.0.0:8000 -k uvicorn.workers.UvicornWorker scripts.chat_web:app
@@ -35,7 +33,6 @@ from nanochat.run.decoding_flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
 
 if TYPE_CHECKING:
-    from nanochat.adapters.lora import Adapters
     from nanochat.serve.scheduler import Scheduler
     from nanochat.serve.state import LoadedModel
 
@@ -48,9 +45,6 @@ class Config:
     # clients choose one by its name, and the last one is the default.
     source: str = "auto"
     model_tag: str | None = None  # of each stage; default: the tag written last
-    # [NAME=]PATH, several with commas: checkpoints of adapters, or folders of peft's, that share the source in memory.
-    # Clients choose an adapter by its name; default: nanochat-TAG-STAGE, or the folder's name.
-    adapter: str = ""
     # The model's name for clients, or as many names as sources; default: nanochat-TAG-STAGE. "nanochat" is always
     # accepted, too, for the default model.
     name: str = ""
@@ -121,11 +115,8 @@ def check(config: Config) -> list[str]:
 
     allowed_origins(config)  # raises on a mistake
     sources = find_sources(config)
-    adapters = find_adapters(config, sources[0].folder)
-    if config.for_rl and adapters:
-        raise UserError("--for_rl replaces the weights, to which the adapters of --adapter belong: leave one out")
     devices.runtime_of(devices.kind_of(config.device)).records(config.decoding.graphs)  # raises on a mistake
-    return [*(source.name for source in sources), *(name for name, _, _ in adapters)]
+    return [source.name for source in sources]
 
 
 @dataclass(frozen=True)
@@ -157,13 +148,13 @@ def find_sources(config: Config) -> list[Source]:
             f"--name {config.name[:MAX_NAME]}: --source has {len(entries)} models; name each, with commas, in at most "
             f"{MAX_NAME} printable characters without spaces around them, or leave it out"
         )
-    if len(entries) > 1 and (config.adapter or config.for_rl):
-        raise UserError(f"--adapter and --for_rl are for a single --source, not for {len(entries)}: leave them out")
+    if len(entries) > 1 and config.for_rl:
+        raise UserError(f"--for_rl is for a single --source, not for {len(entries)}: leave it out")
 
     found: list[Source] = []
     for entry, name in zip(entries, names, strict=True):
         folder = find_source(entry, config.model_tag)
-        if not name and (len(entries) > 1 or config.adapter):
+        if not name and len(entries) > 1:
             _, _, meta = load_config(folder)
             name = name_of(meta)
         for other in found:
@@ -173,38 +164,6 @@ def find_sources(config: Config) -> list[Source]:
             raise UserError(f"--source {entry}: another model is called {name}; name all models with --name A,B,...")
         found.append(Source(name, folder))
     return found[::-1]
-
-
-def find_adapters(config: Config, base: Path) -> list[tuple[str, "Adapters", dict[str, Any]]]:
-    """The adapters of --adapter: the name for clients, the adapters, and their meta data.
-
-    Raises UserError: when one belongs to another base, or two have the same name.
-    """
-    from nanochat.adapters.folders import load_adapters
-    from nanochat.checkpoint_manager import load_config
-    from nanochat.serve.prompts import ALIAS
-
-    found = []
-    names = {ALIAS, config.name}
-    entries = list(filter(None, config.adapter.split(",")))
-    if not entries:
-        return []
-    shape, tokenizer, _ = load_config(base)
-    for entry in entries:
-        name, _, source = entry.rpartition("=") if not Path(entry).is_dir() else ("", "", entry)
-        adapters, meta = load_adapters(source, shape, base)
-        if adapters.lora.base_format == "nf4":
-            raise UserError(f"--adapter {source} was trained over a base of 4 bits: serve it separately, as --source")
-        if meta.get("tokenizer", tokenizer.fingerprint()) != tokenizer.fingerprint():
-            raise UserError(
-                f"--adapter {source} was trained with another --chat_template: serve it separately, as --source"
-            )
-        name = name or name_of(meta)
-        if name in names:
-            raise UserError(f"--adapter {entry}: another model is called {name}; give it a name as NAME=PATH")
-        names.add(name)
-        found.append((name, adapters, meta))
-    return found
 
 
 def name_of(meta: dict[str, Any]) -> str:
@@ -226,7 +185,7 @@ def make_app(config: Config, on_failure: Callable[[BaseException], None]) -> Any
 
 
 def load_models(config: Config) -> "LoadedModel":
-    """Load the models of --source and --adapter; returns the default one, which has the others."""
+    """Load the models of --source; returns the default one, which has the others."""
     from nanochat import device as devices
     from nanochat.serve.scheduler import start_schedulers
     from nanochat.serve.weights import load_engine
@@ -234,9 +193,7 @@ def load_models(config: Config) -> "LoadedModel":
     # All weights first: the caches share the memory that they leave.
     device = devices.init(config.device, config.dtype)
     sources = find_sources(config)
-    adapters = find_adapters(config, sources[0].folder)
-    chosen = [one for _, one, _ in adapters]
-    loaded = [load_engine(one.folder, device, config.max_seq_len, chosen, config.decoding) for one in sources]
+    loaded = [load_engine(one.folder, device, config.max_seq_len, config.decoding) for one in sources]
     schedulers = start_schedulers([engine for engine, _ in loaded], config.slots, config.max_seq_len)
     # Python's garbage collector visits every object that it tracks while all threads wait, whenever a request creates
     # many objects. The objects loaded so far stay, so exclude them: a body of 49,000 empty lists takes 16 ms, and
@@ -245,19 +202,13 @@ def load_models(config: Config) -> "LoadedModel":
     gc.freeze()
 
     models = []
-    metas = [meta for _, meta in loaded]
-    for source, scheduler, meta in zip(sources, schedulers, metas, strict=True):
+    for source, scheduler, (_, meta) in zip(sources, schedulers, loaded, strict=True):
         models.append(served_model(config, scheduler, source.name or name_of(meta), meta))
-    # An adapter inherits the base's meta data where it has none.
-    for number, (name, _, own) in enumerate(adapters, start=1):
-        models.append(served_model(config, schedulers[0], name, {**metas[0], **own}, number))
     return replace(models[0], others=tuple(models[1:]))
 
 
-def served_model(
-    config: Config, scheduler: "Scheduler", name: str, meta: dict[str, Any], adapter: int = 0
-) -> "LoadedModel":
-    """A scheduler's model, or the adapter with this number, as the server's routes know it."""
+def served_model(config: Config, scheduler: "Scheduler", name: str, meta: dict[str, Any]) -> "LoadedModel":
+    """A scheduler's model as the server's routes know it."""
     from nanochat.sampling import SamplingParams
     from nanochat.serve.state import LoadedModel
     from nanochat.serve.weights import fingerprint_of, reader_of_updates
@@ -278,7 +229,6 @@ def served_model(
         fingerprint=fingerprint_of(Path(meta["folder"])),
         sampling=SamplingParams(**meta["sampling"]),
         about=about,
-        adapter=adapter,
         read_update=reader_of_updates(engine, config.max_seq_len) if config.for_rl else None,
     )
 

@@ -72,7 +72,7 @@ def main(config: Config) -> None:
     if config.to == "peft":
         peft.require_same_modules(model_folder.lineage(source)[-1], "--to peft")
         shape, _, meta = checkpoint_manager.load_config(source)
-        adapters, _ = folders.load_adapters(str(source), shape)
+        adapters = folders.read_adapters(source, shape)
         peft.require_whole_experts(adapters.lora, shape)
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
         with saver.new_folder(out) as folder:

@@ -13,17 +13,12 @@ from nanochat.device import Device
 from nanochat.gpt import GPTConfig
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
-from nanochat.ground.log import warn
 from nanochat.ground.untrusted import read_json
 from nanochat.model_folder import (
     MAX_NAME,
     UNREADABLE,
     Weights,
-    damage_of,
-    facts_of_use,
-    find_folder,
     is_foreign,
-    short_name,
     weights_sha256,
 )
 from nanochat.ranks import decide_on_rank_zero
@@ -58,48 +53,19 @@ def base_of(source: Path, device: Device) -> dict[str, str]:
     return {"base": where.as_posix(), "base_sha256": sha256}
 
 
-def load_adapters(source: str, config: GPTConfig, base: Path | None = None) -> tuple[Adapters, dict[str, Any]]:
-    """The adapters of a checkpoint, or of a folder that peft has saved, and their meta data, as from `load_model`; for
-    a folder of peft's the meta data are only "folder".
-
-    Raises UserError: when there are none, or they are not of the model `base`, or not of its shape.
-    """
-    folder = find_folder(source, flag="--adapter ")
-    with damage_of(folder):
-        if peft.is_folder(folder):
-            if base is not None:
-                peft.require_same_modules(base, f"--adapter {source}")
-            read = peft.read(folder, config)
-            trained_on = peft.base_of(folder)
-            # The settings of peft can call a model by a path, by our short name, or by a repository of a hub.
-            names = () if base is None else (base, base.resolve(), short_name(base), base.name.replace("--", "/"))
-            if base is not None and trained_on.rpartition(":")[2] not in map(str, names):
-                warn(
-                    f"--adapter {source} names {trained_on} as its base: over {base} it is right with the same weights"
-                )
-            return read, {"folder": str(folder)}
-        meta = {} if is_foreign(folder) else read_json(folder / "meta.json")
-        entry = meta.get("adapter")
-        if entry is None:
-            raise UserError(f"{folder} holds no adapters: it is not a run with --lora_rank, and has no {peft.SETTINGS}")
-        if base is not None and weights_sha256(base) != entry["base_sha256"]:
-            raise UserError(
-                f"--adapter {source} was trained on {entry['base']}, and --source is {short_name(base)}, which has "
-                "other weights: name the first as --source"
-            )
-        return read_adapters(folder, config), {**meta, **facts_of_use(meta), "folder": str(folder)}
-
-
 def read_adapters(folder: Path, config: GPTConfig) -> Adapters:
-    """Raises UserError: when they are not of a model of this shape."""
+    """The adapters of a checkpoint, or of a folder that peft has saved.
+
+    Raises UserError: when there are none, or they are not of a model of this shape.
+    """
     if peft.is_folder(folder):
         return peft.read(folder, config)
-    found = lora.read_adapters(folder / "adapter.safetensors", read_json(folder / "meta.json")["adapter"])
+    entry = {} if is_foreign(folder) else read_json(folder / "meta.json")
+    if "adapter" not in entry:
+        raise UserError(f"{folder} holds no adapters: it is not a run with --lora_rank, and has no {peft.SETTINGS}")
+    found = lora.read_adapters(folder / "adapter.safetensors", entry["adapter"])
     found.require_fit(config, str(folder))
     return found
-
-
-# ---------------------------------------------------------------------- merged while a model is loaded
 
 
 class MergedWeights(Weights):

@@ -22,7 +22,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -470,51 +469,3 @@ class NewAdapters(Preparation):
 
     def fill(self, model: GPT) -> None:
         init_adapters(model, self.seed)
-
-
-# ---------------------------------------------------------------------- several adapters side by side
-
-
-class ChosenAdapters:
-    """Several adapters over one model, each row of a batch with its own: one base in memory for all of them.
-
-    It hooks itself to the model's layers, packed ones too. Adapter 0 is the model as it is.
-    """
-
-    def __init__(self, model: GPT, dtype: torch.dtype, adapters: Sequence[Adapters]):
-        self.chosen = torch.zeros(1, dtype=torch.long, device=model.device)  # (rows,) set before each forward pass
-        for i, block in enumerate(model.blocks):
-            for path, parts in stacked_matrices(model.config).items():
-                linear: Any = block.get_submodule(path)
-                # The A of a layer's targets lie one below the other, in R rows at most. Where an adapter has fewer
-                # targets or a smaller rank, and where a part of the product meets another part's A, there are zeros.
-                R = max(one.lora.rank * len(set(parts) & set(one.lora.targets)) for one in adapters)
-                if R and model.config.experts and path.startswith("mlp."):
-                    raise UserError(
-                        "adapters side by side cannot be adapters of experts: serve one of them as --source, or train "
-                        "with --lora_targets q_proj,k_proj,v_proj,o_proj"
-                    )
-                A = torch.zeros(1 + len(adapters), R, linear.in_features)
-                B = torch.zeros(1 + len(adapters), linear.out_features, R)
-                for number, one in enumerate(adapters, start=1):
-                    first = 0  # row in R
-                    start = 0  # the part's first row in the output
-                    for part, rows in parts.items():
-                        if part in one.lora.targets:
-                            its_A, its_B = (one.tensors[f"blocks.{i}.{path}.adapters.{part}.lora_{m}"] for m in "AB")
-                            end = first + one.lora.rank
-                            A[number, first:end] = its_A
-                            B[number, start : start + rows, first:end] = its_B * one.lora.scale
-                            first = end
-                        start += rows
-                if R:
-                    on_device = (A.to(model.device, dtype), B.to(model.device, dtype))
-                    linear.register_forward_hook(partial(self._add, *on_device))
-
-    def _add(self, A: Tensor, B: Tensor, linear: nn.Module, inputs: tuple[Tensor], y: Any) -> Any:
-        (x,) = inputs  # (rows, T, I)
-        added = x @ A[self.chosen].mT @ B[self.chosen].mT  # (rows, T, O)
-        if isinstance(y, tuple):  # from a StackedLinear
-            q, k, v = added.chunk(3, dim=-1)
-            return y[0] + torch.stack((q, k)), y[1] + v
-        return y + added

@@ -305,7 +305,6 @@ def submit(
                 stop_ids=stop_ids,
                 calls=body.calls,
                 grammar=None if grammar is None else grammar.copy(max_tokens),
-                adapter=model.adapter,
                 every_token=isinstance(body, CompletionBody) and bool(body.return_token_ids),
             )
             requests.append(request)

@@ -64,7 +64,6 @@ class Request:
     limit: Literal["max_tokens", "context"] = "max_tokens"  # the origin of `max_tokens`
     grammar: Grammar | None = None  # the grammar of the reply; only this request uses it
     calls: Calls = "own"  # see serve/tools.py
-    adapter: int = 0  # see Row
     every_token: bool = False  # chunks have every token with its logprob, including the token that ends the reply
 
 
@@ -199,7 +198,7 @@ class _RequestRow(Row):
     def __init__(self, request: Request, stream: Stream, tokens: list[bytes], group: _Group):
         super().__init__(
             request.prompt, request.max_tokens, request.sampling, answers_calls=request.calls == "own",
-            logit_bias=request.logit_bias, stop_ids=request.stop_ids, grammar=request.grammar, adapter=request.adapter,
+            logit_bias=request.logit_bias, stop_ids=request.stop_ids, grammar=request.grammar,
         )  # fmt: skip
         if request.calls == "calculator":
             self.tool_call = []  # the prompt ends with the token that begins a call
@@ -577,13 +576,12 @@ class Scheduler:
             return False
         row.slot = slot
         row.state = "reading"
-        self.slots.choose(slot, [row.adapter])
         self.metrics.tokens_prompt.inc(len(row.prompt))
         if row.request.echo:
             self._echo_text(row)
         # Choices of one request share their prompt: copy it from one that has read it.
         for other in others:
-            is_same = (other.prompt, other.adapter, other.request.echo) == (row.prompt, row.adapter, row.request.echo)
+            is_same = (other.prompt, other.request.echo) == (row.prompt, row.request.echo)
             if other.group is row.group and is_same and not other.unread:
                 row.filled = len(row.prompt) - 1
                 row.stream.cached_tokens = row.filled

@@ -43,9 +43,7 @@ class LoadedModel:
     sampling: SamplingParams = SamplingParams()  # defaults of a request's missing settings
     # For the page: tasks, parameters, data, trained_at, step, stage.
     about: Mapping[str, Any] = field(default_factory=dict)
-    adapter: int = 0  # its number in the engine; 0: the base itself
-    # The further models of the server: this one with each of its adapters, or other checkpoints on the same device.
-    others: tuple["LoadedModel", ...] = ()
+    others: tuple["LoadedModel", ...] = ()  # the further models of the server, on the same device
     read_update: ReadUpdate | None = None  # None: its weights never change
 
     @property
@@ -162,13 +160,10 @@ class ServerState:
         return self.model
 
     def collect(self) -> Iterable[Metric]:
-        """Each metric of the models' schedulers once, for the registry; its samples have the label `model`. An adapter
-        counts with its base."""
+        """Each metric of the models' schedulers once, for the registry; its samples have the label `model`."""
         found: dict[str, Metric] = {}
         models = () if self.model is None else self.model.all
         for model in models:
-            if model.adapter:
-                continue
             for metric in model.scheduler.metrics.registry.collect():
                 merged = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 for sample in metric.samples:

@@ -3,15 +3,13 @@
 A trainer may replace the weights of a running server, by the path of a folder (`reader_of_updates`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nanochat.adapters.lora import Adapters, ChosenAdapters
 from nanochat.checkpoint_manager import Preparation, load_folder, load_model
 from nanochat.device import Device
 from nanochat.engine import Engine
@@ -26,15 +24,14 @@ from nanochat.serve.state import ReadUpdate
 
 
 def load_engine(
-    folder: Path, device: Device, max_seq_len: int, adapters: Sequence[Adapters], decoding: DecodingFlags
+    folder: Path, device: Device, max_seq_len: int, decoding: DecodingFlags
 ) -> tuple[Engine, dict[str, Any]]:
     """An engine with the model of a checkpoint, and the model's meta data with its number of "parameters"."""
     weights = ServedWeights(folder, is_cast=decoding.weights == "auto")
     model, tokenizer, meta = load_folder(folder, device, prepare=[NewContext(max_seq_len), weights])
     meta = {**meta, "parameters": parameter_counts(model)["total"]}
-    hooked = partial(ChosenAdapters, adapters=adapters) if adapters else None
     # Nothing else keeps the model: the engine may have its own snapshot.
-    return Engine(model, tokenizer, device, adapters=hooked, **asdict(decoding)), meta
+    return Engine(model, tokenizer, device, **asdict(decoding)), meta
 
 
 class ServedWeights(Preparation):

@@ -8,7 +8,6 @@ import contextlib
 import math
 import shutil
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from runs import call, exactly_resumed, losses, refused
 from safetensors.torch import load_file, save_file
 from test_scripts import base  # noqa: F401 (base is a fixture)
-from test_serve import client_of
 from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
 from tiny import EXPERT_SHAPES, SHAPES, Kept, adapt, complaint, cpu_device, lively_model, tiny_config, tiny_tokenizer
 from tiny import LIVELY_ADAPTERS as LIVELY
@@ -37,7 +35,6 @@ from nanochat.ground.cli import UserError
 from nanochat.kernels.casts import cast_together
 from nanochat.kernels.gradients import StackedLinear
 from nanochat.train import make_adamw
-from scripts import chat_web
 
 FLAGS = ("--lora_rank=4", "--lora_alpha=8", "--learning_rate=0.01")
 DPO, RL = (tuple(flag for flag in flags if "lr_scale" not in flag) for flags in (stages.DPO, stages.RL))
@@ -288,51 +285,6 @@ def decoded(engine: Engine, rows: list[Row]) -> Drawn:
     return [([new.id for new in drawn[row]], [new.logprobs[0] for new in drawn[row]]) for row in rows]
 
 
-no_fp16 = pytest.mark.skipif("fbgemm" not in torch.backends.quantized.supported_engines, reason="no such products")
-
-
-@pytest.mark.parametrize(
-    ("shape", "weights"),
-    [
-        *((shape, "auto") for shape in ("fast", "ungrouped", "qwen2", "qwen3")),
-        pytest.param("fast", "fp16", marks=no_fp16),
-    ],
-)
-def test_each_row_of_a_batch_has_its_own_adapter(shape, weights):
-    """The same prompt with several adapters at once: each reply is that of the merged model alone. Over a base in fp16
-    the adapters stay in fp32: what they are merged into has rounded weights."""
-    tokenizer = tiny_tokenizer()
-    changes = {"vocab_size": tokenizer.vocab_size}
-    settings = (LIVELY, Lora(2, 16.0, targets=("k_proj", "o_proj", "up_proj")))
-    adapters = [adapters_of(adapted_model(shape, one, changes=changes)) for one in settings]
-
-    def engine_of(*merged: Adapters, **options: Any) -> Engine:
-        model = lively_model(tiny_config(**{**SHAPES[shape], **changes}))
-        if weights == "fp16":
-            for module in model.modules():
-                if isinstance(module, torch.nn.Linear):
-                    module.weight.data = module.weight.data.half().float()
-        for one in merged:
-            merge(model, one)
-        engine = Engine(model, tokenizer, cpu_device(), **options)
-        engine.stop_ids = set()
-        engine.call_start = -1
-        return engine
-
-    prompt = tuple(range(5, 25))
-    expected = []
-    for length, merged in enumerate(([adapters[0]], [], [adapters[1]], [adapters[0]]), start=4):
-        expected += decoded(engine_of(*merged), [Row(prompt, length, GREEDY)])
-    assert expected[0][0] != expected[1][0][:4] != expected[2][0][:4]
-    engine = engine_of(adapters=partial(lora.ChosenAdapters, adapters=adapters), weights=weights)
-    rows = [Row(prompt, length, GREEDY, adapter=number) for length, number in enumerate((1, 0, 2, 1), start=4)]
-    for (tokens, logprobs), (its_tokens, its_logprobs) in zip(expected, decoded(engine, rows), strict=True):
-        assert its_tokens == tokens
-        assert its_logprobs == pytest.approx(logprobs, abs=1e-5)
-    again, _ = engine.generate([prompt], max_tokens=6, sampling=GREEDY, adapter=2)
-    assert again[0] == expected[2][0]
-
-
 # ---------------------------------------------------------------------- stages
 
 
@@ -398,43 +350,6 @@ def test_a_checkpoint_of_adapters_is_a_model(tuned, tmp_path):
     assert "base/d1/step_000020" in line and "is missing" in line
     shutil.copytree(folder_of(tuned, "rl", 1), folder_of(tuned, "base", 20))
     assert "has other weights now" in complaint(lambda: load_model("sft", "cpu"))
-
-
-def test_adapters_are_served_side_by_side(start, tmp_path):  # noqa: F811
-    """Names choose them, /v1/models lists them, and each replies as its merged model does."""
-    strong = ("--lora_rank=4", "--lora_alpha=64", "--learning_rate=0.05")
-    call("chat_sft", *SFT, *strong, "--source=base", "--num_iterations=3")
-    call("export", "--source=sft", "--to=peft", f"--out={tmp_path / 'peft'}")
-    expected = {}
-    for stage in ("base", "sft"):
-        model, tokenizer, _ = load_model(stage, "cpu")
-        prompt = tokenizer.encode("Max has", prepend=tokenizer.get_bos_token_id())
-        greedy = SamplingParams(temperature=0)
-        reply = Engine(model, tokenizer, cpu_device()).generate([prompt], max_tokens=12, sampling=greedy)[0][0]
-        expected[stage] = tokenizer.decode(reply)
-    assert expected["base"] != expected["sft"]
-    config = chat_web.Config(source="base", adapter=f"sft,theirs={tmp_path / 'peft'}", device="cpu", slots=2)
-    names = chat_web.check(config)
-    with client_of(chat_web.make_app(config, lambda error: None)) as ask:
-        listed = [one["id"] for one in ask("GET", "/v1/models").json()["data"]]
-        assert listed == names == ["nanochat-d1-base", "nanochat-d1-sft", "theirs"]
-        body = {"prompt": "Max has", "max_tokens": 12, "temperature": 0}
-        for name, stage in zip(listed, ("base", "sft", "sft"), strict=True):
-            answer = ask("POST", "/v1/completions", json={**body, "model": name}).json()
-            assert (answer["model"], answer["choices"][0]["text"]) == (name, expected[stage])
-        answer = ask("POST", "/v1/completions", json={**body, "model": "other"})
-        assert answer.status_code == 404 and "theirs" in answer.json()["error"]["message"]
-    call("chat_dpo", *DPO, *FLAGS, "--lora_base=nf4", "--source=base", "--num_iterations=1")
-    for source, adapter, message in (
-        ("sft", "sft", "base/d1/step_000020, and --source is sft/d1/step_000003"),
-        ("base", "base", "no adapters"),
-        ("base", "sft,sft", "called nanochat-d1-sft"),
-        ("base", "nanochat=sft", "called nanochat"),
-        ("base", "dpo", "4 bits"),
-        ("base", str(tmp_path), f"--adapter {tmp_path}"),
-    ):
-        mistaken = chat_web.Config(source=source, adapter=adapter)
-        assert message in complaint(partial(chat_web.check, mistaken)), message
 
 
 def test_a_mistake_costs_one_line(tuned, capsys):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from test_lora import adapters_of, gradients, tokens_of
-from tiny import EXPERT_SHAPES, adapt, complaint, lively_model, tiny_config
+from tiny import EXPERT_SHAPES, adapt, lively_model, tiny_config
 
 from nanochat.adapters import lora, peft
 from nanochat.adapters.lora import ExpertAdapters, Lora
 from nanochat.adapters.nf4 import NF4Experts
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT
 
 ALL = Lora(4, 8.0)
 SETTINGS = [ALL, Lora(3, 8.0, targets=("up_proj", "k_proj")), Lora(4, 8.0, base_format="nf4")]
@@ -58,12 +58,3 @@ def test_pefts_folder_has_a_name_for_each_expert(tmp_path):
     again = peft.read(tmp_path, config)
     assert set(again.tensors) == set(adapters.tensors) and again.lora == adapters.lora
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in adapters.tensors.items())
-
-
-def test_adapters_of_experts_are_not_served_side_by_side():
-    config: GPTConfig = tiny_config(**QWEN3_MOE)
-    model = lively_model(config)
-    line = complaint(lambda: lora.ChosenAdapters(model, torch.float32, [adapters_of(adapt(lively_model(config)))]))
-    assert "--lora_targets q_proj,k_proj,v_proj,o_proj" in line
-    attention = Lora(4, 8.0, targets=("q_proj", "v_proj"))
-    lora.ChosenAdapters(model, torch.float32, [adapters_of(adapt(lively_model(config), attention))])

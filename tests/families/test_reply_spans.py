@@ -352,11 +352,6 @@ def test_another_template_in_place_of_the_models_own(base_folder, tmp_path, caps
     call("preview", "--source=sft", f"--tasks={chats}")
     assert whole in capsys.readouterr().out
 
-    # Side by side with adapters of the folder's own template they would read other chats.
-    call("chat_sft", *flags, *sft[:-1], "--model_tag=a", "--lora_rank=2", f"--chat_template={marked}")
-    adapter = base_folder / "checkpoints/sft/a/step_000001"
-    refused(capsys, ("chat_web", f"--source={folder}", f"--adapter={adapter}", "--device=cpu"), "--chat_template")
-
     broken = tmp_path / "broken.jinja"
     broken.write_text("{% for %}")
     for file, words in ((tmp_path / "none", "cannot be read"), (broken, "broken.jinja"), (folder, "cannot be read")):

@@ -291,7 +291,6 @@ MISTAKES = (
     ("--source {one},{two} --name a", "--name a"),
     ("--source {one},{two} --name a,nanochat", "nanochat"),
     ("--source {one},{two} --for_rl", "--for_rl"),
-    ("--source {one},{two} --adapter x", "--adapter"),
     ("--source ,", "--source"),
     ("--source {one} --device cpu --graphs on", "--graphs on"),
     ("--source {one} --port {port}", "--port {port}"),

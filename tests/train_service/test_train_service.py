@@ -37,7 +37,7 @@ from service_clients import (
     weights_of,
 )
 
-from nanochat.adapters.folders import load_adapters
+from nanochat.adapters.folders import read_adapters
 from nanochat.engine import Engine, SamplingParams
 from nanochat.train_service import app as service_app
 from nanochat.train_service import service as service_module
@@ -277,7 +277,7 @@ def test_saved_adapters_are_read_by_the_other_commands(client, service):
     train(training, 2)
     for path in (training.save_state("here").result().path, training.save_weights_for_sampler("here").result().path):
         step, _ = service.path_of(service.models[training.model_id].owner, path)
-        found, _ = load_adapters(str(step), base_model().model.config, base_model().source)
+        found = read_adapters(step, base_model().model.config)
         assert_same(found.tensors, live_weights(service, training))
 
 
