@@ -37,7 +37,7 @@ EXEMPT = {
         gpt.Norm.gain tokenizer.Tokenizer.encode_continuation tokenizer.Tokenizer.with_chat_template
     """,
     "with adapters": """
-        train.make_adamw engine.Slots.choose checkpoint_manager.Preparation.configure
+        train.make_adamw checkpoint_manager.Preparation.configure
         checkpoint_manager.Preparation.fill checkpoint_manager.Preparation.reshape
     """,
     "with a flag": """
