@@ -145,6 +145,16 @@ def test_the_rows_of_a_folder_that_datasets_saved(tmp_path, capsys, form):
     assert "bomb" in complaint(lambda: open_records([damaged]))
 
 
+def test_a_column_with_one_prompt_in_every_row_is_no_bomb(tmp_path):
+    """A dictionary stores it once: 72 MB of text are in 0.2 MB. See test_a_parquet_bomb (S15)."""
+    path = tmp_path / "chats.parquet"
+    questions = [f"What is {n}?" for n in range(24_000)]
+    columns = {"system": ["Answer in one line. " * 150] * len(questions), "question": questions}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    assert path.stat().st_size < 400_000
+    assert open_records([path])[23_999] == {"system": "Answer in one line. " * 150, "question": questions[-1]}
+
+
 # ---- .json, .csv -----------------------------------------------------------------------------------------
 
 
