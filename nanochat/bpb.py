@@ -45,7 +45,7 @@ def validation_rows(corpus: Corpus, tokenizer: Tokenizer, row_tokens: int, max_t
                 block += 1
             if not waiting:
                 return torch.from_numpy(rows[: filled + (used > 0)])
-            document = take_best_fit(waiting, len(row) - used)
+            document = take_best_fit(waiting, len(row) - used, tokenizer.get_bos_token_id())
             row[used : used + len(document)] = document
             used += len(document)
     return torch.from_numpy(rows)
