@@ -14,7 +14,7 @@ from typing import Any
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, UnrenderableChat, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText
 from nanochat.families.reply_spans import Conversation, Text
-from nanochat.families.tool_calls import CallForm, find_form
+from nanochat.families.tool_calls import CallForm, find_form, opens_thought
 from nanochat.ground.cli import UserError
 
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
@@ -130,9 +130,9 @@ class TemplateFormat(ChatFormat):
         template = self.template
         first = 1 if messages[0]["role"] == "system" else 0
         # A template would end the turn of a reply that the model continues, so that reply is encoded separately.
-        begun: list[int] = []
+        begun = ""
         if messages[-1]["role"] == "assistant":
-            begun = self.tokenizer.encode_continuation(text_of(messages[-1]["content"]))
+            begun = text_of(messages[-1]["content"])
             messages = messages[:-1]
         plain = self._as_texts(messages)
         questions = [number for number, message in enumerate(messages) if number >= first and message["role"] == "user"]
@@ -140,7 +140,8 @@ class TemplateFormat(ChatFormat):
         def prompt(oldest: int) -> list[int]:
             shortened = [*plain[:first], *plain[oldest:]]
             rendered = template.render(shortened, tools, add_generation_prompt=True, settings=settings)
-            return self.tokenizer.encode_rendered(rendered, [])[0] + begun
+            rest = begun.removeprefix("<think>\n") if opens_thought(rendered.text) else begun
+            return self.tokenizer.encode_rendered(rendered, [])[0] + self.tokenizer.encode_continuation(rest)
 
         # Each possible beginning gives another text, and a later beginning a shorter one: bisection tries a few.
         ids = prompt(first)
@@ -170,8 +171,7 @@ class TemplateFormat(ChatFormat):
         template = self.template
         plain = self._as_texts(question)
         prompt = template.render(plain, tools, add_generation_prompt=True).text
-        has_thoughts = any("</think>" in source for source in template.sources.values())
-        texts = ["<think>\nOK\n</think>\n\n", "OK"] if has_thoughts else ["OK"]
+        texts = ["<think>\nOK\n</think>\n\n", "OK"] if template.has_thoughts else ["OK"]
         after: list[int] = []
         for text in texts:
             reply: Message = {"role": "assistant", "content": text}

@@ -9,6 +9,7 @@ Text of messages never becomes a special token, although a template mixes both i
 message gets an extra character that no text has, and loses it when the text is divided into tokens.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -146,6 +147,22 @@ class ChatTemplate:
             if "A greeting." in text:
                 return field
         return None
+
+    @cached_property
+    def has_thoughts(self) -> bool:
+        """Whether it knows thoughts: it writes them, or divides a reply at the end of one."""
+        return any("</think>" in source for source in self.sources.values())
+
+    @cached_property
+    def thought_end(self) -> str:
+        """What it writes between the thought of a reply and its text: </think> and line ends."""
+        reply = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHi."}
+        if self.thought_field is not None:
+            reply |= {"content": "Hi.", self.thought_field: "A greeting."}
+        found = None
+        with contextlib.suppress(TemplateError):
+            found = re.search(r"A greeting\.(\s*</think>\s*)Hi\.", self.render([QUESTION, reply]).text)
+        return found[1] if found else "\n</think>\n\n"
 
     @cached_property
     def drops_thoughts(self) -> bool:

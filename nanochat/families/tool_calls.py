@@ -1,8 +1,11 @@
-"""Function calls in the replies of other model families: the three forms in which they write them.
+"""Thoughts and function calls in the replies of other model families.
+
+A thought is between `<think>` and `</think>` at the beginning of a reply. Calls have one of four forms:
 
     Qwen, Hermes   I look it up.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>
     Llama 3        {"name": "weather", "parameters": {"city": "Paris"}}
     Mistral        [TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": "a1B2c3D4e"}]
+    Qwen3-Coder    <tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>
 
 Llama 3 may write `<|python_tag|>` before a call. Newer models of Mistral write `[TOOL_CALLS]weather[ARGS]{"city":
 "Paris"}`.
@@ -17,15 +20,17 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from nanochat.families.chat_template import ChatTemplate, TemplateError
 from nanochat.tokenizer import replace_surrogates
 
-# The names of special tokens that belong to a call. Elsewhere a reply's text is without special tokens.
-MARKS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+# The names of special tokens that belong to a thought or a call. Elsewhere a reply's text is without special tokens.
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+THOUGHT_BEGIN = "<think>"
+THOUGHT_END = "</think>"
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # Mistral's templates accept no other ids; other templates print none
 PYTHON_TAG = "<|python_tag|>"
 
@@ -57,6 +62,7 @@ class CallForm:
     head: re.Pattern[str]
     end: str  # what follows the JSON
     key: str = "arguments"  # the name of the arguments in the JSON
+    is_xml: bool = False  # the arguments are not JSON: each is a text between marks
     # These follow from the template.
     opening: str = ""  # from the end of the prompt to the JSON of a call
     is_single: bool = False  # a reply has one call at most
@@ -67,6 +73,8 @@ class CallForm:
         return PROBE_NAME in self.opening
 
 
+XML_HEAD = r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
+XML = CallForm("<tool_call>", re.compile(XML_HEAD), "</tool_call>", is_xml=True)
 QWEN = CallForm("<tool_call>", re.compile(r"\s*<tool_call>\s*"), "</tool_call>")
 LLAMA = CallForm("", re.compile(r"[\s;]*(?:<\|python_tag\|>)?\s*"), "", "parameters")
 MISTRAL_HEAD = r"\s*\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w*))?\[ARGS\]\s*|(?=[\[{]))"
@@ -86,13 +94,10 @@ def template_id(call_id: str) -> str:
 
 PROBE_NAME = "look_up_weather"
 PROBE_CALLS = [FunctionCall(PROBE_NAME, {"city": city, "days": [1, 2]}) for city in ("Paris", 'a "{" </tool_call>')]
+PROBE_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}}
 PROBE_TOOL = {
     "type": "function",
-    "function": {
-        "name": PROBE_NAME,
-        "description": "The weather of a city",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
-    },
+    "function": {"name": PROBE_NAME, "description": "The weather of a city", "parameters": PROBE_PARAMETERS},
 }
 
 
@@ -117,55 +122,98 @@ def find_form(template: ChatTemplate, ends: Collection[str]) -> CallForm | None:
             whole = template.render([*question, reply], [PROBE_TOOL])
         except TemplateError:
             continue
-        start = len(os.path.commonprefix([prompt, whole.text]))
+        # A template may write a reply without the thought that its prompt has begun.
+        begun = prompt.rstrip().removesuffix(THOUGHT_BEGIN) if opens_thought(prompt) else prompt
+        start = len(os.path.commonprefix([begun, whole.text]))
         end = next((first for first, _, name in whole.specials if first >= start and name in ends), len(whole.text))
         text = whole.text[start:end]
-        for form in (QWEN, LLAMA, MISTRAL):
-            pieces = CallReader(form, [PROBE_NAME], opens_thought(prompt)).add(text, is_end=True)
+        _, reply_text = ThoughtReader().add(text, is_end=True)
+        for form in (QWEN, XML, LLAMA, MISTRAL):
+            pieces = CallReader(form, {PROBE_NAME: PROBE_PARAMETERS}).add(reply_text, is_end=True)
             found = [replace(piece, id="") for piece in pieces if isinstance(piece, FunctionCall)]
             if found == expected:
-                # Up to the JSON of the first call: `<tool_call>\n`, `[TOOL_CALLS] [`, `[TOOL_CALLS]weather[ARGS]`.
-                return replace(form, opening=text[: text.index("{")], is_single=is_single)
+                # Up to the arguments of the first call: `<tool_call>\n`, `[TOOL_CALLS] [`, `[TOOL_CALLS]weather[ARGS]`.
+                arguments = "<parameter=" if form.is_xml else "{"
+                return replace(form, opening=text[: text.index(arguments)], is_single=is_single)
     return None
 
 
 def opens_thought(prompt: str) -> bool:
     """Whether a prompt ends within the thought of a reply, as the prompts of Qwen3's thinking models do."""
-    return prompt.rstrip().endswith("<think>")
+    return prompt.rstrip().endswith(THOUGHT_BEGIN)
 
 
 # ---------------------------------------------------------------------- reading
+
+
+class ThoughtReader:
+    """Divides a reply into its thought and the text after it, as they arrive.
+
+    The marks, and the white space around a thought, are in neither. With `in_thought` the prompt has begun the thought.
+    """
+
+    def __init__(self, in_thought: bool = False):
+        self.place: Literal["beginning", "thought", "after thought", "text"] = "thought" if in_thought else "beginning"
+        self._held = ""  # what is not handed out yet
+        self._is_empty = True  # no part of the thought is handed out yet
+
+    def add(self, text: str, is_end: bool = False) -> tuple[str, str]:
+        """What can be handed out of the thought and of the text with a further piece of the reply."""
+        self._held += text
+        thought = ""
+        if self.place == "beginning":
+            start = self._held.lstrip()
+            if start.startswith(THOUGHT_BEGIN):
+                self.place = "thought"
+                self._held = start.removeprefix(THOUGHT_BEGIN)
+            elif is_end or not THOUGHT_BEGIN.startswith(start):
+                self.place = "text"
+        if self.place == "thought":
+            self._held = self._held.lstrip() if self._is_empty else self._held
+            before, mark, after = self._held.partition(THOUGHT_END)
+            # White space and a part of the mark wait for what follows: at the end of the thought they are left out.
+            thought = before[: len(before) - (0 if mark else _overlap(before, THOUGHT_END))].rstrip()
+            self._held = after if mark else before[len(thought) :]
+            self._is_empty = self._is_empty and not thought
+            self.place = "after thought" if mark else "thought"
+        if self.place == "after thought":
+            self._held = self._held.lstrip()
+            self.place = "text" if self._held else "after thought"
+        if self.place != "text":
+            return thought, ""
+        text, self._held = self._held, ""
+        return thought, text
 
 
 class CallReader:
     """Divides a reply into its text and its calls. The text is handed out as it arrives, up to the mark of a call; what
     follows the mark is read when the reply is complete: clients run calls no sooner.
 
-    What is not a whole call of one of the functions `names` stays text: a call that is cut off, that is not JSON, or
-    that calls another function. So do calls within <think> and </think>, where a model weighs what it might call.
-    White space before a call is left out. With `is_single`, so are all calls after the first.
+    What is not a whole call of one of the `tools` stays text: a call that is cut off, that is not JSON, or
+    that calls another function. Calls in XML get the types of their arguments from the functions' parameters, which
+    `tools` has by name. White space before a call is left out. With `is_single`, so are all calls after the
+    first. A thought is not part of what is read: in it, a model weighs what it might call.
     """
 
-    def __init__(self, form: CallForm, names: Collection[str], in_thought: bool = False, is_single: bool = False):
+    def __init__(self, form: CallForm, tools: Mapping[str, Any], is_single: bool = False):
         self.form = form
-        self.names = names
+        self.tools = tools
         self.is_single = is_single or form.is_single
         self.count = 0  # calls so far
         self._held = ""  # text that is not handed out yet
-        self._in_thought = in_thought
         self._is_call = False  # what is held begins a call
-        self._may_begin = True  # nothing but thoughts and calls came before what is held
+        self._may_begin = True  # nothing but calls came before what is held
 
     def add(self, text: str, is_end: bool = False) -> list[str | FunctionCall]:
         """What can be handed out with a further piece of the reply, in order; at its end, everything."""
         self._held += text
         pieces: list[str | FunctionCall] = []
         while self._held:
-            before = (self._held, self._is_call, self._in_thought)
+            before = (self._held, self._is_call)
             if self._is_call and not is_end:
                 break
             pieces += self._read_call() if self._is_call else self._read_text(is_end)
-            if before == (self._held, self._is_call, self._in_thought):
+            if before == (self._held, self._is_call):
                 break
         return [piece for piece in pieces if piece]
 
@@ -176,19 +224,12 @@ class CallReader:
     # ---- text
 
     def _read_text(self, is_end: bool) -> list[str | FunctionCall]:
-        """The text before the next call or the end of a thought, as far as it has arrived."""
-        if self._in_thought:
-            return [self._until("</think>", is_end)]
+        """The text before the next call, as far as it has arrived."""
         start = self._held.lstrip()
         if not start:  # it may come before a call
             return [self._take(len(self._held))] if is_end and not self.count else []
-        if self._may_begin:
-            openings = ["<think>"] if self.form.mark else ["<think>", PYTHON_TAG]
-            if not is_end and any(opening.startswith(start) for opening in openings):
-                return []
-            if start.startswith("<think>"):
-                self._in_thought = True
-                return [self._take(len(self._held) - len(start) + len("<think>"))]
+        if self._may_begin and not self.form.mark and not is_end and PYTHON_TAG.startswith(start):
+            return []
         if self.form.mark:
             place = self._held.find(self.form.mark)
             is_call = place >= 0
@@ -206,16 +247,6 @@ class CallReader:
         self._is_call = is_call
         return [self._take(len(text))]
 
-    def _until(self, tag: str, is_end: bool) -> str:
-        """The thought up to and with the tag that ends it."""
-        place = self._held.find(tag)
-        if place >= 0:
-            self._in_thought = False
-            self._may_begin = True
-            return self._take(place + len(tag))
-        keep = 0 if is_end else _overlap(self._held, tag)
-        return self._take(len(self._held) - keep)
-
     # ---- calls
 
     def _read_call(self) -> list[str | FunctionCall]:
@@ -223,7 +254,10 @@ class CallReader:
         head = self.form.head.match(self._held)
         calls = None
         end = 0
-        if head is not None and self._held.startswith(("{", "["), head.end()):
+        if head is not None and self.form.is_xml:
+            content, end = _read_xml(self._held, head.end(), self.tools.get(head["name"]))
+            calls = None if content is None else self._calls(head.groupdict(), content)
+        elif head is not None and self._held.startswith(("{", "["), head.end()):
             with contextlib.suppress(ValueError, RecursionError):
                 content, end = json.JSONDecoder().raw_decode(self._held, head.end())
                 calls = self._calls(head.groupdict(), content)
@@ -246,7 +280,8 @@ class CallReader:
     def _not_a_call(self) -> list[str | FunctionCall]:
         self._is_call = False
         self._may_begin = False
-        if not self.form.mark:
+        # Without the end of a call in XML, no further call of them is looked for.
+        if not self.form.mark or (self.form.is_xml and "</function>" not in self._held):
             return [self._take(len(self._held))]
         return [self._take(self._held.index(self.form.mark) + len(self.form.mark))]
 
@@ -263,7 +298,7 @@ class CallReader:
             return None
         name = content.get("name")
         arguments = content.get(self.form.key, content.get("arguments", {}))
-        if not isinstance(name, str) or name not in self.names or not isinstance(arguments, dict):
+        if not isinstance(name, str) or name not in self.tools or not isinstance(arguments, dict):
             return None
         own_id = content.get("id")
         if not isinstance(own_id, str) or not CALL_ID.fullmatch(own_id):
@@ -274,6 +309,51 @@ class CallReader:
         except (ValueError, TypeError, RecursionError):
             return None
         return call
+
+
+XML_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+# A value may contain its own end mark: the end has another parameter, or the end of the call, after it.
+XML_VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
+XML_END = re.compile(r"\s*</function>")
+PYTHON_WORDS = {"True": True, "False": False, "None": None}  # templates in Jinja write these words
+
+
+def _read_xml(text: str, at: int, parameters: Any) -> tuple[dict[str, Any] | None, int]:
+    """The arguments of a call in XML, and where it ends; None where it does not."""
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    arguments = {}
+    while begin := XML_PARAMETER.match(text, at):
+        end = XML_VALUE_END.search(text, begin.end())
+        if end is None:
+            return None, at
+        schema = properties.get(begin[1]) if isinstance(properties, dict) else None
+        arguments[begin[1]] = _value(text[begin.end() : end.start()].removesuffix("\n"), schema)
+        at = end.end()
+    ending = XML_END.match(text, at)
+    return (None, at) if ending is None else (arguments, ending.end())
+
+
+def _value(text: str, schema: Any) -> Any:
+    """The value of an argument in XML: a text where its schema allows one, otherwise JSON."""
+    if _allows(schema, "string"):
+        return None if text == "null" and _allows(schema, "null") else text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return PYTHON_WORDS.get(text, text)
+
+
+def _allows(schema: Any, kind: str) -> bool:
+    """Whether a schema says that it allows a type."""
+    if not isinstance(schema, dict):
+        return False
+    types = schema.get("type")
+    branches = [branch for name in ("anyOf", "oneOf") for branch in _listed(schema.get(name))]
+    return kind == types or kind in _listed(types) or any(_allows(branch, kind) for branch in branches)
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -15,8 +15,10 @@ import json
 import math
 import subprocess
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanochat.families.tool_calls import THOUGHT_END, ThoughtReader
 from nanochat.ground.cli import UserError
 from nanochat.serve.bounds import bounded, parts_of
 from nanochat.serve.closing import MOST_STEPS, Closer, Steps, hints_of
@@ -35,6 +38,7 @@ CHILD_SECONDS = 0.1  # with the start of the child
 TOKEN_SECONDS = 0.001  # for each token of a reply, on average,
 MORE_SECONDS = 0.05  # and once for a few that cost more
 EXPLAINED_TOKENS = 1_000  # a refusal names the length of the shortest reply up to this one
+THOUGHT_SHARE = 0.5  # of the tokens of a reply, for the thought before its document
 MAX_SCHEMA = 16_384  # characters of JSON
 MAX_REPEATS = 1_000  # llguidance writes out every repetition
 MAX_LEAST_LENGTH = 10_000  # characters; a text with a minimum length beyond the longest reply would never end
@@ -201,14 +205,19 @@ class Grammar:
         self._matcher = matcher
         self._steps = Steps(MOST_STEPS)
         self._budget = MORE_SECONDS  # CPU time
-        self._width = width  # size of the vocabulary
+        self.width = width  # size of the vocabulary
         self._closer = closer
         self._closing = closing
         self._remaining = max_tokens
 
     def copy(self, max_tokens: int) -> "Grammar":
         """A copy for another reply of the same request. `max_tokens` are enough to complete the document."""
-        return Grammar(self._matcher.deep_copy(), self._width, self._closer, self._closing, max_tokens)
+        return Grammar(self._matcher.deep_copy(), self.width, self._closer, self._closing, max_tokens)
+
+    @property
+    def shortest(self) -> int:
+        """The tokens of the shortest document that was found."""
+        return len(self._closing)
 
     @property
     def error(self) -> str:
@@ -220,11 +229,11 @@ class Grammar:
     def allowed(self) -> Tensor:
         """Which tokens may come next, (V,) of bool on the host."""
         with self._counted():
-            allowed = np.zeros(self._width, dtype=bool)
+            allowed = np.zeros(self.width, dtype=bool)
             if len(self._closing) < self._remaining:
                 # On a copy: a mask that takes too much work leaves a matcher unusable, which is still needed to close.
                 bits = np.frombuffer(self._matcher.deep_copy().compute_bitmask(), dtype=np.uint8)
-                allowed = np.unpackbits(bits, bitorder="little")[: self._width].astype(bool)
+                allowed = np.unpackbits(bits, bitorder="little")[: self.width].astype(bool)
             if not allowed.any():
                 allowed[self._closing[:1]] = True
             return torch.from_numpy(allowed)
@@ -256,6 +265,97 @@ class Grammar:
         began = time.thread_time()
         yield
         self._budget -= time.thread_time() - began
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How a model thinks before a document."""
+
+    in_thought: bool  # the prompt has begun the thought
+    begin: int  # the token that begins a thought; -1: none does
+    end: str  # from a thought to the document, such as "\n</think>\n\n<tool_call>\n"
+    start: str  # before a document without a thought, such as "<tool_call>\n"
+    stop_ids: Collection[int]
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], bytes]
+
+
+class AfterThought:
+    """The grammar of a reply whose document comes after a thought: the thought is free, then the document begins.
+
+    A thought gets THOUGHT_SHARE of the tokens, and no more than the shortest document leaves: then it is closed.
+    """
+
+    def __init__(self, grammar: Grammar, thinking: Thinking, max_tokens: int):
+        self._grammar = grammar
+        self._thinking = thinking
+        self._remaining = max_tokens
+        self._end = thinking.encode(thinking.end)
+        longest = max_tokens - len(self._end) - grammar.shortest
+        self._budget = min(int(THOUGHT_SHARE * max_tokens), longest)  # tokens of the thought
+        self._reader: ThoughtReader | None = None  # of an open thought
+        self._forced: deque[int] = deque()  # tokens that come before the document
+        self._may_begin = not thinking.in_thought and thinking.begin >= 0 and self._budget > 1
+        if thinking.in_thought:
+            self._reader = ThoughtReader(in_thought=True)
+        else:
+            self._force(thinking.encode(thinking.start), max_tokens)
+
+    def copy(self, max_tokens: int) -> "AfterThought":
+        """See `Grammar.copy`."""
+        return AfterThought(self._grammar, self._thinking, max_tokens)
+
+    @property
+    def error(self) -> str:
+        return self._grammar.error
+
+    def allowed(self) -> Tensor:
+        """See `Grammar.allowed`."""
+        if self._reader is not None:
+            return torch.ones(self._grammar.width, dtype=torch.bool)
+        if self._forced:
+            allowed = torch.zeros(self._grammar.width, dtype=torch.bool)
+            allowed[self._forced[0]] = True
+        else:
+            allowed = self._grammar.allowed()
+        if self._may_begin:
+            allowed[self._thinking.begin] = True
+        return allowed
+
+    def accept(self, token: int) -> int:
+        """See `Grammar.accept`."""
+        self._remaining -= 1
+        if self._may_begin and token == self._thinking.begin:
+            self._reader = ThoughtReader(in_thought=True)
+            self._forced.clear()
+            self._may_begin = False
+            self._budget -= 1
+            return token
+        self._may_begin = False
+        if self._reader is not None:
+            self._budget -= 1
+            text = self._thinking.decode([token]).decode(errors="replace")
+            self._reader.add(text)
+            place = self._reader.place
+            if self._budget < 0 or token in self._thinking.stop_ids or place == "text":
+                # This token is the first one that closes the thought.
+                self._reader = None
+                self._force(self._end, self._remaining + 1)
+            elif place == "after thought":
+                self._reader = None
+                before = self._thinking.end.partition(THOUGHT_END)[2]
+                # The model's last token may have white space after the mark.
+                before = before if text.endswith(THOUGHT_END[-1]) else before.lstrip()
+                self._force(self._thinking.encode(before), self._remaining)
+                return token
+            else:
+                return token
+        return self._forced.popleft() if self._forced else self._grammar.accept(token)
+
+    def _force(self, tokens: list[int], left: int) -> None:
+        """Queue tokens, after which the document begins; `left` are the tokens from the first of them on."""
+        self._forced.extend(tokens)
+        self._grammar = self._grammar.copy(left - len(tokens))
 
 
 def _explained(text: str) -> str:

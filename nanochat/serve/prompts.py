@@ -8,7 +8,7 @@ from nanochat.conversation import Message, Part, fit_prompt, parts_of, render_pr
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.families.tool_calls import MARKS, opens_thought
 from nanochat.ground.cli import UserError
-from nanochat.serve.grammar import Grammar, SchemaError
+from nanochat.serve.grammar import AfterThought, Grammar, SchemaError, Thinking
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
@@ -27,6 +27,7 @@ class EncodedPrompt:
 
     ids: list[int]
     first_message_read: int | None = None  # index in the request; None: the prompt must not be shortened
+    in_thought: bool | None = None  # whether the reply begins within a thought; None: it has no thought
 
 
 def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[EncodedPrompt]:
@@ -58,19 +59,38 @@ def check_chats(model: LoadedModel) -> None:
 
 def make_grammar(
     model: LoadedModel, body: ChatBody | CompletionBody, prompts: Sequence[EncodedPrompt], schema: dict[str, Any]
-) -> Grammar:
+) -> Grammar | AfterThought:
     """The grammar of the replies, from their schema. The first time it takes 0.1 s, later milliseconds.
 
     Raises ApiError: 400 when the schema cannot be followed, or not within the tokens of a reply.
     """
     max_tokens = min(reply_tokens(model, body, prompt) for prompt in prompts)
+    thinking = _thinking(model, body, prompts[0].in_thought)
+    closing = len(thinking.encode(thinking.end)) if thinking is not None and thinking.in_thought else 0
     try:
         # Other families have learned to write calls with a space after each comma and colon.
         is_compact = body.calls == "schema" and body.family_calls is None
-        return model.vocabulary.compile(schema, max_tokens, is_compact=is_compact)
+        grammar = model.vocabulary.compile(schema, max(1, max_tokens - closing), is_compact=is_compact)
+        return grammar if thinking is None else AfterThought(grammar, thinking, max_tokens)
     except SchemaError as error:
         param = "tools" if body.calls == "schema" else "response_format"
         raise ApiError(400, str(error), param=param, code="invalid_value") from error
+
+
+def _thinking(model: LoadedModel, body: ChatBody | CompletionBody, in_thought: bool | None) -> Thinking | None:
+    """How a reply thinks before its document; None: it does not."""
+    tokenizer = model.tokenizer
+    if in_thought is None or not isinstance(tokenizer, ImportedTokenizer):
+        return None
+    encode = tokenizer.chat_format.encode_begun
+    marks = encode("<think>")
+    begin = marks[0] if len(marks) == 1 else -1
+    # In the call that a template writes there may be an empty thought before it.
+    opening = body.family_calls.opening if body.family_calls is not None and body.calls == "schema" else ""
+    _, mark, call = opening.rpartition("</think>")
+    before, _, after = tokenizer.chat_format.template.thought_end.partition("</think>")
+    end = f"{before}</think>{'' if mark else after}{call}"
+    return Thinking(in_thought, begin, end, call.lstrip(), tokenizer.stop_ids, encode, tokenizer.decode_bytes)
 
 
 def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
@@ -88,9 +108,10 @@ def encode_chat(model: LoadedModel, body: ChatBody) -> EncodedPrompt:
     try:
         if isinstance(model.tokenizer, ImportedTokenizer):
             return _encode_family_chat(model, model.tokenizer, body)
-        if body.chat_template_kwargs:
-            message = f"chat_template_kwargs: {model.name} has no chat template"
-            raise ApiError(400, message, param="chat_template_kwargs", code="unsupported_parameter")
+        for name in ("chat_template_kwargs", "enable_thinking"):
+            if getattr(body, name):
+                message = f"{name}: {model.name} has no chat template"
+                raise ApiError(400, message, param=name, code="unsupported_parameter")
         return _encode_messages(model, body, *body.conversation())
     except UserError as error:  # an error of the chat template, such as "roles must alternate"
         raise ApiError(400, str(error), param="messages") from error
@@ -100,7 +121,7 @@ def _encode_messages(
     model: LoadedModel, body: ChatBody, messages: list[Message], starts: list[int], tools: Sequence[Any] | None = None
 ) -> EncodedPrompt:
     """The prompt of messages, of which each begins at its index of `starts` in the request."""
-    settings = body.chat_template_kwargs
+    settings = body.template_settings
     if body.truncation != "auto":
         check_length(model, [message["content"] for message in messages])
         return EncodedPrompt(render_prompt(model.tokenizer, messages, settings=settings, tools=tools))
@@ -119,32 +140,50 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
 
     Raises ApiError: 400 when this server does not read the form of these calls.
     """
-    messages, starts = body.family_conversation(tokenizer.chat_format.template.thought_field)
+    template = tokenizer.chat_format.template
+    messages, starts = body.family_conversation(template.has_thoughts)
     form = None
     if body.candidates or any(message["role"] == "tool" for message in messages):
         form = tokenizer.chat_format.call_form
         if form is None:
             message = (
                 f"tools: the chat template of {model.name} has no tools, or calls in a form that this server does not "
-                "read: it reads the forms of Qwen 2.5 and 3, Llama 3.1 and Mistral; leave them out"
+                "read: it reads the forms of Qwen, Llama 3.1 and Mistral; leave them out"
             )
             raise ApiError(400, message, param="tools", code="unsupported_parameter")
     tools = None
     if body.candidates:
         tools = [{"type": "function", "function": one.described()} for one in body.listed_functions]
     prompt = _encode_messages(model, body, messages, starts, tools)
+    begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    text = tokenizer.decode(prompt.ids[-64 - len(begun) :])
+    if template.has_thoughts or form is not None:
+        prompt = replace(prompt, in_thought=_begins_in_thought(text, begun))
     if form is None or tools is None:
         return prompt
-    text = tokenizer.decode(prompt.ids[-64:])
-    names = tuple(one.name for one in body.candidates)
-    calls = FamilyCalls(form, names, opens_thought(text), body.parallel_tool_calls is False)
+    functions = {one.name: one.parameters for one in body.candidates}
+    calls = FamilyCalls(form, functions, body.parallel_tool_calls is False)
     body.family_calls = calls
-    if body.calls == "schema":
+    if body.calls == "schema" and form.is_xml:
+        message = (
+            f"tool_choice: {model.name} writes calls in XML, which this server cannot require: send auto"
+        )
+        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+    if body.calls == "schema" and not (prompt.in_thought or (prompt.in_thought is False and template.has_thoughts)):
         # The reply begins as a call does. The prompt may have the first part of that, such as an empty thought.
         sizes = range(len(calls.opening), -1, -1)
         common = next(size for size in sizes if text.endswith(calls.opening[:size]))
-        prompt = replace(prompt, ids=[*prompt.ids, *tokenizer.chat_format.encode_begun(calls.opening[common:])])
+        ids = [*prompt.ids, *tokenizer.chat_format.encode_begun(calls.opening[common:])]
+        prompt = replace(prompt, ids=ids, in_thought=None)
     return prompt
+
+
+def _begins_in_thought(prompt: str, begun: str) -> bool | None:
+    """See EncodedPrompt; `begun` is the part of the reply that is the end of the prompt."""
+    if begun:
+        is_open = begun.lstrip().startswith("<think>") or opens_thought(prompt.removesuffix(begun))
+        return True if is_open and "</think>" not in begun else None
+    return None if prompt.rstrip().endswith("</think>") else opens_thought(prompt)
 
 
 def exact_ids(model: LoadedModel, prompt: str | list[int]) -> list[int]:
@@ -266,7 +305,7 @@ def submit(
     model: LoadedModel,
     body: ChatBody | CompletionBody,
     prompts: Sequence[EncodedPrompt],
-    grammar: Grammar | None,
+    grammar: Grammar | AfterThought | None,
     on_chunk: Callable[[int, Chunk], None],
 ) -> list[Stream]:
     """Pass every choice of every prompt to the scheduler, or none of them; `n` choices have consecutive seeds.
@@ -280,8 +319,8 @@ def submit(
     check_ids(model, "stop_token_ids", stop_ids)
     # A tokenizer may put a space before each text. A whole reply loses it; a continuation needs it.
     is_whole = isinstance(body, ChatBody) and body.messages[-1].role != "assistant"
-    # The special tokens that belong to calls, with their names: without them the calls would not be found.
-    special = model.tokenizer.special_ids if body.calls == "family" else {}
+    # The special tokens that belong to thoughts and calls, with their names: without them these would not be found.
+    special = model.tokenizer.special_ids if body.calls == "family" or prompts[0].in_thought is not None else {}
     marks = {special[name]: name.encode() for name in MARKS if name in special}
     requests = []
     for place, prompt in enumerate(prompts):
@@ -305,6 +344,7 @@ def submit(
                 stop_ids=stop_ids,
                 calls=body.calls,
                 grammar=None if grammar is None else grammar.copy(max_tokens),
+                in_thought=prompt.in_thought,
                 every_token=isinstance(body, CompletionBody) and bool(body.return_token_ids),
             )
             requests.append(request)

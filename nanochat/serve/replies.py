@@ -160,7 +160,7 @@ class ChoicesSerializer:
     stream_object = ""
     first_message_read: int | None = None
     returns_token_ids = False
-    has_plain_text = True  # chunks of text have no calls in them
+    plain_kinds = ("text",)  # chunks of these kinds differ from event to event only in their text
 
     def __init__(self, model: LoadedModel, body: RequestBody):
         self.tokenizer = model.tokenizer
@@ -174,7 +174,7 @@ class ChoicesSerializer:
         # An event up to its choices. A stream has an event for every token, and they differ only in their choices. Most
         # events of one choice differ only in their text.
         self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
-        self._around_text: dict[int, list[bytes]] = {}  # by choice: what precedes and follows the text
+        self._around_text: dict[tuple[int, str], list[bytes]] = {}  # by choice and kind: what is around the text
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # for a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -219,13 +219,14 @@ class ChoicesSerializer:
     def event(self, number: int, chunk: Chunk) -> bytes:
         if not (chunk.text or chunk.logprobs or chunk.finish_reason):  # only half a character
             return b""
-        if chunk.logprobs or chunk.finish_reason or chunk.kind != "text" or not self.has_plain_text:
+        if chunk.logprobs or chunk.finish_reason or chunk.kind not in self.plain_kinds:
             return self.choices_event(self.chunk(number, chunk))
-        if number not in self._around_text:
+        place = (number, chunk.kind)
+        if place not in self._around_text:
             mark = uuid.uuid4().hex
-            event = self.choices_event(self.chunk(number, Chunk(text=mark)))
-            self._around_text[number] = event.split(f'"{mark}"'.encode())
-        before, after = self._around_text[number]
+            event = self.choices_event(self.chunk(number, Chunk(text=mark, kind=chunk.kind)))
+            self._around_text[place] = event.split(f'"{mark}"'.encode())
+        before, after = self._around_text[place]
         return before + encode(chunk.text).encode() + after
 
     def choices_event(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
@@ -276,7 +277,8 @@ class ChoicesSerializer:
 
 
 class ChatSerializer(ChoicesSerializer):
-    """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`.
+    """/v1/chat/completions. `content` is plain text; calculator calls and their results are in a field `nanochat`, the
+    thought before the text is in `reasoning_content`.
 
     Calls for the client are in `tool_calls` instead: `calls` selects them (tools.py).
     """
@@ -291,7 +293,7 @@ class ChatSerializer(ChoicesSerializer):
         self.calls = body.calls
         self._make_writer = partial(make_writer, body.calls, body.family_calls)
         self._writers = defaultdict(self._make_writer)  # by choice
-        self.has_plain_text = self._make_writer().kind != "text"
+        self.plain_kinds = ("thought",) if self._make_writer().kind == "text" else ("text", "thought")
 
     def begin(self, streams: int) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -309,8 +311,8 @@ class ChatSerializer(ChoicesSerializer):
                 delta["tool_calls"] = fragments
             if writer.has_begun and chunk.finish_reason == "stop":
                 chunk = chunk._replace(finish_reason="tool_calls")
-        elif chunk.text and chunk.kind == "text":
-            delta["content"] = chunk.text
+        elif chunk.text and chunk.kind in FIELDS:
+            delta[FIELDS[chunk.kind]] = chunk.text
         elif chunk.text:
             delta["nanochat"] = {"kind": chunk.kind, "text": chunk.text}
         facts = self.facts(chunk.limit) if chunk.finish_reason else {}
@@ -323,12 +325,18 @@ class ChatSerializer(ChoicesSerializer):
     ) -> dict[str, Any]:
         writer = self._make_writer()
         own, fragments = writer.add("".join(text for kind, text in parts if kind == writer.kind), finish_reason)
-        written = [{"type": kind, "text": text} for kind, text in parts if text and kind != writer.kind]
+        written = [
+            {"type": kind, "text": text} for kind, text in parts if text and kind not in (writer.kind, "thought")
+        ]
         message: dict[str, Any] = {"role": "assistant", "content": text_of(written) + own, "refusal": None}
+        thought = "".join(text for kind, text in parts if kind == "thought")
+        if thought:
+            message["reasoning_content"] = thought
+        if thought or fragments:
+            message["content"] = message["content"] or None
         if fragments:
             for fragment in fragments:
                 del fragment["index"]
-            message["content"] = message["content"] or None
             message["tool_calls"] = fragments
             finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
         if any(part["type"] != "text" for part in written):
@@ -541,5 +549,6 @@ def _opened(name: str, fields: dict[str, Any]) -> bytes:
     return f'{encode(fields)[:-1]},"{name}":'.encode()
 
 
+FIELDS = {"text": "content", "thought": "reasoning_content"}  # of a message, by the kind of a chunk
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"  # a comment: clients skip it

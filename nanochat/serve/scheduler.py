@@ -31,10 +31,11 @@ from typing import Literal, NamedTuple, cast
 import torch
 
 from nanochat.engine import CACHE_STEP, CHUNK_STEP, PREFILL_CHUNK, Engine, NewToken, Row, Slots, logprob_table, round_up
+from nanochat.families.tool_calls import ThoughtReader
 from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.ground.log import print0
 from nanochat.sampling import SamplingParams
-from nanochat.serve.grammar import Grammar
+from nanochat.serve.grammar import AfterThought, Grammar
 from nanochat.serve.metrics import SchedulerMetrics
 from nanochat.serve.tools import Calls
 
@@ -62,7 +63,8 @@ class Request:
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
     stop_ids: frozenset[int] = frozenset()  # further tokens that end the reply
     limit: Literal["max_tokens", "context"] = "max_tokens"  # the origin of `max_tokens`
-    grammar: Grammar | None = None  # the grammar of the reply; only this request uses it
+    grammar: Grammar | AfterThought | None = None  # the grammar of the reply; only this request uses it
+    in_thought: bool | None = None  # whether the reply begins within a thought; None: it has no thought
     calls: Calls = "own"  # see serve/tools.py
     every_token: bool = False  # chunks have every token with its logprob, including the token that ends the reply
 
@@ -82,7 +84,7 @@ class Chunk(NamedTuple):
 
     token_ids: tuple[int, ...] = ()
     text: str = ""  # complete characters only; what may be the start of a stop string is held back
-    kind: str = "text"  # "text", "python" (a call's code) or "python_output" (the tool's answer to it)
+    kind: str = "text"  # "text", "thought", "python" (a call's code) or "python_output" (the tool's answer to it)
     logprobs: tuple[TokenLogprob, ...] = ()
     # On the last chunk only: "stop", "tool_calls", "length", "cancelled" or "error".
     finish_reason: str | None = None
@@ -133,12 +135,16 @@ class Stream:
 
 @dataclass(eq=False)
 class TextOut:
-    """Turns token ids into visible text: whole characters, without special tokens and stop strings."""
+    """Turns token ids into visible text: whole characters, without special tokens and stop strings.
+
+    With `thoughts` the text comes after a thought.
+    """
 
     tokens: list[bytes]
     stop: tuple[str, ...]
     strips_space: bool = False  # leave out a space before the first word
     spelled: Mapping[int, bytes] = field(default_factory=dict)
+    thoughts: ThoughtReader | None = None
     stopped: bool = False  # a stop string is complete; nothing follows
     held: str = ""  # text that may be the beginning of a stop string
 
@@ -157,7 +163,10 @@ class TextOut:
 
     def flush(self) -> str:
         """The rest at the end of a text: half a character becomes U+FFFD."""
-        text = self.cut(self.decoder.decode(b"", True)) + self.held
+        text = self.decoder.decode(b"", True)
+        if self.thoughts is not None:
+            _, text = self.thoughts.add(text, is_end=True)
+        text = self.cut(text) + self.held
         self.held = ""
         return text
 
@@ -213,7 +222,8 @@ class _RequestRow(Row):
         self.held: list[tuple[TokenLogprob, str]] = []  # tokens that are not shown yet, with their text
         self.shown = 0  # number of shown characters of the first of these tokens
         self.open_call: list[Chunk] = []  # a call that is held back until it is complete; see `_hand_out`
-        self.out = TextOut(tokens, request.stop, request.strips_space, request.spelled)
+        thoughts = None if request.in_thought is None else ThoughtReader(request.in_thought)
+        self.out = TextOut(tokens, request.stop, request.strips_space, request.spelled, thoughts)
         self.submitted = time.monotonic()
         self.last_time = self.submitted  # when it got its last token
 
@@ -644,9 +654,19 @@ class Scheduler:
                 return "stop"
             row.kind = new.kind
 
-        # Stop strings count in the reply's text only, not in a call or its answer.
-        own_text = row.out.plain(new.id)
-        text = row.out.cut(own_text) if new.kind == "text" else own_text
+        # Stop strings count in the reply's text only, not in a thought, a call or its answer.
+        own_text = text = row.out.plain(new.id)
+        if row.out.thoughts is not None:
+            thought, text = row.out.thoughts.add(own_text)
+            if row.out.thoughts.place in ("thought", "after thought"):
+                row.held.clear()  # tokens that turned out to begin a thought
+                row.stream.put(Chunk((new.id,), thought, "thought"))
+                return new.finish_reason
+            if thought:  # its last part is in the token with which the text begins
+                row.stream.put(Chunk((), thought, "thought"))
+            own_text = own_text[-len(text) :] if text else own_text
+        if new.kind == "text":
+            text = row.out.cut(text)
         logprobs: tuple[TokenLogprob, ...] = ()
         if new.by_model and row.request.logprobs >= 0:
             row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), own_text))

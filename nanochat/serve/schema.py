@@ -166,6 +166,7 @@ class ChatMessage(Strict):
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None  # from an assistant
     tool_call_id: str | None = None  # from a tool: the call that it answers; without it, the oldest
     reasoning_content: str | None = None  # a reply's thought, which some templates write
+    reasoning: str | None = None  # vLLM's newer name of the same
     # Refused.
     function_call: Unsupported = None
     # Ignored.
@@ -396,10 +397,11 @@ class ChatBody(RequestBody):
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[TemplateSettings, Field(max_length=16)] | None = None
+    enable_thinking: bool | None = None  # Qwen's name of the template's variable
+    reasoning_effort: str | None = None  # "none": the same as enable_thinking: false; ignored otherwise
     # Ignored.
     function_call: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most, as our models write anyway
-    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatBody":
@@ -444,8 +446,9 @@ class ChatBody(RequestBody):
     @property
     def reply_schema(self) -> dict[str, Any] | None:
         if self.calls == "schema":
-            tools = [(one.name, one.parameters) for one in self.candidates]
-            return call_schema(tools) if self.family_calls is None else self.family_calls.schema(tools)
+            if self.family_calls is not None:
+                return self.family_calls.schema
+            return call_schema([(one.name, one.parameters) for one in self.candidates])
         return None if self.calls == "calculator" else super().reply_schema
 
     @property
@@ -509,9 +512,19 @@ class ChatBody(RequestBody):
                 why = f"{name} is {expected} where the last message is by {last_role}"
                 raise ApiError(400, why.lower(), param=name)
 
-    def family_conversation(self, thought_field: str | None) -> tuple[list[Message], list[int]]:
+    @property
+    def template_settings(self) -> dict[str, Any]:
+        """The variables of the model's chat template; what chat_template_kwargs has goes before its other names."""
+        settings: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            settings["enable_thinking"] = False
+        if self.enable_thinking is not None:
+            settings["enable_thinking"] = self.enable_thinking
+        return settings | (self.chat_template_kwargs or {})
+
+    def family_conversation(self, has_thoughts: bool) -> tuple[list[Message], list[int]]:
         """The messages as chat templates read them, with calls and results as messages of their own; and the index in
-        the request at which each begins. `thought_field` is the template's field for the thought of a reply.
+        the request at which each begins. With `has_thoughts` the template reads the thoughts of replies.
 
         Raises ApiError: when there is nothing to reply to.
         """
@@ -533,9 +546,10 @@ class ChatBody(RequestBody):
             if unanswered and not (joins and message.tool_calls):
                 _check_answered(unanswered)
             if not joins:
-                last = {"role": message.role, "content": message.text}
-                if thought_field and message.role == "assistant" and message.reasoning_content:
-                    last[thought_field] = message.reasoning_content
+                thought = (message.reasoning_content or message.reasoning or "").strip("\n")
+                is_thoughtful = has_thoughts and thought and message.role == "assistant"
+                lead = f"<think>\n{thought}\n</think>\n\n" if is_thoughtful else ""
+                last = {"role": message.role, "content": lead + message.text}
                 messages.append(last)
                 starts.append(index)
             elif message.text:

@@ -14,7 +14,7 @@ follows the schema, after the beginning of a call in the model's form.
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from nanochat.families.tool_calls import PROBE_NAME, CallForm, CallReader, Funct
 from nanochat.ground.untrusted import json_of
 
 CALCULATOR = "calculator"
+NAMED_HEAD = r'\{"name": ?"([^"]*)", ?"(?:arguments|parameters)": ?'
 # With one of these, a schema that lists no properties may still have some.
 MORE_ARGUMENTS = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 
@@ -36,14 +37,13 @@ class FamilyCalls:
     """How a model of another family writes the calls of one request."""
 
     form: CallForm
-    names: tuple[str, ...]  # the functions that it may call
-    in_thought: bool = False  # the prompt ends within a thought
+    tools: Mapping[str, dict[str, Any] | None]  # the functions that it may call: their parameters by name
     is_single: bool = False  # the client wants one call at most
 
     @property
     def required_name(self) -> str:
         """The name that comes before the JSON of a required call; empty where the JSON has it."""
-        return self.names[0] if self.form.names_first and len(self.names) == 1 else ""
+        return next(iter(self.tools)) if self.form.names_first and len(self.tools) == 1 else ""
 
     @property
     def opening(self) -> str:
@@ -52,12 +52,12 @@ class FamilyCalls:
             return f"{self.form.mark}["
         return self.form.opening.replace(PROBE_NAME, self.required_name)
 
-    def schema(self, tools: Sequence[tuple[str, dict[str, Any] | None]]) -> dict[str, Any]:
+    @property
+    def schema(self) -> dict[str, Any]:
         """The schema of the JSON of a required call."""
         if not self.required_name:
-            return call_schema(tools, self.form.key)
-        (parameters,) = (parameters for name, parameters in tools if name == self.required_name)
-        return _arguments_schema(parameters, 0)
+            return call_schema(list(self.tools.items()), self.form.key)
+        return _arguments_schema(self.tools[self.required_name], 0)
 
 
 def is_calculator(name: str, parameters: dict[str, Any] | None) -> bool:
@@ -114,7 +114,7 @@ class FamilyWriter:
 
     def __init__(self, family: FamilyCalls):
         self.has_begun = False
-        self._reader = CallReader(family.form, family.names, family.in_thought, family.is_single)
+        self._reader = CallReader(family.form, family.tools, family.is_single)
         self._count = 0
 
     def add(self, text: str, finish_reason: str | None) -> tuple[str, list[dict[str, Any]]]:
@@ -165,14 +165,14 @@ class CallWriter:
 
     def _arguments(self, text: str) -> str | None:
         """The inner braces of `{"name":"f","arguments":{...}}`. The last character is held back: it may be the end."""
-        if not self._has_name:
-            return text or None
         self._text += text
         if not self.has_begun:
-            head = re.match(r'\{"name": ?"([^"]*)", ?"(?:arguments|parameters)": ?', self._text)
+            # After a thought the reply has the beginning of a call in the model's form.
+            head = re.search(NAMED_HEAD if self._has_name else r"(?=\{)", self._text)
             if head is None:
                 return None
-            self.name = head[1]
+            self.name = head[1] if self._has_name else self.name
             self._text = self._text[head.end() :]
-        ready, self._text = self._text[:-1], self._text[-1:]
+        held = int(self._has_name)
+        ready, self._text = self._text[: len(self._text) - held], self._text[len(self._text) - held :]
         return ready

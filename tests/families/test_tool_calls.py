@@ -1,4 +1,5 @@
-"""nanochat.families.tool_calls: the calls that a family's template writes are read back, whole or in pieces."""
+"""nanochat.families.tool_calls: the thoughts and calls that a family's template writes are read back, whole or in
+pieces."""
 
 import importlib.util
 import json
@@ -15,20 +16,24 @@ from nanochat.families.tool_calls import (
     LLAMA,
     MISTRAL,
     QWEN,
+    XML,
     CallForm,
     CallReader,
     FunctionCall,
+    ThoughtReader,
     find_form,
     opens_thought,
     template_id,
 )
 from nanochat.tokenizer import Tokenizer
 
+TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+SCHEMA = {"type": "object", "properties": {"x é": TEXT, "n": {"type": "integer"}}}
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": name, "description": f"of <{name}>", "parameters": {"type": "object"}}}
+    {"type": "function", "function": {"name": name, "description": f"of <{name}>", "parameters": SCHEMA}}
     for name in ("weather", "read_file", "a-1")
 ]
-NAMES = [tool["function"]["name"] for tool in TOOLS]
+PARAMETERS = {tool["function"]["name"]: SCHEMA for tool in TOOLS}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +51,19 @@ def load(folder: Path) -> ImportedTokenizer:
     return tokenizer
 
 
-def read(form: CallForm, pieces: list[str], **options: Any) -> tuple[str, list[FunctionCall]]:
+def read(form: CallForm, pieces: list[str], is_single: bool = False) -> tuple[str, list[FunctionCall]]:
     """The text and the calls of a reply that arrives in pieces."""
-    reader = CallReader(form, NAMES, **options)
+    reader = CallReader(form, PARAMETERS, is_single)
     found = [one for piece in pieces for one in reader.add(piece)] + reader.add("", is_end=True)
     text = "".join(one for one in found if isinstance(one, str))
     return text, [one for one in found if isinstance(one, FunctionCall)]
+
+
+def divided(pieces: list[str], in_thought: bool) -> tuple[str, list[str]]:
+    """The thought of a reply that arrives in pieces, and the pieces of its text."""
+    reader = ThoughtReader(in_thought)
+    thoughts, texts = zip(*[reader.add(piece) for piece in pieces], reader.add("", is_end=True), strict=True)
+    return "".join(thoughts), [text for text in texts if text]
 
 
 def random_value(source: random.Random, depth: int = 0) -> Any:
@@ -66,7 +78,8 @@ def random_value(source: random.Random, depth: int = 0) -> Any:
 
 # The templates as their models' authors publish them; the package `trl` brings copies.
 PUBLISHED = {"qwen2_5": QWEN, "qwen3": QWEN, "qwen3_instruct_2507": QWEN, "llama3_1": LLAMA, "llama3_2": LLAMA}
-UNREAD = ("qwen3_5_think", "glm4moe", "gemma3", "llama3")  # other forms, or no tools
+PUBLISHED |= dict.fromkeys(("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"), XML)
+UNREAD = ("glm4moe", "gemma3", "llama3")  # other forms, or no tools
 NAMES_OF_MARKS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 ENDS = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>"]
 QUESTION = [{"role": "user", "content": "Is it?"}]
@@ -100,7 +113,7 @@ def test_the_calls_of_a_template_are_read_back(folders: dict[str, Path], name: s
         template = published(name)
         form = form_of(template)
         ends = ENDS
-        assert form is not None and form.mark == PUBLISHED[name].mark
+        assert form is not None and (form.mark, form.is_xml) == (PUBLISHED[name].mark, PUBLISHED[name].is_xml)
     assert form is not None and form.is_single == name.startswith("llama")
 
     def written(messages: list[Any], **settings: Any) -> str:
@@ -114,8 +127,10 @@ def test_the_calls_of_a_template_are_read_back(folders: dict[str, Path], name: s
         calls = []
         for _ in range(1 if form.is_single else source.randrange(1, 4)):
             arguments = {f"{key} é": random_value(source) for key in source.sample("xyz", source.randrange(3))}
+            if form.is_xml:  # a text is one if its schema allows it
+                arguments = {key: value for key, value in arguments.items() if isinstance(value, str) == (key == "x é")}
             own_id = f"{source.randrange(10**9):09}" if name == "mistral" else ""
-            calls.append(FunctionCall(source.choice(NAMES), arguments, own_id))
+            calls.append(FunctionCall(source.choice(list(PARAMETERS)), arguments, own_id))
         content = source.choice(["", "I look.", "So:\n\n1 < 2"]) if name == "qwen" else ""
         functions = [
             {"id": call.id or "012345678", "function": {"name": call.name, "arguments": call.arguments}}
@@ -127,9 +142,9 @@ def test_the_calls_of_a_template_are_read_back(folders: dict[str, Path], name: s
         text = next(text.removesuffix(end) for end in ends if text.endswith(end))
         cuts = sorted(source.randrange(len(text) + 1) for _ in range(9))
         pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        thought = "<think>\n\n</think>" if text.startswith("<think>") else ""
         for arriving in ([text], list(text), pieces):
-            assert read(form, arriving) == (thought + ("\n\n" + content if content else ""), calls)
+            thought, texts = divided(arriving, opens_thought(prompt))
+            assert (thought, *read(form, texts)) == ("", content, calls)
 
 
 @pytest.mark.parametrize("name", UNREAD)
@@ -151,15 +166,20 @@ def test_which_templates_have_a_form(family_tokenizers: dict[str, Any], tmp_path
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
 PARIS = FunctionCall("weather", {"city": "Paris"})
+
+
+def in_xml(**values: str) -> str:
+    """A call as Qwen3-Coder writes it."""
+    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
+    return f"<tool_call>\n<function=weather>\n{parameters}</function>\n</tool_call>"
+
+
 REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     (QWEN, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [PARIS]),
     (QWEN, f"Let me see.\n\n<tool_call>{WEATHER}</tool_call>\n", "Let me see.", [PARIS]),
     (QWEN, f"<tool_call>\n{WEATHER}", "", [PARIS]),  # it ends its turn instead
     (QWEN, f"<tool_call>{WEATHER}</tool_call>\n<tool_call>\n{WEATHER}\n</tool_call> Ok", " Ok", [PARIS, PARIS]),
     (QWEN, '<tool_call>\n{"name": "weather"}\n</tool_call>', "", [FunctionCall("weather", {})]),
-    # Thoughts are weighed, not called.
-    (QWEN, f"<think>\n<tool_call>{WEATHER}</tool_call>\n</think>\n\nNo.", "ALL", []),
-    (QWEN, f"<think>\nhm\n</think>\n\n<tool_call>\n{WEATHER}\n</tool_call>", "<think>\nhm\n</think>", [PARIS]),
     # What is no whole call of one of the functions stays text.
     (QWEN, '<tool_call>\n{"name": "weather", "arguments": {"city": "Par', "ALL", []),
     (QWEN, '<tool_call>\n{"name": "weather", "arguments": "Paris"}\n</tool_call>', "ALL", []),
@@ -189,6 +209,23 @@ REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     (MISTRAL, "[TOOL_CALLS] [1]", "ALL", []),
     (MISTRAL, "[TOOL_CALLS] nothing of the kind", "ALL", []),
     (MISTRAL, "[TOOL_CALLS]", "ALL", []),
+    (XML, f"So.\n\n{in_xml(city='Paris')}", "So.", [PARIS]),
+    (XML, f"{in_xml()}\n{in_xml(city='Paris')} Ok", " Ok", [FunctionCall("weather", {}), PARIS]),
+    (XML, in_xml(city="Paris").removesuffix("\n</tool_call>"), "", [PARIS]),  # it ends its turn instead
+    (XML, "<tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>", "", [PARIS]),
+    # A text stays one, whatever it contains; other values are JSON, or what Jinja prints.
+    (XML, in_xml(**{"x é": "\n12\n</parameter>\n</tool_call>\n"}), "", [
+        FunctionCall("weather", {"x é": "\n12\n</parameter>\n</tool_call>\n"})
+    ]),
+    (XML, in_xml(**{"x é": "null", "n": "12", "a": '{"b": [1]}', "c": "None", "d": "True", "e": "so", "f": ""}), "", [
+        FunctionCall("weather", {"x é": None, "n": 12, "a": {"b": [1]}, "c": None, "d": True, "e": "so", "f": ""})
+    ]),
+    (XML, in_xml(city="Par").partition("\n</parameter>")[0], "ALL", []),
+    (XML, in_xml(city="Paris").partition("</function>")[0], "ALL", []),
+    (XML, in_xml(city="Paris").replace("weather", "delete"), "ALL", []),
+    (XML, in_xml(city="NaN"), "ALL", []),
+    (XML, f"<tool_call>\n{WEATHER}\n</tool_call>", "ALL", []),
+    (XML, f"<tool_call> is how, {in_xml(city='Paris')}", "<tool_call> is how,", [PARIS]),
 ]  # fmt: skip
 
 
@@ -209,7 +246,7 @@ def test_half_of_a_surrogate_pair_stays_an_escape():
 
 
 def test_text_is_handed_out_as_it_arrives():
-    reader = CallReader(QWEN, NAMES)
+    reader = CallReader(QWEN, PARAMETERS)
     assert reader.add("I look") == ["I look"]
     assert reader.add(" at it. <tool") == [" at it."]  # the rest may begin a call
     assert reader.add("s> are") == [" <tools> are"]
@@ -218,11 +255,25 @@ def test_text_is_handed_out_as_it_arrives():
     assert reader.add(".", is_end=True) == [PARIS, " Ok."]
 
 
-def test_a_thought_that_the_prompt_has_begun():
+CALLED = f"<tool_call>{WEATHER}</tool_call>"
+
+
+@pytest.mark.parametrize(("in_thought", "reply", "thought", "text"), [
+    (False, f"<think>\n{CALLED}\n</think>\n\n{CALLED}", CALLED, CALLED),  # a call in a thought is weighed
+    (True, f"\n {CALLED}\n</think>\n\n{CALLED}", CALLED, CALLED),
+    (False, " \n<think>a <b\n\n </thin> < </think>c </think>\n", "a <b\n\n </thin> <", "c </think>\n"),
+    (False, "<think>\n\n</think>\n\n", "", ""),
+    (False, "<think>\nso\n</th", "so", ""),  # cut off
+    (True, "so \n", "so", ""),
+    (False, "<thin", "", "<thin"),
+    (False, "\n So <think>x</think>", "", "\n So <think>x</think>"),
+    (False, " ", "", " "),
+])  # fmt: skip
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_the_thought_of_a_reply(in_thought: bool, reply: str, thought: str, text: str, size: int):
     assert opens_thought("<|im_start|>assistant\n<think>\n") and not opens_thought("<think>\n\n</think>\n\n")
-    reply = f"<tool_call>{WEATHER}</tool_call>\n</think>\n\n<tool_call>{WEATHER}</tool_call>"
-    text, calls = read(QWEN, list(reply), in_thought=True)
-    assert text == f"<tool_call>{WEATHER}</tool_call>\n</think>" and calls == [PARIS]
+    found, texts = divided([reply[at : at + size] for at in range(0, len(reply), size)], in_thought)
+    assert (found, "".join(texts)) == (thought, text)
 
 
 def test_one_call_where_the_client_or_the_template_takes_one():
@@ -239,7 +290,7 @@ def test_a_long_argument_is_read_in_one_pass():
     """A file of 200,000 characters, in pieces: it is read when the reply ends."""
     arguments = json.dumps({"text": "x = [1] " * 25_000})
     reply = f'<tool_call>{{"name": "read_file", "arguments": {arguments}}}</tool_call>'
-    reader = CallReader(QWEN, NAMES)
+    reader = CallReader(QWEN, PARAMETERS)
     found = []
     for at in range(0, len(reply), 50):
         found += reader.add(reply[at : at + 50])

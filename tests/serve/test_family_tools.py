@@ -54,7 +54,6 @@ LEARNED = [
     RESULT,
     {"role": "assistant", "content": "It rains, and it has 9 degrees."},
 ]
-THOUGHT = "<think>\n\n</think>"
 
 
 def fine_tuned(tokenizer: Tokenizer) -> Engine:
@@ -108,7 +107,7 @@ def chat(client: Any, messages: list[Any] = QUESTION, **settings: Any) -> Any:
     return client.chat.completions.create(messages=messages, **settings)
 
 
-def test_an_agent_calls_reads_the_result_and_answers(client: Any, family: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_agent_calls_reads_the_result_and_answers(client: Any, monkeypatch: pytest.MonkeyPatch):
     """The loop of every agent, with the client's own objects handed back."""
     monkeypatch.setattr(server_tools, "new_id", lambda: CALL["id"])  # the only one that the model has seen
     messages: list[Any] = list(QUESTION)
@@ -116,7 +115,7 @@ def test_an_agent_calls_reads_the_result_and_answers(client: Any, family: str, m
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls" and call.function.name == "weather"
     assert json.loads(call.function.arguments) == ARGUMENTS
-    assert (choice.message.content or "") == (THOUGHT if family == "qwen" else "")
+    assert choice.message.content is None  # the empty thought that Qwen3's template writes is in no field
     messages.append(choice.message)
     messages.append({"role": "tool", "tool_call_id": call.id, "content": RESULT["content"]})
     answer = chat(client, messages).choices[0]
@@ -167,7 +166,7 @@ def test_the_thought_of_an_earlier_reply_goes_to_a_template_that_writes_it(model
         (prompt,) = prompts.encode_prompts(model, body)
         shown.append(model.tokenizer.decode(prompt.ids))
     assert isinstance(model.tokenizer, ImportedTokenizer)
-    writes_thoughts = model.tokenizer.chat_format.template.thought_field is not None
+    writes_thoughts = "</think>" in model.tokenizer.templates["default"]
     assert ("a cloud" in shown[1]) == writes_thoughts == (shown[0] != shown[1])
 
 
