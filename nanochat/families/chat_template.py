@@ -155,14 +155,14 @@ class ChatTemplate:
 
     @cached_property
     def thought_end(self) -> str:
-        """What it writes between the thought of a reply and its text: </think> and line ends."""
+        """What it writes between the thought of a reply and its text: </think> and line ends. Empty: no thoughts."""
         reply = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHi."}
         if self.thought_field is not None:
             reply |= {"content": "Hi.", self.thought_field: "A greeting."}
         found = None
         with contextlib.suppress(TemplateError):
-            found = re.search(r"A greeting\.(\s*</think>\s*)Hi\.", self.render([QUESTION, reply]).text)
-        return found[1] if found else "\n</think>\n\n"
+            found = re.search(r"<think>\s*A greeting\.(\s*</think>\s*)Hi\.", self.render([QUESTION, reply]).text)
+        return found[1] if found and self.has_thoughts else ""
 
     @cached_property
     def drops_thoughts(self) -> bool:

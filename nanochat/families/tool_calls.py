@@ -320,7 +320,7 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}  # templates in Jinj
 
 def _read_xml(text: str, at: int, parameters: Any) -> tuple[dict[str, Any] | None, int]:
     """The arguments of a call in XML, and where it ends; None where it does not."""
-    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    properties = (parameters or {}).get("properties")
     arguments = {}
     while begin := XML_PARAMETER.match(text, at):
         end = XML_VALUE_END.search(text, begin.end())
@@ -335,25 +335,14 @@ def _read_xml(text: str, at: int, parameters: Any) -> tuple[dict[str, Any] | Non
 
 def _value(text: str, schema: Any) -> Any:
     """The value of an argument in XML: a text where its schema allows one, otherwise JSON."""
-    if _allows(schema, "string"):
-        return None if text == "null" and _allows(schema, "null") else text
+    types = json.dumps(schema)
+    is_text = '"string"' in types and '"array"' not in types and '"object"' not in types
+    if is_text and not (text == "null" and '"null"' in types):
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return PYTHON_WORDS.get(text, text)
-
-
-def _allows(schema: Any, kind: str) -> bool:
-    """Whether a schema says that it allows a type."""
-    if not isinstance(schema, dict):
-        return False
-    types = schema.get("type")
-    branches = [branch for name in ("anyOf", "oneOf") for branch in _listed(schema.get(name))]
-    return kind == types or kind in _listed(types) or any(_allows(branch, kind) for branch in branches)
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _overlap(text: str, mark: str) -> int:

@@ -16,9 +16,8 @@ import math
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
@@ -267,95 +266,55 @@ class Grammar:
         self._budget -= time.thread_time() - began
 
 
-@dataclass(frozen=True)
-class Thinking:
-    """How a model thinks before a document."""
-
-    in_thought: bool  # the prompt has begun the thought
-    begin: int  # the token that begins a thought; -1: none does
-    end: str  # from a thought to the document, such as "\n</think>\n\n<tool_call>\n"
-    start: str  # before a document without a thought, such as "<tool_call>\n"
-    stop_ids: Collection[int]
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], bytes]
-
-
 class AfterThought:
-    """The grammar of a reply whose document comes after a thought: the thought is free, then the document begins.
+    """The grammar of a reply whose document comes after its thought, which is free and gets THOUGHT_SHARE of the tokens
+    at most. `end` are the tokens that close the thought and begin the document."""
 
-    A thought gets THOUGHT_SHARE of the tokens, and no more than the shortest document leaves: then it is closed.
-    """
-
-    def __init__(self, grammar: Grammar, thinking: Thinking, max_tokens: int):
-        self._grammar = grammar
-        self._thinking = thinking
-        self._remaining = max_tokens
-        self._end = thinking.encode(thinking.end)
-        longest = max_tokens - len(self._end) - grammar.shortest
-        self._budget = min(int(THOUGHT_SHARE * max_tokens), longest)  # tokens of the thought
-        self._reader: ThoughtReader | None = None  # of an open thought
-        self._forced: deque[int] = deque()  # tokens that come before the document
-        self._may_begin = not thinking.in_thought and thinking.begin >= 0 and self._budget > 1
-        if thinking.in_thought:
-            self._reader = ThoughtReader(in_thought=True)
-        else:
-            self._force(thinking.encode(thinking.start), max_tokens)
+    def __init__(self, grammar: Grammar, end: list[int], tokenizer: Tokenizer, max_tokens: int):
+        self._document = grammar
+        self._end = end
+        self._after = next(end[n:] for n in range(len(end) + 1) if THOUGHT_END in tokenizer.decode(end[:n]))
+        self._tokenizer = tokenizer
+        self._left = max_tokens
+        # The tokens that the thought may still have: the shortest document must fit after it.
+        self._budget = min(int(THOUGHT_SHARE * max_tokens), max_tokens - len(end) - grammar.shortest)
+        self._thought: ThoughtReader | None = ThoughtReader(in_thought=True)  # None: it is closed
+        self._forced: deque[int] = deque()  # tokens before the document
 
     def copy(self, max_tokens: int) -> "AfterThought":
         """See `Grammar.copy`."""
-        return AfterThought(self._grammar, self._thinking, max_tokens)
+        return AfterThought(self._document, self._end, self._tokenizer, max_tokens)
 
     @property
     def error(self) -> str:
-        return self._grammar.error
+        return self._document.error
 
     def allowed(self) -> Tensor:
         """See `Grammar.allowed`."""
-        if self._reader is not None:
-            return torch.ones(self._grammar.width, dtype=torch.bool)
+        if self._thought is None and not self._forced:
+            return self._document.allowed()
+        allowed = torch.full((self._document.width,), self._thought is not None)
         if self._forced:
-            allowed = torch.zeros(self._grammar.width, dtype=torch.bool)
             allowed[self._forced[0]] = True
-        else:
-            allowed = self._grammar.allowed()
-        if self._may_begin:
-            allowed[self._thinking.begin] = True
         return allowed
 
     def accept(self, token: int) -> int:
         """See `Grammar.accept`."""
-        self._remaining -= 1
-        if self._may_begin and token == self._thinking.begin:
-            self._reader = ThoughtReader(in_thought=True)
-            self._forced.clear()
-            self._may_begin = False
+        self._left -= 1
+        if self._thought is not None:
             self._budget -= 1
-            return token
-        self._may_begin = False
-        if self._reader is not None:
-            self._budget -= 1
-            text = self._thinking.decode([token]).decode(errors="replace")
-            self._reader.add(text)
-            place = self._reader.place
-            if self._budget < 0 or token in self._thinking.stop_ids or place == "text":
-                # This token is the first one that closes the thought.
-                self._reader = None
-                self._force(self._end, self._remaining + 1)
-            elif place == "after thought":
-                self._reader = None
-                before = self._thinking.end.partition(THOUGHT_END)[2]
-                # The model's last token may have white space after the mark.
-                before = before if text.endswith(THOUGHT_END[-1]) else before.lstrip()
-                self._force(self._thinking.encode(before), self._remaining)
+            self._thought.add(self._tokenizer.decode([token]))
+            place = self._thought.place
+            if place == "thought" and self._budget >= 0 and token not in self._tokenizer.stop_ids:
                 return token
-            else:
+            self._thought = None
+            is_closed = place == "after thought"  # by the model; otherwise `end` begins with this token
+            self._forced.extend(self._after if is_closed else self._end)
+            left = self._left if is_closed else self._left + 1
+            self._document = self._document.copy(left - len(self._forced))
+            if is_closed:
                 return token
-        return self._forced.popleft() if self._forced else self._grammar.accept(token)
-
-    def _force(self, tokens: list[int], left: int) -> None:
-        """Queue tokens, after which the document begins; `left` are the tokens from the first of them on."""
-        self._forced.extend(tokens)
-        self._grammar = self._grammar.copy(left - len(tokens))
+        return self._forced.popleft() if self._forced else self._document.accept(token)
 
 
 def _explained(text: str) -> str:

@@ -1,14 +1,14 @@
 """Turn a checked body into requests for the scheduler: encode its prompts, and check that they fit the context."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nanochat.conversation import Message, Part, fit_prompt, parts_of, render_prompt
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.families.tool_calls import MARKS, opens_thought
 from nanochat.ground.cli import UserError
-from nanochat.serve.grammar import AfterThought, Grammar, SchemaError, Thinking
+from nanochat.serve.grammar import AfterThought, Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from nanochat.serve.state import LoadedModel
@@ -28,6 +28,7 @@ class EncodedPrompt:
     ids: list[int]
     first_message_read: int | None = None  # index in the request; None: the prompt must not be shortened
     in_thought: bool | None = None  # whether the reply begins within a thought; None: it has no thought
+    thought_end: list[int] = field(default_factory=list)  # the tokens between a thought and a document by a schema
 
 
 def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[EncodedPrompt]:
@@ -65,32 +66,15 @@ def make_grammar(
     Raises ApiError: 400 when the schema cannot be followed, or not within the tokens of a reply.
     """
     max_tokens = min(reply_tokens(model, body, prompt) for prompt in prompts)
-    thinking = _thinking(model, body, prompts[0].in_thought)
-    closing = len(thinking.encode(thinking.end)) if thinking is not None and thinking.in_thought else 0
+    end = prompts[0].thought_end
     try:
         # Other families have learned to write calls with a space after each comma and colon.
         is_compact = body.calls == "schema" and body.family_calls is None
-        grammar = model.vocabulary.compile(schema, max(1, max_tokens - closing), is_compact=is_compact)
-        return grammar if thinking is None else AfterThought(grammar, thinking, max_tokens)
+        grammar = model.vocabulary.compile(schema, max(1, max_tokens - len(end)), is_compact=is_compact)
     except SchemaError as error:
         param = "tools" if body.calls == "schema" else "response_format"
         raise ApiError(400, str(error), param=param, code="invalid_value") from error
-
-
-def _thinking(model: LoadedModel, body: ChatBody | CompletionBody, in_thought: bool | None) -> Thinking | None:
-    """How a reply thinks before its document; None: it does not."""
-    tokenizer = model.tokenizer
-    if in_thought is None or not isinstance(tokenizer, ImportedTokenizer):
-        return None
-    encode = tokenizer.chat_format.encode_begun
-    marks = encode("<think>")
-    begin = marks[0] if len(marks) == 1 else -1
-    # In the call that a template writes there may be an empty thought before it.
-    opening = body.family_calls.opening if body.family_calls is not None and body.calls == "schema" else ""
-    _, mark, call = opening.rpartition("</think>")
-    before, _, after = tokenizer.chat_format.template.thought_end.partition("</think>")
-    end = f"{before}</think>{'' if mark else after}{call}"
-    return Thinking(in_thought, begin, end, call.lstrip(), tokenizer.stop_ids, encode, tokenizer.decode_bytes)
+    return AfterThought(grammar, end, model.tokenizer, max_tokens) if end else grammar
 
 
 def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:
@@ -157,25 +141,32 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
     prompt = _encode_messages(model, body, messages, starts, tools)
     begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
     text = tokenizer.decode(prompt.ids[-64 - len(begun) :])
-    if template.has_thoughts or form is not None:
-        prompt = replace(prompt, in_thought=_begins_in_thought(text, begun))
-    if form is None or tools is None:
-        return prompt
-    functions = {one.name: one.parameters for one in body.candidates}
-    calls = FamilyCalls(form, functions, body.parallel_tool_calls is False)
-    body.family_calls = calls
-    if body.calls == "schema" and form.is_xml:
-        message = (
-            f"tool_choice: {model.name} writes calls in XML, which this server cannot require: send auto"
-        )
-        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
-    if body.calls == "schema" and not (prompt.in_thought or (prompt.in_thought is False and template.has_thoughts)):
-        # The reply begins as a call does. The prompt may have the first part of that, such as an empty thought.
-        sizes = range(len(calls.opening), -1, -1)
-        common = next(size for size in sizes if text.endswith(calls.opening[:size]))
-        ids = [*prompt.ids, *tokenizer.chat_format.encode_begun(calls.opening[common:])]
-        prompt = replace(prompt, ids=ids, in_thought=None)
-    return prompt
+    in_thought = _begins_in_thought(text, begun) if template.has_thoughts or form is not None else None
+    opening = ""  # of a required call
+    if form is not None and tools:
+        functions = {one.name: one.parameters for one in body.candidates}
+        body.family_calls = calls = FamilyCalls(form, functions, body.parallel_tool_calls is False)
+        opening = calls.opening if body.calls == "schema" else ""
+        if opening and form.is_xml:
+            message = f"tool_choice: {model.name} writes calls in XML, which this server cannot require: send auto"
+            raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
+    if body.reply_schema is None:
+        return replace(prompt, in_thought=in_thought)
+
+    # A document, or the call that the client requires, comes after the thought.
+    encode = tokenizer.chat_format.encode_begun
+    if in_thought is False and template.thought_end:
+        prompt = replace(prompt, ids=[*prompt.ids, *encode("<think>")])
+        in_thought = True
+    if in_thought:
+        before, _, after = (template.thought_end or "\n</think>\n\n").partition("</think>")
+        _, mark, call = opening.rpartition("</think>")  # the call that a template writes may have an empty thought
+        end = encode(f"{before}</think>{call if mark else after + call}")
+        return replace(prompt, in_thought=True, thought_end=end)
+    # The reply begins as a call does. The prompt may have the first part of that, such as an empty thought.
+    sizes = range(len(opening), -1, -1)
+    common = next(size for size in sizes if text.endswith(opening[:size]))
+    return replace(prompt, ids=[*prompt.ids, *encode(opening[common:])])
 
 
 def _begins_in_thought(prompt: str, begun: str) -> bool | None:
