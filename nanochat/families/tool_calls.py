@@ -60,7 +60,7 @@ class CallForm:
     mark: str  # a call begins with it; empty: a reply is a call if it begins with "{" or <|python_tag|>
     # From the white space before a call to its JSON. In some forms the name and the id of the call come here.
     head: re.Pattern[str]
-    end: str  # what follows the JSON
+    end: re.Pattern[str]  # what follows the arguments
     key: str = "arguments"  # the name of the arguments in the JSON
     is_xml: bool = False  # the arguments are not JSON: each is a text between marks
     # These follow from the template.
@@ -73,12 +73,14 @@ class CallForm:
         return PROBE_NAME in self.opening
 
 
+QWEN_END = re.compile(r"\s*</tool_call>")
 XML_HEAD = r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>"
-XML = CallForm("<tool_call>", re.compile(XML_HEAD), "</tool_call>", is_xml=True)
-QWEN = CallForm("<tool_call>", re.compile(r"\s*<tool_call>\s*"), "</tool_call>")
-LLAMA = CallForm("", re.compile(r"[\s;]*(?:<\|python_tag\|>)?\s*"), "", "parameters")
+XML = CallForm("<tool_call>", re.compile(XML_HEAD), QWEN_END, is_xml=True)
+QWEN = CallForm("<tool_call>", re.compile(r"\s*<tool_call>\s*"), QWEN_END)
+LLAMA = CallForm("", re.compile(r"[\s;]*(?:<\|python_tag\|>)?\s*"), re.compile(""), "parameters")
+LLAMA_BEGIN = re.compile(r"[\s;]*(?:\{|<\|python_tag\|>)")
 MISTRAL_HEAD = r"\s*\[TOOL_CALLS\]\s*(?:(?P<name>[\w.-]+)(?:\[CALL_ID\](?P<id>\w*))?\[ARGS\]\s*|(?=[\[{]))"
-MISTRAL = CallForm("[TOOL_CALLS]", re.compile(MISTRAL_HEAD), "")
+MISTRAL = CallForm("[TOOL_CALLS]", re.compile(MISTRAL_HEAD), re.compile(""))
 
 
 def new_id() -> str:
@@ -189,109 +191,77 @@ class CallReader:
     """Divides a reply into its text and its calls. The text is handed out as it arrives, up to the mark of a call; what
     follows the mark is read when the reply is complete: clients run calls no sooner.
 
-    What is not a whole call of one of the `tools` stays text: a call that is cut off, that is not JSON, or
-    that calls another function. Calls in XML get the types of their arguments from the functions' parameters, which
-    `tools` has by name. White space before a call is left out. With `is_single`, so are all calls after the
-    first. A thought is not part of what is read: in it, a model weighs what it might call.
+    What is not a whole call of one of the `tools` stays text: a call that is cut off, that is not JSON, or that calls
+    another function. `tools` has their parameters by name, which give the arguments in XML their types. White space
+    before a call is left out. With `is_single`, so are all calls after the first. A thought is not part of what is
+    read: in it, a model weighs what it might call.
     """
 
     def __init__(self, form: CallForm, tools: Mapping[str, Any], is_single: bool = False):
         self.form = form
         self.tools = tools
         self.is_single = is_single or form.is_single
-        self.count = 0  # calls so far
         self._held = ""  # text that is not handed out yet
-        self._is_call = False  # what is held begins a call
-        self._may_begin = True  # nothing but calls came before what is held
+        self._has_text = False  # text came before what is held
 
     def add(self, text: str, is_end: bool = False) -> list[str | FunctionCall]:
         """What can be handed out with a further piece of the reply, in order; at its end, everything."""
         self._held += text
-        pieces: list[str | FunctionCall] = []
-        while self._held:
-            before = (self._held, self._is_call)
-            if self._is_call and not is_end:
-                break
-            pieces += self._read_call() if self._is_call else self._read_text(is_end)
-            if before == (self._held, self._is_call):
-                break
-        return [piece for piece in pieces if piece]
-
-    def _take(self, length: int) -> str:
-        taken, self._held = self._held[:length], self._held[length:]
-        return taken
-
-    # ---- text
-
-    def _read_text(self, is_end: bool) -> list[str | FunctionCall]:
-        """The text before the next call, as far as it has arrived."""
-        start = self._held.lstrip()
-        if not start:  # it may come before a call
-            return [self._take(len(self._held))] if is_end and not self.count else []
-        if self._may_begin and not self.form.mark and not is_end and PYTHON_TAG.startswith(start):
-            return []
-        if self.form.mark:
-            place = self._held.find(self.form.mark)
-            is_call = place >= 0
-            overlap = 0 if is_end else _overlap(self._held, self.form.mark)
-            end = place if is_call else len(self._held) - overlap
-        else:
-            start = start.lstrip("; \n") if self.count else start
-            is_call = self._may_begin and start.startswith(("{", PYTHON_TAG))
-            end = 0 if is_call or not start else len(self._held)
+        if is_end:
+            return [piece for piece in self._read_all() if piece]
+        end = self._begin(0)
+        if end < 0:
+            mark = self.form.mark or PYTHON_TAG
+            end = len(self._held) - _overlap(self._held, mark)
         # White space before a call, or before what may become one, waits with it.
-        text = self._held[:end]
-        text = text.rstrip() if is_call or not is_end else text
-        if text.strip():
-            self._may_begin = False
-        self._is_call = is_call
-        return [self._take(len(text))]
+        ready = self._held[:end].rstrip()
+        self._held = self._held[len(ready) :]
+        self._has_text = self._has_text or bool(ready)
+        return [ready] if ready else []
 
-    # ---- calls
+    def _begin(self, at: int) -> int:
+        """Where the next call begins, as far as its mark says; -1: nowhere."""
+        if self.form.mark:
+            return self._held.find(self.form.mark, at)
+        return at if not self._has_text and LLAMA_BEGIN.match(self._held, at) else -1
 
-    def _read_call(self) -> list[str | FunctionCall]:
-        """The call that begins here; its mark as text if it is none. The reply is complete."""
-        head = self.form.head.match(self._held)
-        calls = None
+    def _read_all(self) -> list[str | FunctionCall]:
+        """The rest of a reply that is complete."""
+        pieces: list[str | FunctionCall] = []
+        at = 0
+        count = 0
+        while (begin := self._begin(at)) >= 0:
+            calls, end = self._read_call(begin)
+            text = self._held[at : begin if calls else end]
+            pieces.append(text.rstrip() if calls else text)
+            pieces += calls[: max(0, 1 - count)] if self.is_single else calls
+            count += len(calls)
+            at = end
+        rest = self._held[at:]
+        if rest.strip() or not count:
+            pieces.append(rest)
+        return pieces
+
+    def _read_call(self, begin: int) -> tuple[list[FunctionCall], int]:
+        """The calls that begin here, and where they end; none, and where the text goes on."""
+        content = None
         end = 0
+        head = self.form.head.match(self._held, begin)
         if head is not None and self.form.is_xml:
             content, end = _read_xml(self._held, head.end(), self.tools.get(head["name"]))
-            calls = None if content is None else self._calls(head.groupdict(), content)
         elif head is not None and self._held.startswith(("{", "["), head.end()):
             with contextlib.suppress(ValueError, RecursionError):
                 content, end = json.JSONDecoder().raw_decode(self._held, head.end())
-                calls = self._calls(head.groupdict(), content)
-        if calls is None:
-            return self._not_a_call()
-        rest = self._held[end:]
-        after = rest.lstrip()
-        if self.form.end and after.startswith(self.form.end):
-            end += len(rest) - len(after) + len(self.form.end)
-        return self._found(calls, end)
-
-    def _found(self, calls: list[FunctionCall], end: int) -> list[str | FunctionCall]:
-        self._take(end)
-        self._is_call = False
-        if self.is_single:
-            calls = calls[: 1 - min(self.count, 1)]
-        self.count += len(calls)
-        return [*calls]
-
-    def _not_a_call(self) -> list[str | FunctionCall]:
-        self._is_call = False
-        self._may_begin = False
-        # Without the end of a call in XML, no further call of them is looked for.
-        if not self.form.mark or (self.form.is_xml and "</function>" not in self._held):
-            return [self._take(len(self._held))]
-        return [self._take(self._held.index(self.form.mark) + len(self.form.mark))]
-
-    def _calls(self, head: dict[str, str | None], content: Any) -> list[FunctionCall] | None:
-        """The calls in JSON; None where it is something else. `head` is the name and id before it, if any."""
-        if head.get("name"):
-            content = {**head, self.form.key: content}
-        calls = [self._call(one) for one in (content if isinstance(content, list) else [content])]
-        known = [call for call in calls if call is not None]
-        return known if known and len(known) == len(calls) else None
+        if head is not None and head.groupdict().get("name") and content is not None:
+            content = {**head.groupdict(), self.form.key: content}
+        found = [self._call(one) for one in (content if isinstance(content, list) else [content])]
+        calls = [call for call in found if call is not None]
+        if calls and len(calls) == len(found):
+            ending = self.form.end.match(self._held, end)
+            return calls, ending.end() if ending else end
+        # Without the end of a call in XML, no further call is looked for.
+        is_over = not self.form.mark or (self.form.is_xml and self._held.find("</function>", begin) < 0)
+        return [], len(self._held) if is_over else begin + len(self.form.mark)
 
     def _call(self, content: Any) -> FunctionCall | None:
         if not isinstance(content, dict):

@@ -195,9 +195,13 @@ class Batch:
             return batch_line(record, 200, response)
         fields = {"prompt": record} if isinstance(record, str) else record
         choice = response["choices"][0]
+        if "text" in choice:
+            return {**fields, "completion": choice["text"]}
+        message = choice["message"]
+        thought = {name: message[name] for name in ("reasoning_content",) if name in message}
         if "prompt" in fields:
-            return {**fields, "completion": choice["text"] if "text" in choice else choice["message"]["content"]}
-        reply = {"role": "assistant", "content": choice["message"]["content"]}
+            return {**fields, **thought, "completion": message["content"] or ""}
+        reply = {"role": "assistant", **thought, "content": message["content"] or ""}
         return {**fields, "messages": [*fields["messages"], reply]}
 
     def refusal(self, line: Line, error: ApiError | ValueError) -> dict[str, Any]:

@@ -291,12 +291,8 @@ class AfterThought:
 
     def allowed(self) -> Tensor:
         """See `Grammar.allowed`."""
-        if self._thought is None and not self._forced:
-            return self._document.allowed()
-        allowed = torch.full((self._document.width,), self._thought is not None)
-        if self._forced:
-            allowed[self._forced[0]] = True
-        return allowed
+        is_before = self._thought is not None or self._forced  # `accept` takes the forced tokens whatever is sampled
+        return torch.ones(self._document.width, dtype=torch.bool) if is_before else self._document.allowed()
 
     def accept(self, token: int) -> int:
         """See `Grammar.accept`."""
