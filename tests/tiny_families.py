@@ -5,12 +5,14 @@ The chat templates are written for these tests in the families' formats.
 """
 
 import functools
+import importlib.util
 import json
 import random
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tiny import EXPERT_SHAPES, SHAPES, lively_model, tiny_config, tiny_tokenizer
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -149,8 +151,32 @@ LISTED_CALLS = """{{- '[TOOL_CALLS] [' }}
 NAMED_CALLS = """{%- for call in message.tool_calls %}
 {{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson }}
 {%- endfor %}"""
+# As Qwen3-Coder: calls in XML.
+XML_TOOLS = """{%- if tools %}{{- '<|im_start|>system\\n' }}
+{%- for tool in tools %}{{- tool | tojson + '\\n' }}{% endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>\\n<|im_end|>\\n' }}
+{%- else %}
+{{- '<|im_start|>' + message.role }}
+{%- if message.content %}{{- '\\n' + message.content | trim + ('\\n' if message.tool_calls else '') }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{%- set text = value | tojson if value is not string and value is iterable else value | string %}
+{{- '<parameter=' + key + '>\\n' + text + '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 TOOL_FAMILIES = {
     "qwen": ("qwen3", THINKING),
+    "coder": ("qwen3", XML_TOOLS),
     "llama": ("llama3", HEADERS_TOOLS),
     "mistral": ("tekken", BRACKETS_TOOLS.replace("CALLS\n", LISTED_CALLS + "\n", 1)),
     "mistral named": ("tekken", BRACKETS_TOOLS.replace("CALLS\n", NAMED_CALLS + "\n", 1)),
@@ -181,6 +207,14 @@ def save_family(folder: Path, family: str, **config: Any) -> Path:
     ids = [library.token_to_id(name) for name in ends]
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}), encoding="utf-8")
     return folder
+
+
+def published(name: str) -> str:
+    """A template as its authors publish it."""
+    package = importlib.util.find_spec("trl")
+    if package is None:
+        pytest.skip("pip install --no-deps trl==1.16.0")
+    return Path((package.submodule_search_locations or [""])[0], "chat_templates", f"{name}.jinja").read_text()
 
 
 def save_qwen3(folder: Path, model_type: str = "qwen3") -> Path:

@@ -546,10 +546,12 @@ class ChatBody(RequestBody):
             if unanswered and not (joins and message.tool_calls):
                 _check_answered(unanswered)
             if not joins:
+                last = {"role": message.role, "content": message.text}
                 thought = (message.reasoning_content or message.reasoning or "").strip("\n")
-                is_thoughtful = has_thoughts and thought and message.role == "assistant"
-                lead = f"<think>\n{thought}\n</think>\n\n" if is_thoughtful else ""
-                last = {"role": message.role, "content": lead + message.text}
+                if has_thoughts and thought and message.role == "assistant":
+                    is_cut = message is self.messages[-1] and not message.text  # the reply continues the thought
+                    end = "" if is_cut else "\n</think>\n\n"
+                    last["content"] = f"<think>\n{thought}{end}{message.text}"
                 messages.append(last)
                 starts.append(index)
             elif message.text:

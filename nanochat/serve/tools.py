@@ -22,7 +22,7 @@ from nanochat.families.tool_calls import PROBE_NAME, CallForm, CallReader, Funct
 from nanochat.ground.untrusted import json_of
 
 CALCULATOR = "calculator"
-NAMED_HEAD = r'\{"name": ?"([^"]*)", ?"(?:arguments|parameters)": ?'
+NAMED_HEAD = r'\{"name": ?"([^"]*)", ?"(?:arguments|parameters)": ?(?=\S)'
 # With one of these, a schema that lists no properties may still have some.
 MORE_ARGUMENTS = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties")
 

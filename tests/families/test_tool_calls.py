@@ -1,14 +1,13 @@
 """nanochat.families.tool_calls: the thoughts and calls that a family's template writes are read back, whole or in
 pieces."""
 
-import importlib.util
 import json
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_families import FAMILIES, TOOL_FAMILIES, random_string, save_family
+from tiny_families import FAMILIES, TOOL_FAMILIES, published, random_string, save_family
 
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
@@ -83,13 +82,6 @@ UNREAD = ("glm4moe", "gemma3", "llama3")  # other forms, or no tools
 NAMES_OF_MARKS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 ENDS = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>"]
 QUESTION = [{"role": "user", "content": "Is it?"}]
-
-
-def published(name: str) -> str:
-    package = importlib.util.find_spec("trl")
-    if package is None:
-        pytest.skip("pip install --no-deps trl==1.16.0")
-    return Path((package.submodule_search_locations or [""])[0], "chat_templates", f"{name}.jinja").read_text()
 
 
 def form_of(source: str) -> CallForm | None:

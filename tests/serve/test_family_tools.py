@@ -1,7 +1,8 @@
-"""Tools of imported models in the server: an agent with openai's client, and a model that was fine-tuned to call.
+"""Tools and thoughts of imported models in the server.
 
-The models are tiny and know one conversation by heart. They go the whole way: template, decoding, special tokens,
-parser, client, and back through the template.
+The first models are tiny, fine-tuned to call, and know one conversation by heart. They go the whole way: template,
+decoding, special tokens, parser, openai's client, and back through the template. The others have published templates
+and say what a test wants, as far as a grammar allows it.
 """
 
 import json
@@ -12,12 +13,13 @@ from typing import Any, cast
 
 import pytest
 import torch
-from fake_server import serving
+from connections import events_of
+from fake_server import client_of, serving, until
 from tiny import cpu_device, lively_model, tiny_config
-from tiny_families import TOOL_FAMILIES, save_family
+from tiny_families import TOOL_FAMILIES, published, save_family
 
 from nanochat.conversation import render, render_prompt
-from nanochat.engine import Engine
+from nanochat.engine import Engine, Slots
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.serve import prompts
 from nanochat.serve import tools as server_tools
@@ -145,6 +147,10 @@ def test_a_required_call_follows_the_schema(client: Any, family: str, choice: An
     """`roll` is not what the model has learned: its name and arguments come from the schema."""
     faces = {"type": "object", "properties": {"faces": {"enum": [6, 20]}}, "required": ["faces"]}
     tools = [*TOOLS, {"type": "function", "function": {"name": "roll", "parameters": faces}}]
+    if family == "coder":
+        with pytest.raises(openai.BadRequestError, match="writes calls in XML, which this server cannot require"):
+            chat(client, tools=tools, tool_choice=choice)
+        return
     (call,) = chat(client, tools=tools, tool_choice=choice).choices[0].message.tool_calls
     name, arguments = call.function.name, json.loads(call.function.arguments)
     stream = chat(client, tools=tools, tool_choice=choice, stream=True)
@@ -196,6 +202,7 @@ def test_several_calls_are_several_fragments(model: LoadedModel, family: str):
     call = '{"name": "weather", "arguments": {"city": "%s"}}'
     replies = {
         "qwen": "So.\n" + "\n".join(f"<tool_call>\n{call % city}\n</tool_call>" for city in "AB"),
+        "coder": "So.\n" + "\n".join(in_xml("weather", city=city) for city in "AB"),
         "llama": "; ".join(call % city for city in "AB"),
         "mistral": f"[TOOL_CALLS] [{call % 'A'}, {call % 'B'}]",
         "mistral named": '[TOOL_CALLS]weather[ARGS]{"city": "A"}[TOOL_CALLS]weather[ARGS]{"city": "B"}',
@@ -215,4 +222,231 @@ def test_several_calls_are_several_fragments(model: LoadedModel, family: str):
         assert [one["function"] for one in fragments] == [one["function"] for one in choice["message"]["tool_calls"]]
         assert len({one["id"] for one in fragments}) == count and {len(one["id"]) for one in fragments} == {9}
         assert {one["type"] for one in fragments} == {"function"} and choice["finish_reason"] == "tool_calls"
-        assert choice["message"]["content"] == ("So." if family == "qwen" else None)
+        assert choice["message"]["content"] == ("So." if family in ("qwen", "coder") else None)
+
+
+# ---------------------------------------------------------------------- thoughts
+
+ENDING = "<|im_end|>"
+INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+DOCUMENT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": INTEGER}}}
+THINKERS = ("qwen3", "qwen3_5_think", "deepseek_r1_distill")  # the prompts of the last two begin the thought
+
+
+def in_xml(name: str, **arguments: str) -> str:
+    """A call as Qwen3-Coder writes it."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+class Script:
+    """A server of a tiny model, whose replies are what a test says, token by token."""
+
+    def __init__(self, folder: Path, template: str, monkeypatch: pytest.MonkeyPatch):
+        self.template = template
+        source = TOOL_FAMILIES["coder"][1] if template == "coder" else published(template)
+        self.folder = save_family(folder, "qwen3", chat_template=source)
+        self.tokenizer = cast(ImportedTokenizer, Tokenizer.load(self.folder))
+        config = tiny_config(vocab_size=self.tokenizer.vocab_size, sequence_len=8192, n_layer=1)
+        scheduler = Scheduler(Engine(lively_model(config), self.tokenizer, cpu_device()), slots=2)
+        scheduler.start()
+        self.model = LoadedModel(scheduler, self.tokenizer, template, 8192, chats=True)
+        self.ask: Any = None  # httpx's, set by the fixture
+        self.says: list[int] = []
+        self.prompt: list[int] = []  # of the last request
+        masked = Slots._masked
+
+        def scripted(slots: Slots, logits: torch.Tensor) -> torch.Tensor:
+            allowed = masked(slots, logits).clone()
+            for row, choices in zip(slots.rows, allowed, strict=True):
+                self.prompt = list(row.prompt)
+                token = self.says[row.made] if row.made < len(self.says) else -1
+                if token >= 0 and choices[token] > -torch.inf:
+                    choices.fill_(-torch.inf)
+                    choices[token] = 0.0
+            return allowed
+
+        monkeypatch.setattr(Slots, "_masked", scripted)
+
+    def reply(self, says: str, thought: str | None = None, **body: Any) -> Any:
+        """The first choice of the reply to a body, and its usage. Whole and in a stream it is the same. `says` has its
+        thought, if `thought` is None.
+
+        Raises ValueError: with the message of a refusal.
+        """
+        if thought is not None:
+            is_begun = self.template != "qwen3" or "response_format" in body or "tool_choice" in body
+            begin = "" if is_begun else "<think>\n"
+            says = f"{begin}{thought}\n</think>\n\n{says}"
+        self.says = self.tokenizer.chat_format.encode_begun(says)
+        body = {"messages": QUESTION, "temperature": 0, "max_tokens": 200, **body}
+        whole = self.ask("POST", "/v1/chat/completions", json=body)
+        if whole.status_code != 200:
+            raise ValueError(whole.json()["error"]["message"])
+        choice = whole.json()["choices"][0]
+        message = choice.pop("message")
+        text = self.ask("POST", "/v1/chat/completions", json={**body, "stream": True}).text
+        events = [event["choices"][0] for event in events_of(text)]
+        events = [event for event in events if event["index"] == 0]
+        for name in ("reasoning_content", "content"):
+            assert "".join(event["delta"].get(name, "") for event in events) == (message.get(name) or "")
+        calls = message.get("tool_calls", [])
+        fragments = [one for event in events for one in event["delta"].get("tool_calls", ())]
+        for name in ("name", "arguments"):
+            streamed = "".join(one["function"].get(name, "") for one in fragments)
+            assert streamed == "".join(call["function"][name] for call in calls)
+        assert events[-1]["finish_reason"] == choice["finish_reason"]
+        thought = message.pop("reasoning_content", None)
+        return SimpleNamespace(**choice, **message, calls=calls, thought=thought, usage=whole.json()["usage"])
+
+
+@pytest.fixture
+def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    script = Script(tmp_path / "model", request.param, monkeypatch)
+    with client_of(create_app(lambda: script.model)) as ask:
+        until(lambda: ask("GET", "/ready").status_code == 200)
+        script.ask = ask
+        yield script
+
+
+@pytest.mark.parametrize("script", THINKERS, indirect=True)
+def test_a_thought_is_apart_from_the_content(script: Script):
+    said = {"thought": "I <b> weigh it.", "says": f"Yes. <b>{ENDING}"}
+    whole = script.reply(**said, n=2, logprobs=True)
+    assert (whole.thought, whole.content, whole.finish_reason) == ("I <b> weigh it.", "Yes. <b>", "stop")
+    assert "".join(one["token"] for one in whole.logprobs["content"]) == "Yes. <b>"
+    assert whole.usage["completion_tokens"] == 2 * (len(script.says) - 1)
+    stopped = script.reply(**said, stop=["weigh", "es"])  # it counts in the content only
+    assert (stopped.thought, stopped.content) == ("I <b> weigh it.", "Y")
+    for max_tokens in range(1, len(script.says) - 1):
+        cut = script.reply(**said, max_tokens=max_tokens)
+        assert cut.finish_reason == "length" and cut.content != "" or not cut.thought
+        assert "I <b> weigh it.".startswith(cut.thought or "") and "Yes. <b>".startswith(cut.content or "")
+        assert cut.content is None or cut.thought in ("I <b> weigh it.", None)
+    # Without a thought, and what a client continues.
+    if script.template == "qwen3":
+        assert script.reply(f"Yes <think>{ENDING}").content == "Yes <think>"
+    for begun, says, expected in (
+        ({"content": None, "reasoning_content": "I w"}, f"eigh.\n</think>\n\nYes.{ENDING}", ("eigh.", "Yes.")),
+        ({"content": "Y", "reasoning_content": "I weigh."}, f"es. <think>{ENDING}", (None, "es. <think>")),
+    ):
+        rest = script.reply(says, messages=[*QUESTION, {"role": "assistant", **begun}])
+        assert (rest.thought, rest.content) == expected
+
+
+@pytest.mark.parametrize("script", THINKERS, indirect=True)
+def test_a_schema_begins_after_the_thought(script: Script):
+    for thought, says in (
+        ("So.", ""),
+        (None, "so " * 200),  # it never ends
+        (None, f"So.{ENDING}"),  # the turn ends in the thought
+        ("So.", "No."),  # the schema has no place for it
+    ):
+        reply = script.reply(says, thought, **DOCUMENT)
+        assert reply.finish_reason == "stop" and isinstance(json.loads(reply.content)["a"], int)
+        assert reply.thought.strip().lower().startswith("so") and "think" not in reply.thought
+        assert len(script.tokenizer.encode(reply.thought)) <= 100 and reply.usage["completion_tokens"] <= 200
+    with pytest.raises(ValueError, match="takes 6 tokens, and 5 are left"):  # and 3 that end the thought
+        script.reply("", **DOCUMENT, max_tokens=8)
+    shortest = script.reply("so " * 200, **DOCUMENT, max_tokens=9)
+    assert shortest.thought is None and json.loads(shortest.content) == {"a": 0}
+    if script.template == "deepseek_r1_distill":  # it always thinks
+        return
+    prompts = []
+    for off in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}},
+                {"reasoning_effort": "none"}):  # fmt: skip
+        at_once = script.reply('{"a": 7}', **DOCUMENT, **off)
+        assert (at_once.thought, at_once.content) == (None, '{"a": 7}')
+        prompts.append(script.prompt)
+    assert prompts[0] == prompts[1] == prompts[2]
+
+
+CLOCK = {"name": "clock", "description": "The time", "parameters": {"type": "object", "properties": {}, "required": []}}
+ADD_TYPES = {"a": {"type": "integer"}, "note": {"type": "string"}}
+ADD = {"name": "add", "description": "Add", "parameters": {"type": "object", "properties": ADD_TYPES}}
+THREE: list[Any] = [{"type": "function", "function": function} for function in (WEATHER, CLOCK, ADD)]
+
+
+@pytest.mark.parametrize("script", ["qwen3"], indirect=True)
+def test_a_required_call_comes_after_the_thought(script: Script):
+    for tools, choice, name in (
+        (THREE[1:2], "required", "clock"),
+        (THREE, {"type": "function", "function": {"name": "add"}}, "add"),
+    ):
+        for says in ("So.\n</think>\n\n", "so " * 200, f"So.{ENDING}"):
+            reply = script.reply(says, tools=tools, tool_choice=choice, max_tokens=140)
+            (call,) = reply.tool_calls
+            assert (reply.finish_reason, reply.content, call["function"]["name"]) == ("tool_calls", None, name)
+            arguments = json.loads(call["function"]["arguments"])
+            assert arguments == {} if name == "clock" else set(arguments) <= {"a", "note"}
+            assert reply.thought.lower().startswith("so") and "think" not in reply.thought
+    at_once = script.reply("", tools=THREE[1:2], tool_choice="required", enable_thinking=False)
+    assert at_once.thought is None and at_once.tool_calls[0]["function"]["arguments"] == "{}"
+
+
+# In which field each client sends a thought back; the first two leave it out.
+HISTORY = {"openai-agents": "", "LangChain": "", "Pydantic AI": "reasoning_content", "vLLM's": "reasoning"}
+# A thought, a text, and calls of a reply.
+TURNS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
+    ("It wants the weather.", "", [("weather", {"city": "Paris"})]),
+    ("Rain.", "It rains in Paris.", []),
+    ("Two of them:\n- a city\n- a time", "I look.", [("weather", {"city": "Rome <b>"}), ("clock", {})]),
+    ("", "", [("add", {"a": -12, "note": '12\n"two" lines'})]),
+    ("Hm.", "12 it is.", []),
+    ("I know <it>.", "Yes.", []),
+    ("Once more.", "", [("clock", {})]),
+    ("And again.", "", [("clock", {})]),
+    ("", "At noon.", []),
+    ("Bye.", "Good bye.", []),
+]
+
+
+@pytest.mark.parametrize("client_name", HISTORY)
+@pytest.mark.parametrize("script", ["qwen3", "qwen3_5_think", "coder", "deepseek_r1_distill"], indirect=True)
+def test_ten_turns_are_the_templates_own_rendering(script: Script, client_name: str):
+    """What a client sends back of the replies becomes transformers' ids of the same history."""
+    oracle = pytest.importorskip("transformers").PreTrainedTokenizerFast.from_pretrained(script.folder)
+    has_tools = script.template != "deepseek_r1_distill"
+    tools = {"tools": THREE} if has_tools else {}
+    sent: list[Any] = list(QUESTION)
+    history: list[Any] = list(QUESTION)  # as a template reads it
+    for thought, text, calls in TURNS:
+        if not has_tools:
+            text, calls = text or "So.", []
+        written = [
+            in_xml(name, **{key: str(value) for key, value in arguments.items()})
+            if script.tokenizer.templates["default"].count("<function=")
+            else f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+            for name, arguments in calls
+        ]
+        says = "\n".join([*filter(None, [text]), *written]) + ENDING
+        reply = script.reply(says, thought if script.template in THINKERS else None, messages=sent, **tools)
+        written, ids = (
+            oracle.apply_chat_template(
+                history, **tools, add_generation_prompt=True, return_dict=False, tokenize=tokenize
+            )
+            for tokenize in (False, True)
+        )
+        assert script.tokenizer.decode(script.prompt) == written
+        # Qwen3.5's prompts end with a line end, which stays a token where the template writes two after <think>.
+        assert script.prompt == ids or script.template == "qwen3_5_think"
+
+        # The reply as the server writes it, as the client sends it back, and as a template reads it.
+        assert reply.thought == (thought if thought and script.template in THINKERS else None)
+        assert reply.content == (text or None)
+        made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in reply.calls]
+        assert made == calls
+        reply = {"role": "assistant", "content": reply.content, "tool_calls": reply.calls, "reasoning": reply.thought}
+        fields = {"role", "content", *["tool_calls"] * bool(calls)}
+        sent.append({name: value for name, value in reply.items() if name in fields})
+        if reply["reasoning"] and HISTORY[client_name]:
+            sent[-1][HISTORY[client_name]] = reply["reasoning"]
+        history.append({**sent[-1], "content": text})
+        if calls:
+            functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
+            history[-1]["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+        if "reasoning" in history[-1]:
+            history[-1]["reasoning_content"] = history[-1].pop("reasoning")
+        following = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in reply["tool_calls"]]
+        sent += following or [{"role": "user", "content": "And then?"}]
+        history += following or [{"role": "user", "content": "And then?"}]
