@@ -229,7 +229,7 @@ def test_several_calls_are_several_fragments(model: LoadedModel, family: str):
 
 ENDING = "<|im_end|>"
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-DOCUMENT = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": INTEGER}}}
+DOCUMENT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": INTEGER}}}
 THINKERS = ("qwen3", "qwen3_5_think", "deepseek_r1_distill")  # the prompts of the last two begin the thought
 
 
@@ -353,6 +353,7 @@ def test_a_schema_begins_after_the_thought(script: Script):
     if script.template == "deepseek_r1_distill":  # it always thinks
         return
     prompts = []
+    off: Any
     for off in ({"enable_thinking": False}, {"chat_template_kwargs": {"enable_thinking": False}},
                 {"reasoning_effort": "none"}):  # fmt: skip
         at_once = script.reply('{"a": 7}', **DOCUMENT, **off)
