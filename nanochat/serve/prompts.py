@@ -125,7 +125,7 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
     Raises ApiError: 400 when this server does not read the form of these calls.
     """
     template = tokenizer.chat_format.template
-    messages, starts = body.family_conversation(template.has_thoughts)
+    messages, starts = body.family_conversation(template.has_thoughts or template.thought_field is not None)
     form = None
     if body.candidates or any(message["role"] == "tool" for message in messages):
         form = tokenizer.chat_format.call_form

@@ -135,16 +135,13 @@ class Stream:
 
 @dataclass(eq=False)
 class TextOut:
-    """Turns token ids into visible text: whole characters, without special tokens and stop strings.
-
-    With `thoughts` the text comes after a thought.
-    """
+    """Turns token ids into visible text: whole characters, without special tokens and stop strings."""
 
     tokens: list[bytes]
     stop: tuple[str, ...]
     strips_space: bool = False  # leave out a space before the first word
     spelled: Mapping[int, bytes] = field(default_factory=dict)
-    thoughts: ThoughtReader | None = None
+    thoughts: ThoughtReader | None = None  # of a reply that may have a thought before its text
     stopped: bool = False  # a stop string is complete; nothing follows
     held: str = ""  # text that may be the beginning of a stop string
 

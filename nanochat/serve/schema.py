@@ -514,13 +514,10 @@ class ChatBody(RequestBody):
 
     @property
     def template_settings(self) -> dict[str, Any]:
-        """The variables of the model's chat template; what chat_template_kwargs has goes before its other names."""
-        settings: dict[str, Any] = {}
-        if self.reasoning_effort == "none":
-            settings["enable_thinking"] = False
-        if self.enable_thinking is not None:
-            settings["enable_thinking"] = self.enable_thinking
-        return settings | (self.chat_template_kwargs or {})
+        """The variables of the model's chat template."""
+        effort = False if self.reasoning_effort == "none" else None
+        thinks = effort if self.enable_thinking is None else self.enable_thinking
+        return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
 
     def family_conversation(self, has_thoughts: bool) -> tuple[list[Message], list[int]]:
         """The messages as chat templates read them, with calls and results as messages of their own; and the index in
