@@ -148,6 +148,10 @@ def test_which_templates_have_a_form(family_tokenizers: dict[str, Any], tmp_path
     forms = {family: family_tokenizers[family].chat_format.call_form for family in FAMILIES}
     assert [family for family, form in forms.items() if form is not None] == ["qwen3"]
     assert forms["qwen3"].mark == "<tool_call>" and forms["qwen3"].opening == "<think>\n\n</think>\n\n\n<tool_call>\n"
+    # Its prompt begins a thought, and its replies have none.
+    opens = TOOL_FAMILIES["coder"][1].replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+    form = load(save_family(tmp_path / "opens", "qwen3", chat_template=opens)).chat_format.call_form
+    assert form is not None and form.opening == "<tool_call>\n<function=look_up_weather>\n"
     # One that writes calls otherwise.
     source = "{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
     source += (
@@ -206,6 +210,7 @@ REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     (XML, in_xml(city="Paris").removesuffix("\n</tool_call>"), "", [PARIS]),  # it ends its turn instead
     (XML, "<tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>", "", [PARIS]),
     # A text stays one, whatever it contains; other values are JSON, or what Jinja prints.
+    (XML, in_xml(**{"x é": "12", "n": "12"}), "", [FunctionCall("weather", {"x é": "12", "n": 12})]),
     (XML, in_xml(**{"x é": "\n12\n</parameter>\n</tool_call>\n"}), "", [
         FunctionCall("weather", {"x é": "\n12\n</parameter>\n</tool_call>\n"})
     ]),
@@ -255,6 +260,7 @@ CALLED = f"<tool_call>{WEATHER}</tool_call>"
     (True, f"\n {CALLED}\n</think>\n\n{CALLED}", CALLED, CALLED),
     (False, " \n<think>a <b\n\n </thin> < </think>c </think>\n", "a <b\n\n </thin> <", "c </think>\n"),
     (False, "<think>\n\n</think>\n\n", "", ""),
+    (False, "<think>a <</think>b", "a <", "b"),
     (False, "<think>\nso\n</th", "so", ""),  # cut off
     (True, "so \n", "so", ""),
     (False, "<thin", "", "<thin"),
@@ -266,6 +272,7 @@ def test_the_thought_of_a_reply(in_thought: bool, reply: str, thought: str, text
     assert opens_thought("<|im_start|>assistant\n<think>\n") and not opens_thought("<think>\n\n</think>\n\n")
     found, texts = divided([reply[at : at + size] for at in range(0, len(reply), size)], in_thought)
     assert (found, "".join(texts)) == (thought, text)
+    assert ThoughtReader().add(" So") == ("", " So")  # it cannot begin a thought any more
 
 
 def test_one_call_where_the_client_or_the_template_takes_one():

@@ -24,6 +24,7 @@ from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.serve import prompts
 from nanochat.serve import tools as server_tools
 from nanochat.serve.app import create_app
+from nanochat.serve.batch import Batch, Line
 from nanochat.serve.replies import ChatSerializer
 from nanochat.serve.scheduler import Chunk, Scheduler
 from nanochat.serve.schema import ApiError, ChatBody
@@ -276,7 +277,7 @@ class Script:
         """
         if thought is not None:
             is_begun = self.template != "qwen3" or "response_format" in body or "tool_choice" in body
-            begin = "" if is_begun else "<think>\n"
+            begin = "" if is_begun else "\n<think>\n"
             says = f"{begin}{thought}\n</think>\n\n{says}"
         self.says = self.tokenizer.chat_format.encode_begun(says)
         body = {"messages": QUESTION, "temperature": 0, "max_tokens": 200, **body}
@@ -310,7 +311,7 @@ def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("script", THINKERS, indirect=True)
-def test_a_thought_is_apart_from_the_content(script: Script):
+def test_a_thought_is_apart_from_the_content(script: Script, tmp_path: Path):
     said = {"thought": "I <b> weigh it.", "says": f"Yes. <b>{ENDING}"}
     whole = script.reply(**said, n=2, logprobs=True)
     assert (whole.thought, whole.content, whole.finish_reason) == ("I <b> weigh it.", "Yes. <b>", "stop")
@@ -320,9 +321,17 @@ def test_a_thought_is_apart_from_the_content(script: Script):
     assert (stopped.thought, stopped.content) == ("I <b> weigh it.", "Y")
     for max_tokens in range(1, len(script.says) - 1):
         cut = script.reply(**said, max_tokens=max_tokens)
-        assert cut.finish_reason == "length" and cut.content != "" or not cut.thought
-        assert "I <b> weigh it.".startswith(cut.thought or "") and "Yes. <b>".startswith(cut.content or "")
-        assert cut.content is None or cut.thought in ("I <b> weigh it.", None)
+        assert cut.finish_reason == "length" and whole.thought.startswith(cut.thought or "")
+        if cut.content and cut.content.strip():
+            assert cut.thought == whole.thought and whole.content.startswith(cut.content)
+        elif cut.thought:
+            assert cut.content is None
+    # As training data of scripts.chat_batch.
+    Batch(script.model, 200).answer([Line(1, {"messages": QUESTION}), Line(2, "Is it?")], tmp_path / "out.jsonl")
+    chat, completion = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    expected = {"reasoning_content": whole.thought, "content": whole.content}
+    assert chat["messages"][-1] == {"role": "assistant", **expected}
+    assert completion == {"prompt": "Is it?", "reasoning_content": whole.thought, "completion": whole.content}
     # Without a thought, and what a client continues.
     if script.template == "qwen3":
         assert script.reply(f"Yes <think>{ENDING}").content == "Yes <think>"
@@ -332,6 +341,7 @@ def test_a_thought_is_apart_from_the_content(script: Script):
     ):
         rest = script.reply(says, messages=[*QUESTION, {"role": "assistant", **begun}])
         assert (rest.thought, rest.content) == expected
+        assert script.tokenizer.decode(script.prompt).count("<think>") == 1
 
 
 @pytest.mark.parametrize("script", THINKERS, indirect=True)
