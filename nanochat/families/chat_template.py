@@ -9,7 +9,6 @@ Text of messages never becomes a special token, although a template mixes both i
 message gets an extra character that no text has, and loses it when the text is divided into tokens.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -30,6 +29,7 @@ from nanochat.tokenizer import replace_surrogates
 THOUGHT_FIELDS = ("reasoning_content", "reasoning", "thinking")  # what templates call the thought of a reply
 REPLY_SECONDS = 60.0  # for the child of a machine that is very busy; its own limit is a second of computing
 QUESTION = {"role": "user", "content": "Hello"}  # a conversation to learn about a template
+THOUGHTFUL = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHi."}
 # Unicode has set aside characters that no text contains, for uses like ours.
 NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -125,28 +125,21 @@ class ChatTemplate:
     def reply_opening(self) -> str:
         """The end of a prompt, such as `<|im_start|>assistant` and a line end; empty if a prompt adds nothing to the
         conversation."""
-        return self._added({}, {"add_generation_prompt": True})
+        short, long = (self._probe(QUESTION, add_generation_prompt=opens) for opens in (False, True))
+        return long.removeprefix(short) if long.startswith(short) else ""
 
-    def _added(self, less: dict[str, Any], more: dict[str, Any]) -> str:
-        """What a question ends with in addition when it is rendered with the options `more` instead of `less`."""
+    def _probe(self, *messages: Mapping[str, Any], add_generation_prompt: bool = False) -> str:
+        """The text of a conversation; empty where the template refuses it."""
         try:
-            short, long = (self.render([QUESTION], **options).text for options in (less, more))
+            return self.render(messages, add_generation_prompt=add_generation_prompt).text
         except TemplateError:
             return ""
-        return long.removeprefix(short) if long.startswith(short) else ""
 
     @cached_property
     def thought_field(self) -> str | None:
         """The field of a reply that holds its thought; None where the template reads thoughts only in the content."""
-        for field in THOUGHT_FIELDS:
-            reply = {"role": "assistant", "content": "Hi.", field: "A greeting."}
-            try:
-                text = self.render([QUESTION, reply]).text
-            except TemplateError:
-                continue
-            if "A greeting." in text:
-                return field
-        return None
+        replies = {field: {"role": "assistant", "content": "Hi.", field: "A greeting."} for field in THOUGHT_FIELDS}
+        return next((field for field in replies if "A greeting." in self._probe(QUESTION, replies[field])), None)
 
     @cached_property
     def has_thoughts(self) -> bool:
@@ -156,20 +149,17 @@ class ChatTemplate:
     @cached_property
     def thought_end(self) -> str:
         """What it writes between the thought of a reply and its text: </think> and line ends. Empty: no thoughts."""
-        reply = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHi."}
+        reply = THOUGHTFUL
         if self.thought_field is not None:
-            reply |= {"content": "Hi.", self.thought_field: "A greeting."}
-        found = None
-        with contextlib.suppress(TemplateError):
-            found = re.search(r"<think>\s*A greeting\.(\s*</think>\s*)Hi\.", self.render([QUESTION, reply]).text)
+            reply = {"role": "assistant", "content": "Hi.", self.thought_field: "A greeting."}
+        found = re.search(r"<think>\s*A greeting\.(\s*</think>\s*)Hi\.", self._probe(QUESTION, reply))
         return found[1] if found and self.has_thoughts else ""
 
     @cached_property
     def drops_thoughts(self) -> bool:
         """Whether it leaves out the thoughts of replies that are not the last, where they are in the content."""
-        reply = {"role": "assistant", "content": "<think>\nA greeting.\n</think>\n\nHi."}
         try:
-            return "A greeting." not in self._render([QUESTION, reply, QUESTION], None, False, None).text
+            return "A greeting." not in self._render([QUESTION, THOUGHTFUL, QUESTION], None, False, None).text
         except TemplateError:
             return False
 

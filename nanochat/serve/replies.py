@@ -16,7 +16,7 @@ import itertools
 import time
 import uuid
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from nanochat.ground.log import print0
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, RequestBody, encode
 from nanochat.serve.state import LoadedModel
-from nanochat.serve.tools import make_writer
+from nanochat.serve.tools import CallWriter, FamilyWriter
 
 CHUNKS_AT_ONCE = 64  # chunks written before other clients get their turn; 3 ms with 20 logprobs each
 ROUND_SECONDS = 0.005  # replies get their new tokens at most this often, which nobody sees; ends come at once
@@ -291,7 +291,10 @@ class ChatSerializer(ChoicesSerializer):
         super().__init__(model, body)
         self.first_message_read = first_message_read
         self.calls = body.calls
-        self._make_writer = partial(make_writer, body.calls, body.family_calls)
+        family = body.family_calls
+        self._make_writer: Callable[[], CallWriter | FamilyWriter] = partial(CallWriter, body.calls, family)
+        if family is not None and body.calls == "family":
+            self._make_writer = partial(FamilyWriter, family)
         self._writers = defaultdict(self._make_writer)  # by choice
         self.plain_kinds = ("thought",) if self._make_writer().kind == "text" else ("text", "thought")
 

@@ -99,14 +99,6 @@ def call_text(name: str, arguments: str) -> str:
 # the reply ends there.
 
 
-def make_writer(calls: Calls, family: FamilyCalls | None = None) -> "FamilyWriter | CallWriter":
-    """The writer of a reply with these calls; `family` where the model has its own form of them."""
-    if calls == "family":
-        assert family is not None
-        return FamilyWriter(family)
-    return CallWriter(calls, family)
-
-
 class FamilyWriter:
     """The calls of other families. Each is one fragment: only a complete call is known to be one."""
 
