@@ -7,6 +7,7 @@ and say what a test wants, as far as a grammar allows it.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -175,6 +176,12 @@ def test_the_thought_of_an_earlier_reply_goes_to_a_template_that_writes_it(model
     assert isinstance(model.tokenizer, ImportedTokenizer)
     writes_thoughts = "</think>" in model.tokenizer.templates["default"]
     assert ("a cloud" in shown[1]) == writes_thoughts == (shown[0] != shown[1])
+    # A template may have a field for it, and no marks.
+    source = "{% for message in messages %}{{ message.reasoning_content }}: {{ message.content }}, {% endfor %}"
+    own = replace(model, tokenizer=model.tokenizer.with_chat_template(source, "own.jinja"))
+    reply = {"role": "assistant", "content": "Rain.", "reasoning_content": "a cloud"}
+    (prompt,) = prompts.encode_prompts(own, ChatBody(messages=[*QUESTION, reply, *QUESTION]))  # pyright: ignore
+    assert "a cloud: Rain., " in model.tokenizer.decode(prompt.ids)
 
 
 def test_a_long_chat_loses_old_turns_but_no_result_loses_its_call(model: LoadedModel):
@@ -391,6 +398,10 @@ def test_a_required_call_comes_after_the_thought(script: Script):
             arguments = json.loads(call["function"]["arguments"])
             assert arguments == {} if name == "clock" else set(arguments) <= {"a", "note"}
             assert reply.thought.lower().startswith("so") and "think" not in reply.thought
+    # Token by token as the template writes it.
+    exact = 'So.\n</think>\n\n<tool_call>\n{"name": "clock", "arguments": {}}' + ENDING
+    reply = script.reply(exact, tools=THREE, tool_choice="required")
+    assert reply.calls[0]["function"]["name"] == "clock" and reply.usage["completion_tokens"] == len(script.says) - 1
     at_once = script.reply("", tools=THREE[1:2], tool_choice="required", enable_thinking=False)
     assert at_once.thought is None and at_once.tool_calls[0]["function"]["arguments"] == "{}"
 
