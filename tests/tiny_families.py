@@ -217,6 +217,12 @@ def published(name: str) -> str:
     return Path((package.submodule_search_locations or [""])[0], "chat_templates", f"{name}.jinja").read_text()
 
 
+def in_xml(name: str, **arguments: str) -> str:
+    """A call as Qwen3-Coder writes it."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
 def save_qwen3(folder: Path, model_type: str = "qwen3") -> Path:
     """A tiny Qwen3, or with "qwen3_moe" its mixture of experts, in Hugging Face's layout."""
     save_family(folder, "qwen3")

@@ -3,11 +3,12 @@ pieces."""
 
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_families import FAMILIES, TOOL_FAMILIES, published, random_string, save_family
+from tiny_families import FAMILIES, TOOL_FAMILIES, in_xml, published, random_string, save_family
 
 from nanochat.families.chat_template import ChatTemplate
 from nanochat.families.imported_tokenizer import ImportedTokenizer
@@ -162,14 +163,7 @@ def test_which_templates_have_a_form(family_tokenizers: dict[str, Any], tmp_path
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Paris"}}'
 PARIS = FunctionCall("weather", {"city": "Paris"})
-
-
-def in_xml(**values: str) -> str:
-    """A call as Qwen3-Coder writes it."""
-    parameters = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in values.items())
-    return f"<tool_call>\n<function=weather>\n{parameters}</function>\n</tool_call>"
-
-
+called = partial(in_xml, "weather")
 REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     (QWEN, f"<tool_call>\n{WEATHER}\n</tool_call>", "", [PARIS]),
     (QWEN, f"Let me see.\n\n<tool_call>{WEATHER}</tool_call>\n", "Let me see.", [PARIS]),
@@ -205,24 +199,24 @@ REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     (MISTRAL, "[TOOL_CALLS] [1]", "ALL", []),
     (MISTRAL, "[TOOL_CALLS] nothing of the kind", "ALL", []),
     (MISTRAL, "[TOOL_CALLS]", "ALL", []),
-    (XML, f"So.\n\n{in_xml(city='Paris')}", "So.", [PARIS]),
-    (XML, f"{in_xml()}\n{in_xml(city='Paris')} Ok", " Ok", [FunctionCall("weather", {}), PARIS]),
-    (XML, in_xml(city="Paris").removesuffix("\n</tool_call>"), "", [PARIS]),  # it ends its turn instead
+    (XML, f"So.\n\n{called(city='Paris')}", "So.", [PARIS]),
+    (XML, f"{called()}\n{called(city='Paris')} Ok", " Ok", [FunctionCall("weather", {}), PARIS]),
+    (XML, called(city="Paris").removesuffix("\n</tool_call>"), "", [PARIS]),  # it ends its turn instead
     (XML, "<tool_call><function=weather><parameter=city>Paris</parameter></function></tool_call>", "", [PARIS]),
     # A text stays one, whatever it contains; other values are JSON, or what Jinja prints.
-    (XML, in_xml(**{"x é": "12", "n": "12"}), "", [FunctionCall("weather", {"x é": "12", "n": 12})]),
-    (XML, in_xml(**{"x é": "\n12\n</parameter>\n</tool_call>\n"}), "", [
+    (XML, called(**{"x é": "12", "n": "12"}), "", [FunctionCall("weather", {"x é": "12", "n": 12})]),
+    (XML, called(**{"x é": "\n12\n</parameter>\n</tool_call>\n"}), "", [
         FunctionCall("weather", {"x é": "\n12\n</parameter>\n</tool_call>\n"})
     ]),
-    (XML, in_xml(**{"x é": "null", "n": "12", "a": '{"b": [1]}', "c": "None", "d": "True", "e": "so", "f": ""}), "", [
+    (XML, called(**{"x é": "null", "n": "12", "a": '{"b": [1]}', "c": "None", "d": "True", "e": "so", "f": ""}), "", [
         FunctionCall("weather", {"x é": None, "n": 12, "a": {"b": [1]}, "c": None, "d": True, "e": "so", "f": ""})
     ]),
-    (XML, in_xml(city="Par").partition("\n</parameter>")[0], "ALL", []),
-    (XML, in_xml(city="Paris").partition("</function>")[0], "ALL", []),
-    (XML, in_xml(city="Paris").replace("weather", "delete"), "ALL", []),
-    (XML, in_xml(city="NaN"), "ALL", []),
+    (XML, called(city="Par").partition("\n</parameter>")[0], "ALL", []),
+    (XML, called(city="Paris").partition("</function>")[0], "ALL", []),
+    (XML, called(city="Paris").replace("weather", "delete"), "ALL", []),
+    (XML, called(city="NaN"), "ALL", []),
     (XML, f"<tool_call>\n{WEATHER}\n</tool_call>", "ALL", []),
-    (XML, f"<tool_call> is how, {in_xml(city='Paris')}", "<tool_call> is how,", [PARIS]),
+    (XML, f"<tool_call> is how, {called(city='Paris')}", "<tool_call> is how,", [PARIS]),
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from connections import events_of
 from fake_server import client_of, serving, until
 from tiny import cpu_device, lively_model, tiny_config
-from tiny_families import TOOL_FAMILIES, published, save_family
+from tiny_families import TOOL_FAMILIES, in_xml, published, save_family
 
 from nanochat.conversation import render, render_prompt
 from nanochat.engine import Engine, Slots
@@ -239,12 +239,6 @@ ENDING = "<|im_end|>"
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 DOCUMENT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": INTEGER}}}
 THINKERS = ("qwen3", "qwen3_5_think", "deepseek_r1_distill")  # the prompts of the last two begin the thought
-
-
-def in_xml(name: str, **arguments: str) -> str:
-    """A call as Qwen3-Coder writes it."""
-    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
-    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
 
 class Script:
