@@ -400,8 +400,8 @@ def test_a_required_call_comes_after_the_thought(script: Script):
     assert at_once.thought is None and at_once.tool_calls[0]["function"]["arguments"] == "{}"
 
 
-# In which field each client sends a thought back; the first two leave it out.
-HISTORY = {"openai-agents": "", "LangChain": "", "Pydantic AI": "reasoning_content", "vLLM's": "reasoning"}
+# In which field each client sends a thought back; the first two leave it out, and so send the same.
+HISTORY = {"openai-agents, LangChain": "", "Pydantic AI": "reasoning_content", "vLLM's": "reasoning"}
 # A thought, a text, and calls of a reply.
 TURNS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("It wants the weather.", "", [("weather", {"city": "Paris"})]),
