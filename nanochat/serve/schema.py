@@ -373,6 +373,10 @@ class RequestBody(GeneratedFields):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
+class Thinking(Strict):
+    type: Literal["enabled", "disabled"]
+
+
 # Variables of a model's chat template, such as enable_thinking in Qwen3's. A template can repeat a text.
 TemplateSettings = dict[Annotated[str, Field(max_length=64)], bool | int | Annotated[str, Field(max_length=64)]]
 
@@ -398,6 +402,7 @@ class ChatBody(RequestBody):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: Annotated[TemplateSettings, Field(max_length=16)] | None = None
     enable_thinking: bool | None = None  # Qwen's name of the template's variable
+    thinking: Thinking | None = None  # DeepSeek's form of it
     reasoning_effort: str | None = None  # "none": the same as enable_thinking: false; ignored otherwise
     # Ignored.
     function_call: Literal["none", "auto"] | None = None
@@ -515,9 +520,14 @@ class ChatBody(RequestBody):
     @property
     def template_settings(self) -> dict[str, Any]:
         """The variables of the model's chat template."""
-        effort = False if self.reasoning_effort == "none" else None
-        thinks = effort if self.enable_thinking is None else self.enable_thinking
-        return ({} if thinks is None else {"enable_thinking": thinks}) | (self.chat_template_kwargs or {})
+        settings: dict[str, Any] = {}
+        if self.reasoning_effort == "none":
+            settings["enable_thinking"] = False
+        if self.thinking is not None:
+            settings["enable_thinking"] = self.thinking.type == "enabled"
+        if self.enable_thinking is not None:
+            settings["enable_thinking"] = self.enable_thinking
+        return settings | (self.chat_template_kwargs or {})
 
     def family_conversation(self, has_thoughts: bool) -> tuple[list[Message], list[int]]:
         """The messages as chat templates read them, with calls and results as messages of their own; and the index in

@@ -213,7 +213,7 @@ DEEPSEEK = {
     "messages": [*HELLO["messages"], {"role": "assistant", "content": "b", "prefix": True}],
     "frequency_penalty": 0, "presence_penalty": 0, "response_format": {"type": "text"}, "stop": None, "stream": False,
     "stream_options": None, "tools": None, "tool_choice": "none", "logprobs": False, "top_logprobs": None,
-    "temperature": 1, "top_p": 1,
+    "temperature": 1, "top_p": 1, "thinking": {"type": "disabled"},
 }  # fmt: skip
 LM_STUDIO = {"temperature": 0.7, "max_tokens": -1, "ttl": 300, "repeat_penalty": 1.1, "stop": "", "logit_bias": {}}
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "2+3"}}}
