@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,7 @@ from nanochat.ground.cli import UserError, out_of_memory
 from nanochat.serve.scheduler import log_failure
 from nanochat.serve.schema import ApiError
 from nanochat.train_service.sampling import MAX_NUMBERS, SampleJob
-from nanochat.train_service.tenants import Trained, TrainedModel
+from nanochat.train_service.tenants import Slices, Trained, TrainedModel
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,18 @@ class Job:
 
     id: str
     owner: str
-    run: Callable[[], None] | None = None  # None: it is a sample
+    slices: "Slices[None] | None" = None  # None: it is a sample
     result: "Future[bytes]" = field(default_factory=_started_future)
     sampler: Weights | None = None  # a sample's weights; None: the base
     sample: SampleJob | None = None
     size: int = 0  # bytes of the request's body
     is_queued: bool = False  # False: it came before its turn
+    is_cancelled: bool = False
+
+    @property
+    def model_id(self) -> str:
+        """The model of a request that is not a sample."""
+        return self.id.rpartition(":")[0]
 
     @classmethod
     def finished(cls, request_id: str, content: bytes) -> "Job":
@@ -63,7 +69,8 @@ class Job:
 
 
 class Queue:
-    """Requests that wait. Owners take turns; each owner's requests come in the order of their arrival."""
+    """Requests that wait. Owners take turns; each owner's requests come in the order of their arrival, and one that has
+    run for a slice comes after those that arrived meanwhile."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[Job]] = {}  # the owner whose turn is next is in front
@@ -74,21 +81,22 @@ class Queue:
     def append(self, job: Job) -> None:
         self._of.setdefault(job.owner, []).append(job)
 
+    def put_back(self, job: Job) -> None:
+        """Queue the rest of a request whose slice has run: all other owners come first."""
+        self._of[job.owner] = [*self._of.pop(job.owner, []), job]
+
     def remove(self, job: Job) -> None:
         """Remove a request, if it waits."""
         jobs = self._of.get(job.owner, [])
         if job in jobs:
             jobs.remove(job)
 
-    def take(self, may_sample: Callable[[str], bool]) -> list[Job]:
-        """The first request of the next owner. Of a sample, the owner's samples of the same weights, as many as are
-        decoded together.
-
-        Samples of an owner that may not start to sample now are passed over.
-        """
+    def take(self, may_run: Callable[[Job], bool]) -> list[Job]:
+        """The first request of the next owner that may run now. Of a sample, the owner's samples of the same weights,
+        as many as are decoded together."""
         for owner in list(self._of):
             jobs = self._of.pop(owner)
-            ready = [job for job in jobs if job.sample is None or may_sample(owner)]
+            ready = [job for job in jobs if may_run(job)]
             taken = ready[:1]
             if taken and taken[0].sample is not None:
                 taken = _together([job for job in ready if job.sample and job.sampler == taken[0].sampler])
@@ -105,14 +113,6 @@ def _together(jobs: list[Job]) -> list[Job]:
     """The first samples whose results have at most MAX_NUMBERS numbers."""
     totals = itertools.accumulate(job.sample.numbers for job in jobs if job.sample)
     return [job for job, total in zip(jobs, totals, strict=True) if total <= MAX_NUMBERS] or jobs[:1]
-
-
-@dataclass(eq=False)
-class Sampling:
-    """Samples of one owner and the same weights that are being decoded, a slice of time each turn."""
-
-    jobs: list[Job]
-    slices: "Iterator[list[bytes]] | None" = None  # the last one has the results; None: it has not begun
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
     a route             checks a request, and calls `Service.submit` or `Service.sample` on a separate thread
     Store               the request is on the disk
     the queue           a model's requests in the order of their numbers, an owner's in the order of arrival
-    the worker          runs them one at a time, the owners in turn; samples of the same weights together, in slices
+    the worker          runs them in slices, the owners in turn; samples of the same weights together
     Store               the outcome is on the disk
     Promise             the result, which the client fetches by the request's id
 
@@ -18,7 +18,6 @@ import secrets
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,10 +31,10 @@ from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 from nanochat.serve.schema import ApiError
 from nanochat.train_service import wire
-from nanochat.train_service.jobs import Job, Limits, Model, Queue, Sampling, Weights, as_json, failure
+from nanochat.train_service.jobs import Job, Limits, Model, Queue, Weights, as_json, failure
 from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.store import DONE, EPHEMERAL, Damaged, Store, remove
-from nanochat.train_service.tenants import AdamBody, Base, Trained, TrainedModel, load_weights
+from nanochat.train_service.tenants import AdamBody, Base, Slices, Trained, TrainedModel, load_weights
 
 SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client,
 HEARD_SECONDS = 3600.0  # which is written down this often
@@ -81,7 +80,9 @@ class Service:
         self.lock = self.store.lock
         self.wake = threading.Condition(self.lock)
         self.queue = Queue()
-        self.sampling: deque[Sampling] = deque()  # only the worker touches it
+        # Only the worker touches these. The samples of an owner that are being decoded; first the next in turn:
+        self.sampling: dict[str, Slices[None]] = {}
+        self.running: dict[str, Job] = {}  # by model: the request that has begun, and waits for its next slice
         self.promises: dict[str, Job] = {}  # requests without an outcome
         self.models: dict[str, Model] = {}
         self.engine = functools.lru_cache(KEPT_ENGINES)(self._make_engine)  # saved weights never change
@@ -261,11 +262,12 @@ class Service:
             model.stopped = f"model {model.id} was deleted"
             self._refuse_early(model)
             job = Job(f"{model.id}:deletion", owner)
-            job.run = lambda: self._delete(model, job)
+            job.slices = self._delete(model, job)
             self._enqueue(job)
         return job
 
-    def _delete(self, model: Model, job: Job) -> None:
+    def _delete(self, model: Model, job: Job) -> Slices[None]:
+        yield from ()  # it is one slice
         model.live = None
 
         def change() -> None:
@@ -315,7 +317,7 @@ class Service:
     def _add(self, model: Model, number: int, size: int) -> None:
         """Queue a request once all requests before it are queued."""
         job = Job(f"{model.id}:{number}", model.owner, size=size)
-        job.run = lambda: self._run(model, number, job)
+        job.slices = self._run(model, number, job)
         self.promises[job.id] = job
         model.early[number] = job
         while model.next in model.early:
@@ -440,10 +442,13 @@ class Service:
         return request_id
 
     def cancel(self, owner: str, request_id: str) -> None:
-        """End a sample that waits, or at its next pause one that is being decoded."""
+        """End a sample that waits, and at its next pause a request that runs."""
         with self.lock:
             job = self.promises.get(request_id)
-            if job is not None and job.sample is not None and job.owner == owner:
+            if job is None or job.owner != owner:
+                return
+            job.is_cancelled = True
+            if job.sample is not None:
                 result = failure(UserError("the sample was cancelled"))
                 with _full_disk(), self.store.transaction():
                     self.store.settle(job.id, owner, owner, result)
@@ -460,52 +465,69 @@ class Service:
                     self.wake.wait()
                 if self.closing:
                     return
-                jobs = self.queue.take(self._may_sample)
-            if jobs and jobs[0].run is None:
-                self.sampling.append(Sampling(jobs))
+                jobs = self.queue.take(self._may_run)
+            if jobs and jobs[0].sample is not None:
+                self.sampling[jobs[0].owner] = self._sample(jobs)
             elif jobs:
-                (job,) = jobs
-                assert job.run is not None
-                try:
-                    job.run()
-                except Exception as error:  # any kind: this thread serves all clients
-                    model = self.models.get(job.id.rpartition(":")[0])
-                    if model is not None:  # in memory it may be another one than on the disk
-                        model.live = None
-                        self._stop(model, f"the server failed ({type(error).__name__})")
-                    self._finish(job, failure(error))
+                self._run_slice(jobs[0])
             if self.sampling:
-                try:
-                    self._sample_on(self.sampling[0])
-                except Exception as error:
-                    for job in self.sampling[0].jobs:
-                        self._finish(job, failure(error))
-                self.sampling.popleft()  # it is at the end again, unless it is done
+                owner, slices = next(iter(self.sampling.items()))
+                has_more = _has_more(slices)
+                del self.sampling[owner]
+                if has_more:
+                    self.sampling[owner] = slices  # at the end
 
-    def _may_sample(self, owner: str) -> bool:
-        """One set of samples of an owner at a time: a second one would take the device from the others."""
-        return len(self.sampling) < MAX_SAMPLING and all(one.jobs[0].owner != owner for one in self.sampling)
+    def _may_run(self, job: Job) -> bool:
+        if job.sample is not None:
+            # One set of samples of an owner at a time: a second one would take the device from the others.
+            return len(self.sampling) < MAX_SAMPLING and job.owner not in self.sampling
+        if job.model_id in self.running:  # the requests of a model run one after the other
+            return job is self.running[job.model_id]
+        return len(self.running) < self.limits.models  # a model whose request has begun stays in memory
 
-    def _sample_on(self, sampling: Sampling) -> None:
-        """Decode samples of the same weights together for one slice of time."""
-        jobs = [job for job in sampling.jobs if not job.result.done()]
-        if not jobs:  # all are cancelled
-            return
-        wanted = [job.sample for job in sampling.jobs if job.sample is not None]
+    def _run_slice(self, job: Job) -> None:
+        """Run a request, or its part up to the next pause."""
+        assert job.slices is not None
+        model = self.models.get(job.model_id)  # None: it was deleted twice
+        mistake = ""
+        if self.running.pop(job.model_id, None):
+            if model is not None and model.stopped:
+                mistake = model.stopped
+            elif job.is_cancelled:
+                mistake = "the request was cancelled"
         try:
-            if sampling.slices is None:
-                sampling.slices = sample(self.engine(jobs[0].sampler), wanted, self.limits.slots)
-            results = next(sampling.slices)
+            if _has_more(job.slices, mistake):
+                self.running[job.model_id] = job
+                with self.lock:
+                    self.queue.put_back(job)
+        except Exception as error:  # any kind: this thread serves all clients
+            if model is not None:  # in memory it may be another one than on the disk
+                model.live = None
+                self._stop(model, f"the server failed ({type(error).__name__})")
+            self._finish(job, failure(error))
+
+    def _sample(self, jobs: Sequence[Job]) -> Slices[None]:
+        """Decode samples of the same weights together."""
+        wanted = [job.sample for job in jobs if job.sample is not None]
+        results: list[bytes] = []
+        try:
+            for results in sample(self.engine(jobs[0].sampler), wanted, self.limits.slots):
+                if not results:
+                    yield
+                if all(job.result.done() for job in jobs):  # they are cancelled
+                    return
         except Exception as error:  # any kind: it must not end this thread or another client's request
-            if len(jobs) > 1:
-                self.sampling.extend(Sampling([job]) for job in jobs)
-                return
-            self._record(jobs, [failure(error)])
+            results = [failure(error)]
+        if len(results) < len(jobs):  # one of them has failed: each again, without the others
+            for job in jobs:
+                if not job.result.done():
+                    yield from self._sample([job])
             return
-        if results:
-            self._record(sampling.jobs, results)
-        else:
-            self.sampling.append(sampling)
+        try:
+            self._record(jobs, results)
+        except Exception as error:
+            for job in jobs:
+                self._finish(job, failure(error))
 
     def _make_engine(self, weights: Weights | None) -> Engine:
         model = self.base.model
@@ -544,58 +566,55 @@ class Service:
                 return False
             time.sleep(WRITE_PAUSE)
 
-    def _live(self, model: Model) -> TrainedModel:
+    def _live(self, model: Model) -> Slices[TrainedModel]:
         """The model in memory: new, or from its snapshot. Raises Damaged: when its files cannot be read."""
         model.used = time.monotonic()
         if model.live is None:
             self._make_room()
             try:
-                self._restore_live(model)
-            except BaseException as error:
-                model.live = None
-                if isinstance(error, OSError):  # not the request's mistake: it gets no outcome
-                    raise Damaged(f"its files cannot be read ({error.strerror or error})") from error
-                raise
-        assert model.live is not None
+                model.live = yield from self._restored(model)
+            except OSError as error:  # not the request's mistake: it gets no outcome
+                raise Damaged(f"its files cannot be read ({error.strerror or error})") from error
         return model.live
 
-    def _restore_live(self, model: Model) -> None:
+    def _restored(self, model: Model) -> Slices[TrainedModel]:
         """Load the snapshot, and repeat what has run since."""
-        model.live = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
+        trained = TrainedModel(self.base, model.settings, self.limits.batch_tokens)
         if model.snapshot:
             found = model_folder.newest(self.folder / model.snapshot)
             if found is None:
                 raise Damaged(f"{self.folder / model.snapshot} is damaged")
-            model.live.load(found[0], with_optimizer=True)
-        model.saved_steps = model.live.steps
+            trained.load(found[0], with_optimizer=True)
+        model.saved_steps = trained.steps
         for number in range(model.covered + 1, model.done + 1):
             entry = self.store.request(model.id, number)
             if entry["state"] != DONE:
                 if number == 0:
                     raise Damaged("it could not be created")
-                model.live.repeat_failure(entry["state"])
+                trained.repeat_failure(entry["state"])
             elif not entry["kind"].startswith("save_weights"):
-                self._compute(model, entry)
+                yield from self._compute(model, trained, entry)
+        return trained
 
     def _make_room(self) -> None:
         """Let models go that are not in use, the longest unused first; those with pending gradients last.
 
         Gradients are in no snapshot: such a model repeats its requests when it is needed.
         """
-        models = list(self.models.values())  # others create models meanwhile
+        models = [one for one in list(self.models.values()) if one.id not in self.running]  # others create some now
         in_memory = [(one.live.has_gradients, one.used, one) for one in models if one.live is not None]
         in_memory.sort(key=lambda entry: entry[:2])
-        for _, _, model in in_memory[: max(0, len(in_memory) + 1 - self.limits.models)]:
+        for _, _, model in in_memory[: max(0, len(in_memory) + len(self.running) + 1 - self.limits.models)]:
             self._snapshot(model)
             model.live = None
 
-    def _run(self, model: Model, number: int, job: Job) -> None:
+    def _run(self, model: Model, number: int, job: Job) -> Slices[None]:
         """Run a request, and record what it has come to before its client learns of it."""
         ran = None
         tries = 0
         while ran is None and not model.stopped:
             try:
-                ran = self._outcome(model, number)
+                ran = yield from self._outcome(model, number)
             except Damaged as error:  # the request gets no outcome: it may run once the files are restored
                 tries += 1
                 if tries == READ_TRIES:
@@ -613,11 +632,15 @@ class Service:
         else:
             model.live = None  # it is further than the database
 
-    def _outcome(self, model: Model, number: int) -> Ran:
+    def _outcome(self, model: Model, number: int) -> Slices[Ran]:
         """What a request comes to. One that fails leaves something behind too, which its row says."""
         entry = self.store.request(model.id, number)
         try:
-            ran, state, pinned = self._compute(model, entry), DONE, entry["pinned"]
+            if entry["kind"] == REFUSED:
+                raise UserError("this request was refused")
+            trained = yield from self._live(model)
+            ran = yield from self._compute(model, trained, entry)
+            state, pinned = DONE, entry["pinned"]
         except Damaged:
             raise
         except Exception as error:  # any kind: the number of a failed request is used up too
@@ -651,15 +674,12 @@ class Service:
                 raise Damaged(error.what) from error
             raise  # in its first run it is the client's choice
 
-    def _compute(self, model: Model, entry: dict[str, Any]) -> Ran:
+    def _compute(self, model: Model, trained: TrainedModel, entry: dict[str, Any]) -> Slices[Ran]:
         kind, number = entry["kind"], entry["number"]
-        if kind == REFUSED:
-            raise UserError("this request was refused")
-        trained = self._live(model)
         if kind == "forward_backward":
             request = wire.read_forward_backward(entry["content"])
-            outputs, metrics = trained.forward(request.data, request.loss, request.settings, request.has_backward)
-            return Ran(wire.write_forward_backward(outputs, metrics))
+            batch = (request.data, request.loss, request.settings, request.has_backward)
+            return Ran(wire.write_forward_backward(*(yield from trained.forward(*batch))))
         body = json.loads(entry["content"])
         if kind == "optim_step":
             return Ran(as_json({"metrics": trained.step(AdamBody(**body))}))
@@ -736,7 +756,7 @@ class Service:
         model.covered, model.snapshot, model.saved_steps = model.done, folder, live.steps
 
     def close(self) -> None:
-        """End the worker after its present request, and save the trained models."""
+        """End the worker at its next pause, and save the trained models."""
         self.closing = True  # without the lock: a disk that hangs may keep it
         with self.lock:
             self.wake.notify_all()
@@ -749,6 +769,18 @@ class Service:
             self.store.close()
             paths.unlock(self.folder)
             self.ended = True
+
+
+def _has_more(slices: Slices[None], mistake: str = "") -> bool:
+    """Run a slice, or end with a mistake where the last one paused; returns whether there are more."""
+    try:
+        if mistake:
+            slices.throw(UserError(mistake))
+        else:
+            next(slices)
+    except StopIteration:
+        return False
+    return True
 
 
 def iso(seconds: float) -> str:

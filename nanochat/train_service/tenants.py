@@ -11,10 +11,10 @@ Legend: N rows, T tokens a row.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from nanochat.train_service.wire import Datum
 MAX_RANK = 1024
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
+Result = TypeVar("Result")
+Slices = Generator[None, None, Result]  # a computation that pauses where requests of others may run
 
 
 @dataclass(frozen=True)
@@ -186,43 +188,52 @@ class TrainedModel:
 
     def forward(
         self, data: Sequence[Datum], loss: str, settings: dict[str, float], has_backward: bool
-    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    ) -> Slices[tuple[list[dict[str, np.ndarray]], dict[str, float]]]:
         """The log probability of each target and its loss, for each datum, and the sum of all losses.
 
-        With `has_backward` the gradients of the sum are added to the gradients since the last step.
+        With `has_backward` the gradients of the sum are added to the gradients since the last step. It pauses between
+        micro-batches. Other models may compute meanwhile: they share only frozen weights with this one.
         """
         self._require_finite()
         token_loss, settings = find_loss(loss, settings)
         try:
-            return self._forward(data, token_loss, settings, has_backward)
+            return (yield from self._forward(data, token_loss, settings, has_backward))
         except BaseException:  # after any error, some micro-batches have added their gradients and others have not
             self.lost_gradients |= has_backward
             raise
 
     def _forward(
         self, data: Sequence[Datum], token_loss: TokenLoss, settings: dict[str, float], has_backward: bool
-    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    ) -> Slices[tuple[list[dict[str, np.ndarray]], dict[str, float]]]:
         results: list[dict[str, np.ndarray]] = [{} for _ in data]
         total = 0.0
-        for rows in self._micro_batches(data, token_loss):
-            with torch.set_grad_enabled(has_backward):
-                # One target per token at a time, so that the logits of all tokens are never in memory.
-                hidden = self.model.hidden(rows.tokens)
-                targets = rows.targets.unbind(-1)
-                logp = torch.stack([-self.model._read_out(hidden, one, "none") for one in targets], dim=-1)
-                losses = token_loss.function(logp, *rows.inputs, **settings) * rows.weights  # (N, T, K)
-                loss_sum = losses.sum()
-            if has_backward:
-                loss_sum.backward()
-                self.has_gradients = True
+        for number, rows in enumerate(self._micro_batches(data, token_loss)):
+            if number:
+                yield
+            loss_sum, *tables = self._add(rows, token_loss, settings, has_backward)
             # The host adds the micro-batches up in fp64; each datum gets its own part of the tables.
-            total += float(loss_sum.detach())
-            tables = (logp.detach().float().cpu().numpy(), losses.detach().float().cpu().numpy())
+            total += loss_sum
             for row, place in enumerate(rows.places):
                 shape = data[place].inputs["target_tokens"].shape
                 logprobs, own_losses = (table[row, : shape[0]].reshape(shape) for table in tables)
                 results[place] = {"logprobs": logprobs, "elementwise_loss": own_losses}
         return results, {"loss:sum": total}
+
+    def _add(
+        self, rows: _Rows, token_loss: TokenLoss, settings: dict[str, float], has_backward: bool
+    ) -> tuple[float, np.ndarray, np.ndarray]:
+        """The loss of a micro-batch, and for each token its logprob and its loss (N, T, K). Adds the gradients."""
+        with torch.set_grad_enabled(has_backward):
+            # One target per token at a time, so that the logits of all tokens are never in memory.
+            hidden = self.model.hidden(rows.tokens)
+            targets = rows.targets.unbind(-1)
+            logp = torch.stack([-self.model._read_out(hidden, one, "none") for one in targets], dim=-1)
+            losses = token_loss.function(logp, *rows.inputs, **settings) * rows.weights  # (N, T, K)
+            loss_sum = losses.sum()
+        if has_backward:
+            loss_sum.backward()
+            self.has_gradients = True
+        return float(loss_sum.detach()), logp.detach().float().cpu().numpy(), losses.detach().float().cpu().numpy()
 
     def _micro_batches(self, data: Sequence[Datum], loss: TokenLoss) -> Iterator[_Rows]:
         """Sequences in order of length, the longest first, in batches that fit `batch_tokens`."""

@@ -292,7 +292,7 @@ def test_what_was_answered_as_failed_is_never_run(start, killed, monkeypatch, ki
         method = getattr(owner, name)
 
         def call_and_fail(*given: Any, **settings: Any) -> Any:
-            method(*given, **settings)
+            list(method(*given, **settings) or ())
             raise torch.OutOfMemoryError("a moment of little memory")
 
         little.setattr(owner, name, call_and_fail)
@@ -616,18 +616,122 @@ def test_owners_take_turns():
     queue = Queue()
     weights = [Path("x"), Path("y")]
     some = SampleJob([5], 1, 4, SamplingParams(), frozenset())
-    jobs = [Job(f"a{number}", "alice", lambda: b"") for number in range(3)]
+    jobs = [Job(f"a{number}", "alice") for number in range(3)]
     jobs += [Job(f"s{number}", "alice", sampler=weights[number % 2], sample=some) for number in range(4)]
-    jobs += [Job(f"b{number}", "bob", lambda: b"") for number in range(2)]
+    jobs += [Job(f"b{number}", "bob") for number in range(2)]
     jobs.append(Job("c0", "carol", sampler=None, sample=some))
     for job in jobs:
         queue.append(job)
     assert len(queue) == 10
     order = []
-    while taken := queue.take(lambda owner: owner == "alice"):
+    while taken := queue.take(lambda job: job.id != "c0"):
         order.append(" ".join(job.id for job in taken))
     assert order == ["a0", "b0", "a1", "b1", "a2", "s0 s2", "s1 s3"]
-    assert [job.id for job in queue.take(lambda owner: True)] == ["c0"] and len(queue) == 0
+    assert [job.id for job in queue.take(lambda job: True)] == ["c0"] and len(queue) == 0
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What the device's thread computes, in its order: for each model a letter, small for a micro-batch and capital
+    for a step. `computed.after[n]` is called after n entries."""
+
+    class Computed(list[str]):
+        names: dict[int, str] = {}
+        after: dict[int, Callable[[], Any]] = {}
+
+    computed = Computed()
+
+    def watched(name: str, letter: Callable[[str], str]) -> None:
+        method = getattr(TrainedModel, name)
+
+        def call(trained: TrainedModel, *given: Any) -> Any:
+            result = method(trained, *given)
+            computed.append(letter(computed.names.get(trained.trained.seed, "?")))
+            computed.after.pop(len(computed), lambda: None)()
+            return result
+
+        monkeypatch.setattr(TrainedModel, name, call)
+
+    watched("_add", str.lower)
+    watched("step", str.upper)
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("owner", "models", "order"),
+    [("bob", 2, "ababaBaaaA"), (OWNER, 8, "ababBaaaaA"), ("bob", 1, "aaaaaabbaaaaaaAbbB")],
+    ids=["keys", "one key", "one in memory"],
+)
+def test_a_long_batch_holds_up_no_one_else_and_has_its_bits(start, killed, computed, owner, models, order):
+    """Micro-batches take turns. A model's own step waits, and a kill between two of them changes nothing."""
+    service = start(batch_tokens=1, models=models)
+    twin = start(service.folder.with_name("twin"), batch_tokens=1)
+    clients, alone = ([Client(one, seed=5), Client(one, owner=owner, seed=6)] for one in (service, twin))
+    for client in (*alone, *reversed(clients)):
+        client.train()
+    Client(service)  # idle: with few models in memory, bob's is not there now
+    for client, times in zip(alone, (3, 1), strict=True):
+        client.submit("forward_backward", times=times)
+        assert "error" not in client.run("optim_step", **ADAM)
+    folders: list[Path] = []
+    computed.clear()
+    computed.names.update({5: "a", 6: "b"})
+    computed.after[3] = lambda: folders.append(killed())
+
+    def submit(client: Client, times: int) -> None:
+        client.submit("forward_backward", times=times)
+        client.submit("optim_step", **ADAM)
+
+    computed.after[1] = lambda: submit(clients[1], 1)
+    with service.lock:  # the device's thread waits until both are there
+        submit(clients[0], 3)
+    for client in clients:
+        assert b"error" not in result_of(service, client.model_id, 4, client.owner)
+    assert "".join(computed) == order
+    for one in (service, start(folders[0], batch_tokens=1)):
+        for client, expected in zip(clients, alone, strict=True):
+            for number in (3, 4):
+                found = result_of(one, client.model_id, number, client.owner)
+                assert found == result_of(twin, expected.model_id, number, client.owner)
+            assert_same(weights_of(one, client.model_id), expected.weights())
+
+
+def test_a_server_that_ends_while_it_repeats_requests_keeps_them(start, killed, computed):
+    client = Client(start(batch_tokens=1))
+    client.train()
+    client.submit("forward_backward", forward_only=True)
+    client.train(shift=2)
+    again = start(killed(), batch_tokens=1)
+    computed.clear()
+    computed.after[4] = lambda: setattr(again, "closing", True)
+    content = batch(client.model_id, 6)
+    again.submit(OWNER, client.model_id, 6, "forward_backward", content)
+    again.thread.join()
+    again.close()
+    assert len(computed) == 4
+    last = start(again.folder, batch_tokens=1)
+    assert b"error" not in result_of(last, client.model_id, 6)
+    assert_same(weights_of(last, client.model_id), client.weights())
+
+
+@pytest.mark.parametrize("end", ["cancel", "delete_model"])
+def test_a_long_batch_ends_at_its_next_pause(start, killed, computed, end):
+    service = start(batch_tokens=1)
+    client = Client(service)
+    client.train()
+    expected = client.weights()
+    ended = f"{client.model_id}:3" if end == "cancel" else client.model_id
+    computed.clear()
+    computed.after[1] = lambda: service.cancel("bob", f"{client.model_id}:3")  # not bob's
+    computed.after[3] = lambda: getattr(service, end)(OWNER, ended)
+    assert end[:6] in client.run("forward_backward", times=3)["error"] and len(computed) == 3
+    if end == "cancel":  # it was answered as failed, and is never run
+        assert "failed" in client.run("optim_step", **ADAM)["error"]
+        assert_same(client.weights(), expected)
+        client.train(shift=5)
+        again = start(killed(), batch_tokens=1)
+        assert [b"error" in result_of(again, client.model_id, number) for number in (3, 4, 5)] == [True, True, False]
+        assert_same(weights_of(again, client.model_id), client.weights())
 
 
 @pytest.fixture

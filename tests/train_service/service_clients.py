@@ -50,26 +50,33 @@ def base_model() -> Base:
 # ---------------------------------------------------------------------- a client without HTTP
 
 
-def batch(model_id: str, number: int, shift: int = 0) -> bytes:
+def batch(model_id: str, number: int, shift: int = 0, times: int = 1, **fields: Any) -> bytes:
     """The body of a forward_backward."""
     data = []
-    for ids in IDS[:2]:
+    for ids in IDS[:2] * times:
         tokens = np.array(ids[:-1], "<i4") + shift
         targets = pb2.Tensor(dense=(np.array(ids[1:], "<i8") + shift).tobytes(), dtype=2)
         text = {"encoded_text": {"tokens": tokens.tobytes()}}
         data.append(pb2.Datum(model_input=[text], loss_fn_inputs={"target_tokens": targets}))
-    message = pb2.ForwardBackwardRequest(model_id=model_id, seq_id=number, data=data, loss_fn="cross_entropy")
-    return message.SerializeToString()
+    fields |= {"model_id": model_id, "seq_id": number, "data": data, "loss_fn": "cross_entropy"}
+    return pb2.ForwardBackwardRequest(**fields).SerializeToString()
 
 
 class Client:
     """One owner's session and one model; requests are numbered as the tinker client numbers them."""
 
-    def __init__(self, service: Service, model_number: int = 0, load: dict[str, Any] | None = None, owner: str = OWNER):
+    def __init__(
+        self,
+        service: Service,
+        model_number: int = 0,
+        load: dict[str, Any] | None = None,
+        owner: str = OWNER,
+        seed: int = 7,
+    ):
         self.service = service
         self.owner = owner
         self.session = service.create_session(owner, None)
-        created = service.create_model(owner, self.session, model_number, Trained(2, seed=7), None, load)
+        created = service.create_model(owner, self.session, model_number, Trained(2, seed=seed), None, load)
         self.model_id = created.removesuffix(":0")
         self.number = 0
         assert "error" not in self.result(0)
@@ -110,7 +117,10 @@ def result_of(service: Service, model_id: str, number: int, owner: str = OWNER) 
 
 
 def live_model(service: Service, model_id: str) -> Any:
-    return service._live(service.models[model_id]).model
+    model = service.models[model_id]
+    list(service._live(model))
+    assert model.live is not None
+    return model.live.model
 
 
 def trained_weights(model: Any) -> dict[str, torch.Tensor]:

@@ -215,7 +215,7 @@ def test_a_sample_has_a_bounded_result():
     large = SampleJob([5], 1024, 1024, SamplingParams(), frozenset())
     for number in range(9):
         queue.append(Job(f"s{number}", "alice", sampler=None, sample=large))
-    assert [len(queue.take(lambda owner: True)) for _ in range(3)] == [4, 4, 1]
+    assert [len(queue.take(lambda job: True)) for _ in range(3)] == [4, 4, 1]
 
 
 def test_metadata_is_small(http):
