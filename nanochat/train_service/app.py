@@ -17,6 +17,7 @@ import hashlib
 import hmac
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanochat.ground.cli import UserError
 from nanochat.ground.untrusted import json_of
@@ -39,6 +40,8 @@ from nanochat.train_service.tenants import Trained
 
 MAX_BODY = 16 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
 MAX_JSON = 2 << 20  # bytes of any other body: a prompt of a quarter of a million tokens
+OWNER_BODIES = 64 << 20  # bytes of a key's bodies in memory,
+ALL_BODIES = 256 << 20  # and of all keys
 POLL_SECONDS = 20.0  # a request for a promise waits this long before the client has to ask again
 CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False,
@@ -64,6 +67,42 @@ class _Access(AccessMiddleware):
         return None
 
 
+class _BodyBudget:
+    """Refuses a body with 503 while all bodies in memory, or those of its key, leave no room for it.
+
+    A body has its room from its first part on, as much as it has announced, until its request is answered.
+    """
+
+    def __init__(self, app: ASGIApp, held: Counter[str]):
+        self.app = app
+        self.held = held  # bytes by owner
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        owner = scope["state"].get("owner", "")
+        announced = int(Headers(scope=scope).get("content-length", "0"))
+        arrived = own = 0
+
+        async def receive_counted() -> Message:
+            nonlocal arrived, own
+            message = await receive()
+            arrived += len(message.get("body", b""))
+            more = (max(arrived, announced) if arrived else 0) - own
+            if self.held[owner] + more > OWNER_BODIES or self.held.total() + more > ALL_BODIES:
+                full = "the server has no room for another body now: try again later"
+                raise ApiError(503, full, code="bodies", headers={"retry-after": "1"})
+            self.held[owner] += more
+            own += more
+            return message
+
+        try:
+            await self.app(scope, receive_counted, send)
+        finally:
+            self.held[owner] -= own
+
+
 def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> FastAPI:
     """The ASGI application; it closes the service when the server ends.
 
@@ -78,6 +117,8 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     wire.messages()  # imported before the first request
     app = FastAPI(title="nanochat training service", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.bodies = Counter()
+    app.add_middleware(_BodyBudget, held=app.state.bodies)
     app.add_middleware(
         _Access, keys=keys, hosts=tuple(hosts), open_paths=("/api/v1/healthz",), content_policy="default-src 'none'"
     )

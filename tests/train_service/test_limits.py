@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import socket
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from typing import Any
 
 import httpx
 import pytest
+import test_serve
+from fake_server import until
 from service_clients import (
     NAME,
     OWNER,
@@ -38,7 +41,9 @@ from service_clients import (
 from nanochat.ground import storage
 from nanochat.ground.cli import UserError
 from nanochat.sampling import SamplingParams
+from nanochat.serve import middleware
 from nanochat.serve.schema import ApiError, read_body
+from nanochat.train_service import app as service_app
 from nanochat.train_service import bodies, sampling, wire
 from nanochat.train_service.jobs import Job, Queue
 from nanochat.train_service.sampling import SampleJob
@@ -139,6 +144,53 @@ def test_bodies_are_parsed_one_at_a_time(http, monkeypatch):
         for number in range(1, 5):
             threads.submit(http.post, "forward_backward", content=batch(model_id, number), headers=PROTO)
     assert most == [1] * 4
+
+
+def test_unfinished_bodies_are_bounded_and_each_key_has_its_share(service, monkeypatch):
+    app = service_app.create_app(service, keys=("tml-alice", "tml-bob", "tml-carol"))
+    held = app.state.bodies
+    monkeypatch.setattr(service_app, "OWNER_BODIES", 60_000)
+    monkeypatch.setattr(service_app, "ALL_BODIES", 90_000)
+    body = json.dumps({"tags": [], "sdk_version": "0" * 900}).encode()
+
+    with test_serve.serving(app, ready=False) as port, contextlib.ExitStack() as opened:
+
+        def post(key: str, content: Any = body, path: str = "create_session") -> httpx.Response:
+            url = f"http://127.0.0.1:{port}/api/v1/{path}"
+            return httpx.post(url, content=content, headers={"x-api-key": key, **PROTO}, timeout=30)
+
+        def begin(key: str, length: int) -> socket.socket:
+            """A request whose body lacks its last byte."""
+            head = f"POST /api/v1/forward_backward HTTP/1.1\r\nHost: localhost\r\nX-API-Key: {key}\r\n"
+            connection = opened.enter_context(socket.create_connection(("127.0.0.1", port)))
+            connection.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + bytes(length - 1))
+            return connection
+
+        for _ in range(60):
+            begin("tml-alice", 1000)
+        until(lambda: held.total() == 60_000)
+        for content in (body, iter([body])):  # its length is announced or not
+            refused = post("tml-alice", content)
+            assert refused.status_code == 503 and refused.headers["retry-after"] == "1" and "room" in refused.text
+        assert post("tml-alice", bytes(8 << 20), "forward_backward").status_code == 503  # it reads the answer
+        assert post("tml-bob").status_code == 200
+        begin("tml-bob", 30_000)
+        until(lambda: held.total() == 90_000)
+        assert post("tml-carol").status_code == 503
+        # Every way to end gives the room back: the client leaves, and the answers 200, 400, 404, 413, 408 and 500.
+        opened.close()
+        until(lambda: held.total() == 0)
+        monkeypatch.setattr(service_app, "MAX_JSON", 2000)
+        assert post("tml-carol").status_code == 200 and post("tml-carol", b"{").status_code == 400
+        assert post("tml-carol", batch("elsewhere", 1), "forward_backward").status_code == 404
+        assert post("tml-carol", iter([bytes(1500)] * 2)).status_code == 413
+        monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
+        late = begin("tml-carol", 1000)
+        assert b" 408 " in late.recv(1000)
+        in_work: list[int] = []
+        monkeypatch.setattr(service, "create_session", lambda *_: in_work.append(held.total()) or 1 / 0)
+        assert post("tml-carol").status_code == 500 and in_work == [len(body)]
+        until(lambda: held.total() == 0)
 
 
 @pytest.mark.parametrize(
