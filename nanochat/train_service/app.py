@@ -25,7 +25,7 @@ from fastapi import FastAPI, Request
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Scope
 
 from nanochat.ground.cli import UserError
 from nanochat.ground.untrusted import json_of
@@ -40,7 +40,7 @@ from nanochat.train_service.tenants import Trained
 
 MAX_BODY = 16 << 20  # bytes of a batch; the client cuts it into requests of about 5 MB
 MAX_JSON = 2 << 20  # bytes of any other body: a prompt of a quarter of a million tokens
-OWNER_BODIES = 64 << 20  # bytes of a key's bodies in memory,
+OWNER_BODIES = 64 << 20  # bytes of a key's bodies in memory, from their announcement until they are on the disk
 ALL_BODIES = 256 << 20  # and of all keys
 POLL_SECONDS = 20.0  # a request for a promise waits this long before the client has to ask again
 CLIENT_CONFIG = {
@@ -67,42 +67,6 @@ class _Access(AccessMiddleware):
         return None
 
 
-class _BodyBudget:
-    """Refuses a body with 503 while all bodies in memory, or those of its key, leave no room for it.
-
-    A body has its room from its first part on, as much as it has announced, until its request is answered.
-    """
-
-    def __init__(self, app: ASGIApp, held: Counter[str]):
-        self.app = app
-        self.held = held  # bytes by owner
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        owner = scope["state"].get("owner", "")
-        announced = int(Headers(scope=scope).get("content-length", "0"))
-        arrived = own = 0
-
-        async def receive_counted() -> Message:
-            nonlocal arrived, own
-            message = await receive()
-            arrived += len(message.get("body", b""))
-            more = (max(arrived, announced) if arrived else 0) - own
-            if self.held[owner] + more > OWNER_BODIES or self.held.total() + more > ALL_BODIES:
-                full = "the server has no room for another body now: try again later"
-                raise ApiError(503, full, code="bodies", headers={"retry-after": "1"})
-            self.held[owner] += more
-            own += more
-            return message
-
-        try:
-            await self.app(scope, receive_counted, send)
-        finally:
-            self.held[owner] -= own
-
-
 def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[str] = LOOPBACK) -> FastAPI:
     """The ASGI application; it closes the service when the server ends.
 
@@ -117,8 +81,6 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     wire.messages()  # imported before the first request
     app = FastAPI(title="nanochat training service", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.bodies = Counter()
-    app.add_middleware(_BodyBudget, held=app.state.bodies)
     app.add_middleware(
         _Access, keys=keys, hosts=tuple(hosts), open_paths=("/api/v1/healthz",), content_policy="default-src 'none'"
     )
@@ -126,12 +88,28 @@ def create_app(service: Service, *, keys: Sequence[str] = (), hosts: Sequence[st
 
     # The parsers hold Python's lock, and what they make is larger than the body: one large body at a time.
     app.state.parsing = asyncio.Lock()
+    app.state.bodies = Counter()  # bytes by owner
     _add_client_routes(app, service)
     _add_training_routes(app, service)
     _add_sampling_routes(app, service)
     _add_promise_routes(app, service)
     _add_model_routes(app, service)
     return app
+
+
+@contextlib.asynccontextmanager
+async def _body(request: Request, most: int) -> AsyncIterator[bytes]:
+    """The body, as long as it is needed. Raises ApiError: 503 when those in memory leave no room for it."""
+    held, owner = request.app.state.bodies, _owner(request)
+    size = min(most, int(request.headers.get("content-length", most)))
+    if held[owner] + size > OWNER_BODIES or held.total() + size > ALL_BODIES:
+        message = "the server has no room for another body now: try again later"
+        raise ApiError(503, message, code="bodies", headers={"retry-after": "1"})
+    held[owner] += size
+    try:
+        yield await read_limited(request, most)
+    finally:
+        held[owner] -= size
 
 
 async def _parsed(request: Request, body_type: type[Strict], content: bytes) -> Any:
@@ -156,14 +134,14 @@ def _poster(app: FastAPI, service: Service) -> Callable[..., Any]:
         def register(answer: Callable[[str, Any], dict[str, Any]]) -> None:
             @app.post(f"/api/v1/{path}")
             async def endpoint(request: Request) -> dict[str, Any]:
-                content = await read_limited(request, MAX_JSON)
-                try:
-                    body = await _parsed(request, body_type, content)
-                except ApiError:
-                    if uses_number:
-                        await asyncio.to_thread(_use_up, service, _owner(request), content)
-                    raise
-                return await asyncio.to_thread(answer, _owner(request), body)
+                async with _body(request, MAX_JSON) as content:
+                    try:
+                        body = await _parsed(request, body_type, content)
+                    except ApiError:
+                        if uses_number:
+                            await asyncio.to_thread(_use_up, service, _owner(request), content)
+                        raise
+                    return await asyncio.to_thread(answer, _owner(request), body)
 
         return register
 
@@ -196,8 +174,8 @@ def _add_client_routes(app: FastAPI, service: Service) -> None:
     @app.post("/api/v1/telemetry")
     async def telemetry(request: Request) -> dict[str, str]:
         """Reports of the client about itself: read, but not kept."""
-        await read_limited(request, MAX_JSON)
-        return {"status": "accepted"}
+        async with _body(request, MAX_JSON):
+            return {"status": "accepted"}
 
     @app.get("/api/v1/get_server_capabilities")
     async def capabilities() -> dict[str, Any]:
@@ -217,7 +195,8 @@ def _add_client_routes(app: FastAPI, service: Service) -> None:
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(request: Request, session: str) -> dict[str, Any]:
         """The end of a session ends nothing else: its models can be trained on, and its samplers can sample."""
-        await read_limited(request, MAX_JSON)
+        async with _body(request, MAX_JSON):
+            pass
         await asyncio.to_thread(service.require_session, _owner(request), session)
         return {}
 
@@ -246,14 +225,14 @@ def _add_training_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> dict[str, Any]:
-        content = await read_limited(request, MAX_BODY)
-        if request.headers.get("content-type", "").partition(";")[0] != wire.CONTENT_TYPE:
-            raise ApiError(415, f"forward_backward: the body is {wire.CONTENT_TYPE}")
-        async with request.app.state.parsing:
-            found = await asyncio.to_thread(_checked_batch, service, _owner(request), content)
-        batch = (found.model_id, found.number, "forward_backward", content)
-        request_id = await asyncio.to_thread(service.submit, _owner(request), *batch)
-        return {"request_id": request_id, "model_id": found.model_id}
+        async with _body(request, MAX_BODY) as content:
+            if request.headers.get("content-type", "").partition(";")[0] != wire.CONTENT_TYPE:
+                raise ApiError(415, f"forward_backward: the body is {wire.CONTENT_TYPE}")
+            async with request.app.state.parsing:
+                found = await asyncio.to_thread(_checked_batch, service, _owner(request), content)
+            batch = (found.model_id, found.number, "forward_backward", content)
+            request_id = await asyncio.to_thread(service.submit, _owner(request), *batch)
+            return {"request_id": request_id, "model_id": found.model_id}
 
     @post("optim_step", bodies.OptimStepBody, uses_number=True)
     def optim_step(owner: str, body: bodies.OptimStepBody) -> dict[str, Any]:
@@ -312,7 +291,8 @@ def _add_promise_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/api/v1/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        body = await _parsed(request, bodies.FutureBody, await read_limited(request, MAX_JSON))
+        async with _body(request, MAX_JSON) as content:
+            body = await _parsed(request, bodies.FutureBody, content)
         job = await asyncio.to_thread(service.promise, _owner(request), body.request_id)
         waited = asyncio.wrap_future(job.result)
         done: set[Any] = set()

@@ -151,6 +151,7 @@ def test_unfinished_bodies_are_bounded_and_each_key_has_its_share(service, monke
     held = app.state.bodies
     monkeypatch.setattr(service_app, "OWNER_BODIES", 60_000)
     monkeypatch.setattr(service_app, "ALL_BODIES", 90_000)
+    monkeypatch.setattr(service_app, "MAX_JSON", 2000)
     body = json.dumps({"tags": [], "sdk_version": "0" * 900}).encode()
 
     with test_serve.serving(app, ready=False) as port, contextlib.ExitStack() as opened:
@@ -180,7 +181,6 @@ def test_unfinished_bodies_are_bounded_and_each_key_has_its_share(service, monke
         # Every way to end gives the room back: the client leaves, and the answers 200, 400, 404, 413, 408 and 500.
         opened.close()
         until(lambda: held.total() == 0)
-        monkeypatch.setattr(service_app, "MAX_JSON", 2000)
         assert post("tml-carol").status_code == 200 and post("tml-carol", b"{").status_code == 400
         assert post("tml-carol", batch("elsewhere", 1), "forward_backward").status_code == 404
         assert post("tml-carol", iter([bytes(1500)] * 2)).status_code == 413
