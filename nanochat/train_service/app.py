@@ -185,20 +185,19 @@ def _add_client_routes(app: FastAPI, service: Service) -> None:
 
     @post("create_session", bodies.CreateSessionBody)
     def create_session(owner: str, body: bodies.CreateSessionBody) -> dict[str, Any]:
-        return {"type": "create_session", "session_id": service.create_session(owner, body.user_metadata)}
+        return {"type": "create_session", "session_id": service.create_session(owner)}
 
     @post("session_heartbeat", bodies.SessionBody)
     def heartbeat(owner: str, body: bodies.SessionBody) -> dict[str, Any]:
-        service.touch_session(owner, body.session_id)
+        service.require_session(owner, body.session_id)
         return {"type": "session_heartbeat"}
 
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(request: Request, session: str) -> dict[str, Any]:
         """The end of a session ends nothing else: its models can be trained on, and its samplers can sample."""
         async with _body(request, MAX_JSON):
-            pass
-        await asyncio.to_thread(service.require_session, _owner(request), session)
-        return {}
+            service.require_session(_owner(request), session)
+            return {}
 
 
 def _add_training_routes(app: FastAPI, service: Service) -> None:
@@ -272,10 +271,10 @@ def _add_sampling_routes(app: FastAPI, service: Service) -> None:
         about = (body.session_id, body.sampling_session_seq_id, body.model_path)
         return {"type": "create_sampling_session", "sampling_session_id": service.create_sampler(owner, *about)}
 
-    @app.get("/api/v1/samplers/{sampler}")
+    @app.get("/api/v1/samplers/{sampler:path}")
     async def get_sampler(request: Request, sampler: str) -> dict[str, Any]:
-        found = await asyncio.to_thread(service.find_sampler, _owner(request), sampler)
-        return {"sampler_id": sampler, "base_model": service.name, "model_path": found["path"]}
+        path = service.sampled_path(_owner(request), sampler)
+        return {"sampler_id": sampler, "base_model": service.name, "model_path": path}
 
     @post("asample", bodies.SampleBody)
     def asample(owner: str, body: bodies.SampleBody) -> dict[str, Any]:

@@ -12,6 +12,7 @@ One lock guards everything except running requests. The text of users is never l
 
 import contextlib
 import functools
+import hmac
 import json
 import re
 import secrets
@@ -36,9 +37,6 @@ from nanochat.train_service.sampling import SampleJob, make_engine, sample
 from nanochat.train_service.store import DONE, EPHEMERAL, Damaged, Store, remove
 from nanochat.train_service.tenants import AdamBody, Base, Slices, Trained, TrainedModel, load_weights
 
-SESSION_SECONDS = 30 * 86_400  # a session without models is forgotten so long after the last sign of its client,
-HEARD_SECONDS = 3600.0  # which is written down this often
-MAX_SESSIONS = 10_000  # sessions per owner
 MAX_MODELS = 2_000  # models per owner
 MAX_WAITING = 1 << 28  # bytes of an owner's bodies that wait
 MAX_SAMPLING = 4  # owners whose samples are decoded at the same time; each takes memory for its slots
@@ -89,7 +87,10 @@ class Service:
         self.closing = False
         self.ending = threading.Lock()
         self.ended = False
-        self._require_base()
+        base_sha256 = base.about["base_sha256"]
+        if self._first("base", base_sha256) != base_sha256:
+            raise UserError(f"--folder {folder} holds models that were trained over another base: name another folder")
+        self.secret = self._first("secret", secrets.token_hex(16)).encode()
         # For clients on this machine, whose get_tokenizer reads a folder as well as a hub.
         self.tokenizer_folder = folder / "tokenizer"
         self.tokenizer_folder.mkdir(exist_ok=True)
@@ -106,17 +107,13 @@ class Service:
         self.thread = threading.Thread(target=self._work, name="device", daemon=True)
         self.thread.start()
 
-    def _require_base(self) -> None:
-        """Raises UserError: when the folder holds models of another base."""
-        about = self.base.about
-        known = self.store.get("base", name="base")
+    def _first(self, name: str, value: str) -> str:
+        """What the first start in this folder has written under a name."""
+        known = self.store.get("base", name=name)
         if known is None:
             with self.store.transaction():
-                self.store.put("base", name="base", sha256=about["base_sha256"])
-        elif known["sha256"] != about["base_sha256"]:
-            raise UserError(
-                f"--folder {self.folder} holds models that were trained over another base: name another folder"
-            )
+                self.store.put("base", name=name, sha256=value)
+        return known["sha256"] if known else value
 
     def _row(self, table: str, owner: str | None = None, **key: Any) -> dict[str, Any] | None:
         """A row, of this owner only. Raises ApiError: 400 when it is damaged."""
@@ -128,37 +125,20 @@ class Service:
             raise ApiError(400, message, code="damaged") from error
         return row if row and owner in (None, row.get("owner")) else None
 
-    def _require(self, table: str, owner: str, key: str) -> dict[str, Any]:
-        """Raises ApiError: 404 when the row is missing, or belongs to another key."""
-        row = self._row(table, owner, id=key)
-        if row is None:
-            what = table.removesuffix("s")
-            raise ApiError(404, f"{what} {key[:100]!r} does not exist", param=f"{what}_id", code=f"{what}_not_found")
-        return row
-
     # ------------------------------------------------------------------ sessions
 
-    def create_session(self, owner: str, user_metadata: Any) -> str:
-        session = secrets.token_hex(8)
-        now = time.time()
-        with _full_disk(), self.store.transaction():
-            self.store.expire_sessions(now - SESSION_SECONDS)
-            if self.store.count("sessions", owner=owner) >= MAX_SESSIONS:
-                message = f"this key has {MAX_SESSIONS:,} sessions: delete models, or wait until silent ones expire"
-                raise ApiError(400, message, code="too_many_sessions")
-            self.store.put("sessions", id=session, owner=owner, heard=now, metadata=json.dumps(user_metadata))
-        return session
+    def create_session(self, owner: str) -> str:
+        """A name that only this owner can use. It is not kept: models and samplers are named after it."""
+        token = secrets.token_hex(8)
+        return token + self._proof(owner, token)
 
-    def touch_session(self, owner: str, session: str) -> None:
-        """A client says that it is still there."""
-        row = self.require_session(owner, session)
-        now = time.time()
-        if row["heard"] < now - HEARD_SECONDS:
-            with _full_disk(), self.store.transaction():
-                self.store.put("sessions", **{**row, "heard": now})
+    def require_session(self, owner: str, session: str) -> None:
+        """Raises ApiError: 404 when it was made for another key, or not here."""
+        if session != session[:16] + self._proof(owner, session[:16]):
+            raise ApiError(404, f"session {session[:100]!r} does not exist", param="session_id", code="not_found")
 
-    def require_session(self, owner: str, session: str) -> dict[str, Any]:
-        return self._require("sessions", owner, session)
+    def _proof(self, owner: str, token: str) -> str:
+        return hmac.new(self.secret, f"{owner} {token}".encode(errors="replace"), "sha256").hexdigest()[:16]
 
     # ------------------------------------------------------------------ models
 
@@ -411,20 +391,18 @@ class Service:
         self.require_session(owner, session)
         if uri is not None:
             self.path_of(owner, uri)
-        with _full_disk(), self.store.transaction():
-            return self._put_sampler(owner, session, number, uri)
+        return _sampler_of(session, number, uri)
 
-    def _put_sampler(self, owner: str, session: str, number: int, uri: str | None) -> str:
-        sampler = f"{session}:sample:{number}"
-        self.store.put("samplers", id=sampler, session=session, owner=owner, path=uri)
-        return sampler
-
-    def find_sampler(self, owner: str, sampler: str) -> dict[str, Any]:
-        return self._require("samplers", owner, sampler)
+    def sampled_path(self, owner: str, sampler: str) -> str | None:
+        """The tinker:// path that a sampler was made for; None: the base."""
+        session, _, rest = sampler.partition(":")
+        self.require_session(owner, session)
+        path = rest.partition(":")[2].partition(":")[2]
+        return SCHEME + path if path else None
 
     def sampled_weights(self, owner: str, sampler: str) -> Weights | None:
         """Those that a sampler has now; None: the base."""
-        uri = self.find_sampler(owner, sampler)["path"]
+        uri = self.sampled_path(owner, sampler)
         if uri is None:
             return None
         step, model = self.path_of(owner, uri)
@@ -703,13 +681,11 @@ class Service:
         answer = {"type": request_kind, "path": uri}
         session = model.id.partition(":")[0]
         if body["sampler"] is not None:
-            answer = {"type": request_kind, "sampling_session_id": f"{session}:sample:{body['sampler']}"}
+            answer = {"type": request_kind, "sampling_session_id": _sampler_of(session, body["sampler"], uri)}
 
         def change() -> list[Path]:
             self.store.put("folders", path=folder, owner=model.owner, bytes=size)
             self.store.put("checkpoints", **key, folder=folder, saved=time.time())
-            if body["sampler"] is not None:
-                self._put_sampler(model.owner, session, body["sampler"], uri)
             rows = self.store.rows("checkpoints", model=model.id, kind=kind)
             unnamed = [row["name"] for row in rows if isinstance(row, dict) and row["name"].startswith(EPHEMERAL)]
             for old in unnamed[:-KEPT_EPHEMERAL]:
@@ -769,6 +745,11 @@ class Service:
             self.store.close()
             paths.unlock(self.folder)
             self.ended = True
+
+
+def _sampler_of(session: str, number: int, uri: str | None) -> str:
+    """The id of a sampler, which says all that is known of it."""
+    return f"{session}:sample:{number}" + (f":{uri.removeprefix(SCHEME)}" if uri else "")
 
 
 def _has_more(slices: Slices[None], mistake: str = "") -> bool:

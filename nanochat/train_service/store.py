@@ -1,6 +1,6 @@
 """What the service must not lose: one SQLite database, and the folders of weights that it names.
 
-    service.db                                        sessions, models, requests, outcomes, samplers, checkpoints
+    service.db                                        models, requests, outcomes, checkpoints
     service.count                                     the number of its transactions, to notice one that is lost
     service.reserve                                   room for a deletion on a full disk
     models/<model>/<kind>/<name>.<request>/step_<n>/  weights; a folder is written once, and never changed
@@ -34,12 +34,10 @@ DONE = "done"  # the state of a request that succeeded; of a failed one it is `T
 # The key is in front: the rows are stored in its order, without an index that could disagree with them.
 TABLES = {
     "base": "name | sha256",
-    "sessions": "id | owner, heard, metadata",
     "models": "id | session, owner, facts, covered, snapshot",  # the folder of the state after request `covered`
     "requests": "model, number | kind, content",  # those since the snapshot
     "runs": "model, number | state, pinned",  # how these requests ended; pinned: the folder that a load reads
     "outcomes": "id | owner, bucket, place, result",
-    "samplers": "id | session, owner, path",
     "checkpoints": "model, kind, name | folder, saved",
     "folders": "path | owner, bytes",
 }
@@ -178,15 +176,6 @@ class Store:
         self.db.execute(f"DELETE FROM {table} WHERE model = ? AND number <= ?", (model, number))
 
     # ------------------------------------------------------------------ what the service asks
-
-    def expire_sessions(self, before: float) -> None:
-        """Forget the sessions without models that are silent since `before`, with their samplers."""
-        silent = "DELETE FROM sessions WHERE heard < ? AND id NOT IN (SELECT session FROM models)"
-        if self.db.execute(silent, (before,)).rowcount:
-            self.db.execute("DELETE FROM samplers WHERE session NOT IN (SELECT id FROM sessions)")
-
-    def count(self, table: str, owner: str) -> int:
-        return self.db.execute(f"SELECT COUNT(*) FROM {table} WHERE owner = ?", (owner,)).fetchone()[0]
 
     def outline(self, model: str) -> list[tuple[int, int, str]]:
         """The number, the size and the state of a model's requests, unchecked: running one reads it."""

@@ -150,9 +150,7 @@ def test_a_disk_that_was_full_costs_no_later_start(start, killed, monkeypatch):
     with monkeypatch.context() as full:
         fill_disk(full)
         for request in (
-            lambda: service.create_session(OWNER, None),
             lambda: service.create_model(OWNER, client.session, 1, Trained(2), None),
-            lambda: service.create_sampler(OWNER, client.session, 1, None),
             lambda: service.submit(OWNER, client.model_id, client.number + 1, "optim_step", b"{}"),
         ):
             with pytest.raises(ApiError, match="make room") as error:
@@ -169,14 +167,12 @@ def test_a_disk_that_was_full_costs_no_later_start(start, killed, monkeypatch):
 def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, capsys):
     service = start(snapshot_steps=2)
     client, other = Client(service), Client(service)
-    sampler = service.create_sampler(OWNER, client.session, 1, None)
-    silent = service.create_session(OWNER, None)
     client.train()
     other.train()
+    saved = client.save("x")["path"]
     folder = killed()
     change(folder, "UPDATE models SET facts = '{}' WHERE id = ?", other.model_id)
-    change(folder, "UPDATE samplers SET owner = 'bob' WHERE id = ?", sampler)
-    change(folder, "UPDATE sessions SET heard = 0 WHERE id = ?", silent)
+    change(folder, "UPDATE checkpoints SET folder = 'y' WHERE model = ?", client.model_id)
     flip(folder / "tokenizer" / "tokenizer.json", 7)
     left = folder / "models" / client.model_id / "weights" / "x.9"  # a kill during a save
     for path in (left, folder / "models" / "lost+found"):
@@ -186,29 +182,26 @@ def test_what_cannot_be_read_is_named_and_the_others_are_served(start, killed, c
     assert again.models.keys() == {client.model_id}
     assert result_of(again, client.model_id, 2)
     assert left.exists()  # with damaged rows nothing is deleted
-    again.submit(OWNER, client.model_id, 3, "forward_backward", batch(client.model_id, 3))
-    result_of(again, client.model_id, 3)
+    again.submit(OWNER, client.model_id, 4, "forward_backward", batch(client.model_id, 4))
+    result_of(again, client.model_id, 4)
     assert_same(weights_of(again, client.model_id), client.weights())
     with pytest.raises(ApiError, match="cannot be read"):  # it becomes no new model
         again.create_model(OWNER, other.session, 0, Trained(2, seed=7), None)
     expected = (service.folder / "tokenizer" / "tokenizer.json").read_bytes()
     assert (folder / "tokenizer" / "tokenizer.json").read_bytes() == expected
-    for damaged, request in (
-        (sampler, lambda: again.find_sampler(OWNER, sampler)),
-        (silent, lambda: again.touch_session(OWNER, silent)),
-    ):
-        with pytest.raises(ApiError, match="create another one") as error:
-            request()
-        assert error.value.status_code == 400 and damaged in capsys.readouterr().err
+    with pytest.raises(ApiError, match="create another one") as error:
+        again.path_of(OWNER, saved)
+    assert error.value.status_code == 400 and f"{client.model_id} weights x" in capsys.readouterr().err
 
 
 def rewrite(folder: Path, old: bytes, new: bytes) -> None:
-    change(folder, "UPDATE base SET sum = sum")  # the file has all pages then, and none is in the log before it
+    # The file has all pages then, and none is in the log before it.
+    change(folder, "UPDATE base SET sum = sum WHERE name = 'base'")
     path = folder / "service.db"
     path.write_bytes(path.read_bytes().replace(old, new))
 
 
-def test_a_damaged_database_names_itself_and_the_last_snapshot(start, killed):
+def test_a_damaged_database_names_itself_and_the_last_snapshot(start, killed, monkeypatch):
     service = start(snapshot_steps=1)
     client = Client(service)
     client.train()
@@ -228,6 +221,11 @@ def test_a_damaged_database_names_itself_and_the_last_snapshot(start, killed):
         assert f"{folder}/service.db" in str(error.value) and "\n" not in str(error.value)
         assert f"snapshot is {folder / model.snapshot}/step_" in str(error.value)
         paths.unlock(folder)
+    folder = killed()
+    with monkeypatch.context() as other, pytest.raises(UserError, match="over another base"):
+        other.setitem(base_model().about, "base_sha256", "other weights")
+        start(folder)
+    paths.unlock(folder)
     # What a kill leaves without a name is removed.
     folder = killed()
     left = folder / "models" / client.model_id / "weights" / "x.9" / "step_000001"
@@ -840,30 +838,27 @@ def test_models_in_memory_are_bounded_also_between_gradients_and_a_step(start, t
         assert_same(left.final, right.final)
 
 
-def test_sessions_without_models_expire(start, monkeypatch):
+def test_a_session_and_a_sampler_are_names_which_only_their_key_can_use(start, killed):
     service = start()
     client = Client(service)
-    silent, alive = (service.create_session(OWNER, None) for _ in range(2))
-    sampler = service.create_sampler(OWNER, silent, 1, None)
-    other = service.create_sampler(OWNER, alive, 1, None)
-
-    def sessions() -> set[str]:
-        return {row["id"] for row in service.store.rows("sessions", owner=OWNER)}
-
-    with service.store.transaction():
-        for row in service.store.rows("sessions"):
-            service.store.put("sessions", **{**row, "heard": row["heard"] - service_module.SESSION_SECONDS - 60})
-    service.touch_session(OWNER, alive)
-    new = service.create_session(OWNER, None)
-    assert sessions() == {client.session, alive, new}
-    with pytest.raises(ApiError):
-        service.find_sampler(OWNER, sampler)
-    assert service.find_sampler(OWNER, other)["path"] is None
-    monkeypatch.setattr(service_module, "MAX_SESSIONS", 3)
-    with pytest.raises(ApiError, match="delete models") as refused:
-        service.create_session(OWNER, None)
-    assert refused.value.status_code == 400
-    assert service.create_session("bob", None)
+    path = client.save("x")["path"]
+    samplers = [service.create_sampler(OWNER, client.session, number, uri) for number, uri in ((1, None), (2, path))]
+    again = start(killed())
+    assert [again.sampled_path(OWNER, one) for one in samplers] == [None, path]
+    wrong = (client.session[:-1], client.session[:15] + "!" + client.session[16:], "", "\ud800")
+    for owner, session in (("bob", client.session), *((OWNER, one) for one in wrong)):
+        for request in (
+            lambda owner=owner, session=session: again.require_session(owner, session),
+            lambda owner=owner, session=session: again.create_model(owner, session, 1, Trained(2), None),
+            lambda owner=owner, session=session: again.create_sampler(owner, session, 1, None),
+            lambda owner=owner, session=session: again.sampled_weights(owner, f"{session}:sample:1"),
+        ):
+            with pytest.raises(ApiError) as refused:
+                request()
+            assert refused.value.status_code == 404
+    assert Client(again, owner="bob").session != client.session
+    with pytest.raises(ApiError):  # a session of bob's opens none of alice's weights
+        again.sampled_weights("bob", samplers[1].replace(client.session, again.create_session("bob"), 1))
 
 
 def test_a_quota_of_disk_is_of_one_owner_and_deleting_makes_room(start):

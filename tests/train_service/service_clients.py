@@ -75,7 +75,7 @@ class Client:
     ):
         self.service = service
         self.owner = owner
-        self.session = service.create_session(owner, None)
+        self.session = service.create_session(owner)
         created = service.create_model(owner, self.session, model_number, Trained(2, seed=seed), None, load)
         self.model_id = created.removesuffix(":0")
         self.number = 0
