@@ -196,7 +196,7 @@ def adapters_in(model: nn.Module) -> list[LinearAdapters]:
 
 
 @torch.no_grad()
-def init_adapters(model: GPT, seed: int = 0) -> None:
+def init_adapters(model: nn.Module, seed: int = 0) -> None:
     """A is random and B is 0: their product is 0, but the gradient of B is not. As in `GPT.init_weights`, A is the same
     on every device and layout."""
     generator = torch.Generator().manual_seed(seed)

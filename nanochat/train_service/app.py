@@ -253,8 +253,7 @@ def _add_training_routes(app: FastAPI, service: Service) -> None:
         # A new model that trains the same parts as the checkpoint's model.
         if body.session_id is None or body.model_seq_id is None:
             raise ApiError(400, "load_weights: model_id and seq_id, or session_id and model_seq_id", param="model_id")
-        if body.base_model is not None:
-            _require_base(service, body.base_model)
+        _require_base(service, body.base_model or service.name)
         _, source = service.path_of(owner, body.path)
         about = (body.session_id, body.model_seq_id, source.settings, body.user_metadata, load)
         return {"request_id": service.create_model(owner, *about)}

@@ -46,13 +46,7 @@ KEPT_EPHEMERAL = 8  # unnamed sampler weights of a model, the newest ones
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # kinds of checkpoints, and what the client calls them
 REFUSED = "refused"  # a request that was answered with an error; its number is used up
-READ_TRIES = 3  # a network's disk may fail to read for a moment
-READ_PAUSE = 0.2  # seconds between two of them
 WRITE_PAUSE = 1.0  # seconds between two tries to write an outcome
-
-
-def _nothing() -> list[Path]:
-    return []
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ class Ran:
     that the database no longer names."""
 
     result: bytes
-    change: Callable[[], list[Path]] = _nothing
+    change: Callable[[], list[Path]] = list
 
 
 class Service:
@@ -99,9 +93,7 @@ class Service:
             path = self.tokenizer_folder / name_of_file
             # A restart on a full disk writes nothing.
             if not path.exists() or path.read_bytes() != file:
-                unfinished = path.with_name(path.name + ".tmp")
-                storage.write_file(unfinished, [file])
-                unfinished.rename(path)
+                storage.write_file(path, [file])
         with self.lock:
             self._restore()
         self.thread = threading.Thread(target=self._work, name="device", daemon=True)
@@ -115,15 +107,14 @@ class Service:
                 self.store.put("base", name=name, sha256=value)
         return known["sha256"] if known else value
 
-    def _row(self, table: str, owner: str | None = None, **key: Any) -> dict[str, Any] | None:
-        """A row, of this owner only. Raises ApiError: 400 when it is damaged."""
+    def _row(self, table: str, **key: Any) -> dict[str, Any] | None:
+        """A row; None: there is none. Raises ApiError: 400 when it is damaged."""
         try:
-            row = self.store.get(table, **key)
+            return self.store.get(table, **key)
         except Damaged as error:
             warn(str(error))
             message = f"{table} {' '.join(map(str, key.values()))[:100]} cannot be read: create another one"
             raise ApiError(400, message, code="damaged") from error
-        return row if row and owner in (None, row.get("owner")) else None
 
     # ------------------------------------------------------------------ sessions
 
@@ -166,8 +157,8 @@ class Service:
     def _stop(self, model: Model, damage: str) -> None:
         """Run no more requests of a model with damaged files: it would become another one."""
         model.stopped = (
-            f"model {model.id} has stopped after request {model.done}, {damage}: restore the folder of the service "
-            "from a backup and restart the server, or create a training client from a saved state"
+            f"model {model.id} has stopped after request {model.done}, {damage}: restart the server, if need be "
+            "with its folder from a backup, or create a training client from a saved state"
         )
         warn(model.stopped)
         self._refuse_early(model)
@@ -179,13 +170,7 @@ class Service:
             model.early.clear()
 
     def create_model(
-        self,
-        owner: str,
-        session: str,
-        number: int,
-        settings: Trained,
-        metadata: Any,
-        load: dict[str, Any] | None = None,
+        self, owner: str, session: str, number: int, trained: Trained, metadata: Any, load: dict[str, Any] | None = None
     ) -> str:
         """Create a model, with `load` from a checkpoint; returns the promise's id.
 
@@ -202,7 +187,7 @@ class Service:
                     raise ApiError(400, message, code="too_many_models")
                 self._row("models", id=model_id)  # the start has passed a damaged one over: it becomes no new one
                 model = Model(
-                    model_id, owner, {"created": time.time(), "metadata": metadata, "trained": asdict(settings)}
+                    model_id, owner, {"created": time.time(), "metadata": metadata, "trained": asdict(trained)}
                 )
                 with _full_disk(), self.store.transaction():
                     self._put_model(model)
@@ -329,8 +314,8 @@ class Service:
             job = self.promises.get(request_id)
             if job is None:
                 with contextlib.suppress(ApiError):  # one that is damaged is as one that is gone
-                    row = self._row("outcomes", owner, id=request_id)
-                    if row:
+                    row = self._row("outcomes", id=request_id)
+                    if row and row["owner"] == owner:
                         return Job.finished(request_id, row["result"])
         if job is not None and job.owner == owner:
             return job
@@ -431,7 +416,6 @@ class Service:
                 with _full_disk(), self.store.transaction():
                     self.store.settle(job.id, owner, owner, result)
                 job.sample.is_cancelled = True
-                self.queue.remove(job)
                 self._finish(job, result)
 
     # ------------------------------------------------------------------ the worker
@@ -486,6 +470,9 @@ class Service:
 
     def _sample(self, jobs: Sequence[Job]) -> Slices[None]:
         """Decode samples of the same weights together."""
+        jobs = [job for job in jobs if not job.result.done()]  # some are cancelled
+        if not jobs:
+            return
         wanted = [job.sample for job in jobs if job.sample is not None]
         results: list[bytes] = []
         try:
@@ -498,8 +485,7 @@ class Service:
             results = [failure(error)]
         if len(results) < len(jobs):  # one of them has failed: each again, without the others
             for job in jobs:
-                if not job.result.done():
-                    yield from self._sample([job])
+                yield from self._sample([job])
             return
         try:
             self._record(jobs, results)
@@ -514,9 +500,7 @@ class Service:
             load_weights(model, weights.step)
         return make_engine(model, self.base.tokenizer, self.base.device)
 
-    def _record(
-        self, jobs: Sequence[Job], results: Sequence[bytes], change: Callable[[], list[Path]] = _nothing
-    ) -> bool:
+    def _record(self, jobs: Sequence[Job], results: Sequence[bytes], change: Callable[[], list[Path]] = list) -> bool:
         """Write the outcomes of requests to the disk, then tell the clients. While the disk is full, this waits.
 
         Returns False: the service closes before that; the requests run again after the next start.
@@ -589,16 +573,11 @@ class Service:
     def _run(self, model: Model, number: int, job: Job) -> Slices[None]:
         """Run a request, and record what it has come to before its client learns of it."""
         ran = None
-        tries = 0
-        while ran is None and not model.stopped:
+        if not model.stopped:
             try:
                 ran = yield from self._outcome(model, number)
-            except Damaged as error:  # the request gets no outcome: it may run once the files are restored
-                tries += 1
-                if tries == READ_TRIES:
-                    self._stop(model, str(error))
-                else:
-                    time.sleep(READ_PAUSE)  # a read error that passes must cost no step
+            except Damaged as error:  # the request gets no outcome: it runs after a restart with files that can be read
+                self._stop(model, str(error))
         if ran is None:
             self._finish(job, failure(UserError(model.stopped)))
         elif self._record([job], [ran.result], ran.change):

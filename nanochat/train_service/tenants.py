@@ -100,6 +100,9 @@ class Base:
             kind = HeadAdaptedGPT if trained.head else GPT
             model = kind(self.model.config, self.model.kernels)
             lora.attach(model, trained.lora)
+            if isinstance(model, HeadAdaptedGPT):
+                c = self.model.config
+                model.head_adapter = lora.Adapter(c.vocab_size, c.width, Lora(trained.rank), torch.device("meta"))
         # `assign` replaces the tensors without memory by the base's tensors; adapters are not among them.
         frozen = {name: one for name, one in self.model.named_parameters() if not one.requires_grad}
         model.load_state_dict(frozen, strict=False, assign=True)
@@ -109,7 +112,7 @@ class Base:
                 module.to_empty(device=self.device.torch_device)
         lora.init_adapters(model, trained.seed)
         if isinstance(model, HeadAdaptedGPT):
-            model.add_head_adapter(trained)
+            lora.init_adapters(model.head_adapter, trained.seed)  # does not depend on which blocks have adapters
         return model.eval()
 
 
@@ -117,17 +120,6 @@ class HeadAdaptedGPT(GPT):
     """A GPT whose output head has an adapter too, which nanochat/adapters/lora.py leaves out."""
 
     head_adapter: lora.Adapter
-
-    def add_head_adapter(self, trained: Trained) -> None:
-        """Initialise the head's adapter like the others."""
-        c = self.config
-        self.head_adapter = lora.Adapter(c.vocab_size, c.width, Lora(trained.rank), self.device)
-        generator = torch.Generator().manual_seed(trained.seed)
-        bound = 1 / math.sqrt(c.width)
-        with torch.no_grad():
-            shape = self.head_adapter.lora_A.shape
-            self.head_adapter.lora_A.copy_((torch.rand(shape, generator=generator) * 2 - 1) * bound)
-            self.head_adapter.lora_B.zero_()
 
     def _read_out(self, hidden: Tensor, *loss: Any) -> Tensor:
         """All logits and losses of a model pass through this method."""

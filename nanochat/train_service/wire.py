@@ -47,8 +47,6 @@ class Datum:
 class ForwardBackward:
     """The request of forward and of forward_backward."""
 
-    model_id: str
-    number: int  # its number among the client's requests to this model
     data: list[Datum]
     loss: str
     settings: dict[str, float]
@@ -60,7 +58,7 @@ class Outline:
     """What a request's bytes say before they are parsed."""
 
     model_id: str
-    number: int
+    number: int  # its number among the client's requests to this model
     mistake: str = ""  # it has more parts than a request may have; what follows them was not looked at
 
 
@@ -143,9 +141,7 @@ def read_forward_backward(content: bytes) -> ForwardBackward:
             raise UserError(f"loss_fn_config {name[:50]!r}: a number, and this is a text")
         settings[name] = value.number
     data = [_read_datum(datum, place) for place, datum in enumerate(message.data)]
-    return ForwardBackward(
-        message.model_id, message.seq_id, data, message.loss_fn, settings, has_backward=not message.forward_only
-    )
+    return ForwardBackward(data, message.loss_fn, settings, has_backward=not message.forward_only)
 
 
 def _read_datum(message: Any, place: int) -> Datum:

@@ -117,8 +117,8 @@ def test_a_request_of_many_parts_is_refused_before_it_is_parsed(http, monkeypatc
 def test_the_outline_is_what_the_parser_reads():
     content = batch("the model", 77)
     assert wire.outline(content) == wire.Outline("the model", 77)
-    message = wire.read_forward_backward(content)
-    assert (message.model_id, message.number) == ("the model", 77)
+    message = pb2.ForwardBackwardRequest.FromString(content)
+    assert (message.model_id, message.seq_id) == ("the model", 77)
 
 
 def test_the_model_is_looked_up_before_a_body_is_parsed(http, monkeypatch):
