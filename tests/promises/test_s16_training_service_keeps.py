@@ -906,7 +906,29 @@ LIMITS = Limits(snapshot_steps=3, batch_tokens=16, models=2)
 DISK_MB = 64
 
 
-CHOICES = {"train": 0.5, "save": 0.15, "load": 0.1, "grow": 0.07, "delete": 0.03, "sample": 0.08, "forward": 0.07}
+CHOICES = {
+    "train": 0.45, "save": 0.15, "load": 0.1, "grow": 0.07, "delete": 0.03, "sample": 0.08, "forward": 0.07,
+    "fail": 0.05,
+}  # fmt: skip
+LARGE = 777.0  # a weight of a batch that does not fit into the memory
+LITTLE_MEMORY = f"""
+import torch
+from nanochat.train_service.tenants import TrainedModel
+
+def add(trained, rows, *settings, add=TrainedModel._add):
+    result = add(trained, rows, *settings)
+    if rows.weights.max() == {LARGE}:
+        raise torch.OutOfMemoryError("out of memory")
+    return result
+
+TrainedModel._add = add
+"""
+
+
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainedModel, "_add", TrainedModel._add)  # it is restored at the end
+    exec(LITTLE_MEMORY)
 
 
 class Loop:
@@ -944,10 +966,24 @@ class Loop:
                 model.load_state_with_optimizer(path).result()
             elif chosen == "grow" and path:
                 self.models[1:] = [self.client.create_training_client_from_state_with_optimizer(path).result()]
+            elif chosen == "fail":
+                self.fail(model)
             elif chosen == "delete" and path:
                 del self.saved[name]
                 with contextlib.suppress(tinker.NotFoundError):  # the first answer was lost with the server
                     self.rest.delete_checkpoint_from_tinker_path(path).result()
+
+    def fail(self, model: Any) -> None:
+        """A load, the second micro-batch of a batch, and the step after it."""
+        data = [datum(IDS[0]), datum(IDS[3], weights=[LARGE, 1.0])]
+        for words, request in (
+            ("does not exist", lambda: model._load_state_impl("tinker://elsewhere/weights/x", False, None)),
+            ("too little memory", lambda: model.forward_backward(data, "cross_entropy")),
+            ("since the last one failed", lambda: model.optim_step(tinker.AdamParams())),
+        ):
+            with pytest.raises(tinker.RequestFailedError, match=words):
+                request().result()
+            self.record.append(words)
 
     def persist(self, save: Any, *arguments: Any, **settings: Any) -> str:
         """The path, once there is room: a save on a full disk is refused with a line that says so."""
@@ -1045,11 +1081,12 @@ def require_a_round_through_kills(
 
 
 def soaked_server(folder: Path, log: Path) -> Server:
-    return Server(folder / "service", log, f"--models={LIMITS.models}", f"--api_key={','.join(KEYS)}")
+    flags = (f"--models={LIMITS.models}", f"--api_key={','.join(KEYS)}")
+    return Server(folder / "service", log, *flags, before=LITTLE_MEMORY)
 
 
 @pytest.mark.slow
-def test_two_clients_train_on_through_kills_of_their_server(tmp_path):
+def test_two_clients_train_on_through_kills_of_their_server(tmp_path, little_memory):
     """They know nothing of it: they wait while the server is away, and end with the same weights and samples."""
     server = soaked_server(tmp_path, tmp_path / "server.log")
     try:
@@ -1060,7 +1097,7 @@ def test_two_clients_train_on_through_kills_of_their_server(tmp_path):
 
 
 @pytest.mark.soak
-def test_a_bad_week(start, disk, tmp_path, capsys):
+def test_a_bad_week(start, disk, tmp_path, capsys, little_memory):
     first = int(os.environ.get("NANOCHAT_SEED", "0"))
     draw = np.random.default_rng(first)
     server = soaked_server(disk, tmp_path / "server.log")
