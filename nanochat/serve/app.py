@@ -6,7 +6,7 @@
       app.py          the route reads the body (`read_limited`), at most 1 MiB
       schema.py       JSON -> `ChatBody` or `CompletionBody`, every field checked
       grammar.py      if the reply follows a JSON schema: schema -> which tokens may come next
-      bounds.py       so that each field of it gets its share of the tokens
+      bounds.py       made narrower, so that it is followed exactly and each field gets its share of the tokens
       closing.py      and the document ends before they do
       prompts.py      body -> token ids -> one `Request` per choice, submitted together
       scheduler.py    queues each request, then puts it into a slot of the running batch; its thread owns the device
@@ -39,7 +39,7 @@ from nanochat.ground.cli import UserError
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts, schema
 from nanochat.serve.listener import STALL_SECONDS
-from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
+from nanochat.serve.middleware import CLIENT_LEFT, AccessMiddleware, http_error, read_limited
 from nanochat.serve.page import StaticFile, content_policy, load_page
 from nanochat.serve.replies import ChunkQueue, Reply, Waker, make_serializer
 from nanochat.serve.state import STUCK_SECONDS, LoadedModel, ServerState, closing_at_signals
@@ -201,12 +201,18 @@ async def _generate(
 
     loaded, body, encoded = await _parsed(state, content, parse)
 
-    # A schema becomes a grammar, also one at a time: compiling takes a whole core.
+    # A schema becomes a grammar. Compiling takes a whole core, so it is done one at a time, and clients take turns.
     grammar = None
     reply_schema = body.reply_schema
     if reply_schema is not None:
-        async with state.compiling:
-            grammar = await asyncio.to_thread(prompts.make_grammar, loaded, body, encoded, reply_schema)
+        make = functools.partial(prompts.make_grammar, loaded, body, encoded, reply_schema)
+        grammar = await asyncio.to_thread(make, only_recent=True)
+        client = request.client.host if request.client else ""
+        if grammar is None:
+            async with state.turns.setdefault(client, asyncio.Lock()), state.compiling:
+                if await request.is_disconnected():
+                    raise schema.ApiError(CLIENT_LEFT, "the client left")
+                grammar = await asyncio.to_thread(make)
 
     # 3. Submit one request per choice. The scheduler's thread takes over; its chunks arrive in the queue.
     queue = ChunkQueue(request.app.state.waker)

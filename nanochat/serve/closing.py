@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.serve.bounds import FORMATS
+
 # What a walk prefers where the grammar leaves a choice. What closes comes first: in a string a quote, because brackets
 # are characters there; outside brackets, because a quote begins a string there, and a comma if another field must
 # follow. Then bytes that begin short values: one digit is a whole number, while an object needs its fields.
@@ -32,32 +34,51 @@ OUTSIDE = b'{}[]":,+-.0123456789eEtruefalsn \t\r\n'  # all other bytes occur in 
 # Some schemas send a walk in circles, such as a tree if the walk prefers the node that has children. Orders drawn at
 # random find the way out.
 RANDOM_ORDERS = 6
-# Steps of walks. A step takes 10 us, with a vocabulary of 150,000 tokens 60 us.
 FIRST_STEPS = 4_000  # for each walk before a reply starts
-TOKEN_STEPS = 12  # each token of a reply earns this many, so that a walk now and then may take more,
-MOST_STEPS = 500  # and at most this many
 MAX_HINTS = 32
 MAX_DIGITS = 32  # the same one in a walk: a number goes round in circles if it must be a multiple of another
 # Short texts of formats that are hard to come across.
-EXAMPLES = {"email": "a@b.co", "uri": "a:b", "ipv6": "::"}
-NEVER = 1 << 32  # the rank of a byte that is not allowed
+EXAMPLES = {"email": "a@b.co", "uri": "ab://a.bc", "ipv6": "::", "duration": "P1D"}
+# What a token of a reply adds to its budget, which is at most MOST. A step takes 10 us, with a vocabulary of 150,000
+# tokens 60 us; a walk that closes a few brackets has 5.
+TOKEN_SECONDS = 0.001
+MOST_SECONDS = 0.05
+TOKEN_STEPS = 12
+MOST_STEPS = 500
 
 
-class Steps:
-    """How many steps walks may still take; none once `time.thread_time()` is `deadline`."""
+class Budget:
+    """The work that a schema may still cost: steps of walks, and CPU seconds of the thread within `with budget:`.
 
-    def __init__(self, left: int, deadline: float = math.inf):
-        self.left = left
-        self.deadline = deadline
+    Steps come first, because a reply that depends on them is the same on every machine. The seconds end what the steps
+    have not foreseen.
+    """
 
-    def take(self) -> bool:
+    def __init__(self, seconds: float, steps: int):
+        self.seconds = seconds
+        self.steps = steps
+        self._end = math.inf
+
+    def __enter__(self) -> None:
+        self._end = time.thread_time() + self.seconds
+
+    def __exit__(self, *error: object) -> None:
+        self.seconds = self._end - time.thread_time()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all seconds are spent, within `with`."""
+        return time.thread_time() >= self._end
+
+    def take_step(self) -> bool:
         """Whether there is another step."""
-        self.left -= 1
-        return self.left >= 0 and time.thread_time() < self.deadline
+        self.steps -= 1
+        return self.steps >= 0 and not self.is_over
 
-    def earn(self) -> None:
-        """Add the steps of a further token."""
-        self.left = min(max(self.left, 0) + TOKEN_STEPS, MOST_STEPS)
+    def earn_token(self) -> None:
+        """Add the work of a further token."""
+        self.seconds = min(self.seconds + TOKEN_SECONDS, MOST_SECONDS)
+        self.steps = min(max(self.steps, 0) + TOKEN_STEPS, MOST_STEPS)
 
 
 class Closer:
@@ -71,38 +92,38 @@ class Closer:
         self._texts = texts
         self.end = end
         self._encode = encode
-        # The tokens of a single byte, and their ranks in each order: a walk takes the lowest.
-        self._singles = np.array([token for token, text in enumerate(texts) if len(text) == 1], dtype=np.int64)
-        values = np.array([texts[token][0] for token in self._singles], dtype=np.int64)
-        self._single = dict(zip(values.tolist(), self._singles.tolist(), strict=True))
-        self._orders = [(inside[values], outside[values]) for inside, outside in _orders()]
-        self._inside = np.array([value not in OUTSIDE for value in values])
+        # The tokens of a single byte: by byte, in each order of preference, and as bits of a mask.
+        self._single = {text[0]: token for token, text in enumerate(texts) if len(text) == 1}
+        self._orders = []
+        for pair in _orders():
+            inside, outside = ([self._single[byte] for byte in order if byte in self._single] for order in pair)
+            self._orders.append((inside, outside))
+        self._singles = sum(1 << token for token in self._single.values())
+        self._inside = sum(1 << token for byte, token in self._single.items() if byte not in OUTSIDE)
         self._hints = [encode(text) for text in list(dict.fromkeys(hints))[:MAX_HINTS]]
         self._best_walk = 0
 
-    def first(self, matcher: Any, limit: int, deadline: float) -> list[int] | None:
-        """The shortest closing found for a document that has not begun; None: none of at most `limit` tokens.
-
-        The search ends when `time.thread_time()` is `deadline`.
-        """
+    def first(self, matcher: Any, limit: int, budget: Budget) -> list[int] | None:
+        """The shortest closing found for a document that has not begun; None: none of at most `limit` tokens."""
         best = None
-        for number in range(len(self._orders) + 2):
-            found = self._walk(matcher, number, limit, Steps(FIRST_STEPS, deadline))
+        for number in range(len(self._orders) + 1):
+            budget.steps = FIRST_STEPS
+            found = self._walk(matcher, number, limit, budget)
             if found is not None and (best is None or len(found) < len(best)):
                 best = found
                 limit = len(found)
                 self._best_walk = number
         return best
 
-    def next(self, matcher: Any, token: int, closing: Sequence[int], limit: int, steps: "Steps") -> list[int] | None:
+    def next(self, matcher: Any, token: int, closing: Sequence[int], limit: int, budget: Budget) -> list[int] | None:
         """A closing after a `token` that is not the first of the old `closing`; None: none of at most `limit` tokens
-        is found within `steps`."""
+        is found within the budget."""
         # Usually a part of the old one will do: inside of a string, or at the end of one.
         for rest in self._ends(closing, len(self._texts[token])):
             if len(rest) <= limit and matcher.validate_tokens(rest) == len(rest):
                 return rest
-        for number in dict.fromkeys((self._best_walk, 0, 1, 2)):
-            found = self._walk(matcher, number, limit, steps)
+        for number in dict.fromkeys((self._best_walk, 0, 1)):
+            found = self._walk(matcher, number, limit, budget, closing)
             if found is not None:
                 return found
         return None
@@ -121,15 +142,17 @@ class Closer:
                 return
             size -= len(text)
 
-    def _walk(self, begin: Any, number: int, limit: int, steps: "Steps") -> list[int] | None:
-        """Walk from the state `begin` of a matcher to the end of its document, within `steps`; None: there is no end
-        within them, or more than `limit` tokens before it.
+    def _walk(
+        self, begin: Any, number: int, limit: int, budget: Budget, closing: Sequence[int] = ()
+    ) -> list[int] | None:
+        """Walk from the state `begin` of a matcher to the end of its document, or to where a known `closing` follows;
+        None: there is no end within the budget, or more than `limit` tokens before it.
 
-        Walk 0 takes the preferred byte. Walk 1 also takes hints, each once in a value. Walk 2 takes the byte that it
-        has taken least often. The others are like walk 1, in orders drawn at random.
+        Walk 0 takes the preferred byte. Walk 1 also takes hints, each once in a value. The others do so in orders drawn
+        at random.
         """
-        inside, outside = self._orders[max(number - 2, 0)]
-        uses = np.zeros(len(inside), dtype=np.int64)
+        orders = self._orders[max(number - 1, 0)]
+        uses: dict[int, int] = {}
         turn = number % max(len(self._hints), 1)
         hints = self._hints[turn:] + self._hints[:turn]  # each walk begins with another one
         used: list[list[int]] = []
@@ -137,28 +160,28 @@ class Closer:
         tokens: list[int] = []
         # Bytes are joined to longer tokens at the end, so there may be more steps than tokens.
         for _ in range(4 * limit):
-            if not steps.take():
+            if not budget.take_step():
                 return None
-            bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            # Most walks complete a character or a value, and then the rest of the document is as before.
+            if closing and len(tokens) + len(closing) <= limit and matcher.validate_tokens(closing) == len(closing):
+                return [*tokens, *closing]
+            bits = matcher.compute_bitmask()
             if bits[self.end >> 3] >> (self.end & 7) & 1:
                 tokens = self._joined(begin, tokens)
                 return tokens if len(tokens) <= limit else None
-            allowed = (bits[self._singles >> 3] >> (self._singles & 7) & 1).astype(bool)
+            allowed = int.from_bytes(bits, "little") & self._singles
             # Where the schema determines the text, all of it is one step.
-            determined = matcher.compute_ff_tokens() if allowed.sum() <= 1 else []
+            determined = matcher.compute_ff_tokens() if allowed.bit_count() <= 1 else []
             if determined:
                 taken = determined
-            elif allowed.any():
-                is_inside = (allowed & self._inside).any()
-                rank = np.where(allowed, inside if is_inside else outside, NEVER)
-                place = int(rank.argmin())
-                closes = rank[place] < len(CLOSE_STRING if is_inside else CLOSE_OTHERS)
-                if number == 2 and not closes:
-                    place = int((rank + 256 * uses).argmin())
-                uses[place] += 1
-                if not is_inside and not closes and number != 2 and uses[place] > MAX_DIGITS:
+            elif allowed:
+                is_inside = bool(allowed & self._inside)
+                token = next(token for token in orders[not is_inside] if bits[token >> 3] >> (token & 7) & 1)
+                closes = self._texts[token] in (CLOSE_STRING if is_inside else CLOSE_OTHERS)
+                uses[token] = uses.get(token, 0) + 1
+                if not is_inside and not closes and uses[token] > MAX_DIGITS:
                     return None
-                taken = [int(self._singles[place])]
+                taken = [token]
                 if closes:
                     hints = hints + used
                     used = []
@@ -170,7 +193,7 @@ class Closer:
                             taken = hint
                             break
             else:
-                taken = np.unpackbits(bits, bitorder="little").nonzero()[0][:1].tolist()
+                taken = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").nonzero()[0][:1].tolist()
                 if not taken:
                     return None  # the matcher has reached a limit of its own
             if not matcher.consume_tokens(taken):
@@ -190,17 +213,16 @@ class Closer:
         return joined if is_valid else tokens
 
 
-def _orders() -> list[tuple[np.ndarray, np.ndarray]]:
-    """The rank of each byte, (256,), in and outside of strings, for each order."""
+def _orders() -> list[tuple[list[int], list[int]]]:
+    """The bytes in each order of preference, in and outside of strings."""
     others = bytes(value for value in range(128) if value not in CLOSE_OTHERS + SHORT + LONG)
     middle = list(SHORT + others + LONG)
     random = np.random.default_rng(0)
-    drawn = [random.permutation(middle).tolist() for _ in range(RANDOM_ORDERS)]
     orders = []
-    for order in (middle, *drawn):
+    for order in (middle, *(random.permutation(middle).tolist() for _ in range(RANDOM_ORDERS))):
         inside = [*CLOSE_STRING, *order, *b"}],", *range(128, 256)]
         outside = [*CLOSE_OTHERS, *order, *range(128, 256)]
-        orders.append((np.argsort(inside), np.argsort(outside)))  # the inverse permutations: byte -> rank
+        orders.append((inside, outside))
     return orders
 
 
@@ -216,7 +238,9 @@ def hints_of(schema_parts: Iterable[dict[str, Any]]) -> list[str]:
         minimum = part.get("minimum", 1)
         if isinstance(pattern, str):
             hints += [run.replace("\\", "") for run in re.findall(r"(?:[\w @/:-]|\\\W)+", pattern)]
-        hints += [text for name, text in EXAMPLES.items() if name == part.get("format")]
+        name = part.get("format")
+        form = FORMATS.get(name) if isinstance(name, str) else None
+        hints += [text for name, text in EXAMPLES.items() if FORMATS[name] == form]
         if isinstance(divisor, int) and isinstance(minimum, int) and divisor > 0:
             hints.append(str(max(-(-minimum // divisor), 1) * divisor))  # the smallest multiple
     return hints

@@ -7,18 +7,12 @@ closes (closing.py).
 
 Schemas are written by strangers. Compiling one happens off the event loop, and what it may cost is bounded four times:
 by the limits below, by a first attempt in a child process with little time and memory (grammar_trial.py), by
-llguidance's own limits, which count steps of work, and by the clock: PREPARE_SECONDS before the first token, and
-TOKEN_SECONDS for each token after it, because the tokens of all other clients wait.
+llguidance's own limits, which count steps of work, and by a budget of CPU time and steps (closing.py).
 """
 
 import json
-import math
 import subprocess
-import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -26,36 +20,22 @@ import torch
 from torch import Tensor
 
 from nanochat.families.tool_calls import THOUGHT_END, ThoughtReader
-from nanochat.ground.cli import UserError
-from nanochat.serve.bounds import bounded, parts_of
-from nanochat.serve.closing import MOST_STEPS, Closer, Steps, hints_of
+from nanochat.serve.bounds import SchemaError, bounded, exact, parts_of
+from nanochat.serve.closing import FIRST_STEPS, MOST_SECONDS, MOST_STEPS, TOKEN_SECONDS, Budget, Closer, hints_of
 from nanochat.tokenizer import Tokenizer
 
-# Seconds of CPU.
-PREPARE_SECONDS = 0.5  # for all that a schema costs before the first token,
-CHILD_SECONDS = 0.1  # with the start of the child
-TOKEN_SECONDS = 0.001  # for each token of a reply, on average,
-MORE_SECONDS = 0.05  # and once for a few that cost more
+# CPU seconds before the first token. The child process takes 0.2 more at most, and other clients wait for all of it.
+PREPARE_SECONDS = 0.3
+RECENT = 32  # compiled schemas that are kept: clients send the same one again and again
 EXPLAINED_TOKENS = 1_000  # a refusal names the length of the shortest reply up to this one
 THOUGHT_SHARE = 0.5  # of the tokens of a reply, for the thought before its document
-MAX_SCHEMA = 16_384  # characters of JSON
-MAX_REPEATS = 1_000  # llguidance writes out every repetition
-MAX_LEAST_LENGTH = 10_000  # characters; a text with a minimum length beyond the longest reply would never end
-# If several patterns apply to one text, llguidance's work doubles with each: 20 took 3 s, 24 minutes. It is hard to
-# find out which patterns apply together (allOf, $ref, anyOf next to others), so the limit counts all of a schema.
-MAX_PATTERNS = 12
-# A number's remainder is a state of llguidance's lexer, and several divisors of one number multiply: a least common
-# multiple of 99,991 takes 1.3 s, of 999,983 46 s. Where divisors meet is as hard to tell, so all of a schema count.
-MAX_MULTIPLE = 10_000
-MOST = {
-    "minItems": MAX_REPEATS, "maxItems": MAX_REPEATS, "minProperties": MAX_REPEATS, "maxProperties": MAX_REPEATS,
-    "minLength": MAX_LEAST_LENGTH,
-}  # fmt: skip
+MAX_SCHEMA = 131_072  # characters of JSON
 # Messages of llguidance that only its authors understand.
 EXPLAINED = {
     "NoExtensionBias": "a $ref leads back to itself, and so describes nothing",
     "recursion limit exceeded": "it is nested more than 128 levels deep",
     "Expecting object schema": "it must be an object",
+    "Unimplemented keys: ": "leave out what cannot be followed while writing: ",
 }
 # Compact JSON with one optional space, as models write it. With free white space a weak model writes only spaces.
 # `oneOf` means `anyOf`: during writing it is impossible to check that only one alternative holds.
@@ -66,15 +46,11 @@ OPTIONS: Any = {
 COMPACT: Any = {**OPTIONS, "item_separator": ",", "key_separator": ":"}
 
 
-class SchemaError(UserError):
-    """A schema that cannot be followed."""
-
-
 class CostlySchema(SchemaError):
     """A schema that takes too much work."""
 
     def __init__(self) -> None:
-        super().__init__(f"preparing the schema takes over {PREPARE_SECONDS} s of work or too much memory: shorten it")
+        super().__init__("preparing the schema takes over 0.5 s of work or too much memory: shorten it")
 
 
 class Vocabulary:
@@ -88,6 +64,7 @@ class Vocabulary:
         except ImportError as error:
             raise SchemaError("replies that follow a schema need llguidance: pip install -e '.[serve]'") from error
         self._trial = grammar_trial
+        self._recent: dict[tuple[str, int, bool], Grammar] = {}
         # The attributes that llguidance's wrapper reads. Text never becomes a special token: llguidance treats a token
         # that begins with the byte 0xff as special. Unused ids of the vocabulary get this form too.
         self.tokens = [text or b"\xff<%d>" % index for index, text in enumerate(tokenizer.token_texts)]
@@ -110,37 +87,47 @@ class Vocabulary:
     def compile(self, schema: dict[str, Any] | bool, max_tokens: int, *, is_compact: bool = False) -> "Grammar":
         """The grammar of replies of at most `max_tokens` tokens, the end token included.
 
-        Raises SchemaError: when the schema is wrong, too large, or uses a keyword that llguidance does not know, or no
-        document is found that is short enough.
+        Raises SchemaError: when the schema is wrong, takes too much work, or uses a keyword that cannot be followed, or
+        no document is found that is short enough.
         """
-        _check_size(schema)
-        length = len(json.dumps(schema))
-        if length > MAX_SCHEMA:
-            raise SchemaError(f"the schema has {length:,} characters of JSON: at most {MAX_SCHEMA:,}")
-        options = COMPACT if is_compact else OPTIONS
-        began = time.thread_time()
-        # The bounds may contradict another part of the schema. Then the schema is followed without them.
-        narrowed = bounded(schema, max_tokens)
-        try:
-            matcher = self._make_matcher(narrowed, options)
-        except CostlySchema:
-            raise
-        except SchemaError:
-            if narrowed == schema:
-                raise
-            matcher = self._make_matcher(schema, options)
+        grammar = self.recent(schema, max_tokens, is_compact=is_compact)
+        if grammar is None:
+            key = _key(schema, max_tokens, is_compact)
+            self._recent[key] = self._compile(*key)
+            if len(self._recent) > RECENT:
+                del self._recent[next(iter(self._recent))]
+            grammar = self._recent[key].copy(max_tokens)
+        return grammar
 
-        closer = Closer(self.tokens, self.eos_token_id, self._encode, hints_of(parts_of(schema)))
-        compiled = time.thread_time()
-        deadline = compiled - 2 * (compiled - began) + PREPARE_SECONDS - CHILD_SECONDS  # the child did the same work
-        closing = closer.first(matcher, max(max_tokens, EXPLAINED_TOKENS), deadline)
-        if closing is None and time.thread_time() >= deadline:
-            raise CostlySchema
+    def recent(self, schema: dict[str, Any] | bool, max_tokens: int, *, is_compact: bool = False) -> "Grammar | None":
+        """What `compile` returns, if the schema has been compiled lately. Raises as `compile`."""
+        grammar = self._recent.get(_key(schema, max_tokens, is_compact))
+        return grammar and grammar.copy(max_tokens)
+
+    def _compile(self, text: str, bits: int, is_compact: bool) -> "Grammar":
+        if len(text) > MAX_SCHEMA:
+            raise SchemaError(f"the schema has {len(text):,} characters of JSON: at most {MAX_SCHEMA:,}")
+        max_tokens = 2**bits - 1
+        options = COMPACT if is_compact else OPTIONS
+        budget = Budget(PREPARE_SECONDS, FIRST_STEPS)
+        with budget:
+            schema = exact(json.loads(text))
+            narrowed = bounded(schema, max_tokens)
+            try:
+                matcher = self._make_matcher(narrowed, options)
+            except CostlySchema:
+                raise
+            except SchemaError:
+                if narrowed == schema:
+                    raise
+                # The bounds may contradict another part of the schema. Then it is followed without them.
+                matcher = self._make_matcher(schema, options)
+            closer = Closer(self.tokens, self.eos_token_id, self._encode, hints_of(parts_of(json.loads(text))))
+            closing = closer.first(matcher, max(max_tokens, EXPLAINED_TOKENS), budget)
+            if closing is None and budget.is_over:
+                raise CostlySchema
         if closing is None:
             raise SchemaError("the schema cannot be followed: no document was found that completes it")
-        if len(closing) > max_tokens:
-            needed = f"the shortest reply found that completes the schema takes {len(closing)} tokens"
-            raise SchemaError(f"{needed}, and {max_tokens} are left: allow a longer reply, or shorten the messages")
         return Grammar(matcher, len(self.tokens), closer, closing, max_tokens)
 
     def _make_matcher(self, schema: dict[str, Any] | bool, options: Any) -> Any:
@@ -158,59 +145,22 @@ class Vocabulary:
         return matcher
 
 
-def _check_size(schema: Any) -> None:
-    """Raises SchemaError: when the schema would take long to compile."""
-    patterns = 0
-    multiple = 1
-    stack = [schema]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, list):
-            stack += value
-        elif isinstance(value, dict):
-            stack += value.values()
-            more = value.get("patternProperties")
-            patterns += ("pattern" in value) + ("format" in value) + (len(more) if isinstance(more, dict) else 0)
-            if patterns > MAX_PATTERNS:
-                raise SchemaError(f"the schema has more than {MAX_PATTERNS} patterns and formats")
-            multiple = math.lcm(multiple, _digits(value.get("multipleOf")))
-            if multiple > MAX_MULTIPLE:
-                raise SchemaError(
-                    f"the schema's values of multipleOf have a least common multiple over {MAX_MULTIPLE:,}"
-                    " (not counting powers of ten)"
-                )
-            for name, most in MOST.items():
-                count = value.get(name)
-                if isinstance(count, int | float) and count > most:
-                    shown = f"{count:,}"
-                    shown = shown if len(shown) <= 40 else f"{shown[:40]}..."
-                    raise SchemaError(f"the schema has {name} {shown}: at most {most:,}")
-
-
-def _digits(divisor: Any) -> int:
-    """A value of multipleOf without its decimal point and the zeros at its end: powers of ten cost nothing."""
-    if isinstance(divisor, bool) or not isinstance(divisor, int | float) or not 0 < divisor < math.inf:
-        return 1  # none, or wrong
-    digits = int("".join(map(str, Decimal(str(divisor)).as_tuple().digits))) if isinstance(divisor, float) else divisor
-    while digits % 10 == 0:
-        digits //= 10
-    return digits
-
-
 class Grammar:
     """The state of one reply in its schema: where its document stands, and the tokens that would complete it."""
 
     def __init__(self, matcher: Any, width: int, closer: Closer, closing: list[int], max_tokens: int):
         self._matcher = matcher
-        self._steps = Steps(MOST_STEPS)
-        self._budget = MORE_SECONDS  # CPU time
+        self._budget = Budget(MOST_SECONDS, MOST_STEPS)
         self.width = width  # size of the vocabulary
         self._closer = closer
         self._closing = closing
         self._remaining = max_tokens
 
     def copy(self, max_tokens: int) -> "Grammar":
-        """A copy for another reply of the same request. `max_tokens` are enough to complete the document."""
+        """A copy for another reply. Raises SchemaError: when `max_tokens` do not complete the document."""
+        if len(self._closing) > max_tokens:
+            needed = f"the shortest reply found that completes the schema takes {len(self._closing)} tokens"
+            raise SchemaError(f"{needed}, and {max_tokens} are left: allow a longer reply, or shorten the messages")
         return Grammar(self._matcher.deep_copy(), self.width, self._closer, self._closing, max_tokens)
 
     @property
@@ -221,34 +171,33 @@ class Grammar:
     @property
     def error(self) -> str:
         """Why the reply cannot follow the schema any further; empty: it can."""
-        if self._budget < 0:
+        if self._budget.seconds < 0:
             return f"it takes over {TOKEN_SECONDS * 1000:g} ms a token"
         return _one_line(self._matcher.get_error()) if self._matcher.is_error() else ""
 
     def allowed(self) -> Tensor:
         """Which tokens may come next, (V,) of bool on the host."""
-        with self._counted():
-            allowed = np.zeros(self.width, dtype=bool)
+        with self._budget:
             if len(self._closing) < self._remaining:
                 # On a copy: a mask that takes too much work leaves a matcher unusable, which is still needed to close.
                 bits = np.frombuffer(self._matcher.deep_copy().compute_bitmask(), dtype=np.uint8)
-                allowed = np.unpackbits(bits, bitorder="little")[: self.width].astype(bool)
-            if not allowed.any():
-                allowed[self._closing[:1]] = True
-            return torch.from_numpy(allowed)
+                allowed = np.unpackbits(bits, count=self.width, bitorder="little").view(bool)
+                if allowed.any():
+                    return torch.from_numpy(allowed)
+            only_closing = torch.zeros(self.width, dtype=torch.bool)
+            only_closing[self._closing[0]] = True
+            return only_closing
 
     def accept(self, token: int) -> int:
         """Advance by the token that the row has sampled. Returns the token that the reply takes: the sampled one, or
         the first of the closing, if after the sampled one the document could not be completed in time."""
-        with self._counted():
-            self._remaining -= 1
-            self._budget += TOKEN_SECONDS
-            self._steps.earn()
-            self._steps.deadline = time.thread_time() + self._budget
+        self._remaining -= 1
+        self._budget.earn_token()
+        with self._budget:
             if token != self._closing[0] and token != self._closer.end:
                 longer = self._matcher.deep_copy()
                 longer.consume_token(token)
-                closing = self._closer.next(longer, token, self._closing, self._remaining, self._steps)
+                closing = self._closer.next(longer, token, self._closing, self._remaining, self._budget)
                 if closing is not None:
                     self._matcher = longer
                     self._closing = closing
@@ -258,12 +207,10 @@ class Grammar:
             self._closing = self._closing[1:]
             return token
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Takes the time of the block from the budget."""
-        began = time.thread_time()
-        yield
-        self._budget -= time.thread_time() - began
+
+def _key(schema: Any, max_tokens: int, is_compact: bool) -> tuple[str, int, bool]:
+    """By the bits of `max_tokens`, so that chats of many lengths bring few grammars to compile."""
+    return json.dumps(schema), max_tokens.bit_length(), is_compact
 
 
 class AfterThought:
@@ -315,8 +262,9 @@ class AfterThought:
 
 def _explained(text: str) -> str:
     for words, plain in EXPLAINED.items():
-        if words in text:
-            return plain
+        _, found, rest = text.partition(words)
+        if found:
+            return plain + _one_line(rest) if words.endswith(": ") else plain
     return _one_line(text)
 
 

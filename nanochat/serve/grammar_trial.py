@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ def make_matcher(tokenizer: Any, text: str, options: Any) -> Any:
     return llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
 
-@lru_cache(maxsize=256)  # a client sends the same schema again and again, and the child takes 0.1 s to start
 def try_out(text: str, options: str) -> None:
     """Make a matcher in a child process. `options` are JSON. Raises SubprocessError: when it takes more than the
     limits."""

@@ -59,22 +59,31 @@ def check_chats(model: LoadedModel) -> None:
 
 
 def make_grammar(
-    model: LoadedModel, body: ChatBody | CompletionBody, prompts: Sequence[EncodedPrompt], schema: dict[str, Any]
-) -> Grammar | AfterThought:
-    """The grammar of the replies, from their schema. The first time it takes 0.1 s, later milliseconds.
+    model: LoadedModel,
+    body: ChatBody | CompletionBody,
+    prompts: Sequence[EncodedPrompt],
+    schema: dict[str, Any],
+    *,
+    only_recent: bool = False,
+) -> Grammar | AfterThought | None:
+    """The grammar of the replies, from their schema. The first time it takes up to half a second; with `only_recent` it
+    is then None.
 
     Raises ApiError: 400 when the schema cannot be followed, or not within the tokens of a reply.
     """
     max_tokens = min(reply_tokens(model, body, prompt) for prompt in prompts)
     end = prompts[0].thought_end
+    make = model.vocabulary.recent if only_recent else model.vocabulary.compile
     try:
         # Other families have learned to write calls with a space after each comma and colon.
         is_compact = body.calls == "schema" and body.family_calls is None
-        grammar = model.vocabulary.compile(schema, max(1, max_tokens - len(end)), is_compact=is_compact)
+        grammar = make(schema, max(1, max_tokens - len(end)), is_compact=is_compact)
     except SchemaError as error:
         param = "tools" if body.calls == "schema" else "response_format"
         raise ApiError(400, str(error), param=param, code="invalid_value") from error
-    return AfterThought(grammar, end, model.tokenizer, max_tokens) if end else grammar
+    if grammar is None or not end:
+        return grammar
+    return AfterThought(grammar, end, model.tokenizer, max_tokens)
 
 
 def choose_model(model: LoadedModel, name: str | None) -> LoadedModel:

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
@@ -88,7 +89,9 @@ class ServerState:
         self.updating = False  # other weights are being loaded
         self._updates = threading.Lock()  # one update at a time
         self.parsing = asyncio.Lock()  # one long body at a time
-        self.compiling = asyncio.Lock()  # one grammar at a time
+        self.compiling = asyncio.Lock()  # one grammar at a time,
+        # for which each client sends one of its requests: otherwise one with many would keep the others out.
+        self.turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self.registry = CollectorRegistry()
         self.responses = Counter("nanochat_http_responses", "Responses by status.", ["status"], registry=self.registry)
         ready = Gauge("nanochat_ready", "1 when the model is loaded and takes requests.", registry=self.registry)
