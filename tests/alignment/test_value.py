@@ -26,21 +26,6 @@ def critic(values: torch.Tensor = VALUES) -> Fixed:
     return Fixed(LOGP.clone(), values.clone())
 
 
-def test_advantages_of_tokens_by_hand():
-    batch = two_samples()
-    values = VALUES.numpy()
-    rewards = np.array([[1.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
-    is_target, source = (batch.rows.targets != IGNORE).numpy(), batch.rows.source.numpy()
-    # A_2 = 1 - 0.75 and A_1 = 0.25 + 0.5 x 0.25; -0.6, then 0.2 - 0.3 and 0.2 - 0.05
-    found = value.token_advantages(values, rewards, is_target, source, 0.5)
-    assert found.flatten().tolist() == pytest.approx([0.375, 0.25, 0.15, -0.1, -0.6, 0.0])
-    # A tool's token between two targets changes nothing.
-    gap = is_target.copy()
-    gap[0, 3] = False
-    found = value.token_advantages(values, rewards, gap, source, 0.5)
-    assert found.flatten().tolist() == pytest.approx([0.375, 0.25, 0.4 - 0.3, 0.0, -0.6, 0.0])
-
-
 def place_by_place(values, rewards, is_target, source, gae_lambda: float) -> torch.Tensor:
     """The recurrence in fp32 as the paper has it: from the last place of the rows to the first, all rows at once."""
     advantages = torch.zeros_like(values)

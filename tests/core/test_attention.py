@@ -140,13 +140,6 @@ def test_windowed_attention_is_a_masked_softmax(kernels: TorchKernels, T: int, w
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6 * max(1.0, largest))
 
 
-@pytest.mark.parametrize(("H", "K"), [(1, 1), (6, 2), (4, 1)])
-def test_query_heads_share_key_heads_in_order(kernels: TorchKernels, H: int, K: int) -> None:
-    q, k, v = random_qkv(3, 10, H, K)
-    out = kernels.attention(q, k, v, scale=0.5, window=3)
-    torch.testing.assert_close(out, reference(q, k, v, 0.5, 3), **CLOSE)
-
-
 def test_bfloat16_is_near(kernels: TorchKernels) -> None:
     q, k, v = random_qkv(2, 9, 2, 2)
     out = kernels.attention(*(x.bfloat16() for x in (q, k, v)), scale=0.5, window=4)

@@ -170,27 +170,6 @@ def test_batches_do_not_change_what_a_bigram_scores(row_tokens: int, batch_rows:
     assert model.shapes == {(batch_rows, row_tokens)}, "a shape of its own for the last batch: compiled twice"
 
 
-def test_a_model_scores_as_its_logits_say(tiny_tokenizer: Tokenizer) -> None:
-    """Row by row in fp64, special targets left out; in bf16 nearly the same."""
-    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size))
-    rows = validation_rows(Blocks(), tiny_tokenizer, 16, ALL)
-    sizes = weights(tiny_tokenizer)
-    nats, text_bytes = 0.0, 0
-    for row in rows:
-        row = row[row != IGNORE]
-        chances = model(row[None, :-1])[0].double().log_softmax(dim=-1)
-        for place, token in enumerate(row[1:].tolist()):
-            if sizes[token]:
-                nats -= chances[place, token].item()
-                text_bytes += int(sizes[token])
-    value = bits_per_byte(model, rows, sizes, 4, cpu_device())
-    assert value == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
-    model = lively_model(model.config, kernels=cpu_device(dtype=torch.bfloat16).kernels)
-    near = bits_per_byte(model, rows, sizes, 4, cpu_device(dtype=torch.bfloat16))
-    assert near != value
-    assert near == pytest.approx(value, rel=0.03)
-
-
 ROW_TOKENS = (5, 200)  # several rows; one row for two ranks
 
 

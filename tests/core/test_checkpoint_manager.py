@@ -9,7 +9,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,22 +166,6 @@ def test_what_has_changed_since_a_run_has_a_name_in_the_message(changes, words):
         return saver._refuse_changes(SAVED, {**SAVED, **changes}, ["tasks"], Path("step"))
 
     assert re.search(words, complaint(resume)) if words else resume() == []
-
-
-def test_a_leftover_of_a_killed_save_is_ignored_and_replaced(folder, capsys):
-    assert steps(folder) == [] and newest(folder) is None
-    save_step(folder, 2)
-    leftover = folder / "step_000003.tmp"
-    shutil.copytree(folder / "step_000002", leftover)
-    (leftover / "training.rank7.safetensors").write_bytes(b"of a run of eight")
-    (folder / "notes.txt").write_text("mine")
-    (folder / "step_000008.old").mkdir()
-    assert steps(folder) == [2] and newest(folder)[1]["step"] == 2
-    assert capsys.readouterr().err == ""
-    path = save_step(folder, 3)
-    assert sorted(file.name for file in path.iterdir()) == list(FILES)
-    assert newest(folder)[1]["step"] == 3
-    assert not leftover.exists()
 
 
 # ---------------------------------------------------------------------- nothing from outside runs or crashes

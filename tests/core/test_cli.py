@@ -196,21 +196,6 @@ def start(*argv: str, stdout: int = subprocess.PIPE) -> subprocess.Popen:
     )
 
 
-def test_ctrl_c_and_a_reader_that_leaves():
-    process = start("--what=wait")
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (130, "error: interrupted\n")
-
-    process = start()
-    assert process.stdout.readline() == "0\n"
-    process.stdout.close()
-    err = process.stderr.read()
-    process.stderr.close()
-    assert (process.wait(timeout=60), err) == (1, "")  # the work is not done, and nobody reads an error
-
-
 def test_a_reader_of_the_help_may_leave():
     """As `--help | head -3`: no traceback."""
     reading, writing = os.pipe()

@@ -31,7 +31,6 @@ from nanochat.losses import (
     kl_estimate,
     mean_policy_stats,
     policy_loss,
-    token_logp,
 )
 from nanochat.packing import PackedBatch, pack_sequences
 
@@ -209,26 +208,6 @@ def test_what_is_learned_is_the_policy_that_sampled(temperature, cap):
     torch.testing.assert_close(gradient(model, loss / count), expected, atol=1e-7, rtol=1e-5)
     plain = policy_loss(model, PolicyBatch(rows, worth, targets.double()), method=METHODS["grpo"], max_tokens=1)[0]
     assert torch.cosine_similarity(gradient(model, plain / count), expected, dim=0) < 0.999
-
-
-def test_grpo_with_one_update_and_no_kl_has_the_gradient_of_reinforce():
-    model, batch = real_batch()
-    expected = gradient(model, loss_of("reinforce", model, batch)[0])
-    assert expected.abs().max() > 1e-3
-    for old in (None, token_logp(model, batch.rows).detach()):
-        for name in ("grpo", "gspo"):
-            found = gradient(model, loss_of(name, model, replace(batch, old_logp=old))[0])
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-    assert not torch.allclose(gradient(model, loss_of("dapo", model, batch)[0]), expected)
-
-
-def test_token_logp_is_the_models(tiny_config):
-    model, batch = real_batch()
-    logits = model(batch.rows.inputs, segments=batch.rows.segments)
-    targets = batch.rows.targets
-    expected = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    expected = torch.where(targets == IGNORE, 0.0, expected)
-    torch.testing.assert_close(token_logp(model, batch.rows), expected)
 
 
 # ---------------------------------------------------------------------- against trl

@@ -16,8 +16,6 @@ from nanochat.ground.sharding import Exchange, whole
 from nanochat.kernels.adamw import unfused_adamw
 from nanochat.operators import TorchKernels
 from nanochat.optim import POLAR_EXPRESS, Optimizer, ParameterGroup, StateFormat, orthogonalize
-from nanochat.parallel.ddp import DdpExchange
-from nanochat.parallel.mesh import Place
 from nanochat.ranks import lay_out
 from nanochat.scaling import IMPORTED_RATE, rates
 
@@ -374,13 +372,6 @@ def test_a_mean_that_moves_slowly_is_not_rounded() -> None:
     assert state["adamw.p.second_moment"].dtype == torch.float32
 
 
-def test_reduce_returns_the_squared_norm() -> None:
-    optimizer, parameters = make_optimizer()
-    set_gradients(parameters, 0, [0])
-    expected = sum(p.grad.double().square().sum().item() for p in parameters.values() if p.grad is not None)
-    assert optimizer.reduce().item() == pytest.approx(expected, rel=1e-5)
-
-
 def test_no_targets_divide_by_one() -> None:
     one, other = make_optimizer(), make_optimizer()
     for (optimizer, parameters), targets in ((one, 0.0), (other, 1.0)):
@@ -425,17 +416,3 @@ def test_two_ranks_are_as_one_and_their_state_is_anyones() -> None:
     run_steps(resumed, others, range(5, 8), [0, 1])
     for name, value in values(parameters).items():
         torch.testing.assert_close(others[name].detach(), value, rtol=0, atol=1e-5)
-
-
-def test_each_rank_holds_its_share_of_the_state() -> None:
-    def elements(rank: int, ranks: int) -> int:
-        matrices = [(f"m{i}", nn.Parameter(torch.zeros(32, 32))) for i in range(4)]
-        tables = [("table", nn.Parameter(torch.zeros(256, 32)))]
-        groups = [ParameterGroup("muon", matrices, 0.1), ParameterGroup("adamw", tables, 0.1)]
-        exchange = DdpExchange(Place(rank=rank, ranks=ranks)) if ranks > 1 else None
-        return sum(tensor.numel() for tensor in Optimizer(groups, exchange=exchange).state_dict().values())
-
-    whole = 4 * (32 * 32 + 32) + 2 * 256 * 32
-    for ranks in (1, 2, 4):
-        for rank in range(ranks):
-            assert elements(rank, ranks) == whole // ranks + 1  # all have the count of steps

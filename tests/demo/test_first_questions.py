@@ -1,7 +1,6 @@
 """The two lists of a hundred questions: how a reply is graded, and that training does not contain the lists."""
 
 import json
-import random
 import re
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from nanochat.demo.first_questions import FirstQuestions, SecondQuestions
 from nanochat.demo.plots import OPEN_ROLES, plots
 from nanochat.demo.small_talk import SLOT, groups
 from nanochat.demo.stories import orders
-from nanochat.demo.writer import story
 from nanochat.tasks.flag import TaskSpec, generated_tasks, open_task, parse_tasks
 
 LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"
@@ -136,17 +134,6 @@ def test_a_reply_is_right_or_honest(tmp_path, rules, reply, is_right):
     path.write_text(json.dumps({"question": "?", **rules}), encoding="utf-8")
     task = FirstQuestions("test", str(path))
     assert task.grade(task.example(0), [{"type": "text", "text": reply}]) == is_right
-
-
-def test_a_story_must_hold_together_and_be_about_what_was_requested(tmp_path):
-    told = story(random.Random(1), "val")
-    path = tmp_path / "list.jsonl"
-    path.write_text(
-        "".join(json.dumps({"question": "?", "story": word}) + "\n" for word in (told.facts["kind"], "zebra"))
-    )
-    task = FirstQuestions("test", str(path))
-    reply = [{"type": "text", "text": told.text}]
-    assert task.grade(task.example(0), reply) and not task.grade(task.example(1), reply)
 
 
 MIA = (

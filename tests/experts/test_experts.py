@@ -21,7 +21,6 @@ from nanochat.experts.router import BIAS_RATE
 from nanochat.gpt import GPT, MLP, GPTConfig
 from nanochat.kernels.gradients import product
 from nanochat.kernels.grouped import GroupedOperators, Groups, grouped_product, loop_product
-from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
 QWEN3_MOE = EXPERT_SHAPES["qwen3_moe"]
@@ -152,40 +151,6 @@ def test_tokens_with_a_cache_are_those_without(case):
 
 
 # ---------------------------------------------------------------------- optimizer
-
-
-def test_muon_updates_each_expert_as_if_it_were_alone():
-    config = tiny_config(**QWEN3_MOE, sequence_len=16)
-    model = lively_model(config)
-    stacked = make_optimizer(model, RATES, cpu_device())
-    M = config.mlp_width
-    alone: dict[str, torch.nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith(("mlp.input.weight", "mlp.output.weight")):
-            rows = M if "input" in name else config.width
-            for number, part in enumerate(parameter.detach().split(rows)):
-                alone[f"{name} {number}"] = torch.nn.Parameter(part.clone())
-    group = ParameterGroup("muon", list(alone.items()), RATES.matrix, RATES.weight_decay, (0.8, 0.9))
-    separate = Optimizer([group], dtype=torch.float32)
-    assert len(alone) == 3 * (4 * 2 + 4)
-    for step in range(3):
-        inputs, targets = make_batch(step)
-        loss, count = next_token_loss(model, (inputs, targets))
-        loss.backward()
-        for name, part in alone.items():
-            whole_name, number = name.split()
-            gradient = model.get_parameter(whole_name).grad
-            assert gradient is not None
-            rows = len(part)
-            part.grad = gradient[int(number) * rows : (int(number) + 1) * rows].clone()
-        for optimizer in (stacked, separate):
-            optimizer.reduce()
-            optimizer.step(count.float(), torch.ones(()))
-        for name, part in alone.items():
-            whole_name, number = name.split()
-            rows = len(part)
-            ours = model.get_parameter(whole_name)[int(number) * rows : (int(number) + 1) * rows]
-            torch.testing.assert_close(ours, part, rtol=0, atol=2e-6)
 
 
 def loads(model: GPT, tokens: Tensor, learns: Tensor | None = None) -> list[Tensor]:

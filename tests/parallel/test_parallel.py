@@ -531,15 +531,6 @@ def test_a_failed_backward_is_noticed() -> None:
 # ---------------------------------------------------------------------- layouts
 
 
-def test_rows_are_shared_out_as_torch_does() -> None:
-    for size in range(12):
-        for ranks in (1, 2, 3, 4, 7):
-            rows = torch.arange(size)
-            chunks = [c.tolist() for c in rows.chunk(ranks)] if size else []
-            chunks += [[]] * (ranks - len(chunks))
-            assert [rows[share].tolist() for share in Place(ranks=ranks).shares(size)] == chunks
-
-
 @pytest.mark.parametrize(
     ("ranks", "how", "replicate", "says"),
     [
