@@ -24,11 +24,6 @@ def test_the_base_folder_is_read_from_the_environment_at_each_call(monkeypatch, 
         assert not base.exists()  # naming a folder does not make it
 
 
-def test_every_stage_has_its_script():
-    scripts = {path.stem for path in (Path(__file__).parents[2] / "scripts").glob("*.py")}
-    assert set(paths.STAGES.values()) <= scripts
-
-
 def test_a_run_keeps_others_out_of_its_folder(tmp_path):
     folder = tmp_path / "run"
     program = (

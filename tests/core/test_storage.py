@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file
+from test_checkpoint_manager import same_tensors
 from tiny import cpu_device, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,12 +47,6 @@ TENSORS = {
 ONE = cpu_device()
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        one[n].dtype == other[n].dtype and one[n].shape == other[n].shape and torch.equal(one[n], other[n]) for n in one
-    )
-
-
 # ---------------------------------------------------------------------- files
 
 
@@ -63,7 +58,7 @@ def test_tensors_come_back_and_the_hash_is_the_files(tmp_path, monkeypatch, most
     monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
     path = tmp_path / "x.safetensors"
     facts = storage.write_tensors(path, TENSORS, {"step": "3"})
-    assert same(load_file(path), TENSORS)
+    assert same_tensors(load_file(path), TENSORS)
     data = path.read_bytes()
     assert facts == {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert int.from_bytes(data[:8], "little") % 8 == 0
@@ -77,7 +72,7 @@ def test_a_large_tensor_is_written_in_pieces_and_a_file_anew(tmp_path, monkeypat
     tensors = {"x": torch.randn(1234)}
     for _ in range(2):
         storage.write_tensors(tmp_path / "x", tensors)
-        assert same(load_file(tmp_path / "x"), tensors)
+        assert same_tensors(load_file(tmp_path / "x"), tensors)
     storage.write_json(tmp_path / "x.json", list(range(100)))
     facts = storage.write_json(tmp_path / "x.json", {"é": 1})
     assert json.loads((tmp_path / "x.json").read_text()) == {"é": 1}
@@ -158,7 +153,7 @@ def test_any_world_reads_what_any_other_wrote(tmp_path, world_size):
         state = {name: torch.zeros_like(tensor) for name, tensor in WHOLE.items()}
         rows = {f"rank{rank}/loader/row": torch.zeros(2, dtype=torch.long) for rank in range(worlds)}
         storage.read(tmp_path / str(number), index, {**state, **rows})
-        assert same(state, WHOLE)
+        assert same_tensors(state, WHOLE)
         assert [row.tolist() for row in rows.values()] == [[rank, worlds] for rank in range(worlds)]
 
 

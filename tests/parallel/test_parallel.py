@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_of
+from test_train import RATES, make_batch, masked, numbers, poisoned_loss, rows_of, same_bytes
 from tiny import (
     EXPERT_SHAPES,
     FOUR_EXPERTS,
@@ -146,12 +146,6 @@ def state(optimizer: Optimizer) -> dict[str, Tensor]:
     return {name: whole(tensor).clone() for name, tensor in optimizer.state_dict().items()}
 
 
-def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(one[n].view(torch.int32), other[n].view(torch.int32)) for n in one
-    )
-
-
 # ---------------------------------------------------------------------- losses
 
 
@@ -196,7 +190,7 @@ def check_equal(everywhere: list[dict[str, Any]], context_ranks: int = 1, norms:
                 assert torch.allclose(first[part][name], value, **tolerances), (variant, name)
         for rank in everywhere[1:]:
             assert rank[variant]["stats"] == first["stats"], variant
-            assert same_bits(rank[variant]["weights"], first["weights"]), variant
+            assert same_bytes(rank[variant]["weights"], first["weights"]), variant
 
 
 def in_bfloat16(device: Device) -> list[list[float]]:
@@ -214,7 +208,7 @@ def recomputed(device: Device, how: str) -> bool:
     """Whether three steps with activation checkpointing end with the same bits as without."""
     plain, saving = make_run(device, how), make_run(device, how, recompute=True)
     stats = steps(plain, device, 3), steps(saving, device, 3)
-    return stats[0] == stats[1] and same_bits(weights(plain[0]), weights(saving[0]))
+    return stats[0] == stats[1] and same_bytes(weights(plain[0]), weights(saving[0]))
 
 
 def skipped(device: Device, **options: Any) -> list[Any]:
@@ -227,9 +221,9 @@ def skipped(device: Device, **options: Any) -> list[Any]:
     factors = (1.0, math.nan, 1.0) if last_rank else (1.0, 1.0, 1.0)
     batches = [(make_batch(i), factor) for i, factor in enumerate(factors)]
     bad = train_step(*run, batches, poisoned_loss, device=device)
-    unchanged = same_bits({**weights(run[0]), **state(run[1])}, before)
+    unchanged = same_bytes({**weights(run[0]), **state(run[1])}, before)
     good = train_step(*run, [make_batch(3) if last_rank else masked(make_batch(3))], next_token_loss, device=device)
-    changed = not same_bits({**weights(run[0]), **state(run[1])}, before)
+    changed = not same_bytes({**weights(run[0]), **state(run[1])}, before)
     return [bad.updated.item(), bad.finite.item(), unchanged, good.updated.item(), changed]
 
 
@@ -337,8 +331,8 @@ def overlapped(device: Device) -> list[bool]:
         other = make_run(device)
         other[1].before_backward = lambda is_last: None  # type: ignore[method-assign]
         alike = learn(one, device, 4) == learn(other, device, 4)
-        alike &= same_bits(weights(one[0]), weights(other[0]))
-        same.append(alike and same_bits(state(one[1]), state(other[1])))
+        alike &= same_bytes(weights(one[0]), weights(other[0]))
+        same.append(alike and same_bytes(state(one[1]), state(other[1])))
     return same
 
 

@@ -94,21 +94,19 @@ def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, 
 
 
 def adapters_step(rows: int, tokens: int, rank: int, micro_batches: int = 1) -> None:
-    """A step that trains a model in the shape of Qwen3 0.6B, the second: with adapters on all matrices, or whole where
-    the rank is 0."""
+    """A step, the second, that trains adapters on all matrices of a model in the shape of Qwen3 0.6B."""
     device = devices.init("npu", "bfloat16")
     sizes = {"width": 1024, "n_head": 16, "n_kv_head": 8, "head_dim": 128, "mlp_width": 3072}
     shape = {**tiny.SHAPES["qwen3"], **sizes, "vocab_size": 151936, "sequence_len": tokens, "n_layer": 28}
     config = GPTConfig(**shape)
     with torch.device("meta"):
         model = GPT(config, device.kernels)
-        if rank:
-            lora.attach(model.to(device.dtype), lora.Lora(rank, targets=lora.choose_targets("all", rank, config)))
+        lora.attach(model.to(device.dtype), lora.Lora(rank, targets=lora.choose_targets("all", rank, config)))
     model.to_empty(device=device.torch_device).fill_rotary()
     optimizer = make_adamw(model, 1e-4, device)
     batches = [batch_of(rows, tokens, device)] * micro_batches
     train_step(model, optimizer, batches, next_token_loss, device=device)
-    with section(f"step of adapters, {micro_batches}" if rank else "step of fine-tuning"):
+    with section(f"step of adapters, {micro_batches}"):
         train_step(model, optimizer, batches, next_token_loss, device=device)
 
 

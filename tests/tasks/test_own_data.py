@@ -290,15 +290,6 @@ def test_a_parquet_is_read_by_the_same_names(tmp_path, capsys):
     assert sorted(Conversations("train", path).records[0]) == ["completion", "prompt"]  # the others are not read
     assert "(with prompt, completion, embedding)" in complaint(lambda: Preferences("train", path))
 
-    # In a .parquet each object has the names of all in its column.
-    function = {"name": "weather", "arguments": {"city": "Rome", "unit": None}}
-    messages = [user("Weather?"), reply("", tool_calls=[{"type": "function", "function": function}])]
-    tools = [{"name": name, "parameters": {name: {"type": "string"}}} for name in "xy"]
-    path = write_rows(tmp_path / "tools.parquet", [{"messages": messages, "tools": tools}])
-    example = Conversations("train", path, reading=Reading(val_share=0)).example(0)
-    assert [tool["function"] for tool in example.tools or []] == tools
-    assert example.messages[1]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
-
 
 def test_a_column_that_is_passed_over_is_named(tmp_path, capsys):
     """Of a pair with whole conversations the prompt is not read, and nothing is read in its place."""
