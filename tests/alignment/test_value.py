@@ -50,7 +50,9 @@ def test_advantages_are_those_of_the_recurrence_place_by_place(gae_lambda: float
     is_target = torch.rand(5, 400, generator=generator) < 0.7
     is_target[3] = is_target[:, 390:] = False
     source = (torch.rand(5, 400, generator=generator) < 0.05).cumsum(1)
-    source[1] += source[0, -1]  # the first sample of a row has the number of the last one of the row before
+    source[1] += source[0, is_target[0]][
+        -1
+    ]  # the first sample of a row has the number of the last one of the row before
     arguments = (values, rewards, is_target, source)
     expected = place_by_place(*arguments, gae_lambda)
     found = value.token_advantages(*(part.numpy() for part in arguments), gae_lambda)

@@ -100,7 +100,7 @@ def test_help_is_the_dataclass_and_the_docstring(capsys):
 # ---------------------------------------------------------------------- run
 
 
-def outcome(error: BaseException | None, monkeypatch, capsys) -> tuple[int, str]:
+def outcome(error: BaseException | None, monkeypatch, capsys, traceback: str = "") -> tuple[int, str]:
     """The exit code and stderr of a main that raises."""
     seen = []
 
@@ -110,7 +110,7 @@ def outcome(error: BaseException | None, monkeypatch, capsys) -> tuple[int, str]
             raise error
 
     monkeypatch.setattr(sys, "argv", ["prog", "--ratio=2"])
-    monkeypatch.delenv("NANOCHAT_TRACEBACK", raising=False)
+    monkeypatch.setenv("NANOCHAT_TRACEBACK", traceback)
     code = 0
     try:
         cli.run(main, Config)
@@ -144,71 +144,46 @@ def test_what_a_user_can_fix_is_one_line(name, monkeypatch, capsys):
     assert err.startswith(words[:1] or "") and all(word in err for word in words) and "More words" not in err
 
 
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "I/O"), RuntimeError("shapes differ"), ValueError("a bug")])
-def test_what_no_user_can_fix_keeps_its_traceback(error, monkeypatch, capsys):
+UNEXPLAINED = [OSError(errno.EIO, "I/O"), RuntimeError("shapes differ"), ValueError("a bug")]
+
+
+@pytest.mark.parametrize(("error", "requested"), [*((error, "") for error in UNEXPLAINED), (UserError("--what"), "1")])
+def test_what_no_user_can_fix_keeps_its_traceback_and_on_request_all_do(error, requested, monkeypatch, capsys):
     with pytest.raises(type(error)) as caught:
-        outcome(error, monkeypatch, capsys)
+        outcome(error, monkeypatch, capsys, requested)
     assert caught.value is error
-
-
-def test_a_traceback_on_request(monkeypatch):
-    monkeypatch.setenv("NANOCHAT_TRACEBACK", "1")
-    monkeypatch.setattr(sys, "argv", ["prog"])
-
-    def main(config):
-        raise UserError("--what fail: use print")
-
-    with pytest.raises(UserError):
-        cli.run(main, Config)
 
 
 # ---------------------------------------------------------------------- as a process
 
 PROGRAM = """
-import sys, time
 from dataclasses import dataclass
 from nanochat.ground.cli import run
 
 @dataclass(frozen=True)
 class Config:
     "A program."
-    what: str = "print"  # to do
 
-def main(config):
-    if config.what == "wait":
-        print("ready", flush=True)
-        time.sleep(60)
-    for number in range(100_000):
-        print(number)
-
-run(main, Config)
+run(print, Config)
 """
-
-
-def start(*argv: str, stdout: int = subprocess.PIPE) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *argv],
-        cwd=ROOT,
-        text=True,
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a runner in the background has it ignored
-    )
 
 
 def test_a_reader_of_the_help_may_leave():
     """As `--help | head -3`: no traceback."""
+
+    def show_help(output: int) -> tuple[int, str]:
+        command = [sys.executable, "-c", PROGRAM, "--help"]
+        done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, timeout=60)
+        return done.returncode, done.stderr
+
     reading, writing = os.pipe()
     os.close(reading)
-    process = start("--help", stdout=writing)
+    assert show_help(writing) == (1, "")
     os.close(writing)
-    _, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (1, "")
     with Path("/dev/full").open("w") as full:
-        process = start("--help", stdout=full.fileno())
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.count("\n")) == (1, 1)
-    assert err.startswith("error: the disk is full")
+        code, error = show_help(full.fileno())
+    assert (code, error.count("\n")) == (1, 1)
+    assert error.startswith("error: the disk is full")
 
 
 TORN_DOWN = """

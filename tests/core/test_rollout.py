@@ -77,33 +77,6 @@ def test_replies_stand_in_the_order_of_their_questions(engine):
     assert len({tuple(sample.tokens) for sample in drawn.groups[0]}) > 1  # samples differ
 
 
-def test_the_end_is_learned_and_the_tools_answer_is_not(engine, monkeypatch):
-    """A model forced to write a call: the call and the end are chosen, the answer is given."""
-    tokenizer = engine.tokenizer
-    mark = tokenizer.encode_special
-    script = [mark("<|python_start|>"), *tokenizer.encode("2+3"), mark("<|python_end|>")]
-    script += [0, 0, 0]  # whatever the model would say while it is given the answer
-    script += [*tokenizer.encode("5"), mark("<|assistant_end|>"), 7, 7]
-    calls = iter(script)
-    monkeypatch.setattr("nanochat.engine.sample", lambda logits, *_: torch.full((len(logits),), next(calls)))
-    task = Length()
-    drawn = sample_episodes(engine, questions(1, task), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8)
-    reply = "<|python_start|>2+3<|python_end|><|output_start|>5<|output_end|>5<|assistant_end|>"
-    first = drawn.groups[0][0]
-    assert tokenizer.decode(first.tokens).endswith(reply)
-    chosen = [t for t, m in zip(first.tokens, first.mask, strict=True) if m]
-    assert tokenizer.decode(chosen) == "<|python_start|>2+3<|python_end|>5<|assistant_end|>"
-
-
-@pytest.mark.parametrize(("last", "reward"), [("<|assistant_end|>", 2.0), ("<|user_start|>", 0.0), ("<|bos|>", 0.0)])
-def test_only_the_assistants_end_is_an_end(engine, monkeypatch, last, reward):
-    """The engine stops at any special token, and RL must not teach the model to write it."""
-    script = iter([*engine.tokenizer.encode("ab"), engine.tokenizer.encode_special(last)])
-    monkeypatch.setattr("nanochat.engine.sample", lambda logits, *_: torch.full((len(logits),), next(script)))
-    drawn = sample_episodes(engine, questions(1, Length()), samples=2, max_tokens=20, temperature=1.0, seed=1, rows=8)
-    assert drawn.rewards.tolist() == [[reward] * 2]
-
-
 def numbered(rewards: list[list[float]], first: int = 0) -> Samples:
     """Episodes of one token, which is their number."""
     groups: list[list[Sample]] = []

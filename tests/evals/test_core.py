@@ -350,13 +350,13 @@ def varied_tasks() -> list[CoreTask]:
 
 
 def test_the_head_sees_only_what_is_scored_and_in_pieces_of_one_shape(tiny_tokenizer, monkeypatch):
-    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=64))
+    model = lively_model(tiny_config(vocab_size=tiny_tokenizer.vocab_size, sequence_len=192))
     monkeypatch.setattr(core, "HEAD_TOKENS", 8)
     shapes, logits = [], model.logits
     monkeypatch.setattr(model, "logits", lambda hidden: shapes.append(tuple(hidden.shape)) or logits(hidden))
-    tokens = list(range(100, 150))
-    rows = [ScoredText(0, 0, tokens, start) for start in (30, 45, 49)]  # 20 + 5 + 1 are scored
-    scores = core.score_texts(model, rows, 64, 4, cpu_device())
+    tokens = list(range(100, 230))
+    rows = [ScoredText(0, 0, tokens, start) for start in (110, 125, 129)]  # 20 + 5 + 1 are scored
+    scores = core.score_texts(model, rows, 192, 4, cpu_device())
     assert shapes == [(8, 32)] * 4
     assert [loss for loss, _ in scores] == pytest.approx([plain(model, tokens, row.start)[0] for row in rows], rel=1e-5)
 
