@@ -154,6 +154,7 @@ STORIES = [
     ("zorilla", "zorilla", True),
     ({"hero": "Mia"}, "zorilla", False),
     ("Mia", "zorilla", False),
+    ("zebra", "fox", False),
 ]
 
 
