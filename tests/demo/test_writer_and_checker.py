@@ -172,17 +172,6 @@ def swap_role(*roles: str) -> Callable[[Story, random.Random], str | None]:
     return mutate
 
 
-def useless_help(story: Story, rng: random.Random) -> str | None:
-    """A help that fits another trouble, from beginning to end."""
-    plot = plots()[story.plot]
-    role = next((role for role in ("tool", "gift", "tip", "advice", "mend") if role in story.facts), None)
-    if role is None:
-        return None
-    cause = next(iter(plot.rows[0]))
-    fits = {row[role] for row in plot.rows if row[cause] == story.facts[cause]}
-    return story.text.replace(story.facts[role], rng.choice(sorted({row[role] for row in plot.rows} - fits)))
-
-
 def change_pronoun(story: Story, rng: random.Random) -> str | None:
     found = list(re.finditer(r"\b(he|she|him|his|her)\b", story.text, re.IGNORECASE))
     if not found:
@@ -221,7 +210,6 @@ MUTATIONS = (
     swap_role("colour"),
     swap_role("place"),
     swap_role("helper", "kin"),
-    useless_help,
     change_pronoun,
     swap_two_sentences,
     duplicate_sentence,
