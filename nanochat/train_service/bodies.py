@@ -30,7 +30,7 @@ def _checked_name(name: str) -> str:
 
 Name = Annotated[str, AfterValidator(_checked_name)]
 Number = Annotated[int, Field(ge=0, lt=10**9)]
-MAX_METADATA = 4096  # bytes of JSON: the server keeps it as long as the session or model
+MAX_METADATA = 4096  # bytes of JSON: the server keeps it as long as the model
 
 
 def _without_stability(value: Any) -> Any:
@@ -65,7 +65,7 @@ class ClientConfigBody(Strict):
 
 class CreateSessionBody(Body):
     tags: Annotated[list[str], Field(fail_fast=True, max_length=64)] = []
-    user_metadata: Metadata = None
+    user_metadata: dict[str, Any] | None = None  # not kept
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None

@@ -611,28 +611,22 @@ def test_owners_take_turns():
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What the device's thread computes, in its order: for each model a letter, small for a micro-batch and capital
-    for a step. `computed.after[n]` is called after n entries."""
+    """What the device's thread computes, in its order: the letter of a model's seed, small for a micro-batch and
+    capital for a step. `computed.after[n]` is called after n of them."""
 
     class Computed(list[str]):
-        names: dict[int, str] = {}
         after: dict[int, Callable[[], Any]] = {}
 
     computed = Computed()
+    for method, case in ((TrainedModel._add, str.lower), (TrainedModel.step, str.upper)):
 
-    def watched(name: str, letter: Callable[[str], str]) -> None:
-        method = getattr(TrainedModel, name)
-
-        def call(trained: TrainedModel, *given: Any) -> Any:
+        def call(trained: TrainedModel, *given: Any, method: Any = method, case: Any = case) -> Any:
             result = method(trained, *given)
-            computed.append(letter(computed.names.get(trained.trained.seed, "?")))
-            computed.after.pop(len(computed), lambda: None)()
+            computed.append(case(chr(trained.trained.seed)))
+            computed.after.pop(len(computed), list)()
             return result
 
-        monkeypatch.setattr(TrainedModel, name, call)
-
-    watched("_add", str.lower)
-    watched("step", str.upper)
+        monkeypatch.setattr(TrainedModel, method.__name__, call)
     return computed
 
 
@@ -645,7 +639,7 @@ def test_a_long_batch_holds_up_no_one_else_and_has_its_bits(start, killed, compu
     """Micro-batches take turns. A model's own step waits, and a kill between two of them changes nothing."""
     service = start(batch_tokens=1, models=models)
     twin = start(service.folder.with_name("twin"), batch_tokens=1)
-    clients, alone = ([Client(one, seed=5), Client(one, owner=owner, seed=6)] for one in (service, twin))
+    clients, alone = ([Client(one, seed=ord("a")), Client(one, owner=owner, seed=ord("b"))] for one in (service, twin))
     for client in (*alone, *reversed(clients)):
         client.train()
     Client(service)  # idle: with few models in memory, bob's is not there now
@@ -654,7 +648,6 @@ def test_a_long_batch_holds_up_no_one_else_and_has_its_bits(start, killed, compu
         assert "error" not in client.run("optim_step", **ADAM)
     folders: list[Path] = []
     computed.clear()
-    computed.names.update({5: "a", 6: "b"})
     computed.after[3] = lambda: folders.append(killed())
 
     def submit(client: Client, times: int) -> None:
@@ -799,24 +792,6 @@ def test_results_go_by_model_and_one_that_is_gone_is_answered(start, monkeypatch
     with pytest.raises(ApiError):
         service.promise("bob", f"{alice.model_id}:2")
     assert len(service.store.kept[alice.model_id]) == 3
-
-
-def test_models_in_memory_are_bounded_also_between_gradients_and_a_step(start, tmp_path):
-    limited = start(models=1)
-    few, many = ([Client(one) for _ in range(3)] for one in (limited, start(tmp_path / "another")))
-    for clients in (few, many):
-        for place, client in enumerate(clients):
-            client.train(shift=place)
-            client.submit("forward_backward", shift=place + 4)
-            assert "checkpoint" not in client.save("x").get("error", "")
-        for client in clients:
-            client.result(client.submit("forward_backward", shift=9))
-            assert sum(model.live is not None for model in limited.models.values()) <= 1
-        for client in clients:
-            assert "error" not in client.run("optim_step", **ADAM)
-            client.final = client.weights()
-    for left, right in zip(few, many, strict=True):
-        assert_same(left.final, right.final)
 
 
 def test_a_session_and_a_sampler_are_names_which_only_their_key_can_use(start, killed):

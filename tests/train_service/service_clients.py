@@ -65,18 +65,11 @@ def batch(model_id: str, number: int, shift: int = 0, times: int = 1, **fields: 
 class Client:
     """One owner's session and one model; requests are numbered as the tinker client numbers them."""
 
-    def __init__(
-        self,
-        service: Service,
-        model_number: int = 0,
-        load: dict[str, Any] | None = None,
-        owner: str = OWNER,
-        seed: int = 7,
-    ):
+    def __init__(self, service: Service, number: int = 0, load: Any = None, owner: str = OWNER, seed: int = 7):
         self.service = service
         self.owner = owner
         self.session = service.create_session(owner)
-        created = service.create_model(owner, self.session, model_number, Trained(2, seed=seed), None, load)
+        created = service.create_model(owner, self.session, number, Trained(2, seed=seed), None, load)
         self.model_id = created.removesuffix(":0")
         self.number = 0
         assert "error" not in self.result(0)
