@@ -85,6 +85,12 @@ class Queue:
         """Queue the rest of a request whose slice has run: all other owners come first."""
         self._of[job.owner] = [*self._of.pop(job.owner, []), job]
 
+    def remove(self, job: Job) -> None:
+        """Remove a request, if it waits."""
+        jobs = self._of.get(job.owner, [])
+        if job in jobs:
+            jobs.remove(job)
+
     def take(self, may_run: Callable[[Job], bool]) -> list[Job]:
         """The first request of the next owner that may run now. Of a sample, the owner's samples of the same weights,
         as many as are decoded together."""

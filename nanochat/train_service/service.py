@@ -416,6 +416,7 @@ class Service:
                 with _full_disk(), self.store.transaction():
                     self.store.settle(job.id, owner, owner, result)
                 job.sample.is_cancelled = True
+                self.queue.remove(job)
                 self._finish(job, result)
 
     # ------------------------------------------------------------------ the worker
@@ -470,9 +471,6 @@ class Service:
 
     def _sample(self, jobs: Sequence[Job]) -> Slices[None]:
         """Decode samples of the same weights together."""
-        jobs = [job for job in jobs if not job.result.done()]  # some are cancelled
-        if not jobs:
-            return
         wanted = [job.sample for job in jobs if job.sample is not None]
         results: list[bytes] = []
         try:
@@ -485,7 +483,8 @@ class Service:
             results = [failure(error)]
         if len(results) < len(jobs):  # one of them has failed: each again, without the others
             for job in jobs:
-                yield from self._sample([job])
+                if not job.result.done():
+                    yield from self._sample([job])
             return
         try:
             self._record(jobs, results)

@@ -737,9 +737,11 @@ def test_a_long_sample_holds_up_no_one_else_and_can_be_cancelled(start, slow):
     # One key cannot cancel the samples of another. The owner's are over at once.
     service.cancel("bob", running[0])
     assert not results[0].done()
+    running.append(service.sample(OWNER, sampler, 3, jobs[0]))  # it waits for the others
     for one in running:
         service.cancel(OWNER, one)
         assert b"cancelled" in service.promise(OWNER, one).result.result(0)
+    assert len(service.queue) == 0  # their prompts take no memory
     alice.train()
     while service.sampling:
         time.sleep(0.001)
