@@ -1,4 +1,4 @@
-"""PPO's value function: advantages of tokens by hand, the value's error, and what trains it."""
+"""PPO's value function: advantages of tokens by the recurrence, the value's error, and what trains it."""
 
 from dataclasses import replace
 

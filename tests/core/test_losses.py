@@ -161,18 +161,6 @@ def test_gradients_are_finite_differences(name):
     assert 0 < torch.count_nonzero(gradients[1]) < 5 or name != "ppo"
 
 
-def real_batch() -> tuple[torch.nn.Module, PolicyBatch]:
-    model = lively_model(tiny_config())
-    generator = torch.Generator().manual_seed(1)
-    ids = [torch.randint(0, 100, (n,), generator=generator).tolist() for n in (9, 14, 5, 20)]
-    masks = [[0] * 3 + [1] * (len(i) - 3) for i in ids]
-    rows = pack_sequences(ids, masks, 32)
-    advantages = torch.tensor([1.0, -0.5, 0.25, -0.75])
-    lengths = torch.tensor([len(i) - 3 for i in ids])
-    targets = rows.targets != IGNORE
-    return model, PolicyBatch(rows, advantages[rows.source] * targets, (1 / lengths)[rows.source] * targets)
-
-
 def gradient(model: torch.nn.Module, loss: Tensor) -> Tensor:
     model.zero_grad()
     loss.backward()

@@ -107,6 +107,18 @@ def test_a_step_of_sft_is_at_least_seventy_percent_real(world_size):
     assert len(shapes) <= 20
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 8])
+def test_rows_for_several_ranks_have_the_same_loss(world_size):
+    ids, masks = sequences(13, 20)
+    model = lively_model(tiny_config())
+    expected, targets = masked_loss(model, pack_sequences(ids, masks, 32))
+    rows = pack_sequences(ids, masks, 32, world_size)
+    assert len(rows) % world_size == 0
+    micros = [m for rank in range(world_size) for m in rows.micro_batches(2, cpu_device(), rank, world_size)]
+    assert sum(masked_loss(model, micro)[1] for micro in micros) == targets
+    torch.testing.assert_close(sum(masked_loss(model, micro)[0] for micro in micros), expected, rtol=2e-6, atol=0)
+
+
 def test_nothing_to_pack_and_what_does_not_fit():
     rows = pack_sequences([], [], 8)
     assert rows.inputs.shape == (1, 8) and (rows.targets == IGNORE).all()

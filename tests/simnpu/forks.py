@@ -23,13 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [
-    str(ROOT),
-    str(ROOT / "tests"),
-    str(ROOT / "tests/core"),
-    str(ROOT / "tests/parallel"),
-    str(ROOT / "tests/experts"),
-]
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/core", "tests/parallel", "tests/experts")]
 
 import tiny  # noqa: E402
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # noqa: E402
