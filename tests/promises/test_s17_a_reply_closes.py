@@ -15,7 +15,6 @@ import json
 import pathlib
 import random
 import re
-import subprocess
 import threading
 import time
 import uuid
@@ -33,8 +32,7 @@ from nanochat.engine import NewToken, Row, Slots
 from nanochat.sampling import SamplingParams
 from nanochat.serve.bounds import FORMATS, bounded, exact, parts_of
 from nanochat.serve.closing import MOST_SECONDS, TOKEN_SECONDS, hints_of
-from nanochat.serve.grammar import MAX_SCHEMA, OPTIONS, Grammar, SchemaError, Vocabulary
-from nanochat.serve.grammar_trial import try_out
+from nanochat.serve.grammar import MAX_SCHEMA, Grammar, SchemaError, Vocabulary
 from nanochat.serve.scheduler import Request, Scheduler
 from nanochat.serve.tools import call_schema
 
@@ -492,23 +490,6 @@ def test_what_costs_too_much_ends_with_the_limit(vocabulary: Vocabulary, monkeyp
     monkeypatch.setattr("nanochat.serve.grammar.PREPARE_SECONDS", 0.0)
     with pytest.raises(SchemaError, match="over 0.5 s of work"):
         vocabulary.compile(PERSON, 900)
-
-
-def test_divisors_whose_product_is_small_are_followed(vocabulary: Vocabulary):
-    prices = {name: {"type": "number", "multipleOf": step} for name, step in (("a", 0.01), ("b", 0.05), ("c", 250))}
-    properties = prices | {"d": {"type": "integer", "multipleOf": 7}}
-    grammar = vocabulary.compile({"type": "object", "properties": properties}, 200)
-    for token in vocabulary('{"d":'):
-        grammar.accept(token)
-    assert not grammar.error
-
-
-def test_what_no_limit_of_ours_foresees_ends_in_the_child():
-    """The divisor is an example of a keyword that costs more than any limit foresees."""
-    options = json.dumps(OPTIONS)
-    try_out('{"type": "integer", "multipleOf": 7}', options)
-    with pytest.raises(subprocess.SubprocessError):
-        try_out('{"type": "integer", "multipleOf": 429496729}', options)
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(engine: Any, vocabulary: Vocabulary):
