@@ -203,18 +203,6 @@ def test_a_required_call_follows_the_tools_schema(client: Any, choice: Any):
             assert call.function.name == "roll" and 1 <= arguments["die"] <= 6
 
 
-def test_a_required_call_is_whole_however_few_tokens_it_has(client: Any):
-    settings = {"tools": NOTES, "tool_choice": "required", "temperature": 1}
-    with pytest.raises(openai.BadRequestError, match="takes 40 tokens, and 39 are left") as refused:
-        chat(client, **settings, max_tokens=39)
-    assert refused.value.param == "tools"
-    for max_tokens in (40, 60):
-        for seed in range(3):
-            answer = chat(client, **settings, max_tokens=max_tokens, seed=seed).choices[0]
-            arguments = json.loads(answer.message.tool_calls[0].function.arguments)
-            assert answer.finish_reason == "tool_calls" and isinstance(arguments["text"], str)
-
-
 def test_what_changes_nothing_in_a_history_is_ignored(client: Any):
     cache = {"cache_control": {"type": "ephemeral"}}
     system = {"role": "system", "name": "s", "content": [{"type": "text", "text": "s", **cache}], **cache}
