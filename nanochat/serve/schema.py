@@ -297,9 +297,11 @@ NEUTRAL_VALUES = {
     "dry_multiplier": 0, "dynatemp_range": 0, "mirostat": 0, "n_probs": 0, "typ_p": 1, "typical_p": 1,
     "xtc_probability": 0, "store": False,
 }  # fmt: skip
-neighbour_fields: dict[str, Any] = {name: (Any, None) for name in IGNORED}
-neighbour_fields |= {name: (Annotated[Any, _only(value)], None) for name, value in NEUTRAL_VALUES.items()}
-GeneratedFields = create_model("GeneratedFields", __base__=Strict, **sampling_fields, **neighbour_fields)
+ignored_fields: dict[str, Any] = {name: (Any, None) for name in IGNORED}
+neutral_fields: dict[str, Any] = {name: (Annotated[Any, _only(value)], None) for name, value in NEUTRAL_VALUES.items()}
+GeneratedFields = create_model(
+    "GeneratedFields", __base__=Strict, **sampling_fields, **ignored_fields, **neutral_fields
+)
 
 
 def _without_empty(stop: Any) -> Any:
