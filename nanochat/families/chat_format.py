@@ -140,7 +140,12 @@ class TemplateFormat(ChatFormat):
         def prompt(oldest: int) -> list[int]:
             shortened = [*plain[:first], *plain[oldest:]]
             rendered = template.render(shortened, tools, add_generation_prompt=True, settings=settings)
-            rest = begun.removeprefix("<think>\n") if opens_thought(rendered.text) else begun
+            rest = begun
+            if begun and opens_thought(rendered.text):
+                # The text of a reply comes after its thought, which may be empty.
+                is_thought = begun.startswith("<think>\n")
+                end = template.thought_end or "\n</think>\n\n"
+                rest = begun.removeprefix("<think>\n") if is_thought else end + begun
             return self.tokenizer.encode_rendered(rendered, [])[0] + self.tokenizer.encode_continuation(rest)
 
         # Each possible beginning gives another text, and a later beginning a shorter one: bisection tries a few.

@@ -191,7 +191,7 @@ async def _generate(
 ) -> Response:
     # 1. Read the body. FastAPI could read and check it, but it would describe every mistake in it: a body with 100,000
     #    unknown fields would hold the event loop for seconds.
-    content = await read_limited(request)
+    content = await read_limited(request, is_closing=lambda: state.closing)
 
     # 2. Check its fields and tokenize its prompts.
     def parse() -> tuple[LoadedModel, schema.ChatBody | schema.CompletionBody, list[prompts.EncodedPrompt]]:
@@ -253,7 +253,7 @@ def _add_engine_routes(app: FastAPI, state: ServerState) -> None:
     @app.post("/update_weights_from_disk", openapi_extra=_describe(schema.UpdateWeightsBody))
     async def update_weights(request: Request) -> dict[str, Any]:
         """A route of SGLang: a trainer (chat_rl) hands over weights for sampling, as a folder on this machine."""
-        body = schema.read_body(schema.UpdateWeightsBody, await read_limited(request))
+        body = schema.read_body(schema.UpdateWeightsBody, await read_limited(request, is_closing=lambda: state.closing))
         updated = await asyncio.to_thread(state.update, body.model_path)
         return {"success": True, "message": f"{updated.name} has the weights {updated.fingerprint}"}
 
@@ -261,7 +261,7 @@ def _add_engine_routes(app: FastAPI, state: ServerState) -> None:
 async def _answer(
     request: Request, state: ServerState, body_type: type[schema.Strict], work: Callable[..., dict[str, Any]]
 ) -> Response:
-    content = await read_limited(request)
+    content = await read_limited(request, is_closing=lambda: state.closing)
     return await _parsed(
         state, content, lambda: schema.EncodedResponse(work(state.ready_model(), schema.read_body(body_type, content)))
     )

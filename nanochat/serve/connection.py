@@ -5,15 +5,19 @@ or 408, and closes. `middleware.py` limits everything after the headers.
 """
 
 import json
+import re
 from asyncio import TimerHandle, Transport
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from nanochat.serve.middleware import MAX_HEAD
 from nanochat.serve.schema import error_body
 
 HEAD_SECONDS = 10.0  # time for a client to send a request's headers
-SLICE = 1 << 15  # bytes that are parsed before other clients get their turn
+SLICE = 1 << 13  # bytes that are parsed before other clients get their turn
+# Java's client and `curl --http2` offer another protocol in each request. The parser would wait for its answer, and the
+# body would be lost, so the header gets another name.
+UPGRADE = re.compile(rb"\r\nupgrade(?=:)", re.IGNORECASE)
 
 
 class Connection(HttpToolsProtocol):
@@ -26,6 +30,8 @@ class Connection(HttpToolsProtocol):
     pending_bytes = 0  # since the last byte of a body or of complete headers: headers, trailers, chunk sizes
     timer: TimerHandle | None = None  # runs while the headers arrive
     unparsed = b""
+    in_message = False  # the headers have arrived, and the body not yet
+    cycles: tuple[RequestResponseCycle, ...] = ()  # of the requests whose responses are not complete
 
     def connection_made(self, transport: Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -38,10 +44,15 @@ class Connection(HttpToolsProtocol):
             self.parse_slice()
 
     def parse_slice(self) -> None:
+        if self.transport.is_closing():
+            return
         data = self.unparsed[:SLICE]
         self.unparsed = self.unparsed[SLICE:]
         self.pending_bytes += len(data)
-        super().data_received(data)  # calls on_body and on_headers_complete
+        if self.is_between_requests:
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(b"\r\nx-upgrade", head) + end + rest
+        super().data_received(data)  # calls on_body, on_headers_complete and on_message_complete
         if self.transport.is_closing():
             return
         if self.unparsed:
@@ -49,18 +60,27 @@ class Connection(HttpToolsProtocol):
             self.loop.call_soon(self.parse_slice)
         elif not self.flow.read_paused:
             self.transport.resume_reading()
-        between_requests = self.cycle is None or self.cycle.response_complete
         if self.pending_bytes > MAX_HEAD:
-            if between_requests:  # otherwise a response may have begun
+            if self.is_between_requests:  # otherwise a response may have begun
                 self.refuse(431, "Request Header Fields Too Large", f"over {MAX_HEAD:,} bytes")
             self.transport.close()
-        elif between_requests and self.timer is None:  # the first bytes of the next request
+        elif self.is_between_requests and self.timer is None:  # the first bytes of the next request
             self.start_timer()
+
+    @property
+    def is_between_requests(self) -> bool:
+        return not self.in_message and (self.cycle is None or self.cycle.response_complete)
 
     def on_headers_complete(self) -> None:
         self.pending_bytes = 0
+        self.in_message = True
         self.stop_timer()
         super().on_headers_complete()
+        self.cycles = (*(one for one in self.cycles if not one.response_complete), self.cycle)
+
+    def on_message_complete(self) -> None:
+        self.in_message = False
+        super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self.pending_bytes = 0
@@ -68,6 +88,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.stop_timer()
+        for cycle in self.cycles:  # uvicorn marks only the newest one of pipelined requests
+            cycle.disconnected = cycle.disconnected or not cycle.response_complete
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def start_timer(self) -> None:

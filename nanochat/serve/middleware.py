@@ -9,7 +9,8 @@ import contextlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Collection
+import time
+from collections.abc import Callable, Collection
 
 from prometheus_client import Counter
 from starlette.datastructures import Headers, MutableHeaders
@@ -24,6 +25,7 @@ from nanochat.serve.schema import CLIENT_LEFT, ApiError, EncodedResponse
 MAX_BODY = 1 << 20  # bytes
 MAX_HEAD = 1 << 16  # bytes of a request's address and headers
 BODY_SECONDS = 30.0  # time for a client to send a body
+LOOK_SECONDS = 0.5  # while a body arrives, the server looks this often whether it has to close
 LINGER_SECONDS = 2.0  # the server discards a refused body for this long before it closes the connection
 ANY_ADDRESS = "any address"  # as a host: any IP address instead of a name
 SECURITY_HEADERS = {
@@ -206,10 +208,11 @@ async def _refuse(response: EncodedResponse, receive: Receive, send: Send) -> No
     await send({"type": "http.response.body", "body": b""})
 
 
-async def read_limited(request: Request, most: int = MAX_BODY) -> bytes:
+async def read_limited(request: Request, most: int = MAX_BODY, is_closing: Callable[[], bool] = lambda: False) -> bytes:
     """The body, which may lack an announced length.
 
-    Raises ApiError: 413 over `most` bytes, 408 after BODY_SECONDS, 499 when the client leaves.
+    Raises ApiError: 413 over `most` bytes, 408 after BODY_SECONDS, 499 when the client leaves, 503 once the server
+    `is_closing`.
     Starlette has a limit too, which responds in plain text and has no deadline.
     """
 
@@ -221,9 +224,19 @@ async def read_limited(request: Request, most: int = MAX_BODY) -> bytes:
                 raise _too_large(most)
         return bytes(content)
 
+    task = asyncio.ensure_future(read())
+    deadline = time.monotonic() + BODY_SECONDS
+    headers = {"connection": "close"}  # for the rest of the body
     try:
-        return await asyncio.wait_for(read(), BODY_SECONDS)
+        while True:
+            await asyncio.wait({task}, timeout=min(LOOK_SECONDS, BODY_SECONDS))
+            if task.done():
+                return task.result()
+            if is_closing():
+                raise ApiError(503, "the server is closing", code="not_ready", headers=headers)
+            if time.monotonic() > deadline:
+                raise ApiError(408, "the body did not arrive in time", headers=headers)
     except ClientDisconnect as error:
         raise ApiError(CLIENT_LEFT, "the client left") from error
-    except asyncio.TimeoutError as error:
-        raise ApiError(408, "the body did not arrive in time", headers={"connection": "close"}) from error
+    finally:
+        task.cancel()

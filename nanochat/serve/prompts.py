@@ -353,4 +353,6 @@ def submit(
         return model.scheduler.submit_all(requests, on_chunk)
     except Overloaded as error:
         wait = {"retry-after": str(max(1, round(error.retry_after)))}
+        if error.is_closing:
+            raise ApiError(503, "the server is closing", code="not_ready", headers=wait) from error
         raise ApiError(429, "the server is busy: try again later", code="overloaded", headers=wait) from error

@@ -94,10 +94,11 @@ class Chunk(NamedTuple):
 
 
 class Overloaded(Exception):
-    """Slots and queue are full; there may be room in `retry_after` seconds."""
+    """Slots and queue are full; there may be room in `retry_after` seconds. Or the scheduler closes."""
 
-    def __init__(self, retry_after: float):
+    def __init__(self, retry_after: float, is_closing: bool = False):
         self.retry_after = retry_after
+        self.is_closing = is_closing
 
 
 class Stream:
@@ -383,6 +384,7 @@ class Scheduler:
 
         # Running means in seconds, and the metrics of /metrics.
         self.step_seconds = 0.0  # the time of a turn that reads no prompt
+        self.owed = 0.0  # seconds that prompts have taken from the running rows; see `_turn`
         self.budget = LEAST_BUDGET  # tokens of prompts read in a turn while others wait; doubled and halved by `_turn`
         self.request_seconds = 0.0  # the time of a request, from `submit` to its end
         self.metrics = SchedulerMetrics()
@@ -417,7 +419,7 @@ class Scheduler:
         with self.changed:
             if self._device_thread.closing or len(self.requests) + len(rows) > self.capacity:
                 rounds = 1 + len(self._rows("waiting")) / self.slots.size
-                raise Overloaded(max(1.0, rounds * self.request_seconds))
+                raise Overloaded(max(1.0, rounds * self.request_seconds), self._device_thread.closing)
             if not self.requests:
                 self.moved = time.monotonic()
             self.requests += rows
@@ -490,7 +492,7 @@ class Scheduler:
         # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
         #    running, a turn never does both.
         computed = 0
-        if not (self.slots.rows and self._rows("read")):
+        if not (self.slots.rows and (self._rows("read") or self.owed > 0)):
             computed = self._read_prompts()
         self._finish([row for row in self._rows("read") if not row.max_tokens], "length")
         joining = self._rows("read")
@@ -504,8 +506,10 @@ class Scheduler:
             return
         self._decode()
 
-        # 4. A turn without a prompt is a step. One with a piece of a prompt takes at most two, because others wait.
+        # 4. A turn without a prompt is a step. One with a piece of a prompt should take at most two, because others
+        #    wait. The rest is owed to them: as many seconds pass without a prompt before the next piece.
         seconds = time.perf_counter() - began
+        self.owed = max(self.owed - seconds, 0.0) if not computed else seconds - 2 * self.step_seconds
         if not computed:
             self.step_seconds = _mean(self.step_seconds, seconds)
         elif seconds > 2 * self.step_seconds:

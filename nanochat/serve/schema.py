@@ -177,6 +177,8 @@ class ChatMessage(Strict):
     audio: None = None
     prefix: bool | None = None  # DeepSeek's: this message is continued, as the last one of an assistant always is
     partial: bool | None = None  # the same, Qwen's
+    reasoning_details: Any = None  # OpenRouter's
+    thinking_blocks: Any = None  # LiteLLM's
     provider_specific_fields: Any = None  # LiteLLM's
 
     @property
@@ -233,7 +235,7 @@ class JsonSchema(Strict):
     name: FunctionName
     description: str | None = None  # ignored, as the model does not read it
     content: dict[str, Any] | None = Field(None, alias="schema")  # None: any object
-    strict: bool | None = None  # every schema is followed strictly
+    strict: Any = None  # every schema is followed strictly
 
 
 class ResponseFormat(Strict):
@@ -291,14 +293,17 @@ IGNORED = (
 # the effect off.
 NEUTRAL_VALUES = {
     "ignore_eos": False, "include_reasoning": True, "include_stop_str_in_output": False, "length_penalty": 1,
-    "min_tokens": 0, "no_stop_trim": False, "reasoning_format": "auto", "separate_reasoning": True,
+    "min_tokens": 0, "no_stop_trim": False, "reasoning_format": ("auto", "deepseek"), "separate_reasoning": True,
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "stream_reasoning": True,
     "use_beam_search": False,
     "dry_multiplier": 0, "dynatemp_range": 0, "mirostat": 0, "n_probs": 0, "typ_p": 1, "typical_p": 1,
     "xtc_probability": 0, "store": False,
 }  # fmt: skip
 ignored_fields: dict[str, Any] = {name: (Any, None) for name in IGNORED}
-neutral_fields: dict[str, Any] = {name: (Annotated[Any, _only(value)], None) for name, value in NEUTRAL_VALUES.items()}
+neutral_fields: dict[str, Any] = {
+    name: (Annotated[Any, _only(*value) if isinstance(value, tuple) else _only(value)], None)
+    for name, value in NEUTRAL_VALUES.items()
+}
 GeneratedFields = create_model(
     "GeneratedFields", __base__=Strict, **sampling_fields, **ignored_fields, **neutral_fields
 )
@@ -377,6 +382,7 @@ class RequestBody(GeneratedFields):
 
 class Thinking(Strict):
     type: Literal["enabled", "disabled"]
+    budget_tokens: int | None = None  # Anthropic's; ignored
 
 
 # Variables of a model's chat template, such as enable_thinking in Qwen3's. A template can repeat a text.
@@ -405,7 +411,7 @@ class ChatBody(RequestBody):
     chat_template_kwargs: Annotated[TemplateSettings, Field(max_length=16)] | None = None
     enable_thinking: bool | None = None  # Qwen's name of the template's variable
     thinking: Thinking | None = None  # DeepSeek's form of it
-    reasoning_effort: str | None = None  # "none": the same as enable_thinking: false; ignored otherwise
+    reasoning_effort: str | None = None  # a variable of some templates; "none": the same as enable_thinking: false
     # Ignored.
     function_call: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None  # false: one call at most, as our models write anyway
@@ -525,6 +531,8 @@ class ChatBody(RequestBody):
         settings: dict[str, Any] = {}
         if self.reasoning_effort == "none":
             settings["enable_thinking"] = False
+        elif self.reasoning_effort:
+            settings["reasoning_effort"] = self.reasoning_effort
         if self.thinking is not None:
             settings["enable_thinking"] = self.thinking.type == "enabled"
         if self.enable_thinking is not None:
@@ -717,7 +725,30 @@ def read_body(body_type: type[Body], content: bytes) -> Body:
     try:
         return body_type.model_validate_json(content)
     except ValidationError as error:
+        without_nulls = _without_unknown_nulls(content, error)
+        if without_nulls != content:
+            return read_body(body_type, without_nulls)
         raise _first_mistake(error, body_type) from None  # the error itself quotes what the user wrote
+
+
+def _without_unknown_nulls(content: bytes, error: ValidationError) -> bytes:
+    """The body without unknown fields that are null, which request nothing: clients send all fields of their server."""
+    if error.error_count() > MAX_ERRORS:
+        return content
+    unknown = [one["loc"] for one in error.errors(include_url=False) if one["type"] == "extra_forbidden"]
+    body = json_of(content) if unknown else None
+    found = False
+    for *path, name in unknown:
+        parent: Any = body
+        for step in path:  # names of fields, places in lists, and pydantic's names of types
+            try:
+                parent = parent[step]
+            except (TypeError, LookupError):
+                break
+        if isinstance(parent, dict) and parent.get(name, "") is None:
+            del parent[name]
+            found = True
+    return json.dumps(body).encode() if found else content
 
 
 def _first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiError:

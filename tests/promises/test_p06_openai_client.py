@@ -4,7 +4,6 @@ Chat and completions, streaming and not, usage, stop, seed, n, logprobs, formats
 well. A tiny model of random weights answers, through the real scheduler.
 """
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -431,15 +430,3 @@ def test_errors_are_the_clients_own_exceptions(client: Any):
         with pytest.raises(error) as refused:
             chat(client, **settings)
         assert refused.value.code == code
-
-
-def test_the_asynchronous_client(port: int, client: Any):
-    async def talk() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY) as client:
-            return [
-                answer.choices[0].message.content
-                for answer in await asyncio.gather(*(chat(client, seed=seed, temperature=1) for seed in range(8)))
-            ]
-
-    together = asyncio.run(talk())
-    assert together == [chat(client, seed=seed, temperature=1).choices[0].message.content for seed in range(8)]

@@ -215,7 +215,10 @@ DEEPSEEK = {
     "stream_options": None, "tools": None, "tool_choice": "none", "logprobs": False, "top_logprobs": None,
     "temperature": 1, "top_p": 1, "thinking": {"type": "disabled"},
 }  # fmt: skip
-LM_STUDIO = {"temperature": 0.7, "max_tokens": -1, "ttl": 300, "repeat_penalty": 1.1, "stop": "", "logit_bias": {}}
+LM_STUDIO = {
+    "guided_json": None, "messages": [{**HELLO["messages"][0], "id": None}], "reasoning_format": "deepseek",
+    "temperature": 0.7, "max_tokens": -1, "ttl": 300, "repeat_penalty": 1.1, "stop": "", "logit_bias": {},
+}  # fmt: skip
 CALL = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": "2+3"}}}
 NO_IDS = {  # llama.cpp's calls may have no ids: results answer them in their order
     "messages": [

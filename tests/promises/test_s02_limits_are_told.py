@@ -72,6 +72,10 @@ def test_headers_are_bounded_in_size(port: int):
         assert answer.startswith(b"HTTP/1.1 431 ") and b'"invalid_request_error"' in answer
     assert exchange(port, head + b"x: " + b"y" * (MAX_HEAD // 2) + b"\r\nconnection: close\r\n\r\n")[9:12] == b"200"
     assert exchange(port, head + b"content-length: 0 \r\nconnection: close\r\n\r\n")[9:12] == b"200"  # a number too
+    # Java's client offers another protocol: its body is read all the same.
+    offer = b"Connection: Upgrade\r\nUpgrade: h2c\r\n"
+    whole = head_of(COMPLETIONS, 15).replace(b"Content", offer + b"Content")
+    assert exchange(port, whole + b'{"prompt": "x"}', head + b"connection: close\r\n\r\n").count(b" 200 OK") == 2
     # So is what follows a chunked body.
     chunked = head_of(COMPLETIONS, 0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + b"1\r\n{\r\n0\r\n"
     assert exchange(port, chunked, *[b"x: " + b"y" * 1000 + b"\r\n"] * 300, pause=0.001) == b""

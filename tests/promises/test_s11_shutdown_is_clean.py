@@ -6,13 +6,15 @@ same with the command.
 
 import contextlib
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import tiny
-from connections import is_ready, open_stream, rest_of, send_stream
+from bodies import CHAT
+from connections import head_of, is_ready, open_stream, rest_of, send_stream
 from fake_server import FakeScheduler, make_app, serving, until, wedged_scheduler
 from running_schedulers import metric, prompt_of, started
 
@@ -71,11 +73,17 @@ def test_sigterm_ends_every_stream_with_a_final_event():
 
 def test_a_stream_that_waits_gets_503():
     scheduler = FakeScheduler(slots=1, queue=1, tick=0.005)
-    with serving(make_app(scheduler)) as port:
+    app = make_app(scheduler)
+    with serving(app) as port:
         running = open_stream(port, max_tokens=450)
         waiting = send_stream(port, max_tokens=5)
         until(lambda: scheduler.waiting)
+        upload = socket.create_connection(("127.0.0.1", port), timeout=60)
+        upload.sendall(head_of(CHAT, 100) + b"{")
+        app.state.nanochat.closing = True
         scheduler.close(grace=0)
+        assert upload.recv(20).startswith(b"HTTP/1.1 503")
+        upload.close()
         assert waiting.recv(20).startswith(b"HTTP/1.1 503")
         assert b'"code":"cancelled"' in rest_of(running)
         waiting.close()

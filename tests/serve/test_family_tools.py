@@ -339,10 +339,12 @@ def test_a_thought_is_apart_from_the_content(script: Script, tmp_path: Path):
     for begun, says, expected in (
         ({"content": None, "reasoning_content": "I w"}, f"eigh.\n</think>\n\nYes.{ENDING}", ("eigh.", "Yes.")),
         ({"content": "Y", "reasoning_content": "I weigh."}, f"es. <think>{ENDING}", (None, "es. <think>")),
+        ({"content": "Y"}, f"es.{ENDING}", (None, "es.")),
     ):
         rest = script.reply(says, messages=[*QUESTION, {"role": "assistant", **begun}])
         assert (rest.thought, rest.content) == expected
-        assert script.tokenizer.decode(script.prompt).count("<think>") == 1
+        opens = "reasoning_content" in begun or script.template != "qwen3"
+        assert script.tokenizer.decode(script.prompt).count("<think>") == opens
 
 
 @pytest.mark.parametrize("script", THINKERS, indirect=True)
