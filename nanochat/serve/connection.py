@@ -14,6 +14,7 @@ from nanochat.serve.middleware import MAX_HEAD
 from nanochat.serve.schema import error_body
 
 HEAD_SECONDS = 10.0  # time for a client to send a request's headers
+MAX_PIPELINED = 16  # requests that wait on a connection while it is read on
 SLICE = 1 << 13  # bytes that are parsed before other clients get their turn
 # Java's client and `curl --http2` offer another protocol in each request. The parser would wait for its answer, and the
 # body would be lost, so the header gets another name.
@@ -77,6 +78,9 @@ class Connection(HttpToolsProtocol):
         self.stop_timer()
         super().on_headers_complete()
         self.cycles = (*(one for one in self.cycles if not one.response_complete), self.cycle)
+        # uvicorn stops reading behind a second request, and would not see that the client leaves.
+        if 0 < len(self.pipeline) <= MAX_PIPELINED:
+            self.flow.resume_reading()
 
     def on_message_complete(self) -> None:
         self.in_message = False

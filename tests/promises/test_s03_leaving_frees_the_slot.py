@@ -37,9 +37,9 @@ def test_a_client_that_leaves_frees_its_slot(count: int):
             if number % 3 == 2:  # a client that waits for a response in one piece
                 connection = http.client.HTTPConnection("127.0.0.1", port)
                 connection.request("POST", CHAT, json.dumps({**HELLO, **body, "n": 2}))
+                until(lambda: scheduler.running)
                 if connection.sock is not None and number % 2:  # and has sent the next one
                     connection.sock.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
-                until(lambda: scheduler.running)
                 time.sleep(rng.random() * 0.03)
                 connection.close()
             else:
