@@ -14,7 +14,7 @@ from typing import Any
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, UnrenderableChat, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText
 from nanochat.families.reply_spans import Conversation, Text
-from nanochat.families.tool_calls import CallForm, find_form, opens_thought
+from nanochat.families.tool_calls import THOUGHT_SEPARATOR, CallForm, find_form, opens_thought
 from nanochat.ground.cli import UserError
 
 THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
@@ -144,7 +144,7 @@ class TemplateFormat(ChatFormat):
             if begun and opens_thought(rendered.text):
                 # The text of a reply comes after its thought, which may be empty.
                 is_thought = begun.startswith("<think>\n")
-                end = template.thought_end or "\n</think>\n\n"
+                end = template.thought_end or THOUGHT_SEPARATOR
                 rest = begun.removeprefix("<think>\n") if is_thought else end + begun
             return self.tokenizer.encode_rendered(rendered, [])[0] + self.tokenizer.encode_continuation(rest)
 

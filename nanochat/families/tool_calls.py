@@ -31,6 +31,7 @@ from nanochat.tokenizer import replace_surrogates
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 THOUGHT_BEGIN = "<think>"
 THOUGHT_END = "</think>"
+THOUGHT_SEPARATOR = "\n</think>\n\n"  # between a thought and the text, where a template does not say
 CALL_ID = re.compile("[a-zA-Z0-9]{9}")  # Mistral's templates accept no other ids; other templates print none
 PYTHON_TAG = "<|python_tag|>"
 

@@ -245,7 +245,7 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a file of a data set, by its path in there, is no part of it: hidden, or made by an archiver, or what
+    """Whether a file, by its path in a data set, does not belong to it: hidden, or made by an archiver, or what
     `datasets` keeps of a `map` of the rows."""
     parts = path.split("/")
     name = parts[-1]

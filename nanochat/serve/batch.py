@@ -198,7 +198,7 @@ class Batch:
         if "text" in choice:
             return {**fields, "completion": choice["text"]}
         message = choice["message"]
-        thought = {name: message[name] for name in ("reasoning_content",) if name in message}
+        thought = {"reasoning_content": message["reasoning_content"]} if "reasoning_content" in message else {}
         if "prompt" in fields:
             return {**fields, **thought, "completion": message["content"] or ""}
         reply = {"role": "assistant", **thought, "content": message["content"] or ""}

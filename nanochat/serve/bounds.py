@@ -32,7 +32,7 @@ LEAST_CHARACTERS = 32
 LEAST_ITEMS = 4
 MOST_ITEMS = 100  # llguidance writes out every repetition
 MOST_VALUES = 6  # in a list without repetition, which has 64 forms
-DIGITS = 15  # of a number: all clients read it back exactly, and llguidance too
+DIGITS = 15  # most digits of a number: clients and llguidance read it back exactly
 LARGEST = 10**DIGITS
 
 # Texts of each format that all validators accept: no 60th second, no year 0, no endless labels.
@@ -142,7 +142,7 @@ def _narrow_numbers(part: dict[str, Any]) -> None:
     """Replaces exclusive bounds by inclusive ones, of few digits, and bounds that are too far away."""
     for name, exclusive, sign in (("minimum", "exclusiveMinimum", 1), ("maximum", "exclusiveMaximum", -1)):
         limit = part.get(exclusive)
-        if isinstance(limit, bool):  # of draft 4
+        if isinstance(limit, bool):  # draft 4's form
             del part[exclusive]
             limit = part.get(name) if limit else None
         # A maximum is the minimum of the negated numbers.
@@ -161,7 +161,7 @@ def _narrow_numbers(part: dict[str, Any]) -> None:
             bound = sign * max(*found, 1 - LARGEST)
             part[name] = int(bound) if bound == int(bound) else float(bound)
         elif "multipleOf" in part and part.get("type") != "integer":
-            part[name] = -sign * LARGEST // 10  # beyond it, validators find that a double is no multiple
+            part[name] = -sign * LARGEST // 10  # beyond it, validators refuse multiples that are doubles
 
 
 def _inward(number: Decimal, is_exclusive: bool) -> Decimal:

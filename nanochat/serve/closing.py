@@ -146,7 +146,7 @@ class Closer:
         self, begin: Any, number: int, limit: int, budget: Budget, closing: Sequence[int] = ()
     ) -> list[int] | None:
         """Walk from the state `begin` of a matcher to the end of its document, or to where a known `closing` follows;
-        None: there is no end within the budget, or more than `limit` tokens before it.
+        None: the budget is spent before, or the end is more than `limit` tokens away.
 
         Walk 0 takes the preferred byte. Walk 1 also takes hints, each once in a value. The others do so in orders drawn
         at random.

@@ -32,7 +32,7 @@ class Connection(HttpToolsProtocol):
     timer: TimerHandle | None = None  # runs while the headers arrive
     unparsed = b""
     in_message = False  # the headers have arrived, and the body not yet
-    cycles: tuple[RequestResponseCycle, ...] = ()  # of the requests whose responses are not complete
+    cycles: tuple[RequestResponseCycle, ...] = ()  # requests whose responses are not complete
 
     def connection_made(self, transport: Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)

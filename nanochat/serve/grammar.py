@@ -28,7 +28,7 @@ from nanochat.tokenizer import Tokenizer
 PREPARE_SECONDS = 0.3
 RECENT = 32  # compiled schemas that are kept: clients send the same one again and again
 EXPLAINED_TOKENS = 1_000  # a refusal names the length of the shortest reply up to this one
-THOUGHT_SHARE = 0.5  # of the tokens of a reply, for the thought before its document
+THOUGHT_SHARE = 0.5  # most of a reply's tokens that its thought gets before a document
 MAX_SCHEMA = 131_072  # characters of JSON
 # Messages of llguidance that only its authors understand.
 EXPLAINED = {

@@ -64,7 +64,7 @@ def closed_loop(host: str, port: int, body: dict[str, Any], clients: int, reques
 async def measure(host: str, port: int, body: dict[str, Any], stats: LoadStats) -> None:
     """Send a request and time its events. Only the last one is parsed, to leave the cores to the server.
 
-    Raises OSError or EOFError: when there is no reply, or only a part of one.
+    Raises OSError or EOFError: when the reply is missing or incomplete.
     """
     content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: {len(content)}\r\n\r\n"

@@ -147,7 +147,7 @@ class AccessMiddleware:
         is_open = scope["path"] in self.open_paths and scope["method"] in ("GET", "HEAD")
         refusal = None if is_open else self.refuse_stranger(headers, scope)
         # The size of the body, where the client announces it; `read_limited` counts what really arrives.
-        length = headers.get("content-length", "0").strip()  # white space around a value is no part of it
+        length = headers.get("content-length", "0").strip()  # white space around a value does not belong to it
         if refusal is None and (not length.isdigit() or int(length[:20]) > self.max_body):
             return _too_large(self.max_body)
         return refusal

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanochat.conversation import Message, Part, fit_prompt, parts_of, render_prompt
 from nanochat.families.imported_tokenizer import ImportedTokenizer
-from nanochat.families.tool_calls import MARKS, opens_thought
+from nanochat.families.tool_calls import MARKS, THOUGHT_BEGIN, THOUGHT_END, THOUGHT_SEPARATOR, opens_thought
 from nanochat.ground.cli import UserError
 from nanochat.serve.grammar import AfterThought, Grammar, SchemaError
 from nanochat.serve.scheduler import Chunk, Overloaded, Request, Stream
@@ -151,7 +151,7 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
     begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
     text = tokenizer.decode(prompt.ids[-64 - len(begun) :])
     in_thought = _begins_in_thought(text, begun) if template.has_thoughts or form is not None else None
-    opening = ""  # of a required call
+    opening = ""  # the text with which a required call begins
     if form is not None and tools:
         functions = {one.name: one.parameters for one in body.candidates}
         body.family_calls = calls = FamilyCalls(form, functions, body.parallel_tool_calls is False)
@@ -165,12 +165,12 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
     # A document, or the call that the client requires, comes after the thought.
     encode = tokenizer.chat_format.encode_begun
     if in_thought is False and template.thought_end:
-        prompt = replace(prompt, ids=[*prompt.ids, *encode("<think>")])
+        prompt = replace(prompt, ids=[*prompt.ids, *encode(THOUGHT_BEGIN)])
         in_thought = True
     if in_thought:
-        before, _, after = (template.thought_end or "\n</think>\n\n").partition("</think>")
-        _, mark, call = opening.rpartition("</think>")  # the call that a template writes may have an empty thought
-        end = encode(f"{before}</think>{call if mark else after + call}")
+        before, _, after = (template.thought_end or THOUGHT_SEPARATOR).partition(THOUGHT_END)
+        _, mark, call = opening.rpartition(THOUGHT_END)  # the call that a template writes may have an empty thought
+        end = encode(before + THOUGHT_END + (call if mark else after + call))
         return replace(prompt, in_thought=True, thought_end=end)
     # The reply begins as a call does. The prompt may have the first part of that, such as an empty thought.
     sizes = range(len(opening), -1, -1)
@@ -181,9 +181,9 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
 def _begins_in_thought(prompt: str, begun: str) -> bool | None:
     """See EncodedPrompt; `begun` is the part of the reply that is the end of the prompt."""
     if begun:
-        is_open = begun.lstrip().startswith("<think>") or opens_thought(prompt.removesuffix(begun))
-        return True if is_open and "</think>" not in begun else None
-    return None if prompt.rstrip().endswith("</think>") else opens_thought(prompt)
+        is_open = begun.lstrip().startswith(THOUGHT_BEGIN) or opens_thought(prompt.removesuffix(begun))
+        return True if is_open and THOUGHT_END not in begun else None
+    return None if prompt.rstrip().endswith(THOUGHT_END) else opens_thought(prompt)
 
 
 def exact_ids(model: LoadedModel, prompt: str | list[int]) -> list[int]:

@@ -552,6 +552,6 @@ def _opened(name: str, fields: dict[str, Any]) -> bytes:
     return f'{encode(fields)[:-1]},"{name}":'.encode()
 
 
-FIELDS = {"text": "content", "thought": "reasoning_content"}  # of a message, by the kind of a chunk
+FIELDS = {"text": "content", "thought": "reasoning_content"}  # a chunk's kind -> the message's field
 DONE = b"data: [DONE]\n\n"
 HEARTBEAT = b": waiting\n\n"  # a comment: clients skip it

@@ -142,7 +142,7 @@ class TextOut:
     stop: tuple[str, ...]
     strips_space: bool = False  # leave out a space before the first word
     spelled: Mapping[int, bytes] = field(default_factory=dict)
-    thoughts: ThoughtReader | None = None  # of a reply that may have a thought before its text
+    thoughts: ThoughtReader | None = None  # set where the reply may have a thought before its text
     stopped: bool = False  # a stop string is complete; nothing follows
     held: str = ""  # text that may be the beginning of a stop string
 
@@ -492,7 +492,8 @@ class Scheduler:
         # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
         #    running, a turn never does both.
         computed = 0
-        if not (self.slots.rows and (self._rows("read") or self.owed > 0)):
+        others_wait = bool(self.slots.rows)
+        if not (others_wait and (self._rows("read") or self.owed > 0)):
             computed = self._read_prompts()
         self._finish([row for row in self._rows("read") if not row.max_tokens], "length")
         joining = self._rows("read")
@@ -509,13 +510,15 @@ class Scheduler:
         # 4. A turn without a prompt is a step. One with a piece of a prompt should take at most two, because others
         #    wait. The rest is owed to them: as many seconds pass without a prompt before the next piece.
         seconds = time.perf_counter() - began
-        self.owed = max(self.owed - seconds, 0.0) if not computed else seconds - 2 * self.step_seconds
         if not computed:
             self.step_seconds = _mean(self.step_seconds, seconds)
-        elif seconds > 2 * self.step_seconds:
-            self.budget = max(self.budget // 2, LEAST_BUDGET)
-        elif seconds < 1.5 * self.step_seconds and computed > self.budget // 2:
-            self.budget = min(2 * self.budget, self.slots.prefill_chunk)
+            self.owed = max(self.owed - seconds, 0.0)
+        elif others_wait:
+            self.owed = seconds - 2 * self.step_seconds
+            if self.owed > 0:
+                self.budget = max(self.budget // 2, LEAST_BUDGET)
+            elif seconds < 1.5 * self.step_seconds and computed > self.budget // 2:
+                self.budget = min(2 * self.budget, self.slots.prefill_chunk)
 
     def _read_prompts(self) -> int:
         """Continue with the prompts that have a slot, then with waiting ones; returns the number of tokens computed."""

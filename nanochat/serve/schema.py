@@ -29,7 +29,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from nanochat.conversation import Message, Part, text_of
-from nanochat.families.tool_calls import template_id
+from nanochat.families.tool_calls import THOUGHT_SEPARATOR, template_id
 from nanochat.ground.cli import Range
 from nanochat.ground.untrusted import json_of
 from nanochat.sampling import SamplingParams
@@ -567,7 +567,7 @@ class ChatBody(RequestBody):
                 thought = (message.reasoning_content or message.reasoning or "").strip("\n")
                 if has_thoughts and thought and message.role == "assistant":
                     is_cut = message is self.messages[-1] and not message.text  # the reply continues the thought
-                    end = "" if is_cut else "\n</think>\n\n"
+                    end = "" if is_cut else THOUGHT_SEPARATOR
                     last["content"] = f"<think>\n{thought}{end}{message.text}"
                 messages.append(last)
                 starts.append(index)
