@@ -211,7 +211,9 @@ def main(config: Config) -> None:
                     questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
                     own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)
                     earned = rollout.gather_samples(own, device).rewards
-                    run.log_evaluation(eval_reward=float(earned.sum()) / max(1, earned.size))
+                    count = max(1, earned.size)
+                    error = math.sqrt(earned.var() / count) if earned.size else 0.0
+                    run.log_evaluation(eval_reward=float(earned.sum()) / count, eval_reward_error=error)
             if run.must_save:
                 run.save({})  # the step's number decides which questions come next
             if run.must_leave:
@@ -267,13 +269,7 @@ def main(config: Config) -> None:
                     first = drawn.groups[0][0]
                     text = start.tokenizer.decode(first.tokens)
                     print0(f"a question and a reply, reward {first.reward:g}: {text!r}")
-    outcome = "nothing was held out"
-    before, after = run.progress.initial, run.progress.evaluated
-    if before is not None and after is not None:
-        outcome = f"held-out reward {before['eval_reward_before']:.3f} -> {after['eval_reward']:.3f}"
-    if config.teacher is not None:
-        outcome += f", KL to the teacher {last_kl:.3f} nats a token"
-    run.finish(outcome)
+    run.finish("" if config.teacher is None else f"KL to the teacher {last_kl:.3f} nats a token")
 
 
 # ---------------------------------------------------------------------- before the loop

@@ -109,7 +109,7 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):  # noqa: F811
     call("chat_dpo", *DPO, "--num_iterations=2", "--eval_every=2")
     call("chat_rl", *RL, "--num_iterations=2", "--eval_every=1", "--source=dpo")
     out = capsys.readouterr().out
-    assert "held-out reward" in out and "a question and a reply, reward" in out
+    assert "done: 2 steps, eval_reward 0." in out and "a question and a reply, reward" in out
     keys = (("mid", "val_bpb", 8), ("sft", "val_loss", 8), ("dpo", "val_accuracy", 2), ("rl", "eval_reward", 2))
     for stage, key, steps in keys:
         lines = metrics(start, stage)

@@ -24,6 +24,7 @@ import contextlib
 import functools
 import gc
 import math
+import re
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,9 +42,9 @@ from nanochat.ground.paths import checkpoint_dir, lock, run_dir, unlock
 from nanochat.ground.untrusted import printable
 from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero
-from nanochat.run import saver
+from nanochat.run import saver, verdict
 from nanochat.run.flags import TrainFlags
-from nanochat.run.progress import Attendant, Meter, Progress, StepClock, loss_of
+from nanochat.run.progress import CLEAR, FEW_STEPS, Attendant, Meter, Progress, StepClock, loss_of
 from nanochat.run.run_log import RunLog
 from nanochat.run.stage import Start
 from nanochat.run.stop import Stop
@@ -52,7 +53,6 @@ from nanochat.train import StepStats
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 SAVE_EVERY_SECONDS = 600.0  # training time between saves, unless --save_every is set
-STILL_STEPS = 10  # without a gradient, before a warning
 FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 
 
@@ -111,6 +111,7 @@ class Run:
         self.has_validation = True
         self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
         self.meter = Meter(self.progress, start.device, token_flops)
+        self.progress.window = max(steps // 10, min(FEW_STEPS, steps // 4), 1)
         if start.model.config.experts:
             experts: Any = start.model.blocks[0].mlp  # as in all blocks
             self.meter.more = functools.partial(experts.read_loads, start.model, start.device)
@@ -262,6 +263,7 @@ class Run:
         Raises UserError: when three steps in a row were not finite.
         """
         line = self._read() | more
+        self.progress.note(more, self.meter.steps)
         steps = self.progress.step - (self.saved_step or self.first_step)
         self.step_seconds = (self.progress.seconds - self.saved_seconds) / steps
         self._plan_save()
@@ -274,6 +276,7 @@ class Run:
             self.progress.pending = line
         else:
             self.logger.step(line)
+            self._judge()
             self.meter.restart()
 
     def log_evaluation(self, **metrics: float) -> None:
@@ -301,36 +304,21 @@ class Run:
         elif self.progress.pending is not None:
             self.logger.step(self.progress.pending | metrics)
             self.progress.pending = None
-        if self.progress.step < self.last:
-            self._warn_of_losses()  # at the end `finish` does
+        self._judge()
         self.meter.restart()
 
-    def _warn_of_losses(self) -> None:
-        """One line on stderr if the model is worse than before the first step, or the run no longer changes it."""
-        problems = []
-        for name, before, now in self._validations():
-            if now > before:
-                problems.append(f"{name} is {now:.4f}, worse than the {before:.4f} before the first step")
-        if self.meter.since_update >= STILL_STEPS:
-            problems.append(f"the last {self.meter.since_update} steps had no gradient")
-        if problems:
-            hint = "lower the learning rates, or look at the data"
-            warn(f"after {counted(self.progress.step, 'step')} {' and '.join(problems)}: {hint}")
-
-    def _outcome(self) -> str:
-        """The last validation, beside the best one or the first; empty where nothing is held out."""
+    def _judge(self, is_over: bool = False) -> str:
+        """What is wrong with the run. A line on stderr says so once, again when a loss has become clearly worse, and at
+        the end."""
+        problem, _, advice = verdict.judge(self).partition(": ")
+        kind, *_ = re.split(r"\d", problem)
         evaluated = self.progress.evaluated or {}
-        if "val_bpb" in evaluated:
-            return f"best validation {loss_of(self.progress.best):.4f} bits per byte, last {evaluated['val_bpb']:.4f}"
-        return ", ".join(f"{name} {before:.4f} -> {now:.4f}" for name, before, now in self._validations())
-
-    def _validations(self) -> list[tuple[str, float, float]]:
-        """The name of each validation metric, its value before the first step, and its last value."""
-        # A reward is left out: it is sampled, and falls and rises by chance.
-        before = self.progress.initial or {}
-        now = self.progress.evaluated or {}
-        names = [name for name in ("val_bpb", "val_loss") if name in now and f"{name}_before" in before]
-        return [(name, before[f"{name}_before"], now[name]) for name in names]
+        loss = evaluated.get("val_bpb", evaluated.get("val_loss", 0.0))
+        warned = self.progress.warned
+        if problem and (is_over or (not self.must_leave and loss > (1 + CLEAR) * warned.get(kind, -1.0))):
+            warned[kind] = loss
+            warn(f"after {counted(self.progress.step, 'step')} {problem}: {advice}")
+        return problem
 
     def _report_best(self) -> None:
         """One line where the best checkpoint is not the last one, or where the best weights were not saved."""
@@ -440,8 +428,10 @@ class Run:
             raise UserError(f"{self.failure}; saved {saved}, --resume continues") from self.error
         if self.stopped:
             self.stop.leave(saved)
-        self._warn_of_losses()
+        problem = self._judge(is_over=True)
         if self.device.is_main:  # it may read a checkpoint
             self._report_best()
-        summary = summary or self._outcome() or f"{self.progress.seconds:.1f} s of training"
-        print0(f"done: {counted(self.progress.step, 'step')}, {summary}")
+        changes = verdict.compared(self.progress)
+        outcome = [f"{name} {sign * before:.4f} -> {sign * now:.4f}" for name, sign, before, _, now, _ in changes]
+        parts = [counted(self.progress.step, "step"), *(outcome or ["nothing was held out"]), summary]
+        print0(f"done{problem and f', but {problem}'}: {', '.join(filter(None, parts))}")

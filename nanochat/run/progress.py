@@ -3,9 +3,9 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ from nanochat.train import StepStats
 
 TIMED_STEPS = 2
 SIGNS = {"val_bpb": 1, "val_loss": 1, "eval_reward": -1}  # the number that ranks evaluations; -1: the higher the better
+WATCHED = ("loss", "square", "updated", "no_signal", "reward", "accuracy", "kl", "expert_max_share")  # by verdict.py
+FEW_STEPS = 10  # a shorter run is a trial, too short for a small change
+FLAT = 0.001  # a loss that changes by a smaller part has not changed
+CLEAR = 0.05  # a loss that changes by a larger part has not done so by chance
 Evaluation = dict[str, float]  # "step", and the metrics of the evaluation after it
 
 
@@ -34,6 +38,30 @@ class Progress:
     best_saved: Evaluation | None = None  # the best of those after which a checkpoint was saved
     pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
     initial: dict[str, float] | None = None  # the evaluation before the first step; None: not yet, or no run had one
+    window: int = FEW_STEPS  # steps at the run's beginning and at its end that are compared
+    first: dict[str, float] = field(default_factory=dict)  # means of WATCHED numbers over the first window
+    recent: dict[str, float] = field(default_factory=dict)  # running means of them over about the last window
+    warned: dict[str, float] = field(default_factory=dict)  # by problem, the held-out loss at its last warning
+
+    def note(self, numbers: Mapping[str, Any], steps: int) -> None:
+        """Add the means of the last `steps` steps to `first` and `recent`."""
+        for name in WATCHED:
+            value = numbers.get(name)
+            if value is not None and math.isfinite(value):
+                mean = self.recent.get(name, value)
+                self.recent[name] = mean + (value - mean) * min(1.0, steps / min(self.window, self.step))
+        if self.step - steps < self.window:
+            self.first = {"opening": self.recent.get("loss", 0.0), **self.first, **self.recent}
+
+    def training_loss(self) -> tuple[float, float, float]:
+        """The loss at the beginning and now, and how much of their difference may be chance."""
+        before, count, now = self.first["loss"], self.window, self.recent["loss"]
+        if 0 < self.first["opening"] < before:  # too high a rate has raised the mean
+            before, count = self.first["opening"], 1
+        # The noise of a batch grows with the loss. Two standard errors; of the first steps nothing can be said.
+        relative = max(0.0, self.recent["square"] / max(now, 1e-9) ** 2 - 1)
+        noise = 2 * math.sqrt(relative * (before**2 / count + now**2 / self.window))
+        return before, now, noise if self.step >= max(FEW_STEPS, 3 * self.window) else math.inf
 
 
 def loss_of(evaluation: Evaluation | None) -> float:
@@ -54,12 +82,12 @@ class Meter:
         self.device = device
         self.token_flops = token_flops
         self.more: Callable[[], dict[str, Any]] = dict  # further numbers of a line; all ranks call it
-        self.skipped = torch.zeros((), device=device.torch_device)  # since the last line
-        self.idle = torch.zeros((), device=device.torch_device)  # likewise
+        # Since the last line: finite steps, steps that changed something, their losses, and the squares of these.
+        self.sums = torch.zeros(4, device=device.torch_device)
         self.bad_in_a_row = torch.zeros((), device=device.torch_device)
         self.since_good = 0  # steps since the last finite one, as of the last line; three or more end a run
-        self.since_update = 0  # steps that changed nothing, in the last lines that had no other steps
         self.read_step = progress.step  # the step of the last line
+        self.steps = 0  # from the line before it
         self.compiling = 0.0  # seconds of torch.compile so far, which the speed leaves out
         self.restart()
 
@@ -72,8 +100,8 @@ class Meter:
     def add(self, stats: StepStats, tokens: int) -> None:
         """Count a step of `tokens` tokens over all ranks; it has been launched, not computed."""
         # Sums on the device: the host does not know `finite` yet, and does not wait to learn it.
-        self.skipped += 1 - stats.finite
-        self.idle += stats.finite - stats.updated
+        loss = stats.loss.masked_fill(stats.finite == 0, 0.0)
+        self.sums += torch.stack((stats.finite, stats.updated, loss, loss * loss))
         # A finite step resets the count of bad steps in a row. Once the count is three it stays: the run must end, and
         # only the next log line reads the count.
         good = (stats.finite > 0) & (self.bad_in_a_row < 3)
@@ -84,8 +112,8 @@ class Meter:
     def read(self, stats: StepStats) -> dict[str, Any]:
         """The numbers of a log line; `stats` are the last step's. Utilisation needs the model's FLOPs a token."""
         # The one wait for the device, for all numbers together.
-        numbers = torch.stack((stats.loss, stats.grad_norm, self.skipped, self.idle, self.bad_in_a_row))
-        loss, grad_norm, skipped, idle, bad_in_a_row = numbers.tolist()
+        numbers = torch.cat((torch.stack((stats.loss, stats.grad_norm, self.bad_in_a_row)), self.sums))
+        loss, grad_norm, bad_in_a_row, finite, updated, losses, squares = numbers.tolist()
         now = time.perf_counter()
 
         # Speed over all steps since the last line. MFU: the share of the devices' peak that the model's own products
@@ -99,21 +127,21 @@ class Meter:
 
         # Start the next line's counts. `bad_in_a_row` is kept: a row of bad steps may cross a log line.
         progress.seconds += now - self.clock
-        progress.skipped_steps += int(skipped)
-        progress.idle_steps += int(idle)
-        self.skipped.zero_()
-        self.idle.zero_()
-        self.since_good = int(bad_in_a_row)
-        # Whole lines are exact enough: a count of steps in a row would cost three more launches in every step.
-        steps = progress.step - self.read_step
-        self.since_update = self.since_update + steps if idle + skipped == steps else 0
+        self.steps = progress.step - self.read_step
         self.read_step = progress.step
+        progress.skipped_steps += self.steps - int(finite)
+        progress.idle_steps += int(finite - updated)
+        self.sums.zero_()
+        self.since_good = int(bad_in_a_row)
+        means = {"loss": losses / finite, "square": squares / finite} if finite else {}
+        more = self.more()
+        progress.note(means | more | {"updated": updated / self.steps}, self.steps)
         self.restart()
         return {
             "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,
             "seconds": progress.seconds, "peak_memory_bytes": self.device.peak_memory(),
             "grad_norm": grad_norm, "skipped_steps": progress.skipped_steps, "idle_steps": progress.idle_steps,
-            **self.more(),
+            **more,
         }  # fmt: skip
 
 

@@ -1,32 +1,111 @@
 """T10. A run that learned nothing says so.
 
-Seeded ways to learn nothing, each with a line whose advice fits, and controls without one: validation worse than before
-the first step, steps without a gradient, replies that are all worth the same, sources with NaN or too large weights,
-data without anything to learn or to prefer.
+Seeded ways to learn nothing, each with one line whose advice fits, and controls without one: by the numbers of a run,
+and by runs that really go wrong. Sources with NaN or too large weights, and data without anything to learn or to
+prefer, are refused.
 """
 
+import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from runs import BASE, CPU, DPO, MID, RL, SFT, call, chat, forget_after, metrics, mistake, refused, write_lines
+from runs import BASE, CPU, DPO, MID, RL, RM, SFT, call, chat, forget_after, metrics, mistake, refused, write_lines
 from tiny import save_checkpoint
 
-from nanochat import rollout
+from nanochat import losses, rollout
 from nanochat.checkpoint_manager import load_model
 from nanochat.demo.arithmetic import Addition
+from nanochat.experts import router
+from nanochat.losses import masked_loss
+from nanochat.run import verdict
+from nanochat.run.progress import Progress
+from scripts import base_train, chat_dpo, chat_rl, chat_sft
+
+# ---------------------------------------------------------------------- by the numbers of a run
+
+
+def judged(flags, first, recent, *, rate=0.01, steps=100, adapter=None, experts=(0, 2), **progress) -> str:
+    """The verdict on a finished run; `first` and `recent` are means over its beginning and its end."""
+    shape = SimpleNamespace(experts=experts[0], experts_per_token=experts[1])
+    start = SimpleNamespace(adapter=adapter, model=SimpleNamespace(config=shape))
+    optimizer = SimpleNamespace(groups=[SimpleNamespace(learning_rate=rate)])
+    means = [{"square": one.get("loss", 0) ** 2, "opening": 9.0, **one} for one in (first, recent)]
+    state = Progress(**{"step": steps, "first": means[0], "recent": means[1], **progress})
+    run: Any = SimpleNamespace(progress=state, config=flags, last=steps, optimizer=optimizer, start=start)
+    return verdict.judge(run)
+
+
+def val(before: float, now: float, best: float = 9.0, name: str = "val_loss", error: float = 0.0) -> dict[str, Any]:
+    initial = {f"{name}_before": before, f"{name}_error_before": error}
+    return {"initial": initial, "evaluated": {name: now, f"{name}_error": error}, "best": {name: min(now, best)}}
+
+
+def reward(before: float, now: float) -> dict[str, Any]:
+    return {**val(before, now, name="eval_reward", error=0.03), "best": {"eval_reward": max(before, now)}}
+
+
+SFT_FLAGS, LORA, ADAMW = chat_sft.Config(), chat_sft.Config(lora_rank=8), chat_sft.Config(learning_rate=1e-5)
+CLIPPED = chat_sft.Config(learning_rate=1e-3, max_grad_norm=1e-9)
+RL_FLAGS, DISTILL = chat_rl.Config(), chat_rl.Config(loss="distill", teacher="sft")
+FELL, STILL = {"loss": 2.0}, {"loss": 5.0}
+WAYS = [
+    (SFT_FLAGS, STILL, STILL, {"rate": 0.0, **val(5, 5)}, "raise --lr_scale"),
+    (ADAMW, STILL, STILL, {"rate": 1e-9, **val(5, 5)}, "raise --learning_rate"),
+    (LORA, STILL, STILL, {"rate": 2e-4, "adapter": {"alpha": 1e-6, "rank": 8}, **val(5, 5)}, "raise --lora_alpha"),
+    (SFT_FLAGS, STILL, STILL, val(5, 5.1), "lower --lr_scale, or look at the data"),
+    (ADAMW, STILL, STILL, val(5, 5.1), "lower --learning_rate"),
+    (base_train.Config(), STILL, STILL, val(5, 5.1, name="val_bpb"), "lower --matrix_lr"),
+    (SFT_FLAGS, STILL, FELL, val(5, 5.1), "has fallen, train on more data"),
+    (SFT_FLAGS, STILL, STILL, val(4, 1.62, 1.09), "worse than 1.0900, the best: lower"),
+    (SFT_FLAGS, STILL, FELL, val(4, 1.62, 1.09), "has fallen, train on more data"),
+    (SFT_FLAGS, STILL, STILL, val(5, 4.999), "hardly moved (5.0000 -> 4.9990): raise --lr_scale"),
+    (CLIPPED, STILL, STILL, val(5, 4.999), "raise --max_grad_norm"),
+    (chat_dpo.Config(), STILL, {**STILL, "accuracy": 0.52}, val(0.6931, 0.6930), "scripts.preview"),
+    (SFT_FLAGS, FELL, STILL, {}, "the training loss is 5.0000, worse than 2.0000 at the beginning: lower"),
+    (SFT_FLAGS, STILL, STILL, {}, "the training loss has hardly moved (5.0000 -> 5.0000): raise --lr_scale"),
+    (SFT_FLAGS, STILL, {"loss": 11.0, "updated": 0.0}, {}, "too large, lower --lr_scale and begin again"),
+    (SFT_FLAGS, STILL, {"loss": 0.0, "updated": 0.0}, {}, "no target"),
+    (RL_FLAGS, {"no_signal": 0.86, "reward": 0.3}, {"no_signal": 0.9, "reward": 0.3}, {}, "86% of the questions"),
+    (RL_FLAGS, {"reward": 0.5}, {"reward": 0.5}, reward(0.6, 0.1), "eval_reward is 0.1000, worse than 0.6000"),
+    (DISTILL, {"kl": 1e-5}, {"kl": 1e-4, "no_signal": 1.0}, {}, "another --teacher"),
+    (base_train.Config(), STILL, {**STILL, "expert_max_share": 0.438}, {"experts": (8, 2)}, "88% of the tokens"),
+]
+CONTROLS = [
+    (SFT_FLAGS, STILL, FELL, val(5, 4)),
+    (base_train.Config(), STILL, FELL, val(5, 1.1, 1.09, "val_bpb")),
+    (SFT_FLAGS, STILL, STILL, {"steps": 4, **val(5, 5.01)}),  # a trial
+    (ADAMW, STILL, STILL, {"rate": 1e-6, **val(5, 4.98)}),
+    (LORA, STILL, FELL, {"rate": 2e-4, "adapter": {"alpha": 16, "rank": 64}, **val(5, 4)}),
+    (SFT_FLAGS, {"loss": 5.0, "square": 27.0}, {"loss": 5.1, "square": 28.0}, {}),  # by chance
+    (RL_FLAGS, {"no_signal": 0.7, "reward": 0.5}, {"no_signal": 1.0, "reward": 1.0}, reward(0.5, 1.0)),
+    (RL_FLAGS, {"reward": 0.5}, {"reward": 0.5}, reward(0.6, 0.5)),
+    (DISTILL, {"kl": 0.3}, {"kl": 1e-4, "no_signal": 1.0}, {}),
+    (base_train.Config(), STILL, {**FELL, "expert_max_share": 0.3}, {"experts": (8, 2)}),
+]
+
+
+@pytest.mark.parametrize(("flags", "first", "recent", "run", "words"), [*WAYS, *((*row, None) for row in CONTROLS)])
+def test_a_verdict_fits_its_cause(flags, first, recent, run, words):
+    line = judged(flags, first, recent, **run)
+    assert words in line if words else not line
+
+
+# ---------------------------------------------------------------------- by runs
 
 
 def warnings_of(capsys: pytest.CaptureFixture) -> tuple[list[str], str]:
     """The warnings about what a run has lost, and its last line."""
     captured = capsys.readouterr()
-    return re.findall(r"(?m)^warning: after .*: lower the learning rates", captured.err), captured.out.splitlines()[-1]
+    return re.findall(r"(?m)^warning: (after .*)", captured.err), captured.out.splitlines()[-1]
 
 
 @pytest.mark.parametrize("lr_scale", ["0.2", "100"])
 def test_a_run_that_makes_the_model_worse(start, capsys, lr_scale):
-    """At each evaluation and once at the end, also when it resumes; a run that learns has no such line."""
+    """Once, and at the end, also when it resumes; a run that learns has no such line."""
     flags = (*SFT, "--source=base", "--num_iterations=6", "--eval_every=2", "--save_every=4", f"--lr_scale={lr_scale}")
     call("chat_sft", *flags)
     lost, last = warnings_of(capsys)
@@ -35,35 +114,66 @@ def test_a_run_that_makes_the_model_worse(start, capsys, lr_scale):
     if lr_scale == "0.2":
         assert not lost and after < before
         return
-    assert re.findall(r"after (\d) steps", " ".join(lost)) == ["2", "4", "6"]
-    assert f"val_loss is {after:.4f}, worse than the {before:.4f}" in lost[-1]
+    assert re.findall(r"after (\d) steps", " ".join(lost)) == ["2", "6"]
+    assert f"val_loss is {after:.4f}, worse than {before:.4f} at the beginning" in lost[-1]
     forget_after(start, "sft", 4)
     call("chat_sft", *flags, "--resume")
-    assert warnings_of(capsys) == (lost[2:], last)
+    assert warnings_of(capsys) == (lost[1:], last)
 
 
-def test_a_run_without_gradients(start, capsys):
-    """A rate that makes every logit infinite for the softmax: no loss is NaN, and no step changes anything."""
-    call("base_train", *BASE, "--num_iterations=30", "--eval_every=15", "--matrix_lr=100", "--model_tag=lost")
-    lost, last = warnings_of(capsys)
-    assert [re.search(r"the last (\d\d) steps had no gradient", line) is not None for line in lost] == [True] * 2
-    # The untrained model of the first evaluation counts, too.
-    lines = metrics(start, "base", "lost")
-    values = [line[name] for line in lines for name in ("val_bpb_before", "val_bpb") if name in line]
-    assert len(values) == 3 and last.endswith(f"best validation {min(values):.4f} bits per byte, last {values[-1]:.4f}")
+def pairs(folder: Path) -> str:
+    """Which of two replies is chosen is random."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for number, heads in enumerate(torch.rand(200, generator=generator) < 0.5):
+        better, worse = ("Yes.", "No.") if heads else ("No.", "Yes.")
+        rows.append({"prompt": f"Is it {number}?", "chosen": better, "rejected": worse})
+    return f"--tasks={write_lines(folder / 'pairs.jsonl', rows)}"
 
 
-@pytest.mark.parametrize("is_constant", [True, False])
-def test_a_reward_that_is_always_the_same(start, capsys, monkeypatch, is_constant):
-    def reward(self: Addition, example: object, reply: list) -> float:
-        return 0.3 if is_constant else float(len(str(reply)) % 2)
+def upwards(model: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss with the gradient of the opposite sign."""
+    loss, targets = masked_loss(model, rows)
+    return 2 * loss.detach() - loss, targets
 
-    monkeypatch.setattr(Addition, "reward", reward)
+
+@pytest.mark.parametrize(
+    ("script", "flags", "words"),
+    [
+        ("base_train", (*BASE, "--matrix_lr=0"), "raise --matrix_lr"),
+        ("base_train", (*BASE, "--matrix_lr=100", "--num_iterations=30"), "too large, lower --matrix_lr"),
+        ("base_train", (*BASE, "--experts=4", "--experts_per_token=1"), "fewer experts"),
+        ("mid_train", (*MID, "--lr_scale=100"), "lower --lr_scale"),
+        ("chat_sft", (*SFT, "--lr_scale=0"), "raise --lr_scale"),
+        ("chat_sft", (*SFT, "--learning_rate=1e-9"), "raise --learning_rate"),
+        ("chat_sft", (*SFT, "--lora_rank=4", "--lora_alpha=1e-6"), "raise --lora_alpha"),
+        ("chat_sft", (*SFT, "--learning_rate=1e-3", "--max_grad_norm=1e-12"), "raise --max_grad_norm"),
+        ("chat_sft", (*SFT, "--val_share=0"), "the training loss is"),
+        ("chat_dpo", DPO, "scripts.preview"),
+        ("chat_dpo", RM, "scripts.preview"),
+        ("chat_rl", (*RL, "--num_samples=8"), "equally good"),
+        ("chat_rl", (*RL, "--loss=distill", "--teacher=base"), "another --teacher"),
+    ],
+)
+def test_a_run_that_goes_wrong(start, tmp_path, capsys, monkeypatch, script, flags, words):
+    """One line, which its last line repeats."""
+    rewards = itertools.count()
+    monkeypatch.setattr(Addition, "reward", lambda *_: float(next(rewards) % 100 == 7))  # one reply in a hundred
     monkeypatch.setattr(rollout, "ending", lambda tokens, mask, tokenizer: "complete")
-    sizes = ("--num_iterations=10", "--max_tokens=2", "--eval_every=0", "--num_samples=4")
-    call("chat_rl", *RL, "--source=base", *sizes)
-    lost, _ = warnings_of(capsys)
-    assert [line.count("the last 10 steps had no gradient") for line in lost] == ([1] if is_constant else [])
+    monkeypatch.setattr(router, "BIAS_RATE", -0.1)  # experts with more tokens than others are given more of them
+    if script != "base_train":
+        flags = (*flags, "--source=base", "--source_tag=d1")
+    if script == "chat_dpo":
+        flags = (*flags, pairs(tmp_path))
+    if "--val_share=0" in flags:
+        rows = [chat(f"What is {n}?", str(n)) for n in range(40)]
+        flags = (*flags, f"--tasks={write_lines(tmp_path / 'chats.jsonl', rows)}")
+        monkeypatch.setattr(losses, "masked_loss", upwards)
+    call(script, "--num_iterations=12", "--eval_every=6", "--model_tag=lost", *flags)
+    lost, last = warnings_of(capsys)
+    problem = re.fullmatch(r"after \d+ steps (.*?): .*", lost[-1])
+    assert words in lost[-1] and problem and last.startswith(f"done, but {problem[1]}: "), (lost, last)
+    assert len(lost) <= 2
 
 
 def spoiled(base: Path, value: float) -> Path:
