@@ -2,18 +2,15 @@
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanochat.run.progress import CLEAR, FEW_STEPS, FLAT, SIGNS, Progress
 
-if TYPE_CHECKING:
-    from nanochat.run.loop import Run
 
-
-def judge(run: "Run") -> str:
-    """`PROBLEM: ADVICE` by the progress of a run, its flags and its model; "" where nothing is wrong."""
+def judge(run: Any) -> str:
+    """`PROBLEM: ADVICE` by a Run's progress, flags, rates and model; "" where nothing is wrong."""
     progress, first, recent = run.progress, run.progress.first, run.progress.recent
-    flags: Any = run.config
+    flags = run.config
     rate_flag = "--lr_scale" if hasattr(flags, "lr_scale") else "--matrix_lr"
     if getattr(flags, "adamw_rate", None) is not None:
         rate_flag = "--learning_rate"
