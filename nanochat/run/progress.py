@@ -17,7 +17,7 @@ from nanochat.train import StepStats
 
 TIMED_STEPS = 2
 SIGNS = {"val_bpb": 1, "val_loss": 1, "eval_reward": -1}  # the number that ranks evaluations; -1: the higher the better
-WATCHED = ("loss", "square", "updated", "no_signal", "reward", "accuracy", "kl", "expert_max_share")  # by verdict.py
+WATCHED = ("loss", "square", "updated", "no_signal", "reward", "accuracy", "kl", "expert_max_share", "expert_entropy")
 FEW_STEPS = 10  # a shorter run is a trial, too short for a small change
 FLAT = 0.001  # a loss that changes by a smaller part has not changed
 CLEAR = 0.05  # a loss that changes by a larger part has not done so by chance

@@ -5,7 +5,7 @@ and by runs that really go wrong. Sources with NaN or too large weights, and dat
 prefer, are refused.
 """
 
-import itertools
+import random
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,10 +44,7 @@ def val(before: float, now: float, best: float = 9.0, name: str = "val_loss", er
     return {"initial": initial, "evaluated": {name: now, f"{name}_error": error}, "best": {name: min(now, best)}}
 
 
-def reward(before: float, now: float) -> dict[str, Any]:
-    return {**val(before, now, name="eval_reward", error=0.03), "best": {"eval_reward": max(before, now)}}
-
-
+REWARD: Any = {"name": "eval_reward", "error": 0.03}
 SFT_FLAGS, LORA, ADAMW = chat_sft.Config(), chat_sft.Config(lora_rank=8), chat_sft.Config(learning_rate=1e-5)
 CLIPPED = chat_sft.Config(learning_rate=1e-3, max_grad_norm=1e-9)
 RL_FLAGS, DISTILL = chat_rl.Config(), chat_rl.Config(loss="distill", teacher="sft")
@@ -70,9 +67,10 @@ WAYS = [
     (SFT_FLAGS, STILL, {"loss": 11.0, "updated": 0.0}, {}, "too large, lower --lr_scale and begin again"),
     (SFT_FLAGS, STILL, {"loss": 0.0, "updated": 0.0}, {}, "no target"),
     (RL_FLAGS, {"no_signal": 0.86, "reward": 0.3}, {"no_signal": 0.9, "reward": 0.3}, {}, "86% of the questions"),
-    (RL_FLAGS, {"reward": 0.5}, {"reward": 0.5}, reward(0.6, 0.1), "eval_reward is 0.1000, worse than 0.6000"),
+    (RL_FLAGS, {"reward": 0.5}, {"reward": 0.5}, val(0.6, 0.1, **REWARD), "eval_reward is 0.1000, worse than 0.6000"),
     (DISTILL, {"kl": 1e-5}, {"kl": 1e-4, "no_signal": 1.0}, {}, "another --teacher"),
-    (base_train.Config(), STILL, {**STILL, "expert_max_share": 0.438}, {"experts": (8, 2)}, "88% of the tokens"),
+    (base_train.Config(), STILL, {**FELL, "expert_max_share": 0.89, "expert_entropy": 0.5}, {"experts": (2, 1)}, "89%"),
+    (base_train.Config(), STILL, {**FELL, "expert_max_share": 0.5, "expert_entropy": 0.6}, {"experts": (4, 2)}, "50%"),
 ]
 CONTROLS = [
     (SFT_FLAGS, STILL, FELL, val(5, 4)),
@@ -81,10 +79,10 @@ CONTROLS = [
     (ADAMW, STILL, STILL, {"rate": 1e-6, **val(5, 4.98)}),
     (LORA, STILL, FELL, {"rate": 2e-4, "adapter": {"alpha": 16, "rank": 64}, **val(5, 4)}),
     (SFT_FLAGS, {"loss": 5.0, "square": 27.0}, {"loss": 5.1, "square": 28.0}, {}),  # by chance
-    (RL_FLAGS, {"no_signal": 0.7, "reward": 0.5}, {"no_signal": 1.0, "reward": 1.0}, reward(0.5, 1.0)),
-    (RL_FLAGS, {"reward": 0.5}, {"reward": 0.5}, reward(0.6, 0.5)),
+    (RL_FLAGS, {"no_signal": 0.7, "reward": 0.5}, {"no_signal": 1.0, "reward": 1.0}, val(0.5, 1.0, **REWARD)),
+    (RL_FLAGS, {"reward": 0.5}, {"reward": 0.5}, val(0.6, 0.5, **REWARD)),
     (DISTILL, {"kl": 0.3}, {"kl": 1e-4, "no_signal": 1.0}, {}),
-    (base_train.Config(), STILL, {**FELL, "expert_max_share": 0.3}, {"experts": (8, 2)}),
+    (base_train.Config(), STILL, {**FELL, "expert_max_share": 0.44, "expert_entropy": 0.79}, {"experts": (4, 2)}),
 ]
 
 
@@ -121,16 +119,6 @@ def test_a_run_that_makes_the_model_worse(start, capsys, lr_scale):
     assert warnings_of(capsys) == (lost[1:], last)
 
 
-def pairs(folder: Path) -> str:
-    """Which of two replies is chosen is random."""
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for number, heads in enumerate(torch.rand(200, generator=generator) < 0.5):
-        better, worse = ("Yes.", "No.") if heads else ("No.", "Yes.")
-        rows.append({"prompt": f"Is it {number}?", "chosen": better, "rejected": worse})
-    return f"--tasks={write_lines(folder / 'pairs.jsonl', rows)}"
-
-
 def upwards(model: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss with the gradient of the opposite sign."""
     loss, targets = masked_loss(model, rows)
@@ -150,21 +138,23 @@ def upwards(model: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ("chat_sft", (*SFT, "--learning_rate=1e-3", "--max_grad_norm=1e-12"), "raise --max_grad_norm"),
         ("chat_sft", (*SFT, "--val_share=0"), "the training loss is"),
         ("chat_dpo", DPO, "scripts.preview"),
-        ("chat_dpo", RM, "scripts.preview"),
+        ("chat_dpo", (*RM, "--lr_scale=0"), "raise --lr_scale"),
         ("chat_rl", (*RL, "--num_samples=8"), "equally good"),
         ("chat_rl", (*RL, "--loss=distill", "--teacher=base"), "another --teacher"),
     ],
 )
 def test_a_run_that_goes_wrong(start, tmp_path, capsys, monkeypatch, script, flags, words):
     """One line, which its last line repeats."""
-    rewards = itertools.count()
+    rewards = iter(range(10**6))
     monkeypatch.setattr(Addition, "reward", lambda *_: float(next(rewards) % 100 == 7))  # one reply in a hundred
     monkeypatch.setattr(rollout, "ending", lambda tokens, mask, tokenizer: "complete")
     monkeypatch.setattr(router, "BIAS_RATE", -0.1)  # experts with more tokens than others are given more of them
     if script != "base_train":
         flags = (*flags, "--source=base", "--source_tag=d1")
     if script == "chat_dpo":
-        flags = (*flags, pairs(tmp_path))
+        coins = [random.Random(n).sample(["Yes.", "No."], 2) for n in range(200)]
+        rows = [{"prompt": f"Is it {n}?", "chosen": coin[0], "rejected": coin[1]} for n, coin in enumerate(coins)]
+        flags = (*flags, f"--tasks={write_lines(tmp_path / 'pairs.jsonl', rows)}")
     if "--val_share=0" in flags:
         rows = [chat(f"What is {n}?", str(n)) for n in range(40)]
         flags = (*flags, f"--tasks={write_lines(tmp_path / 'chats.jsonl', rows)}")
