@@ -61,6 +61,7 @@ WAYS = [
     (SFT_FLAGS, STILL, STILL, val(5, 4.999), "hardly moved (5.0000 -> 4.9990): raise --lr_scale"),
     (CLIPPED, STILL, STILL, val(5, 4.999), "raise --max_grad_norm"),
     (chat_dpo.Config(), STILL, {**STILL, "accuracy": 0.52}, val(0.6931, 0.6930), "scripts.preview"),
+    (SFT_FLAGS, {"loss": 6.0, "opening": 2.0}, STILL, {}, "worse than 2.0000 at the beginning"),
     (SFT_FLAGS, FELL, STILL, {}, "the training loss is 5.0000, worse than 2.0000 at the beginning: lower"),
     (SFT_FLAGS, STILL, STILL, {}, "the training loss has hardly moved (5.0000 -> 5.0000): raise --lr_scale"),
     (SFT_FLAGS, STILL, {"loss": 11.0, "updated": 0.0}, {}, "too large, lower --lr_scale and begin again"),
