@@ -51,13 +51,13 @@ class Progress:
                 mean = self.recent.get(name, value)
                 self.recent[name] = mean + (value - mean) * min(1.0, steps / min(self.window, self.step))
         if self.step - steps < self.window:
-            self.first = {"opening": self.recent.get("loss", 0.0), **self.first, **self.recent}
+            self.first = {"opening": self.recent.get("loss", 1e9), **self.first, **self.recent}
 
     def training_loss(self) -> tuple[float, float, float]:
         """The loss at the beginning and now, and how much of their difference may be chance."""
-        before, count, now = self.first["loss"], self.window, self.recent["loss"]
-        if 0 < self.first["opening"] < before:  # too high a rate has raised the mean
-            before, count = self.first["opening"], 1
+        # Too high a rate may have raised the mean at once: then the loss of the first step is the lower one.
+        before, count = min((self.first["opening"], 1), (self.first["loss"], self.window))
+        now = self.recent["loss"]
         # The noise of a batch grows with the loss. Two standard errors; of the first steps nothing can be said.
         relative = max(0.0, self.recent["square"] / max(now, 1e-9) ** 2 - 1)
         noise = 2 * math.sqrt(relative * (before**2 / count + now**2 / self.window))
