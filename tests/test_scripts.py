@@ -26,6 +26,7 @@ from runs import (  # noqa: F401 (the lower-case ones that are not called are fi
     DPO,
     RL,
     ROOT,
+    SFT,
     STAGE_SCRIPTS,
     TINY,
     base,
@@ -45,10 +46,10 @@ from runs import (  # noqa: F401 (the lower-case ones that are not called are fi
 )
 from tiny import command_on_a_rank, cpu_device, run_ranks
 
-from nanochat import bpb, loader, train
+from nanochat import bpb, loader, model_folder, train
 from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
-from nanochat.ground import cli
+from nanochat.ground import cli, host, storage
 from nanochat.model_folder import steps as steps_of
 from nanochat.run import loop, saver, speed
 from nanochat.run.flags import TrainFlags
@@ -200,15 +201,16 @@ def test_flags_that_resume_refuses():
 def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -> list[int]:
     """The steps that a run saves whose ten minutes are over at every step, by the clock of rank 0."""
     saved = []
-    save = saver.save
+    prepare, settle = saver.prepare, loop.Run.settle_save
 
-    def noted(folder: Path, step: int, *arguments: Any, **options: Any) -> Path:
+    def noted(folder: Path, step: int, *arguments: Any, **options: Any) -> Any:
         saved.append(step)
-        return save(folder, step, *arguments, **options)
+        return prepare(folder, step, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "SAVE_EVERY_SECONDS", 0.0 if device.is_main else 1e9)
-        patch.setattr(saver, "save", noted)
+        patch.setattr(saver, "prepare", noted)
+        patch.setattr(loop.Run, "settle_save", lambda run, wait=True: settle(run))  # however long the thread takes
         patch.setattr(saver, "free_bytes", lambda _: room)
         command_on_a_rank(device, "base_train", flags)
     return saved
@@ -218,7 +220,7 @@ def saved_in_time(device: Device, flags: tuple[str, ...], room: int = 1 << 50) -
 def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer):  # noqa: F811
     flags = (*TINY, "--num_iterations=4")
     folder = base / "checkpoints/base/d1"
-    assert run_ranks(saved_in_time, (*flags, "--log_every=100")) == [[1, 2, 3, 4]] * 2
+    assert run_ranks(saved_in_time, flags) == [[1, 2, 3, 4]] * 2
     assert steps_of(folder) == [4]
     for more, saved, left in (
         (("--save_every=3",), [3, 4], [3, 4]),
@@ -241,10 +243,74 @@ def test_ten_minutes_of_training_are_saved_and_the_newest_stays(base, tokenizer)
 def test_the_next_save_is_ten_minutes_after_the_last_one(step, saved, step_seconds, planned):
     run: Any = SimpleNamespace(
         config=TrainFlags(), device=cpu_device(), folder=Path("/"), checkpoint_bytes=0, progress=Progress(step),
-        saved_step=saved, step_seconds=step_seconds, in_time=[], first_step=0,
+        saved_step=saved, step_seconds=step_seconds, in_time=[], first_step=0, saving=None,
     )  # fmt: skip
     loop.Run._plan_save(run)
     assert run.next_save == planned
+
+
+# ---------------------------------------------------------------------- saves beside the training
+
+
+def saves(device: Device, script: str, flags: tuple[str, ...], beside: bool) -> str:
+    """What a run prints whose saves are slow, or which has no memory for a copy and waits for them."""
+    write = storage.write_tensors
+
+    def slowly(*arguments: Any) -> Any:
+        time.sleep(0.5)
+        return write(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if beside:
+            patch.setattr(storage, "write_tensors", slowly)
+        else:
+            patch.setattr(host, "free_memory", lambda: 1)
+        return command_on_a_rank(device, script, flags)
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "ranks"),
+    [
+        ("base_train", TINY, 1),
+        pytest.param("base_train", (*TINY, "--parallel=ddp"), 2, marks=pytest.mark.slow),
+        pytest.param("base_train", (*TINY, "--parallel=fsdp"), 2, marks=pytest.mark.slow),
+        pytest.param("chat_sft", (*SFT, "--source=base/d1", "--lora_rank=2"), 1, marks=pytest.mark.slow),
+        pytest.param("chat_rl", (*RL, "--source=base/d1"), 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_save_beside_the_training_has_the_bits_of_one_that_waits(start, script, flags, ranks):  # noqa: F811
+    stage = script.removesuffix("_train").removeprefix("chat_")
+    printed = []
+    for tag in ("beside", "waits"):
+        arguments = script, (*flags, "--num_iterations=3", "--save_every=1", f"--model_tag={tag}"), tag == "beside"
+        printed.append((run_ranks(saves, *arguments) if ranks > 1 else [saves(cpu_device(), *arguments)])[0])
+    for step in (1, 2, 3):
+        manifests, metas = [], []
+        for tag in ("beside", "waits"):
+            folder = step_folder(start, stage, step, tag)
+            metas.append(model_folder.verify(folder))
+            manifests.append(json.loads((folder / "manifest.json").read_text()))
+            del manifests[-1]["meta.json"], metas[-1]["trained_at"], metas[-1]["progress"]["seconds"]
+            assert metas[-1]["config"].pop("model_tag") == tag
+        assert manifests[0] == manifests[1] and metas[0] == metas[1]
+    first_saved = rf"^{stage} 1/|^saved(?= \S+step_000001$)"
+    orders = [re.findall(first_saved, text, re.MULTILINE) for text in printed]
+    assert orders == [[f"{stage} 1/", "saved"], ["saved", f"{stage} 1/"]]
+    assert printed[1].count("warning: training waits while a checkpoint is written") == 1
+
+
+def test_a_run_that_fails_completes_the_save_under_way(base, tokenizer, monkeypatch):  # noqa: F811
+    train_step = train.train_step
+
+    def fails_after_the_save(*arguments: Any, **options: Any) -> Any:
+        if (base / "checkpoints/base/d1").exists():
+            raise RuntimeError("a step fails")
+        return train_step(*arguments, **options)
+
+    monkeypatch.setattr(train, "train_step", fails_after_the_save)
+    with pytest.raises(RuntimeError, match="a step fails"):
+        saves(cpu_device(), "base_train", (*TINY, "--num_iterations=9", "--save_every=2"), beside=True)
+    assert steps_of(base / "checkpoints/base/d1") == [2]
 
 
 # ---------------------------------------------------------------------- the best checkpoint
@@ -281,19 +347,16 @@ class Killed(BaseException):
 @contextlib.contextmanager
 def killed_at(kill: int, function: str):
     """Killed after the save of step `kill`, or, in `_retire`, before its deletions."""
-    real = getattr(saver, function)
+    owner = saver if function == "_retire" else loop.Run
+    real = getattr(owner, function)
 
-    def doomed(folder: Path, *arguments: Any, **options: Any) -> Any:
-        step = arguments[0] if function == "save" else int(folder.name.removeprefix("step_"))
-        if function == "_retire" and step == kill:
+    def doomed(*arguments: Any) -> None:
+        if f"step_{kill:06d}" in str(arguments):
             raise Killed
-        saved = real(folder, *arguments, **options)
-        if step == kill:
-            raise Killed
-        return saved
+        real(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(saver, function, doomed)
+        patch.setattr(owner, function, doomed)
         yield
 
 
@@ -312,7 +375,7 @@ def test_the_best_checkpoint_stays(start, capsys, validate, script, flags):  # n
     call(script, *flags)
     hashes = [sha256(start, stage, step, "best") for step in (4, 8)]
     assert steps_of(folder) == [*range(1, 9)] and use in capsys.readouterr().out.splitlines()
-    kills = ((3, "save", [2, 3]), (4, "_retire", [2, 3, 4]), (5, "_retire", [4, 5]), (7, "save", [4, 7]))
+    kills = ((3, "_count_save", [2, 3]), (4, "_retire", [2, 3, 4]), (5, "_retire", [4, 5]), (7, "_count_save", [4, 7]))
     for kill, function, left in kills if stage == "base" else kills[:2]:
         with killed_at(kill, function):
             call(script, *flags, "--keep_last=1")

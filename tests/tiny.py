@@ -38,6 +38,7 @@ from nanochat.ground import cli, rooms
 from nanochat.kernels.gradients import WrittenKernels
 from nanochat.mixture import RenderedPair
 from nanochat.operators import TorchKernels
+from nanochat.ranks import decide_on_rank_zero
 from nanochat.run import saver
 from nanochat.tokenizer import Tokenizer
 
@@ -218,13 +219,25 @@ def save_checkpoint(folder: Path, step: int, model: GPT, tokenizer: Tokenizer, m
 BYTES = Tokenizer([bytes([value]) for value in range(256)])
 
 
-def save_step(folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: int = 1, **options: Any) -> Path:
-    """A checkpoint of the smallest model, all of which follows from the seed."""
-    state = momentum(seed + rank)
+def save_step(
+    folder: Path, step: int, seed: int = 0, *, rank: int = 0, ranks: int = 1, stop: Any = None, **options: Any
+) -> Path:
+    """A checkpoint of the smallest model, all of which follows from the seed. With a stop a thread writes it, while
+    steps, each with a collective, change everything."""
+    model, state = smallest_model(seed), momentum(seed + rank)
     row = {"row": torch.tensor([seed + rank, 8])}
     device = cpu_device(rank=rank, world_size=ranks)
-    meta = {"stage": "base", "seed": seed}
-    return saver.save(folder, step, smallest_model(seed), BYTES, meta, state, row, device, **options)
+    meta = {"stage": "base", "seed": seed, "pretraining": {"seed": seed}}
+    write = saver.prepare(folder, step, model, BYTES, meta, state, row, device, beside=stop is not None, **options)
+    if stop is None:
+        return write(None)
+    written = None
+    while written is None or not decide_on_rank_zero(device, written.done):
+        for tensor in (*model.parameters(), *state.values(), *row.values()):
+            tensor.data += 1
+        meta["pretraining"]["seed"] += 1
+        written = written or saver.in_thread(write, stop)
+    return Path(decide_on_rank_zero(device, written.result))
 
 
 def forkserver() -> ForkServerContext:

@@ -79,13 +79,13 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def whole_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def whole_weights(model: nn.Module, copied: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every trained parameter by name, one at a time, all ranks together: whole in rank 0's main memory, empty
-    elsewhere."""
+    elsewhere; with `copied` never over the memory of the model."""
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     for name, parameter in trained_parameters(model).items():
         gathered = whole(parameter)
-        yield name, gathered.cpu().contiguous() if is_main else torch.empty(0, dtype=gathered.dtype)
+        yield name, gathered.to("cpu", copy=copied).contiguous() if is_main else torch.empty(0, dtype=gathered.dtype)
 
 
 def is_sharded(model: Any) -> bool:

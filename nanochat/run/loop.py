@@ -27,15 +27,18 @@ import math
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
+from concurrent import futures
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from nanochat import device as devices
 from nanochat import model_folder
-from nanochat.ground import screen, user_code
+from nanochat.ground import host, screen, user_code
 from nanochat.ground.cli import Interrupted, UserError
 from nanochat.ground.log import counted, print0, record, warn
 from nanochat.ground.paths import checkpoint_dir, lock, run_dir, unlock
@@ -53,6 +56,9 @@ from nanochat.train import StepStats
 
 SAVE_SECONDS = 900.0  # how long a save may take before it counts as a hang
 SAVE_EVERY_SECONDS = 600.0  # training time between saves, unless --save_every is set
+LAST_SAVE_SECONDS = 600.0  # for the last save to find room on the disk
+RETRY_SECONDS = 5.0
+LEAVE_SECONDS = 10.0  # for a save under way when another rank may be gone
 FREEZE_AFTER = 3  # steps of a process: then the compiler's code is there too
 
 
@@ -106,7 +112,10 @@ class Run:
         self.saved_seconds = self.progress.seconds  # training time up to that checkpoint
         self.step_seconds = 0.0  # time of a step since then, as of the last log line
         self.next_save: int | None = None  # without --save_every: the step at which it is time
+        self.saving: futures.Future[str] | None = None  # the save that a thread writes
+        self.saving_progress: dict[str, Any] = {}  # and the progress in it
         self.warned_of_room = False
+        self.warned_of_memory = False
         self.stopped = False  # a signal ends the run, or a failure
         self.has_validation = True
         self._stats: StepStats | None = None  # stats of the last step, until a log line has read them
@@ -151,6 +160,10 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and self.saving is not None:
+            # After a failed collective another rank may be gone, and with it its part of the save.
+            with self.phase("saving", SAVE_SECONDS):
+                futures.wait([self.saving], LEAVE_SECONDS if devices.explain(error) else SAVE_SECONDS)
         self._stack.__exit__(kind, error, trace)
         if error is not None and self.stop.signal and devices.explain(error):
             sys.exit(128 + self.stop.signal)  # another rank failed, has printed why, and made torchrun end this one
@@ -264,6 +277,7 @@ class Run:
         """
         line = self._read() | more
         self.progress.note(more, self.meter.steps)
+        self.settle_save(wait=False)
         steps = self.progress.step - (self.saved_step or self.first_step)
         self.step_seconds = (self.progress.seconds - self.saved_seconds) / steps
         self._plan_save()
@@ -344,6 +358,7 @@ class Run:
             return {}
         line = self.meter.read(stats)
         if self.meter.since_good >= 3:
+            self.settle_save()
             last_good = self.progress.step - self.meter.since_good - 1
             raise saver.divergence(self.folder, last_good, self.first_step)
         return line
@@ -351,44 +366,97 @@ class Run:
     # ---------------------------------------------------------------------- saving, and the end
 
     def save(self, loader_state: dict[str, Tensor]) -> None:
-        """Write a checkpoint of the present weights; training continues when all ranks have written their part.
+        """Write a checkpoint of the present weights: a thread does, while training continues. The last one is waited
+        for, and tried for LAST_SAVE_SECONDS before trained weights are lost.
 
         `loader_state` is this rank's position in the data.
         Raises UserError: when it cannot be written and the run ends here. Else a later save may succeed.
         """
         self._read()  # a signal may have stopped the run between two log lines
+        self.settle_save()  # one at a time
+        if self.progress.step == self.saved_step:  # a failure stopped the run before the next step
+            return
+        give_up = time.monotonic() + LAST_SAVE_SECONDS
+        error = self._try_save(loader_state)
+        if error is not None:
+            hint = f"; trying again for {LAST_SAVE_SECONDS:g} s" if self.must_leave else ""
+            warn(f"step {self.progress.step} was not saved: {error}{hint}")
+        while error is not None and self.must_leave:
+            if not decide_on_rank_zero(self.device, lambda: time.monotonic() < give_up):
+                raise error
+            time.sleep(RETRY_SECONDS)
+            self.stop.should_stop()  # the watchdog sees that this is not a hang
+            error = self._try_save(loader_state)
+        self.meter.restart()
+
+    def _try_save(self, loader_state: dict[str, Tensor]) -> Exception | None:
+        """Save, or begin to; returns why that failed."""
         step = self.progress.step
         best = self.progress.best_saved
         evaluated = self.progress.evaluated
         if evaluated is not None and evaluated["step"] == step and loss_of(evaluated) < loss_of(best):
             best = evaluated
         best_step = None if best is None else int(best["step"])
-        meta = {**self.meta, "progress": {**asdict(self.progress), "best_saved": best}}
+        progress = {**asdict(self.progress), "best_saved": best}
+        beside = not self.must_leave and decide_on_rank_zero(self.device, self._has_memory)
         try:
             with self.phase("saving", SAVE_SECONDS), screen.Bar("saving"):
-                saved = saver.save(
-                    self.folder, step, self.start.model, self.start.tokenizer, meta, self.optimizer.state_dict(),
-                    loader_state, self.device, keep_last=self.config.keep_last, best=best_step,
-                    replaces=() if self.config.keep_last else self.in_time,
+                write = saver.prepare(
+                    self.folder, step, self.start.model, self.start.tokenizer, {**self.meta, "progress": progress},
+                    self.optimizer.state_dict(), loader_state, self.device, keep_last=self.config.keep_last,
+                    best=best_step, replaces=() if self.config.keep_last else self.in_time, beside=beside,
                 )  # fmt: skip
+                if beside:
+                    self.saving = saver.in_thread(write, self.stop)
+                    self.saving_progress = progress
+                    self.next_save = None  # planned when this one is over
+                else:
+                    self._count_save(write(None), progress)
         except (UserError, OSError) as error:
-            if self.must_leave:
-                raise
-            warn(f"step {step} was not saved: {error}")
-        else:
-            print0(f"saved {saved}")
-            self.progress.best_saved = best
-            if self.config.save_every is None:
-                self.in_time = [*(one for one in self.in_time if one == best_step), step]
-            self.saved_step = step
-            self.saved_seconds = self.progress.seconds
-            if not self.must_leave:
-                self._plan_save()
-        self.meter.restart()
+            return error
+        return None
+
+    def settle_save(self, wait: bool = True) -> None:
+        """Count the save that a thread writes, or warn that it failed; without `wait`, only if it is over. All ranks
+        call this together."""
+        saving = self.saving
+        if saving is None or not (wait or decide_on_rank_zero(self.device, saving.done)):
+            return
+        self.saving = None
+        try:
+            with self.phase("saving", SAVE_SECONDS), screen.Bar("saving"):
+                saved = decide_on_rank_zero(self.device, saving.result)
+            self._count_save(saved, self.saving_progress)
+        except (UserError, OSError) as error:
+            warn(f"step {self.saving_progress['step']} was not saved: {error}")
+
+    def _count_save(self, saved: Path | str, progress: dict[str, Any]) -> None:
+        """A checkpoint with this progress is on the disk."""
+        print0(f"saved {saved}")
+        best = self.progress.best_saved = progress["best_saved"]
+        if self.config.save_every is None:
+            self.in_time = [one for one in self.in_time if best is not None and one == best["step"]]
+            self.in_time.append(progress["step"])
+        self.saved_step = progress["step"]
+        self.saved_seconds = progress["seconds"]
+        if not self.must_leave:
+            self._plan_save()
+
+    def _has_memory(self) -> bool:
+        """Whether main memory has room for a copy of the checkpoint, which training would change, and to spare."""
+        free = host.free_memory() or math.inf
+        fits = 2 * self.checkpoint_bytes < free
+        if not fits and not self.warned_of_memory:
+            warn(
+                f"training waits while a checkpoint is written: a copy of its {self.checkpoint_bytes:,} bytes takes "
+                f"more than half of the free memory, {free:,} bytes"
+            )
+            self.warned_of_memory = True
+        return fits
 
     def _plan_save(self) -> None:
         """Without --save_every: choose the step of the next save, by the time of the steps so far. A collective."""
-        if self.config.save_every is not None:
+        if self.config.save_every is not None or self.saving is not None:
             return
 
         # The ranks' clocks differ, so rank 0 chooses. All ranks are here, at a log line or after a save.

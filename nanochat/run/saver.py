@@ -8,6 +8,7 @@ every file with the manifest, so it also notices later damage on the disk.
 """
 
 import contextlib
+import copy
 import dataclasses
 import errno
 import json
@@ -16,9 +17,12 @@ import os
 import platform
 import re
 import shutil
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +42,17 @@ from nanochat.ranks import decide_on_rank_zero, gather_values
 from nanochat.run.flags import TrainFlags
 from nanochat.run.progress import Progress
 from nanochat.run.stage import Start
+from nanochat.run.stop import Stop
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
 
 ROOM = 1.02  # the tensors of a checkpoint, and 2% for its JSON files and the file system
+NICE = 10  # of the thread that writes: a tenth of a core that training wants
 
 # ---------------------------------------------------------------------- saving
 
-# A save of step 100 by two ranks, from top to bottom. No reader looks into the folder until the last line:
+# A save of step 100 by two ranks, from top to bottom. No reader looks into the folder until the last line. While
+# training continues, a thread of each rank does what follows the first wait, and the end is not waited for:
 #
 #     rank 0                                            rank 1
 #     makes step_000100.tmp/
@@ -64,7 +71,12 @@ ROOM = 1.02  # the tensors of a checkpoint, and 2% for its JSON files and the fi
 #      "training.rank0.safetensors": {...}, "training.rank1.safetensors": {...}, "training.json": {...}}
 
 
-def save(
+def save(*arguments: Any, **options: Any) -> Path:
+    """Write a checkpoint and return its path; all ranks call this together, with the arguments of `prepare`."""
+    return prepare(*arguments, **options)(None)
+
+
+def prepare(
     folder: Path,
     step: int,
     model: GPT,
@@ -77,14 +89,17 @@ def save(
     keep_last: int = 0,
     replaces: Sequence[int] = (),
     best: int | None = None,
-) -> Path:
-    """Write `step_<n>` into a run's folder and return its path; all ranks call this together.
+    beside: bool = False,
+) -> Callable[[Stop | None], Path]:
+    """Begin to write `step_<n>` into a run's folder; all ranks call this together. The function that is returned does
+    the rest and returns the path: all ranks call it with None, or after `beside` with the run's stop in `in_thread`.
 
     `optimizer_state` is `Optimizer.state_dict()`, of which all ranks write a part. `loader_state` is this rank's
     position in the data. The rank's random generators are saved too.
     `keep_last` steps stay, the newest ones (0: all). The steps that this one `replaces` are deleted. The `best` stays.
 
-    Raises UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are untouched.
+    Both raise UserError or OSError: on all ranks, when one of them cannot write its part. Older checkpoints are
+    untouched.
     """
     final = model_folder.step_path(folder, step)
     unfinished = final.with_name(final.name + ".tmp")
@@ -100,50 +115,77 @@ def save(
 
     # Rank 0 makes an empty folder, without the leftovers of a save that was killed; then the others may use it.
     @explained_full_disk(folder, needed_bytes)
-    def prepare() -> None:
+    def make_folder() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(unfinished, ignore_errors=True)
         require_room(folder, needed_bytes)  # a full disk is found before anything is written
         unfinished.mkdir()
 
-    decide_on_rank_zero(device, prepare)
+    decide_on_rank_zero(device, make_folder)
 
-    # Every rank writes its share; rank 0 also writes the model, whose sharded weights all ranks gather together. A rank
-    # that fails reports it to the others instead of raising at once: they would wait for it in the next collective.
-    weights = dict(whole_weights(model))
-    files = {}
-    failure: Exception | None = None
-    try:
-        with explained_full_disk(folder, needed_bytes):
-            if device.is_main:
-                about = {"step": step, "world_size": device.world_size}
-                files = write_model(unfinished, model.config, weights, tokenizer, about | meta)
-            name = storage.share_name(device.rank)
-            files[name] = storage.write_tensors(unfinished / name, share)
-    except Exception as error:
-        failure = error
-    failed = None if failure is None else f"rank {device.rank}: {failure}"
-    reports = gather_values((files, entries, failed), device)
+    # Rank 0 also writes the model, whose sharded weights all ranks gather together. The next steps change all of this,
+    # and the scripts what they have put into `meta`.
+    weights = dict(whole_weights(model, copied=beside))
+    if beside:
+        share = {name: tensor.to("cpu", copy=True) for name, tensor in share.items()}
+    about = copy.deepcopy({"step": step, "world_size": device.world_size, **meta})
 
-    # All ranks are done: only now may the folder get its name, and only rank 0 gives it.
-    @explained_full_disk(folder, needed_bytes)
-    def finish() -> None:
+    def write(stop: Stop | None) -> Path:
+        # A rank that fails reports it to the others instead of raising at once: they would wait for it.
+        files = {}
+        failure: Exception | None = None
         try:
-            for other_files, _, failed in reports:
-                if failed:
-                    raise failure or UserError(f"{final} could not be saved: {failed}")
-                files.update(other_files)
-            # Which part of which tensor each rank wrote: the index, in which any number of ranks finds its parts.
-            index = storage.merge(entries for _, entries, _ in reports)
-            files["training.json"] = storage.write_json(unfinished / "training.json", index)
-            commit(unfinished, final, files)
-        except BaseException:
-            shutil.rmtree(unfinished, ignore_errors=True)  # give the room back
-            raise
-        _retire(final, keep_last, replaces, best)
+            with explained_full_disk(folder, needed_bytes):
+                if device.is_main:
+                    files = write_model(unfinished, model.config, weights, tokenizer, about)
+                name = storage.share_name(device.rank)
+                files[name] = storage.write_tensors(unfinished / name, share)
+        except Exception as error:
+            failure = error
+        report = files, entries, None if failure is None else f"rank {device.rank}: {failure}"
+        # The collectives of a thread would mix with those of the training.
+        reports = gather_values(report, device) if stop is None else stop.collect(final.name, report)
 
-    decide_on_rank_zero(device, finish)
-    return final
+        # All ranks are done: only now may the folder get its name, and only rank 0 gives it.
+        @explained_full_disk(folder, needed_bytes)
+        def finish() -> None:
+            try:
+                for other_files, _, failed in reports:
+                    if failed:
+                        raise failure or UserError(f"{final} could not be saved: {failed}")
+                    files.update(other_files)
+                # Which part of which tensor each rank wrote: the index, in which any number of ranks finds its parts.
+                index = storage.merge(entries for _, entries, _ in reports)
+                files["training.json"] = storage.write_json(unfinished / "training.json", index)
+                commit(unfinished, final, files)
+            except BaseException:
+                shutil.rmtree(unfinished, ignore_errors=True)  # give the room back
+                raise
+            _retire(final, keep_last, replaces, best)
+
+        if stop is None:
+            decide_on_rank_zero(device, finish)
+        elif device.is_main:
+            finish()
+        return final
+
+    return write
+
+
+def in_thread(write: Callable[[Stop | None], Path], stop: Stop) -> Future[str]:
+    """Have a thread write what was prepared; what becomes of it on rank 0 counts for all ranks."""
+    written: Future[str] = Future()
+
+    def run() -> None:
+        if sys.platform == "linux":  # where a thread has its own priority: training takes the cores first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        try:
+            written.set_result(str(write(stop)))
+        except BaseException as error:
+            written.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()  # it may wait for a rank that is gone
+    return written
 
 
 def _retire(saved: Path, keep_last: int, replaces: Sequence[int], best: int | None) -> None:

@@ -9,6 +9,7 @@ highest step that any rank has passed, and all ranks stop there, however far the
 """
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -18,7 +19,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from nanochat.ranks import sum_over_ranks
 
 ASK_SECONDS = 0.5  # `should_stop` asks the store for other ranks' signals this often
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed; nohup ignores it
+COLLECT_POLL_SECONDS = 0.1
 STORE_SECONDS = 20.0  # for the store to answer a request
 AT_ONCE_SECONDS = 1.0  # a second Ctrl-C within this is the first one, sent twice for one key press
 
@@ -121,6 +123,21 @@ class Stop:
             return interrupted
         flag = torch.tensor(float(interrupted), device=self.device.torch_device)
         return sum_over_ranks(flag, self.device).item() > 0
+
+    def collect(self, name: str, value: Any) -> list[Any]:
+        """Send rank 0 what JSON can hold. It waits, and returns the ranks' values in rank order. Not a collective."""
+        if self.store is None:
+            return [value]
+        keys = [f"{name}/{rank}" for rank in range(self.device.world_size)]
+        self.store.set(keys[self.device.rank], json.dumps(value))
+        if not self.device.is_main:
+            return []
+        while not self.store.check(keys):  # `get` would keep the training from the store until it has its answer
+            time.sleep(COLLECT_POLL_SECONDS)
+        values = [json.loads(value) for value in self.store.multi_get(keys)]
+        for key in keys:
+            self.store.delete_key(key)
+        return values
 
     def request(self, number: int) -> None:
         """Stop the run as this signal does."""

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from tiny import cpu_device, momentum, save_step, smallest_model
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
 
 from nanochat import model_folder
 from nanochat import ranks as collectives
@@ -29,6 +30,7 @@ from nanochat.ground.cli import UserError
 from nanochat.model_folder import newest, steps
 from nanochat.run import saver
 from nanochat.run.saver import clean_up, load_training
+from nanochat.run.stop import Stop
 
 FILES = {"manifest.json", "meta.json", "model.safetensors", "tokenizer.json", "training.json"}
 KILLED, FAILED = 9, 3  # exit codes
@@ -45,6 +47,7 @@ def usable(folder: Path) -> tuple[int, int] | None:
         return None
     path, meta = found
     model, state, seed = smallest_model(100), momentum(), meta["seed"]
+    assert meta["pretraining"]["seed"] == seed
     saver.load_trained(model, path / "model.safetensors")
     expected = smallest_model(seed).state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
@@ -130,6 +133,14 @@ def forked(action: Callable[[int], Any], ranks: int) -> list[int]:
     return children
 
 
+def stop_of(rank: int, ranks: int, path: Path) -> Stop:
+    """A run's stop, over a file in place of the job's store."""
+    stop = Stop(cpu_device(), 0)
+    stop.device = cpu_device(rank=rank, world_size=ranks)
+    stop.store = FileStore(str(path), ranks) if ranks > 1 else None
+    return stop
+
+
 def exit_code(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -163,23 +174,27 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("template", "ranks", "doomed", "torn"),
+    ("template", "ranks", "doomed", "torn", "beside"),
     [
-        pytest.param("nothing", 1, 0, False, marks=SLOW),
-        ("older", 1, 0, True),
-        pytest.param("older", 1, 0, False, marks=SLOW),  # keeps only the last step
-        pytest.param("leftover", 1, 0, False, marks=SLOW),
-        pytest.param("damaged", 1, 0, False, marks=SLOW),
-        ("whole", 1, 0, True),
-        pytest.param("whole", 1, 0, False, marks=SLOW),
-        pytest.param("older", 2, 0, False, marks=SLOW),
-        pytest.param("older", 2, 1, True, marks=SLOW),
-        ("whole.tmp", 1, 0, False),  # killed while an earlier kill is put right
-        ("whole.old", 1, 0, False),
+        pytest.param("nothing", 1, 0, False, False, marks=SLOW),
+        ("older", 1, 0, True, False),
+        ("older", 1, 0, False, True),  # keeps only the last step
+        pytest.param("older", 1, 0, False, False, marks=SLOW),  # likewise
+        pytest.param("leftover", 1, 0, False, False, marks=SLOW),
+        pytest.param("damaged", 1, 0, False, True, marks=SLOW),
+        ("whole", 1, 0, True, False),
+        pytest.param("whole", 1, 0, False, False, marks=SLOW),
+        pytest.param("older", 2, 0, False, False, marks=SLOW),
+        pytest.param("older", 2, 1, True, False, marks=SLOW),
+        pytest.param("older", 2, 0, False, True, marks=SLOW),
+        pytest.param("older", 2, 1, False, True, marks=SLOW),
+        ("whole.tmp", 1, 0, False, False),  # killed while an earlier kill is put right
+        ("whole.old", 1, 0, False, False),
     ],
 )
-def test_a_kill_at_any_operation_costs_nothing(folder, templates, template, ranks, doomed, torn):
-    """Step 2 is saved with seed 7, or a folder is cleaned up; one rank ends at its first operation, its second, ..."""
+def test_a_kill_at_any_operation_costs_nothing(folder, templates, template, ranks, doomed, torn, beside):
+    """Step 2 is saved with seed 7, also beside steps, or a folder is cleaned up; one rank ends at its first operation,
+    its second, ..."""
     keep_last = 1 if (template, ranks, torn) == ("older", 1, False) else 0
     is_clean_up = "." in template
     outcomes = []
@@ -194,7 +209,8 @@ def test_a_kill_at_any_operation_costs_nothing(folder, templates, template, rank
             if is_clean_up:
                 clean_up(folder)
             else:
-                save_step(folder, 2, seed=7, rank=rank, ranks=ranks, keep_last=keep_last)
+                stop = stop_of(rank, ranks, folder.with_name(f"store{at}")) if beside else None
+                save_step(folder, 2, seed=7, rank=rank, ranks=ranks, keep_last=keep_last, stop=stop)
 
         codes = [exit_code(child) for child in forked(run, ranks)]
         assert codes[doomed] in (0, KILLED)
@@ -212,7 +228,7 @@ def test_a_kill_at_any_operation_costs_nothing(folder, templates, template, rank
     before = {"nothing": None, "whole": (2, 2)}.get(template, (1, 1))
     first = outcomes.index((2, 7))
     assert set(outcomes[:first]) == {before} and set(outcomes[first:]) == {(2, 7)}  # once it is there it stays
-    assert first >= (4 if torn else 21)
+    assert first >= (4 if torn or doomed else 21)
     assert steps(folder)[-1] == 2 and (not keep_last or steps(folder) == [2])
 
 

@@ -19,14 +19,14 @@ from nanochat.ground import cli
 from nanochat.run import saver
 from scripts import base_train
 
-save = saver.save
-def saved(folder, step, *arguments, **options):
-    final = save(folder, step, *arguments, **options)
+prepare = saver.prepare
+def noted(folder, step, *arguments, **options):
+    write = prepare(folder, step, *arguments, **options)
     resident = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     print("held", step, resident, len(os.listdir("/proc/self/fd")), flush=True)
-    return final
+    return write
 
-saver.save = saved
+saver.prepare = noted
 cli.run(base_train.main, base_train.Config)
 print("torch._dynamo" in sys.modules)
 """

@@ -39,9 +39,9 @@ from tiny import command_on_a_rank, run_command, run_ranks
 
 from nanochat import model_folder, train
 from nanochat.device import Device
-from nanochat.ground import cli
+from nanochat.ground import storage
 from nanochat.model_folder import steps as steps_of
-from nanochat.run import saver
+from nanochat.run import loop
 from nanochat.run.run_log import RunLog
 
 # ---------------------------------------------------------------------- the terminal
@@ -100,25 +100,34 @@ class FullAtFirst:
 
 
 def test_a_disk_that_is_full_for_a_moment_costs_no_run(base, tokenizer, capsys, monkeypatch):
-    """One save fails, and two lines of the log wait until there is room."""
-    save, init = saver.save, RunLog.__init__
+    """One save fails in its thread, the last one three times, and two lines of the log wait until there is room."""
+    write, init = storage.write_tensors, RunLog.__init__
+    full_for = {"step_000002.tmp": 1, "step_000006.tmp": 3}
 
-    def fails_once(folder, step, *arguments, **options):
-        if step == 2:
-            raise cli.UserError("the disk is full")
-        return save(folder, step, *arguments, **options)
+    def fails_first(path: Path, *arguments: Any) -> Any:
+        full_for[path.parent.name] = full_for.get(path.parent.name, 0) - 1
+        if full_for[path.parent.name] >= 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, *arguments)
 
     def opened(log: RunLog, *arguments: Any, **options: Any) -> None:
         init(log, *arguments, **options)
         log._file = FullAtFirst(log._file, 2)  # pyright: ignore[reportAttributeAccessIssue]
 
-    monkeypatch.setattr(saver, "save", fails_once)
+    monkeypatch.setattr(storage, "write_tensors", fails_first)
+    monkeypatch.setattr(loop, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(RunLog, "__init__", opened)
-    call("base_train", *TINY, "--num_iterations=6", "--save_every=2")
+    flags = (*TINY, "--num_iterations=6", "--save_every=2")
+    call("base_train", *flags)
     err = capsys.readouterr().err
-    assert "warning: step 2 was not saved: the disk is full" in err
+    failed = re.findall(r"^warning: step (\d) was not saved: the disk is full: .*?(; trying .*)?$", err, re.MULTILINE)
+    assert failed == [("2", ""), ("6", "; trying again for 600 s")]
     assert f"warning: {base}/runs/base/d1/metrics.jsonl: {os.strerror(errno.ENOSPC)}" in err
     assert steps_of(base / "checkpoints/base/d1") == [4, 6] and len(losses(base, "base")) == 6
+    full_for["step_000006.tmp"] = 10**9
+    monkeypatch.setattr(loop, "LAST_SAVE_SECONDS", 0.1)
+    assert mistake(capsys, "base_train", *flags, warnings=2)[0] == 1
+    assert full_for["step_000006.tmp"] < 10**9 - 3 and steps_of(base / "checkpoints/base/d1") == [2, 4]
 
 
 # ---------------------------------------------------------------------- data that change
