@@ -47,7 +47,7 @@ def split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 class TorchKernels:
     name = "torch"  # for the log
     device_type: str | None = None  # the only kind of device that these run on; None: any
-    # FLOPs of a run from which torch.compile pays (run/speed.py); infinite: compile only when --compile requests it.
+    # FLOPs of a run from which torch.compile pays (kernels/run_flags.py); infinite: only when --compile requests it.
     compiled_flops = 0.0
     # Logits that the fused loss holds at a time, 256 MiB in fp32: an accelerator wants few and large launches.
     loss_chunk_elements = 1 << 26

@@ -21,8 +21,8 @@ from nanochat.ground.cli import Count, Positive, UserError, run
 from nanochat.ground.log import print0, print_table, record
 from nanochat.ground.paths import STAGES, run_dir
 from nanochat.ground.screen import phase
-from nanochat.run.decoding_flags import SamplingFlags
 from nanochat.sampling import SamplingParams, seed_of
+from nanochat.serve.decoding_flags import SamplingFlags
 
 if TYPE_CHECKING:
     from nanochat.engine import Engine

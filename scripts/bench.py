@@ -30,7 +30,7 @@ import tyro
 from nanochat.ground import provenance
 from nanochat.ground.cli import Positive, Range, UserError, run
 from nanochat.ground.log import counted, print0
-from nanochat.run.decoding_flags import DecodingFlags
+from nanochat.serve.decoding_flags import DecodingFlags
 
 Made = TypeVar("Made")
 DefaultSize = Annotated[int, Range(0, 10**7)]  # 0: the default for the device
@@ -117,7 +117,7 @@ def train(config: Train) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat import scaling
-    from nanochat.run.speed import eager_reason
+    from nanochat.kernels.run_flags import eager_reason
     from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
 
     # ------------------------------------------------------------------ a model and a batch
@@ -301,7 +301,6 @@ def in_unit(unit: str, values: list[float]) -> dict[str, Any]:
 def open_engine(config: Serve, device: Any) -> Any:
     """An engine whose replies end only at their maximum length."""
     from nanochat.engine import Engine
-    from nanochat.run.random_model import random_tokenizer
 
     if config.source:
         model, tokenizer = loaded_model(config, device)
@@ -320,6 +319,21 @@ def loaded_model(config: ModelFlags, device: Any) -> tuple[Any, Any]:
 
     model, tokenizer, _ = load_model(str(config.source), device, prepare=[NewContext(config.max_seq_len)])
     return model, tokenizer
+
+
+def random_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer of `vocab_size` tokens: the bytes, then numbers as words, then the special tokens.
+
+    Raises UserError: when bytes and special tokens are more than that.
+    """
+    from nanochat.tokenizer import Tokenizer
+
+    words = [bytes([value]) for value in range(256)]
+    least = 256 + len(Tokenizer(words).special_ids)
+    if vocab_size < least:
+        raise UserError(f"--vocab_size {vocab_size}: at least {least}, for bytes and special tokens")
+    words += [b"%d " % number for number in range(vocab_size - least)]
+    return Tokenizer(words)
 
 
 def random_model(config: ModelFlags, device: Any) -> Any:

@@ -16,7 +16,7 @@ import tyro
 from nanochat.ground.cli import Positive, UserError, run
 from nanochat.ground.screen import phase
 from nanochat.ground.untrusted import printable
-from nanochat.run.decoding_flags import DecodingFlags, SamplingFlags
+from nanochat.serve.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.tokenizer import replace_surrogates
 
 

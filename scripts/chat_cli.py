@@ -25,8 +25,8 @@ import tyro
 from nanochat.conversation import Message, fit_prompt, parse_reply
 from nanochat.ground.cli import Positive, UserError, run
 from nanochat.ground.untrusted import CONTROL, printable
-from nanochat.run.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.sampling import SamplingParams
+from nanochat.serve.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.serve.terminal import WordWrap, line_editor, notice
 from nanochat.tokenizer import replace_surrogates
 

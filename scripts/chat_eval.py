@@ -19,8 +19,8 @@ from nanochat.ground.cli import Count, Positive, UserError, run
 from nanochat.ground.log import counted, print0, print_table, record, warn
 from nanochat.ground.paths import STAGES, run_dir
 from nanochat.ground.screen import Bar, has_bars, phase
-from nanochat.run.decoding_flags import DecodingFlags, SamplingFlags
 from nanochat.sampling import SamplingParams
+from nanochat.serve.decoding_flags import DecodingFlags, SamplingFlags
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ import tyro
 
 from nanochat.ground.cli import Count, Positive, Range, UserError, fail, parse, run
 from nanochat.ground.untrusted import printable
-from nanochat.run.decoding_flags import DecodingFlags
+from nanochat.serve.decoding_flags import DecodingFlags
 from nanochat.serve.listener import address_of, is_loopback, listening, make_server
 
 if TYPE_CHECKING:

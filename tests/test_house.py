@@ -315,7 +315,7 @@ ALLOWED = [
     (rings_hold, "nanochat/ground/novelty.py", "import nanochat\nfrom nanochat.ground import log\nfrom . import paths"),
     (rings_hold, "nanochat/run/novelty.py", "from nanochat import train\nfrom nanochat.ground import log"),
     (rings_hold, "nanochat/kernels/novelty.py", "from nanochat.run.progress import Attendant"),
-    (rings_hold, "scripts/base_train.py", "from nanochat.parallel import mesh\nfrom nanochat.run import speed"),
+    (rings_hold, "scripts/base_train.py", "from nanochat.parallel import mesh\nfrom nanochat.run import loop"),
     (vendor_words, "nanochat/engine.py", '"""Runs on NPU and CUDA."""\n# npu\nx = 1'),
     (vendor_words, "nanochat/device.py", "torch.npu.synchronize()"),
     (

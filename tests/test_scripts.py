@@ -51,7 +51,7 @@ from nanochat.checkpoint_manager import load_model
 from nanochat.device import Device
 from nanochat.ground import cli, host, storage
 from nanochat.model_folder import steps as steps_of
-from nanochat.run import loop, saver, speed
+from nanochat.run import loop, saver
 from nanochat.run.flags import TrainFlags
 from nanochat.run.progress import Progress
 from nanochat.run.run_log import REQUIRED
@@ -425,21 +425,6 @@ def test_gradients_are_clipped_to_one_by_adamw_alone_or_as_a_flag_says():
     assert config(learning_rate=1e-5, max_grad_norm=0.0).largest_norm is None
 
 
-def test_a_device_is_expected_to_reach_sixty_percent_of_its_peak():
-    assert speed.product_flops(cpu_device(kind="npu", peak_flops=1e12)) == pytest.approx(6e11)
-    assert speed.product_flops(cpu_device(kind="npu")) is None
-    assert 1e7 < (speed.product_flops(cpu_device()) or 0) < 1e14
-
-
-def test_a_run_of_days_begins_with_a_warning(base, tokenizer, capsys, monkeypatch):  # noqa: F811
-    for flops, warned in ((1e12, False), (1e3, True), (None, False)):  # None: an accelerator whose peak is unknown
-        monkeypatch.setattr(speed, "product_flops", lambda device, flops=flops: flops)
-        call("base_train", *TINY, "--num_iterations=1")
-        out, err = capsys.readouterr()
-        assert "time: about" not in out  # a run that is over after its first steps
-        assert bool(re.search(r"^warning: .* about \d+d\d\dh .*--num_iterations", err)) == warned == bool(err)
-
-
 def test_the_time_of_a_run_is_that_of_real_steps(base, tokenizer, capsys, monkeypatch):  # noqa: F811
     """A clock that counts: a step takes 10 s, the first one 1,000 s, an evaluation 500 s. The third of 12 is timed."""
     now = 0.0
@@ -452,7 +437,6 @@ def test_the_time_of_a_run_is_that_of_real_steps(base, tokenizer, capsys, monkey
 
         return slowed
 
-    monkeypatch.setattr(speed, "product_flops", lambda device: None)
     monkeypatch.setattr(train, "train_step", slow(train.train_step, 1000, 10))
     monkeypatch.setattr(bpb, "bits_per_byte", slow(bpb.bits_per_byte, 0, 500))
     monkeypatch.setattr(time, "perf_counter", lambda: now)

@@ -2,7 +2,7 @@
 
 Blocks are alike, so one compiled program runs all of them. Each block is compiled separately: it passes its gradients
 on before the block below begins its backward pass, and FSDP gathers and frees the weights of one block at a time. The
-rest stays eager: a few operators, and the loss (cross_entropy.py). Whether compiling pays is decided in run/speed.py.
+rest stays eager: a few operators, and the loss (cross_entropy.py). Whether compiling pays is decided in run_flags.py.
 """
 
 import importlib.util

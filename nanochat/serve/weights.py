@@ -17,9 +17,9 @@ from nanochat.gpt import GPT
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.model_folder import weights_sha256
-from nanochat.run.decoding_flags import DecodingFlags
 from nanochat.run.long_context import NewContext
 from nanochat.scaling import parameter_counts
+from nanochat.serve.decoding_flags import DecodingFlags
 from nanochat.serve.state import ReadUpdate
 
 

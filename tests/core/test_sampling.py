@@ -10,7 +10,6 @@ from torch import Tensor
 
 from nanochat.ground.cli import UserError, check_ranges
 from nanochat.operators import TorchKernels
-from nanochat.run.decoding_flags import SamplingFlags
 from nanochat.sampling import (
     CHAT_SAMPLING,
     RowSettings,
@@ -21,6 +20,7 @@ from nanochat.sampling import (
     seed_of,
     uniforms,
 )
+from nanochat.serve.decoding_flags import SamplingFlags
 
 UNIFORMS = [96861 / 2**23, 2026261 / 2**23]  # the first of seed 0
 P = torch.tensor([0.05, 0.3, 0.1, 0.25, 0.02, 0.18, 0.1])

@@ -17,8 +17,8 @@ from nanochat.ground.cli import UserError
 from nanochat.kernels import compiling
 from nanochat.kernels.compiling import compile_blocks, missing_compiler
 from nanochat.kernels.cpu import CpuKernels
+from nanochat.kernels.run_flags import eager_reason
 from nanochat.operators import TorchKernels
-from nanochat.run.speed import eager_reason
 
 
 @pytest.fixture(autouse=True)

@@ -16,9 +16,9 @@ from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
 from nanochat.kernels import decoding
-from nanochat.run.random_model import random_tokenizer
 from on_device.recording import add_noise
 from on_device.sizes import Sizes, init
+from scripts.bench import random_tokenizer
 
 NEW_TOKENS = 32
 PROMPT_LENGTHS = (5, 9, 17, 33)
