@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanochat import device as devices
 from nanochat.alignment.pair_losses import PairBatch, PairLoss, by_reply, sum_over_pairs
-from nanochat.checkpoint_manager import Preparation, load_model
+from nanochat.checkpoint_manager import Preparation
 from nanochat.conversation import Message, Rendered, render
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
@@ -63,14 +62,6 @@ class NewScalarHead(Preparation):
 
 
 Rate = Callable[[Sequence[Sequence[Message]]], list[float]]
-
-
-def load_reward_model(source: str | Path, device: str | Device | None = None) -> Rate:
-    """A function that rates conversations with a reward model: `rating` of `load_model`."""
-    if not isinstance(device, Device):
-        device = devices.init(device or "auto")
-    model, tokenizer, _ = load_model(source, device)
-    return rating(model, tokenizer, device, source)
 
 
 def rating(model: GPT, tokenizer: Tokenizer, device: Device, source: str | Path) -> Rate:

@@ -10,7 +10,7 @@ from test_scripts import base  # noqa: F401
 from test_stages import CPU, DPO, RL, RM, pairs_file, pretrained, start  # noqa: F401 (fixtures)
 from tiny import complaint, cpu_device, lively_model, tiny_config
 
-from nanochat.alignment.reward_model import load_reward_model
+from nanochat.alignment.reward_model import rating
 from nanochat.alignment.rewards import load_rewards, parse_rewards
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import render
@@ -51,7 +51,7 @@ def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path):  # no
 
     model, tokenizer, meta = load_model("rm", "cpu")
     assert meta["model"]["scalar_head"] and model.scalar_head.weight.abs().sum() > 0
-    rate = load_reward_model("rm", cpu_device())
+    rate = rating(model, tokenizer, cpu_device(), "rm")
     together = rate(CHATS)
     for conversation, score in zip(CHATS, together, strict=True):
         ids = torch.tensor([render(tokenizer, conversation).ids])
@@ -64,7 +64,8 @@ def test_replies_are_told_apart_and_rated_alike_anywhere(start, tmp_path):  # no
     assert losses(start, "rm", "more")[0] < lines[0]["loss"]
     saved = load_file(start / "checkpoints/rm/more/step_000001/adapter.safetensors")
     assert "scalar_head.weight" in saved
-    assert load_reward_model("rm", "cpu")(CHATS)[0] != together[0]
+    model, tokenizer, _ = load_model("rm", "cpu")
+    assert rating(model, tokenizer, cpu_device(), "rm")(CHATS)[0] != together[0]
 
 
 @pytest.mark.slow
