@@ -91,6 +91,11 @@ class LoaderState:
             tensors[f"shard.{number}.tokens"] = torch.from_numpy(tokens)
         return tensors
 
+    def expected_bytes(self) -> int:
+        """What all shards take in a checkpoint, if as many tokens wait in each as in the fullest of this rank."""
+        fullest = max(sum(map(len, shard.waiting)) for shard in self.shards.values())
+        return fullest * np.dtype(np.int32).itemsize * self.shard_count
+
     @classmethod
     def merge(cls, shares: list[dict[str, Tensor]]) -> "LoaderState":
         """The whole state, from the tensors of every rank (`to_tensors`)."""
@@ -199,11 +204,15 @@ class Loader:
     def __iter__(self) -> "Loader":
         return self
 
-    def __next__(self) -> Batch:
+    def peek(self) -> Batch:
+        """The batch that `next` will return."""
         # The thread starts with the first batch, so that an unused loader costs nothing.
         while len(self._ahead) <= self._step_batches + PREFETCH_BATCHES:
             self._ahead.append(self._thread.submit(self._next_batch))
-        batch = self._ahead[0].result()  # before popleft: a second call raises the same error again
+        return self._ahead[0].result()
+
+    def __next__(self) -> Batch:
+        batch = self.peek()  # before popleft: a second call raises the same error again
         if self._on_error and (error := self._ahead[self._step_batches].exception()):
             self._on_error(error)
             self._on_error = None

@@ -170,6 +170,7 @@ def main(config: Config) -> None:
         val_rows.append(validation_rows(part.corpus, tokenizer, row_tokens, share))
     token_bytes = torch.tensor(tokenizer.token_bytes())
     position = loader.start  # in the data, after the last step; `save` stores it
+    run.loader_bytes = loader.peek().state.expected_bytes()
 
     with run:
         for step in run.steps():

@@ -101,11 +101,8 @@ class Run:
         if config.resume:
             self.progress, self.loader_states = saver.resume(self.folder, config, start, optimizer, steps, self.meta)
         self.first_step = self.progress.step  # first step of this process: more than 0 if it resumes
-        # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
-        # first save that the disk is too small. Of a resumed run some checkpoints are there, and older ones make room.
         self.checkpoint_bytes = saver.bytes_of_checkpoint(start.model, optimizer.state_dict(), self.device)
-        new_steps = 0 if self.first_step else steps
-        saver.require_room_for_run(self.folder, config, self.device, self.checkpoint_bytes, new_steps)
+        self.loader_bytes = 0  # what the loaders of all ranks add to a checkpoint; a script with large ones sets it
         # Step of the newest checkpoint. One whose evaluation a signal ended is saved again, with the evaluation.
         self.saved_step = self.first_step if self.loader_states and not self.progress.pending else None
         self.in_time: list[int] = []  # steps that this process saved because it was time, and no flag requested
@@ -135,6 +132,11 @@ class Run:
         progress = self.progress
         if device.is_main:
             lock(self.folder)
+        # The optimizer has its state before the first step, so the bytes are known: a run of days must not learn at its
+        # first save that the disk is too small. Of a resumed run some checkpoints are there, and older ones make room.
+        self.checkpoint_bytes += self.loader_bytes
+        new_steps = 0 if self.first_step else self.last
+        saver.require_room_for_run(self.folder, config, device, self.checkpoint_bytes, new_steps)
         if not config.resume:
             aside = saver.set_aside(self.folder, self.log_folder, device)
             if aside is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import TINY, call
+from runs import TINY, call, write_lines
 from test_scripts import saved_in_time
 from test_t01_a_kill_costs_no_save import FILES, dist_of_two, usable
 from tiny import cpu_device, momentum, save_step, smallest_model
@@ -187,6 +187,10 @@ def test_a_disk_that_is_too_small_is_named_before_the_first_step(base, tokenizer
     assert f"4 checkpoints of {needed:,} bytes" in error_with(needed * 3)
     assert f"3 checkpoints of {needed:,} bytes" in error_with(int(needed * 1.5), "--keep_last=1")
     assert "checkpoints" not in error_with(needed * 3, "--keep_last=1") + error_with(needed * 5)
+    # Documents that wait in the loader are part of a checkpoint: here some 400,000 tokens in each of eight shards.
+    rows = write_lines(base.parent / "large.jsonl", [{"text": "Once upon a time " * 100_000}] * 20)
+    (more,) = re.findall(r"needs (\S+) bytes", error_with(5000, f"--data={rows}"))
+    assert int(more.replace(",", "")) > 5 * needed
 
 
 def test_a_save_in_time_leaves_room_for_the_last_one(base, tokenizer):
