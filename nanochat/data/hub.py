@@ -245,11 +245,13 @@ def _opened(name: str, dataset: Dataset, hub: str, instead: str) -> Iterator["_C
 
 @contextlib.contextmanager
 def _one_line(name: str, client: HuggingFace | ModelScope, page: str, others: list[str]) -> Iterator[None]:
-    """Every error inside becomes a UserError; `others`: the alternatives if the hub cannot be reached."""
+    """Every error of the hub inside becomes a UserError; `others`: the alternatives if the hub cannot be reached."""
     try:
         yield
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
+    except PermissionError:  # of a folder here, not of the hub: `cli.run` says what to do
+        raise
     except Exception as error:
         reason = _reason(error, client.endpoint, page)
         if reason.startswith("cannot reach"):

@@ -199,7 +199,10 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
             fail(f"the disk is full{where}: free space, or let NANOCHAT_BASE_DIR or a flag name another place")
         if error.filename is None:
             raise
-        fail(f"{error.filename}: {error.strerror}; fix the path, or point NANOCHAT_BASE_DIR elsewhere")
+        remedy = "fix the path"
+        if isinstance(error, PermissionError):  # it may belong to another user of the same base folder
+            remedy = "have its owner run `chmod -R g+rwX` on the folder, for a group of you both"
+        fail(f"{error.filename}: {error.strerror}; {remedy}, or point NANOCHAT_BASE_DIR elsewhere")
     except Exception as error:
         line = _explain(error)
         if line is None:

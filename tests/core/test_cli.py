@@ -133,6 +133,7 @@ ENDINGS: dict[str, tuple[BaseException | None, int, tuple[str, ...]]] = {  # the
     "python": (MemoryError(), 1, (MEMORY, "MemoryError")),
     "full": (OSError(errno.ENOSPC, FULL), 1, ("error: the disk is full", "NANOCHAT_BASE_DIR")),
     "a full disk": (OSError(errno.ENOSPC, FULL, "/x/y"), 1, ("error: the disk is full", "/x/y", "NANOCHAT_BASE_DIR")),
+    "another user's": (OSError(errno.EACCES, "No", "/x/y"), 1, ("error: /x/y: No", "chmod -R g+rwX", "NANOCHAT_BASE")),
 }
 
 

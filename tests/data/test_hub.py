@@ -217,14 +217,18 @@ def test_the_token_is_sent_to_the_hub_alone(fake, monkeypatch, tmp_path):
     assert {headers.get("authorization") for _, _, headers in fake.seen} == {"Bearer hf_secret"}
 
 
-def test_a_full_disk_is_one_line(fake, monkeypatch):
+def test_a_full_disk_is_one_line_and_a_closed_folder_is_explained_elsewhere(fake, monkeypatch):
     fake.files = {"a.parquet": BODY}
+    number = errno.ENOSPC
 
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fails(descriptor):
+        raise OSError(number, "an error", "/shared/a.parquet")
 
-    monkeypatch.setattr(hub.os, "fsync", full)
+    monkeypatch.setattr(hub.os, "fsync", fails)
     assert "disk" in complaint(lambda: fetch("org/name"))
+    number = errno.EACCES
+    with pytest.raises(PermissionError, match="/shared/a.parquet"):
+        fetch("org/name")
 
 
 def test_processes_download_once(fake, tmp_path):
