@@ -192,12 +192,6 @@ def test_generate_takes_the_settings_by_name_too(engine: Engine) -> None:
 # ---------------------------------------------------------------------- where a reply ends
 
 
-def test_stop_tokens_are_all_special_tokens_but_a_calls(engine: Engine) -> None:
-    tokenizer = tiny_tokenizer()
-    call = {tokenizer.encode_special(name) for name in ("<|python_start|>", "<|python_end|>")}
-    assert Engine(engine.model, tokenizer, cpu_device()).stop_ids == set(tokenizer.special_ids.values()) - call
-
-
 def test_a_row_ends_with_a_stop_token_and_leaves_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     prompts = [prompt_of(length, seed=length) for length in (9, 5, 12)]

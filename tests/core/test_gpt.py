@@ -362,19 +362,6 @@ def test_a_parameter_without_initial_values_makes_the_loss_nan() -> None:
 
 
 @shapes
-def test_every_parameter_is_in_one_group(shape: str) -> None:
-    model = GPT(tiny_config(**SHAPES[shape]))
-    groups = model.parameter_groups()
-    assert sorted(dict(sum(groups.values(), []))) == sorted(name for name, _ in model.named_parameters())
-    assert len(groups["matrix"]) == 3 * 3  # attention output, MLP in and out
-    assert [n for n, _ in groups["qkv"]] == [f"blocks.{i}.attention.qkv.weight" for i in range(3)]
-    assert all(p.ndim == 2 for role in ("matrix", "qkv") for _, p in groups[role])
-    assert len(groups["head"]) == (0 if model.config.tied_head else 1)
-    assert len(groups["residual_scale"]) == (1 if model.config.residual_scales else 0)
-    assert all(p.ndim == 1 or "value_gate" in name for name, p in groups["vector"])
-
-
-@shapes
 def test_the_gradients_order_is_the_backwards(shape: str) -> None:
     model = GPT(tiny_config(**SHAPES[shape]))
     model.init_weights()

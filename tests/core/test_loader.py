@@ -300,14 +300,6 @@ def test_epochs_are_shuffled_anew_and_reproducibly():
     assert first_reads(seed=1) != reads
 
 
-def test_passes_are_counted():
-    corpus = corpus_of([3] * loading.BUFFER_DOCUMENTS * 8, documents_per_block=loading.BUFFER_DOCUMENTS)
-    epochs = [batch.epochs[0] for batch in take(Loader(corpus, Numbered(), 8, 3), 130)]
-    assert epochs[0] in (0, 1)  # reading is one buffer ahead of packing
-    assert epochs == sorted(epochs)
-    assert epochs[-1] == epochs[1] + 2  # 128 x 8 rows of one document each: twice the corpus
-
-
 # ---------------------------------------------------------------------- mixtures
 
 SHARES = {"short": (0.5, 8), "middle": (0.3, 60), "long": (0.2, 400)}  # weight, longest document
@@ -336,19 +328,6 @@ def test_shares_of_tokens_follow_the_weights():
     # The short one, of 0.5, has been read more often than the others.
     epochs = batches[-1].epochs
     assert epochs[0] >= 1 and epochs[0] > epochs[1] >= epochs[2]
-
-
-def test_rows_of_a_mixture_are_a_function_of_seed_and_index():
-    straight, _ = world_rows(mixture(), 31, 1, 100, batch_rows=1)
-    for worlds in ((1, 2, 1), (8, 4, 2)):
-        state, seen = None, {}
-        for world_size in worlds:
-            rows, states = world_rows(mixture(), 31, world_size, 3, 1, state)
-            seen |= rows
-            state = through_tensors(states)
-        assert seen == {i: straight[i] for i in range(len(seen))}
-    other, _ = world_rows(mixture(), 31, 1, 8, batch_rows=1, seed=1)
-    assert other != {i: straight[i] for i in other}
 
 
 # ---------------------------------------------------------------------- odd corpora

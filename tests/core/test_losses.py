@@ -346,24 +346,6 @@ def bound(row: Any, settings: dict[str, Any]) -> Any:
     return functools.partial(row.function, **{name: settings[name] for name in taken})
 
 
-@pytest.mark.parametrize("name", OF_REPLIES)
-def test_gradients_of_preferences_are_finite_differences(name):
-    fixed, batch = one_pair([0.5, 0.25], [0.5, 0.4, 0.3], (1 / 16, 1 / 4))
-    batch = replace(batch, reference_logp=batch.reference_logp.double())
-    row = PAIR_ROWS[name]
-    is_target = batch.rows.targets != IGNORE
-    settings = {"beta": 0.7, "sft_weight": 0.5, "label_smoothing": 0.1}
-
-    def loss_of(logp: Tensor) -> Tensor:
-        def model(*_: Any, **__: Any) -> Tensor:
-            return torch.where(is_target, -logp, 0.0)
-
-        return bound(row, settings)(model, batch)[0]
-
-    logp = fixed.logp.detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(loss_of, (logp,))
-
-
 def test_the_reward_loss_by_hand():
     """Scores of 1.5 and 0.5 at the replies' last tokens: the first wins with probability sigmoid(1)."""
     _, batch = one_pair([0.5], [0.25], (1.0, 1.0))
@@ -490,19 +472,3 @@ def test_a_micro_batch_of_padding_adds_nothing():
         loss, count = row.function(model, batch, sft_weight=1.0, stats=stats)
         assert (loss.item(), count.item(), stats.abs().sum().item()) == (0, 0, 0)
         assert not gradient(model, loss).any()
-
-
-@pytest.mark.slow  # it imports TRL
-def test_the_reward_loss_is_that_of_trl():
-    trainer = pytest.importorskip("trl.trainer.reward_trainer").RewardTrainer
-    numbers = torch.arange(10)[None]  # replies to five questions, each with one target
-    batch = PairBatch(PackedBatch(numbers, numbers, Segments.from_numbers(numbers), numbers), 5)
-    scores = torch.randn(1, 10, generator=torch.Generator().manual_seed(2), requires_grad=True)
-    loss, count = reward_loss(lambda *_, **__: scores, batch)
-    chosen_first = torch.cat((scores[0, 0::2], scores[0, 1::2]))[:, None]
-    inputs = {"attention_mask": numbers}
-    theirs = trainer.compute_loss(trl_trainer(), lambda **_: SimpleNamespace(logits=chosen_first), inputs)
-    torch.testing.assert_close(loss / count, theirs)
-    ours, expected = (torch.autograd.grad(one, scores)[0] for one in (loss / count, theirs))
-    torch.testing.assert_close(ours, expected)
-    assert expected.abs().max() > 0.05

@@ -1,12 +1,8 @@
 """Folders: below one base folder, moved by the environment, and no tag leads out of it."""
 
-import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from nanochat.ground import paths
 
@@ -43,13 +39,3 @@ def test_a_run_keeps_others_out_of_its_folder(tmp_path):
     assert f"process {os.getpid()} on " in message and "--model_tag" in message
     paths.unlock(folder)
     assert another() == ""
-
-
-def test_an_error_of_a_write_gets_the_files_name():
-    stale = errno.ESTALE
-    with pytest.raises(OSError, match="Stale") as caught, paths.naming(Path("/x/metrics.jsonl")):
-        raise OSError(stale, os.strerror(stale))
-    assert caught.value.filename == "/x/metrics.jsonl"
-    with pytest.raises(OSError) as caught, paths.naming(Path("/x")):
-        raise FileNotFoundError(errno.ENOENT, "none", "/y")
-    assert caught.value.filename == "/y"

@@ -265,18 +265,6 @@ def test_words_at_the_prompts_end_are_continued(engine):
     assert sorted(logp[rows.targets != IGNORE].tolist()) == pytest.approx(sorted(values), abs=1e-5)
 
 
-def test_sampler_and_trainer_agree(engine):
-    """The log probabilities of the samples, with a cache and token by token, are those of training in packed rows."""
-    drawn = sample_episodes(engine, questions(3, Echoing()), samples=2, max_tokens=8, temperature=0.7, seed=3, rows=4)
-    assert max(ids.count(engine.tokenizer.encode_special("<|assistant_start|>")) for ids in tokens_of(drawn)) > 1
-    rows = pack_sequences(tokens_of(drawn), [sample.mask for sample in drawn], 64)
-    logp = token_logp(lively_model(engine.model.config), rows, 0.7)  # the engine's own is packed
-    for sample, (values, mask) in enumerate((one.logprobs, one.mask) for one in drawn):
-        own = logp[(rows.source == sample) & (rows.targets != IGNORE)]
-        expected = [value for value, m in zip(values, mask, strict=True) if m]
-        assert own.tolist() == pytest.approx(expected, abs=1e-5)
-
-
 class Odd(Length):
     """Its environment, or its own reward, returns this."""
 

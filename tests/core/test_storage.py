@@ -24,6 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanochat.device import Device
 from nanochat.ground import storage
+from nanochat.ground.paths import naming
 from nanochat.ground.sharding import held_box
 from nanochat.optim import Optimizer, ParameterGroup
 
@@ -265,3 +266,6 @@ def test_an_error_while_writing_names_the_file(tmp_path, monkeypatch):
             with pytest.raises(OSError) as caught:
                 act()
             assert str(tmp_path) in str(caught.value.filename)
+    with pytest.raises(FileNotFoundError) as caught, naming(tmp_path):
+        (tmp_path / "none").read_bytes()
+    assert caught.value.filename == str(tmp_path / "none")  # it has a name

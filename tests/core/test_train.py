@@ -152,17 +152,6 @@ def test_clipped_steps_of_adamw_are_torchs() -> None:
 # ---------------------------------------------------------------------- one step
 
 
-def test_step_reports_the_mean_loss_and_the_norm_of_its_gradient() -> None:
-    model, optimizer = make_run()
-    inputs, targets = make_batch(0)
-    logits = model(inputs).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE)
-    norm = torch.stack([g.norm() for g in torch.autograd.grad(loss, list(model.parameters()))]).norm()
-    stats = train_step(model, optimizer, [(inputs, targets)], next_token_loss, device=cpu_device())
-    assert numbers(stats) == pytest.approx((loss.item(), (targets != IGNORE).sum().item(), norm.item(), 1.0), rel=1e-4)
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_the_speed_is_without_the_seconds_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = train_step(*make_run(), [make_batch(0)], next_token_loss, device=cpu_device())
     now = [0.0]

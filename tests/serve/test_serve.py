@@ -33,7 +33,7 @@ from nanochat.serve.scheduler import fitting_context
 from nanochat.serve.state import LoadedModel
 from nanochat.serve.weights import ServedWeights
 from nanochat.tokenizer import SPECIAL_TOKENS
-from scripts import bench, chat_web
+from scripts import chat_web
 
 ask = pytest.fixture(asking, scope="module")
 
@@ -428,8 +428,3 @@ def test_the_load_measures_every_gap_between_tokens(port: int):
     stats = closed_loop("127.0.0.1", port, {**PROMPT, "max_tokens": 8}, clients=2, requests=4)
     assert (stats.requests, stats.tokens, stats.failed, len(stats.first_token)) == (4, 32, 0, 4)
     assert 14 < len(stats.between_tokens) <= 28 and min(stats.between_tokens) > 0
-
-
-def test_a_missing_folder_is_reported_before_anything_is_measured():
-    with pytest.raises(cli.UserError, match="--json /nowhere/serve.json"):
-        bench.main(bench.Config(bench.Serve(json="/nowhere/serve.json")))
