@@ -331,18 +331,6 @@ def test_keys_and_values_have_the_same_bits_however_a_prompt_is_read(shape: str)
     assert found[0][0].abs().sum() > 0
 
 
-def test_a_row_has_the_same_bits_at_every_number_of_rows() -> None:
-    """Why no number of rows must be padded on a CPU: products of packed weights, of every size from 1 to 33."""
-    engine = make_engine()
-    if not engine.model.is_packed:
-        pytest.skip("no packed products here")
-    rows = torch.randn(33, engine.model.config.width)
-    with torch.inference_mode():
-        all_rows = engine.model.logits(rows)
-        for count in range(1, 33):
-            assert torch.equal(engine.model.logits(rows[:count]), all_rows[:count])
-
-
 # ---------------------------------------------------------------------- recorded launches
 
 

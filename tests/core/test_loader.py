@@ -13,7 +13,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tiny import BYTES, cpu_device, tiny_tokenizer
+from tiny import cpu_device, tiny_tokenizer
 
 from nanochat import loader as loading
 from nanochat.ground.cli import UserError
@@ -224,13 +224,6 @@ def test_more_ranks_than_canonical_shards_share_nothing():
     assert all(state.shard_count == 24 for state in states)
     assert sorted(shard for state in states for shard in state.shards) == list(range(24))
     assert max(Counter(t for row in rows.values() for t in row if t != BEGIN).values()) == 1
-
-
-def test_workers_do_not_change_the_rows():
-    corpus, _ = open_corpus("demo")
-    one, three = (take(Loader(corpus, BYTES, 4, 255, workers=n), 2) for n in (1, 3))
-    assert rows_of(one) == rows_of(three)
-    assert one[0].epochs[0] == 0
 
 
 # ---------------------------------------------------------------------- resume
