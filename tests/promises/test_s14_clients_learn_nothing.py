@@ -8,27 +8,11 @@ from typing import Any
 
 import pytest
 from fake_server import until
-from running_schedulers import GREEDY, make_engine, prompt_of, started, tokens_of, what_is_read
+from running_schedulers import GREEDY, make_engine, prompt_of, started, tokens_of
 
-from nanochat.engine import SamplingParams
 from nanochat.serve.scheduler import Request
 
 running = pytest.fixture(started)
-
-
-def test_a_prompt_is_read_once_for_the_choices_of_a_request_and_again_for_another_request(
-    running: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the time to the first token would tell one client what another one wrote (S14)."""
-    engine = make_engine()
-    scheduler = running(engine)
-    read = what_is_read(scheduler, monkeypatch)
-    requests = [Request(prompt_of(50), 20, SamplingParams(seed=seed)) for seed in range(4)]
-    choices = [tokens_of(stream) for stream in scheduler.submit_all(requests)]
-    assert sum(map(sum, read)) == 49
-    assert len({tuple(tokens) for tokens in choices}) == 4
-    assert tokens_of(scheduler.submit(requests[2])) == choices[2]
-    assert sum(map(sum, read)) == 2 * 49
 
 
 def test_a_client_learns_nothing_of_what_another_one_wrote(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
