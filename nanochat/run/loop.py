@@ -47,7 +47,7 @@ from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero
 from nanochat.run import saver, verdict
 from nanochat.run.flags import TrainFlags
-from nanochat.run.progress import CLEAR, FEW_STEPS, Attendant, Meter, Progress, StepClock, loss_of
+from nanochat.run.progress import CLEAR, FEW_STEPS, Attendant, Meter, Progress, loss_of
 from nanochat.run.run_log import RunLog
 from nanochat.run.stage import Start
 from nanochat.run.stop import Stop
@@ -149,7 +149,6 @@ class Run:
             name = config.run or f"{self.stage}-{self.start.tag}"
             self.logger.trackers = trackers.start(config.track, name, self.log_folder, self.meta["config"])
         self.attendants.append(Watchdog(device, self.stop, progress.step, config.hang_seconds))
-        self.attendants.append(StepClock(self.meter, self.last))
         self._stack = contextlib.ExitStack()
         self._stack.callback(unlock, self.folder)
         self._stack.callback(gc.unfreeze)
@@ -254,9 +253,10 @@ class Run:
 
     @property
     def must_log(self) -> bool:
-        """After a step; steps that are evaluated or saved are always logged."""
+        """After a step; steps that are evaluated or saved are always logged. So is the third: its line has the time
+        that the run still takes, and the first two may compile."""
         config = self.config
-        regular = (self.progress.step - 1) % config.log_every == 0
+        regular = (self.progress.step - 1) % config.log_every == 0 or self.progress.step == 3
         return regular or self.every(config.eval_every) or self.every(config.save_every or 0)
 
     def every(self, steps: int) -> bool:

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +11,8 @@ from typing import Any
 import torch
 
 from nanochat.device import Device
-from nanochat.ground.log import print0
-from nanochat.ground.screen import duration
 from nanochat.train import StepStats
 
-TIMED_STEPS = 2
 SIGNS = {"val_bpb": 1, "val_loss": 1, "eval_reward": -1}  # the number that ranks evaluations; -1: the higher the better
 WATCHED = ("loss", "square", "updated", "no_signal", "reward", "accuracy", "kl", "expert_max_share", "expert_entropy")
 FEW_STEPS = 10  # a shorter run is a trial, too short for a small change
@@ -158,43 +155,3 @@ class Attendant(AbstractContextManager[Any]):
     def phase(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
         """Inside it the run does this instead of training, possibly without progress for `seconds`."""
         return contextlib.nullcontext()
-
-
-class StepClock(Attendant):
-    """Prints once how long the rest of the run takes, by the time of two steps. Later lines have an `eta`."""
-
-    def __init__(self, meter: Meter, last: int):
-        self.meter = meter
-        self.last = last  # step at the end of the run
-        self.first_timed = meter.progress.step + 1  # the first step allocates
-        self.began = 0.0
-        self.compiling = 0.0  # seconds of torch.compile when the timing began
-        self.aside = 0.0  # seconds of evaluation and saving since then
-
-    def boundary(self, step: int) -> float:
-        is_timing = self.first_timed < step <= self.first_timed + TIMED_STEPS
-        # A step in which a program was compiled says nothing about the others: the timing begins anew after it.
-        if step == self.first_timed or (is_timing and self.meter.compiling > self.compiling):
-            self.first_timed = step
-            self.began = self._now()
-            self.compiling = self.meter.compiling
-            self.aside = 0.0
-        elif step == self.first_timed + TIMED_STEPS < self.last:
-            each = (self._now() - self.began - self.aside) / TIMED_STEPS
-            left = each * (self.last - step)
-            print0(f"time: about {duration(left)} more, {each:,.2f} s a step")
-        return 0.0
-
-    @contextlib.contextmanager
-    def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            if name != "sampling":  # in RL a part of every step
-                self.aside += time.perf_counter() - began
-
-    def _now(self) -> float:
-        """Seconds on the clock, once the device has computed all steps."""
-        self.meter.device.synchronize()
-        return time.perf_counter()
