@@ -1,4 +1,4 @@
-"""Measure this machine: the speed of training next to a bare matrix product, or the speed of serving.
+"""Measure this machine: the speed of training next to a bare matrix product, or the speed of decoding.
 
 python -m scripts.bench train
 
@@ -6,24 +6,19 @@ python -m scripts.bench train --depth 20 --steps 5
 
 python -m scripts.bench serve --json serve.json
 
-`train` times whole steps, optimizer included, on random tokens. `serve` times the engine, then the same replies over
-HTTP, where each client waits for its reply. Without flags the model is small on a CPU, and on an accelerator large
-enough that the device is busy. docs/bench.md explains how to read the output. `bench train --help` lists the flags of
-`train`.
+`train` times whole steps, optimizer included, on random tokens. `serve` times the engine that serves. Without flags the
+model is small on a CPU, and on an accelerator large enough that the device is busy. docs/bench.md explains how to read
+the output, and measures a server. `bench train --help` lists the flags of `train`.
 """
 
-import contextlib
 import json
 import math
-import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -32,7 +27,6 @@ from nanochat.ground.cli import Positive, Range, UserError, run
 from nanochat.ground.log import counted, print0
 from nanochat.serve.decoding_flags import DecodingFlags
 
-Made = TypeVar("Made")
 DefaultSize = Annotated[int, Range(0, 10**7)]  # 0: the default for the device
 
 PROMPT_TOKENS = 16  # of a request in `serve`
@@ -75,9 +69,9 @@ class Train(ModelFlags):
 
 @dataclass(frozen=True)
 class Serve(ModelFlags):
-    """Time replies, by the engine and over HTTP."""
+    """Time replies of the engine."""
 
-    batches: tuple[int, ...] = (1, 4, 16, 64)  # requests or clients at once
+    batches: tuple[int, ...] = (1, 4, 16, 64)  # requests at once
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
@@ -228,25 +222,22 @@ def serve(config: Serve) -> dict[str, Any]:
 
     from nanochat import device as devices
     from nanochat.engine import SamplingParams
-    from nanochat.serve.load import LoadStats, closed_loop
 
     if not config.batches or min(config.batches) < 1:
         raise UserError("--batches: at least 1 each, such as --batches 1 16")
     if config.max_seq_len < PROMPT_TOKENS + NEW_TOKENS:
         raise UserError(f"--max_seq_len {config.max_seq_len}: a request takes {PROMPT_TOKENS + NEW_TOKENS} tokens")
     device = devices.init(config.device, config.dtype)
-    engine = on_a_thread(partial(open_engine, config, device))
+    engine = open_engine(config, device)
     prompt = list(range(300, 300 + PROMPT_TOKENS))
     needed = 300 + PROMPT_TOKENS + max(config.batches)
     if engine.tokenizer.vocab_size < needed:
         raise UserError(f"the prompts have {needed} different tokens: raise --vocab_size")
     measurements: dict[str, Any] = {}
-    best_rates: dict[int, float] = {}  # the engine's tokens/s by batch size
     threads = torch.get_num_threads()
     depth = engine.model.config.n_layer
     print0(f"{device}, {counted(threads, 'thread')}, depth {depth}, {PROMPT_TOKENS} tokens in, {NEW_TOKENS} out")
 
-    # ------------------------------------------------------------------ the engine without HTTP
     def time_trials(batch: int) -> list[float]:
         """The seconds of each trial."""
         # All prompts differ: the engine would read equal ones only once.
@@ -259,34 +250,10 @@ def serve(config: Serve) -> dict[str, Any]:
         return seconds[1:]
 
     for batch in config.batches:
-        seconds = on_a_thread(partial(time_trials, batch))
+        seconds = time_trials(batch)
         rates = [batch * NEW_TOKENS / one for one in seconds]
-        best_rates[batch] = max(rates)
         measurements[f"engine, batch {batch}"] = in_unit("tokens/s", rates)
-        print0(f"engine, batch {batch:>3}: {best_rates[batch]:>8,.0f} tokens/s")
-
-    # ------------------------------------------------------------------ over HTTP, the clients in another process
-    body = {"model": "bench", "prompt": prompt, "max_tokens": NEW_TOKENS, "temperature": 0.0}
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(1) as clients, serving(engine, max(config.batches)) as port:
-        for batch in config.batches:
-            clients.apply(closed_loop, ("127.0.0.1", port, body, batch, batch))  # warm up
-            trials = []
-            for _ in range(TRIALS):
-                trials.append(clients.apply(closed_loop, ("127.0.0.1", port, body, batch, 3 * batch)))
-            best = max(trials, key=LoadStats.tokens_per_second)
-            lost = sum(one.failed for one in trials)
-            if lost:
-                requests = sum(one.requests for one in trials)
-                raise UserError(f"--batches {batch}: {lost} of {requests} requests got no reply; lower --batches")
-            measurements[f"HTTP, {batch} clients"] = in_unit("tokens/s", [one.tokens_per_second() for one in trials])
-            for name in ("first_token", "between_tokens"):
-                times = [getattr(one, name) for one in trials]
-                if all(times):  # a reply of one token has no gap between two
-                    medians = [1e3 * statistics.median(of_trial) for of_trial in times]
-                    measurements[f"{name.replace('_', ' ')}, {batch} clients"] = in_unit("ms", medians)
-            share = best.tokens_per_second() / best_rates[batch]
-            print0(f"HTTP, {batch:>3} clients: {best}, {share:.0%} of the engine's rate without HTTP")
+        print0(f"engine, batch {batch:>3}: {max(rates):>8,.0f} tokens/s")
     return {
         "device": str(device), "versions": device.versions(), "kernels": str(device.kernels), "threads": threads,
         "measurements": measurements,
@@ -344,45 +311,6 @@ def random_model(config: ModelFlags, device: Any) -> Any:
     model = GPT(shape, device.kernels).to(device.torch_device)
     model.init_weights()
     return model
-
-
-def on_a_thread(work: Callable[[], Made]) -> Made:
-    """Run on a thread that ends, so that its OpenMP workers end too. The server loads its model in the same way.
-
-    The workers of two threads outnumber the cores. They then sleep between products, and decoding takes twice as long.
-    """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
-
-
-@contextlib.contextmanager
-def serving(engine: Any, slots: int) -> Iterator[int]:
-    """The app on a free port of this machine, in a thread of this process."""
-    import socket
-    import threading
-
-    import uvicorn
-
-    from nanochat.serve.app import create_app
-    from nanochat.serve.scheduler import Scheduler
-    from nanochat.serve.state import LoadedModel
-
-    def load() -> LoadedModel:
-        scheduler = Scheduler(engine, slots=slots)
-        scheduler.start()
-        return LoadedModel(scheduler, engine.tokenizer, "bench", engine.model.config.sequence_len, chats=False)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        app = create_app(load)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        # The app loads on another thread; until it is done, requests are refused with 503.
-        while thread.is_alive() and not (server.started and app.state.nanochat.model):
-            time.sleep(0.05)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(20)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """scripts.bench: what it measures and writes."""
 
-import contextlib
 import itertools
 import json
-from multiprocessing.pool import ThreadPool
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +11,6 @@ import torch
 from nanochat import scaling
 from nanochat.ground.cli import UserError, parse
 from nanochat.ground.log import counted
-from nanochat.serve import load
-from nanochat.serve.load import LoadStats
 from scripts import bench
 
 MODEL: dict[str, Any] = {"device": "cpu", "depth": 1, "head_dim": 32}
@@ -45,25 +41,16 @@ def test_the_measurements_of_training_follow_from_the_seconds(tmp_path, monkeypa
 # ---------------------------------------------------------------------- serve
 
 
-def test_a_request_that_fails_is_an_error_and_each_speed_is_written_once(tmp_path, monkeypatch, capsys):
-    """Without a server and processes: what the clients measured is given."""
-    stats = LoadStats(seconds=1.0, tokens=8, requests=3)
-    monkeypatch.setattr(load, "closed_loop", lambda *_: stats)
-    monkeypatch.setattr(bench, "serving", lambda engine, slots: contextlib.nullcontext(0))
-    monkeypatch.setattr(bench.multiprocessing, "get_context", lambda _: SimpleNamespace(Pool=ThreadPool))
+def test_the_measurements_of_serving_follow_from_the_seconds(tmp_path, monkeypatch, capsys):
+    """By a clock on which each trial takes 8 s."""
     monkeypatch.setattr(bench, "NEW_TOKENS", 2)
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=itertools.count(0, 8).__next__))
-    config = bench.Serve(**SERVED, json=str(tmp_path / "serve.json"))
-    bench.main(bench.Config(config))
+    bench.main(bench.Config(bench.Serve(**SERVED, json=str(tmp_path / "serve.json"))))
     assert f"{counted(torch.get_num_threads(), 'thread')}, depth 1," in capsys.readouterr().out
     written = json.loads((tmp_path / "serve.json").read_text())
     names = ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
     assert [*written] == names
-    assert written["measurements"]["engine, batch 2"] == {"unit": "tokens/s", "values": [2 * 2 / 8] * 5}
-    assert written["measurements"]["HTTP, 2 clients"] == {"unit": "tokens/s", "values": [8.0] * 5}
-    stats.failed = 1
-    with pytest.raises(UserError, match="--batches 2: 5 of 15"):
-        bench.main(bench.Config(config))
+    assert written["measurements"] == {"engine, batch 2": {"unit": "tokens/s", "values": [2 * 2 / 8] * 5}}
 
 
 # ---------------------------------------------------------------------- flags

@@ -28,7 +28,6 @@ from nanochat.gpt import GPTConfig
 from nanochat.ground import cli
 from nanochat.model_folder import weights_sha256
 from nanochat.serve.app import create_app
-from nanochat.serve.load import closed_loop
 from nanochat.serve.scheduler import fitting_context
 from nanochat.serve.state import LoadedModel
 from nanochat.serve.weights import ServedWeights
@@ -422,9 +421,3 @@ def test_a_server_with_little_memory_has_a_shorter_context(
         assert len({model.scheduler for model in models}) == len(names)
         assert [model.context for model in models] == [tokens] * len(names)
         assert ask("POST", "/tokenize", json={"prompt": "one", "model": "sft"}).json()["max_model_len"] == tokens
-
-
-def test_the_load_measures_every_gap_between_tokens(port: int):
-    stats = closed_loop("127.0.0.1", port, {**PROMPT, "max_tokens": 8}, clients=2, requests=4)
-    assert (stats.requests, stats.tokens, stats.failed, len(stats.first_token)) == (4, 32, 0, 4)
-    assert 14 < len(stats.between_tokens) <= 28 and min(stats.between_tokens) > 0
