@@ -11,17 +11,19 @@
 #   --hub hf|modelscope                 where a dataset comes from (HF_ENDPOINT names a mirror of the first)
 #   --tasks NAME[=PATH][:WEIGHT],...    what mid-training and SFT learn; default: by the data and the hub
 #   --rehearsal auto|on|off             first run every stage for two steps; auto: where the run takes hours (npu, cuda)
+#   --restarts N                        a stage that crashed after a new checkpoint continues by itself; default: 3 times
 #
 # Everything is written below NANOCHAT_BASE_DIR (default ~/.cache/nanochat). Run it again to resume where it
 # stopped. speedrun.sh is the same script.
 [ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@" # `sh` is another shell here
 set +o posix                                     # or it is bash, without what POSIX does not describe
 set -euo pipefail
-called_from=$PWD
+called_from=$PWD log='' # log: the rehearsal's, while it runs
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 fail() { printf 'error: %s\n' "$1" >&2; exit "${2:-1}"; }
 title() {
+  [[ -z $log ]] || return 0 # in the rehearsal
   local bold='' plain=''
   [[ ! -t 1 ]] || bold=$'\033[1m' plain=$'\033[0m'
   printf '\n%s== %s%s  (%d min %02d s)\n' "$bold" "$1" "$plain" $((SECONDS / 60)) $((SECONDS % 60))
@@ -30,35 +32,34 @@ title() {
 # A shell obeys a signal only after the command that it waits for. So a command runs in the background, in a group of its
 # own, and `pass` sends the signal on to that group: a stage saves and leaves, and the script ends after it. If the script
 # is killed (kill -9), Linux sends the command SIGTERM: ground/cli.py asks for that by this variable.
-export NANOCHAT_SPEEDRUN=1
-child=''
+export _NANOCHAT_PARENT=$$
 attend() { # command
-  local status=0
+  local child status=0
   set -m
   "$@" &
-  child=$!
   set +m
-  wait "$child" || status=$?
-  child=''
+  child=$!
+  wait "$child" 2>/dev/null || status=$?                            # without bash's line on a command that was killed,
+  ((status < 129)) || kill -s KILL -- "-$child" 2>/dev/null || true # which may leave processes behind
   return "$status"
 }
-pass() { # signal, exit code
-  if [[ -n $child ]]; then
+pass() { # signal
+  local child
+  for child in $(jobs -p); do
     kill -s "$1" -- "-$child" 2>/dev/null || true
     while kill -0 "$child" 2>/dev/null; do wait "$child" || true; done
-  fi
-  exit "$2"
+  done
+  exit $((128 + $(kill -l "$1")))
 }
-pass_signals() { trap 'pass INT 130' INT; trap 'pass TERM 143' TERM; trap 'pass HUP 129' HUP; }
-pass_signals
+for name in INT TERM HUP QUIT USR1 USR2; do trap "pass $name" "$name"; done
 
 # ---- Flags ---------------------------------------------------------------------------------------------
 
-profile=auto data='' val_data='' hub=hf tasks='' rehearsal=auto
+profile=auto data='' val_data='' hub=hf tasks='' rehearsal=auto restarts=3
 while (($#)); do
   case ${1%%=*} in
     --help | -h) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
-    --profile | --data | --val_data | --val-data | --hub | --tasks | --rehearsal) ;;
+    --profile | --data | --val_data | --val-data | --hub | --tasks | --rehearsal | --restarts) ;;
     *) fail "unknown flag $1: see bash speedrun_npu.sh --help" 2 ;;
   esac
   flag=${1%%=*}
@@ -68,6 +69,7 @@ while (($#)); do
 done
 [[ $profile =~ ^(auto|npu|cuda|cpu|smoke)$ ]] || fail "--profile $profile: one of auto, npu, cuda, cpu, smoke" 2
 [[ $rehearsal =~ ^(auto|on|off)$ ]] || fail "--rehearsal $rehearsal: one of auto, on, off" 2
+[[ $restarts =~ ^[0-9]{1,9}$ ]] || fail "--restarts $restarts: a number, 0 for none" 2
 if [[ -n $data && -e $called_from/$data ]]; then data=$called_from/$data; fi
 if [[ -n $val_data && -e $called_from/$val_data ]]; then val_data=$called_from/$val_data; fi
 if [[ -n $tasks && -e $called_from/$tasks ]]; then tasks=$called_from/$tasks; fi # a path inside NAME=PATH: from / on
@@ -164,7 +166,19 @@ printf 'profile %s, data %s, everything is written below %s\n' "$profile" "$data
 # Every stage resumes where it stopped. A finished one trains no more, but is evaluated again.
 
 again=(--model_tag "$profile" --resume)
-run() { attend "$@"; } # a command of a stage; the rehearsal runs the same commands in its own way
+checkpoints() { ls -d "$run_folder"/checkpoints/*/"$profile"/step_*[0-9] 2>/dev/null || true; }
+run() { # a command of a stage; the rehearsal runs the same commands in its own way
+  if [[ -n $log ]]; then run_in_small "$@"; return; fi
+  local crashes=0 before status
+  while :; do
+    before=$(checkpoints) status=0
+    attend "$@" || status=$?
+    [[ $status =~ ^13[2-79]$ ]] || return "$status" # 132 to 139 are crashes, such as 137: killed, or out of memory
+    ((crashes++ < restarts)) && [[ $(checkpoints) != "$before" ]] ||
+      fail "crashed with exit code $status: run this again to resume" "$status"
+    printf 'crashed with exit code %d: starts again, %d of %d\n' "$status" "$crashes" "$restarts" >&2
+  done
+}
 pretrain() { run "${launch[@]}" -m scripts.base_train "${source[@]}" "${base[@]}" "${again[@]}"; }
 evaluate() { # stage, further flags
   local call=("${launch[@]}" -m scripts.chat_eval --source "$1" --model_tag "$profile" --hub "$hub" "${eval[@]}" "${@:2}")
@@ -202,19 +216,18 @@ stages() {
 # should be found before it. So the commands of the run are rehearsed with the same model, batch and processes, for two
 # steps: memory is fullest in the second, which also has the state of the optimizer.
 
-rehearse() { # `attend` runs it in a subshell: what it sets and defines ends with that, and so do its traps
-  folder=$run_folder/rehearsal log=$run_folder/rehearsal.log
-  trap '(($? < 129)) || rm -f "$log"; rm -rf "$folder"' EXIT # above 128: it was stopped by a signal
-  child=''
-  pass_signals # the shell around it has its own
+rehearse() {
+  local folder=$run_folder/rehearsal one_file='' few="--num_iterations 2 --track=''"
+  local little="--eval_tokens $((count * 4096))"
+  log=$run_folder/rehearsal.log
+  trap '(($? < 129)) || rm -f "$log"; rm -rf "$run_folder/rehearsal"' EXIT # above 128: it was stopped by a signal
   rm -rf "$folder" # a rehearsal that was killed leaves it
   mkdir -p "$folder" "$run_folder/data"
   ln -s ../data "$folder/data" # the run needs the same downloads
-  export NANOCHAT_BASE_DIR=$folder
+  small=("NANOCHAT_BASE_DIR=$folder")
 
   # A script appends the flags in its variable to its command line (nanochat/ground/cli.py). The last of equal flags counts.
-  add_flags() { local variable=NANOCHAT_$1; export "$variable=${!variable-} ${*:2}"; }
-  one_file='' few="--num_iterations 2 --track=''" little="--eval_tokens $((count * 4096))"
+  add_flags() { local variable=NANOCHAT_$1; small+=("$variable=${!variable-} ${*:2}"); }
   [[ " ${base[*]} " != *' --shards '* ]] || one_file='--shards 1'
   add_flags TOK_TRAIN "$one_file" --max_chars 10000000
   add_flags BASE_TRAIN "$few" "$one_file" "$little" --keep_last 1
@@ -223,28 +236,29 @@ rehearse() { # `attend` runs it in a subshell: what it sets and defines ends wit
   add_flags CHAT_SFT "$few" --eval_examples 16
   add_flags CHAT_RL "$few" --eval_examples 16 # replies keep their length: they fill the memory of the cache
   add_flags CHAT_EVAL --max_examples 8 --max_tokens 16
-
-  title() { :; }
-  run() {
-    local command="$*" began=$SECONDS status=0
-    local script=${command#* -m scripts.}
-    script=${script%% *}
-    [[ $script != chat_eval || $command == *' --source rl '* ]] || return 0 # one model is enough
-    printf '  %-12s' "$script"
-    printf '%s\n\n' "$command" >"$log"
-    attend "$@" >>"$log" 2>&1 </dev/null || status=$?
-    printf '%4d s\n' $((SECONDS - began))
-    ((status)) || return 0
-    cause=$(grep '^error: ' "$log" | tail -n 1) || cause=$(grep -E '(Error|Exception): ' "$log" | tail -n 1) ||
-      cause="exit code $status"
-    fail "$script failed in the rehearsal, before anything was trained: ${cause#error: } (all of it: $log). Fix it and \
-run this again, or add --rehearsal off"
-  }
   stages
-  add_flags BASE_TRAIN --num_iterations 3
+  add_flags BASE_TRAIN "$few" "$one_file" "$little" --keep_last 1 --num_iterations 3
   pretrain # resumes
   run "$python" -m scripts.chat_cli --prompt Hello --max_tokens 16
-  rm "$log"
+  rm -r "$log" "$folder"
+  trap - EXIT
+  log=''
+}
+
+run_in_small() {
+  local command="$*" began=$SECONDS status=0 cause
+  local script=${command#* -m scripts.}
+  script=${script%% *}
+  [[ $script != chat_eval || $command == *' --source rl '* ]] || return 0 # one model is enough
+  printf '  %-12s' "$script"
+  printf '%s\n\n' "$command" >"$log"
+  attend env "${small[@]}" "$@" >>"$log" 2>&1 </dev/null || status=$?
+  printf '%4d s\n' $((SECONDS - began))
+  ((status)) || return 0
+  cause=$(grep '^error: ' "$log" | tail -n 1) || cause=$(grep -E '(Error|Exception): ' "$log" | tail -n 1) ||
+    cause="exit code $status"
+  fail "$script failed in the rehearsal, before anything was trained: ${cause#error: } (all of it: $log). Fix it and \
+run this again, or add --rehearsal off"
 }
 
 # ---- Run -----------------------------------------------------------------------------------------------
@@ -271,7 +285,7 @@ if [[ $rehearsal == on ]]; then
   passed=$run_folder/rehearsal_passed.txt
   if [[ ! -e $passed || $(<"$passed") != "$setting" ]]; then
     title 'rehearsal: every stage for two steps'
-    attend rehearse
+    rehearse
     printf '%s\n' "$setting" >"$passed"
   fi
 fi

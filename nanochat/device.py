@@ -282,10 +282,7 @@ def _available(kind: str) -> bool:
 
 
 def _join(device: Device) -> None:
-    """Join the process group of the job.
-
-    Raises UserError: when the launcher of this process has died.
-    """
+    """Join the process group of the job."""
     end_with_launcher()
     if store.on_one_host():
         for variable, value in device.runtime.loopback.items():

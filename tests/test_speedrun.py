@@ -12,15 +12,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from on_device import report
+from runs import until
+
+from nanochat.ground import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # In place of Python: eight NPUs or DEVICE, and a line for every command. FAIL or HANG names the script that does so.
+# base_train is killed CRASHES times, each after it saved a checkpoint, or without one where that is negative.
 PYTHON = """#!{python}
 import json, os, signal, sys, time
 from pathlib import Path
@@ -37,18 +40,28 @@ if script == "base_train":
     (base / "checkpoints").mkdir(parents=True, exist_ok=True)
     (base / "data").mkdir(exist_ok=True)
     (base / "data/shard").touch()
+    crashes = int(os.environ.get("CRASHES", "0"))
+    folder = base / "checkpoints/base/npu"
+    number = len(list(folder.glob("*")))
+    if number < abs(crashes):
+        if crashes > 0:
+            (folder / f"step_{{number:06d}}").mkdir(parents=True)
+        os.kill(os.getpid(), signal.SIGKILL)
 if script == os.environ.get("FAIL"):
     print("warning: not the reason", file=sys.stderr)
     print("error: TASK_QUEUE_ENABLE=2 cannot record", file=sys.stderr)
     print("and what a launcher adds", file=sys.stderr)
     sys.exit(1)
 if script == os.environ.get("HANG"):
+    sys.path.insert(0, {root!r})
+    from nanochat.ground import cli
+    cli.end_with_launcher()
     def save(number, _):
         time.sleep(0.3)
         with open(os.environ["RECORD"], "a") as record:
             record.write(json.dumps(dict(script="saved", number=number)) + "\\n")
         sys.exit(128 + number)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in cli.SIGNALS:
         assert signal.getsignal(number) != signal.SIG_IGN
         signal.signal(number, save)
     print("hangs", file=sys.stderr, flush=True)
@@ -72,7 +85,7 @@ class Speedrun:
         project = folder / "project"
         python = folder / "venv/bin/python"
         python.parent.mkdir(parents=True)
-        python.write_text(PYTHON.format(python=sys.executable))
+        python.write_text(PYTHON.format(python=sys.executable, root=str(ROOT)))
         python.chmod(0o755)
         (folder / "venv/nanochat_setup.txt").write_text("torch 2.9.0\n")
         for room in ("nanochat", "scripts"):
@@ -174,22 +187,32 @@ def test_what_fails_late_fails_in_the_rehearsal_with_one_line(speedrun, script: 
     [
         (signal.SIGINT, "on", True),  # as at a terminal
         (signal.SIGTERM, "on", False),  # to the shell only, as `kill` does
-        (signal.SIGINT, "off", False),
-        (signal.SIGHUP, "off", False),
+        (signal.SIGKILL, "on", False),
+        *((number, "off", False) for number in cli.SIGNALS),
     ],
 )
 def test_a_signal_reaches_the_stage_which_saves_first(speedrun, number: int, rehearsal: str, to_the_group: bool):
     process = speedrun.start("--rehearsal", rehearsal, HANG="mid_train")
-    deadline = time.monotonic() + 60
-    while not (speedrun.folder / "hangs").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+    until((speedrun.folder / "hangs").exists, speedrun.record)
     (os.killpg if to_the_group else os.kill)(process.pid, number)
-    assert process.wait(60) == 128 + number  # not communicate(), which waits for the stage as well
+    is_killed = number == signal.SIGKILL
+    assert process.wait(60) == (-9 if is_killed else 128 + number)  # not communicate(), which waits for the stage too
+    if is_killed:
+        until(lambda: speedrun.commands()[-1]["script"] == "saved", speedrun.record)
     assert [one["script"] for one in speedrun.commands()[-2:]] == ["mid_train", "saved"]
     process.communicate()
-    if rehearsal == "on":
+    if rehearsal == "on" and not is_killed:
         assert speedrun.left() == {"data"}
+
+
+@pytest.mark.parametrize(("crashes", "flags", "starts"), [(2, "", 3), (9, "", 4), (9, "--restarts=1", 2), (-9, "", 1)])
+def test_a_crash_after_a_new_checkpoint_starts_the_stage_again(speedrun, crashes: int, flags: str, starts: int):
+    code = 137 if starts <= abs(crashes) else 0
+    commands, _, err = speedrun.run("--rehearsal=off", *flags.split(), code=code, CRASHES=str(crashes))
+    assert [one["script"] for one in commands].count("base_train") == starts
+    most = 1 if flags else 3
+    lines = [f"crashed with exit code 137: starts again, {number} of {most}" for number in range(1, starts)]
+    assert err.splitlines() == lines + ["error: crashed with exit code 137: run this again to resume"] * (code > 0)
 
 
 @pytest.mark.slow

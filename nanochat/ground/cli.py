@@ -34,6 +34,9 @@ Config = TypeVar("Config")
 T = TypeVar("T")
 
 
+# What ends a run in good order. Batch systems send the last two before they kill a job.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
 # Functions that explain an error in one line, or return None. Devices, the compiler and users' files add theirs.
 explainers: set[Callable[[BaseException], str | None]] = set()
 
@@ -174,6 +177,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
     if shows_progress:
         sys.stdout, sys.stderr = screen.Output(sys.stdout), screen.Output(sys.stderr)
     ignore_exported_ranks()
+    leave_process_1()
     end_with_launcher()
     atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
@@ -236,14 +240,38 @@ def ignore_exported_ranks() -> None:
 
 
 def end_with_launcher() -> None:
-    """Have the system send this process SIGTERM when its torchrun or its speedrun dies; a run then saves and leaves."""
-    # A torchrun that ends in good order ends its processes. One that is killed (kill -9, out of memory) cannot, and
-    # they would train on, with nobody to restart them and the devices taken. So it is with speedrun_npu.sh. The system
-    # sends nothing if the parent died before this call, so a command makes the call first; what is left of the gap,
-    # `store.of_this_start` finds.
+    """Have the system end this process when its launcher or its speedrun dies. A command calls this first."""
+    # A launcher that ends in good order ends its processes. One that is killed (kill -9, out of memory) cannot, and
+    # they would train on, with the devices taken. So it is with speedrun_npu.sh.
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # only Linux has it
-    if prctl is not None and {"TORCHELASTIC_RUN_ID", "NANOCHAT_SPEEDRUN"} & os.environ.keys():
-        prctl(1, int(signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+    parent = os.environ.get("_NANOCHAT_PARENT")
+    if prctl is None or not (parent or "TORCHELASTIC_RUN_ID" in os.environ):
+        return
+    # SIGTERM: save and leave. Several ranks of one host cannot: what they agree through died with the launcher.
+    several = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE") != "1"
+    prctl(1, int(signal.SIGKILL if several else signal.SIGTERM), 0, 0, 0)  # PR_SET_PDEATHSIG
+    # The system sends nothing if the parent died before that call. Z: it died, and its own parent does not know yet.
+    state = Path(f"/proc/{parent}/stat")
+    if parent and Path("/proc/self").exists() and (not state.exists() or ") Z" in state.read_text()):
+        fail("the process that started this one has died: start it again")
+
+
+def leave_process_1() -> None:
+    """In a container's first process: continue in a child. This one passes signals on, and ends as the child does."""
+    # The system gives process 1 no signal that it has no handler for, and makes it the parent of orphans.
+    if os.getpid() != 1 or (child := os.fork()) == 0:
+        return
+    for number in SIGNALS:
+        signal.signal(number, lambda number, _: os.kill(child, number))
+    ended = status = 0
+    while ended != child:
+        ended, status = os.wait()
+    os._exit(exit_status(os.waitstatus_to_exitcode(status)))
+
+
+def exit_status(code: int) -> int:
+    """A process's exit code as a shell has it: -9, killed by signal 9, is 137."""
+    return code if code >= 0 else 128 - code
 
 
 def out_of_memory(error: BaseException) -> bool:

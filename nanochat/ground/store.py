@@ -10,7 +10,6 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
 
 LOOPBACK = "127.0.0.1"
@@ -26,17 +25,10 @@ def is_torchruns() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def address() -> tuple[str, int]:
-    """Where the job's store listens."""
+def connect(timeout: timedelta) -> TCPStore:
+    """Join the job's store. A request that takes longer than `timeout` raises RuntimeError."""
     host = LOOPBACK if on_one_host() and not is_torchruns() else os.environ["MASTER_ADDR"]
-    return host, int(os.environ["MASTER_PORT"])
-
-
-def connect(timeout: timedelta, port: int | None = None) -> TCPStore:
-    """Join the job's store, or the one that `serve` made at this port. A request that takes longer than `timeout`
-    raises RuntimeError."""
-    host, port = address() if port is None else (LOOPBACK, port)
-    return TCPStore(host, port, is_master=False, timeout=timeout)
+    return TCPStore(host, int(os.environ["MASTER_PORT"]), is_master=False, timeout=timeout)
 
 
 def serve(timeout: timedelta, port: int = 0) -> TCPStore:
@@ -49,43 +41,31 @@ def serve(timeout: timedelta, port: int = 0) -> TCPStore:
     )
 
 
-def is_served(port: int, host: str = LOOPBACK) -> bool:
-    """Whether something listens at this port of this host."""
+def is_open_to_others(port: int) -> bool:
+    """Whether something listens at this port on every address of this host."""
+    # 127.0.0.2 is this host as well. A server that answers there listens on every address.
     try:
-        socket.create_connection((host, port), timeout=1).close()
+        socket.create_connection(("127.0.0.2", port), timeout=1).close()
     except OSError as error:
         return isinstance(error, TimeoutError)  # it listens, and is busy
     return True
 
 
-def is_open_to_others(port: int) -> bool:
-    """Whether something listens at this port on every address of this host."""
-    # 127.0.0.2 is this host as well. A server that answers there listens on every address.
-    return is_served(port, "127.0.0.2")
-
-
 def of_this_start(timeout: timedelta) -> Store | None:
     """The job's store, with keys that only this start of its processes uses; None: torch makes one from torchrun's
-    variables.
-
-    Raises UserError: when torchrun, which serves the store, has died.
-    """
+    variables."""
     if not is_torchruns():
         if not on_one_host():
             return None
         if os.environ["RANK"] == "0":
-            return serve(timeout, address()[1])
+            return serve(timeout, int(os.environ["MASTER_PORT"]))
         return connect(timeout)
     # The store in torchrun's process outlives the workers, and torch does not separate one start of them from the next:
     # restarted processes looked for each other at the addresses of those that had died (torch 2.13).
     if not on_one_host():  # each host counts its own starts, so the prefixes would differ
         warn("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every host: a host that is lost cannot come back without it")
         return None
-    host, port = address()
-    if not is_served(port, host):
-        # torch would look for it until `timeout`. A torchrun that dies after this point takes the process with it:
-        # the system closes its ports before it sends the signal of `cli.end_with_launcher`.
-        raise UserError(f"the launcher of this process has died (nothing listens at its port {port}): start it again")
+    port = int(os.environ["MASTER_PORT"])
     if is_open_to_others(port):
         warn(
             f"torchrun's port {port} is open to the network, without a password, and `--standalone` runs what it is "

@@ -223,7 +223,7 @@ class Run:
         if not self.device.is_main:
             print(f"error: rank {self.device.rank}: {printable(line)}", file=sys.stderr, flush=True)
         self.stop.request(signal.SIGTERM)
-        if self.stop.publish() and self.stop.store is not None:
+        if self.stop.publish():
             self.stop.choose_last()
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
-"""SIGINT, SIGTERM and SIGHUP: a run saves and leaves, and all of its ranks leave at the same step.
+"""Signals: a run saves and leaves, and all of its ranks leave at the same step.
 
-`Stop` hears the signals, and output that nobody reads counts as one. The loop calls `boundary` once a step, and
+`Stop` hears `cli.SIGNALS`, and output that nobody reads counts as one. The loop calls `boundary` once a step, and
 long work between two boundaries calls `should_stop` now and then. Neither waits for the device. The ranks talk through
 a TCPStore and not through the collective library, whose calls wait for the device.
 
@@ -23,16 +23,16 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from nanochat.device import Device
 from nanochat.ground import screen
 from nanochat.ground import store as job_store
+from nanochat.ground.cli import SIGNALS
 from nanochat.ground.log import print0
 from nanochat.ranks import sum_over_ranks
 
 ASK_SECONDS = 0.5  # `should_stop` asks the store for other ranks' signals this often
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # SIGHUP: the terminal was closed; nohup ignores it
 COLLECT_POLL_SECONDS = 0.1
 STORE_SECONDS = 20.0  # for the store to answer a request
 AT_ONCE_SECONDS = 1.0  # a second Ctrl-C within this is the first one, sent twice for one key press
@@ -51,47 +51,31 @@ class Stop:
         self.calls = 0  # number of calls of `should_stop`, which shows that long work makes progress
         self._signal_at = 0.0
         self._asked_at = 0.0
-        self.token = 0  # a name that no earlier start of this job has used
-        self.store: Store | None = None
+        self.store: Store = HashStore()
         if device.world_size > 1:
-            self.store = self._open_store(step)
-
-    def _open_store(self, step: int) -> Store:
-        timeout = timedelta(seconds=STORE_SECONDS)
-        # torchrun may be killed, and its store with it. On one host rank 0 therefore serves another one.
-        has_own = job_store.is_torchruns() and job_store.on_one_host()
-        served = job_store.serve(timeout) if has_own and self.device.is_main else None
-        numbers = [random.SystemRandom().getrandbits(31), served.port if served else 0]
-        shared = torch.tensor(numbers, device=self.device.torch_device)
-        dist.broadcast(shared, 0)
-        self.token, port = shared.tolist()
-        place = served or job_store.connect(timeout, port if has_own else None)
-        store = PrefixStore(f"stop/{self.token}", place)
-        if self.device.is_main:
-            store.set("signal", "")
-            store.set("last", "")
-        store.set(f"passed/{self.device.rank}", str(step))
+            # A name that no earlier start of this job has used: the launcher's store outlives the ranks.
+            token = torch.tensor(random.SystemRandom().getrandbits(31), device=device.torch_device)
+            dist.broadcast(token, 0)
+            self.store = PrefixStore(f"stop/{int(token)}", job_store.connect(timedelta(seconds=STORE_SECONDS)))
+        if device.is_main:
+            self.store.set("signal", "")
+            self.store.set("last", "")
+        self.store.set(f"passed/{device.rank}", str(step))
         with screen.Bar("waiting for the other processes"):
-            dist.barrier()  # every key that is read exists now
-        return store
+            self.agree(False)  # every key that is read exists now
 
     # ---------------------------------------------------------------------- what the loop calls
 
     def boundary(self, step: int) -> bool:
         """`step` steps are launched. True, on all ranks at the same step, when the run must save and leave here."""
-        if self.store is None:
-            return bool(self.signal)
         # A rank publishes that it passes this boundary, and only then looks for a signal. If it finds none, the rank
         # that will publish the first one reads the step afterwards, and chooses a higher one as the last.
         if not self.signal:
             self.store.set(f"passed/{self.device.rank}", str(step))
-        if not self.publish():
-            return False
-        return step >= self.choose_last()
+        return self.publish() > 0 and step >= self.choose_last()
 
     def choose_last(self) -> int:
         """The boundary where all ranks stop, once a signal is published."""
-        assert self.store is not None
         if self.last is None:
             keys = [f"passed/{rank}" for rank in range(self.device.world_size)]
             last = max(int(value) for value in self.store.multi_get(keys)) + 1
@@ -110,8 +94,6 @@ class Stop:
     def publish(self) -> int:
         """Publish this rank's signal, or learn of another rank's; returns the one that is published, or 0."""
         # The listening thread may hear a signal meanwhile. Then 0 is right: the others do not know of it yet.
-        if self.store is None:
-            return self.signal
         published = int(self.store.compare_set("signal", "", str(self.signal or "")) or 0)
         if published:
             self.request(published)

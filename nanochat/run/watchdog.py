@@ -8,22 +8,19 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed import HashStore, PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from nanochat.device import Device
 from nanochat.ground import store as job_store
-from nanochat.ground.log import print0
 from nanochat.ground.untrusted import printable
 from nanochat.run.progress import Attendant
 from nanochat.run.stop import STORE_SECONDS, Stop, end_process
@@ -72,18 +69,10 @@ class Watchdog(Attendant):
         self._store_answered = 0.0
         self._closed = threading.Event()
         self._threads = [threading.Thread(target=f, daemon=True) for f in (self._keep_time, self._watch)]
-        # On one host the run's store outlives torchrun's. When torchrun's is lost, the watchdog switches to it.
-        self._spare: Store | None = None
-        self._store: Store = HashStore()
-        if stop.store is not None:
-            prefix = f"watchdog/{stop.token}"
-            self._store = PrefixStore(prefix, job_store.connect(timedelta(seconds=STORE_SECONDS)))
-            if job_store.is_torchruns() and job_store.on_one_host():
-                self._spare = PrefixStore(prefix, stop.store)
-        for store in filter(None, (self._store, self._spare)):
-            if device.is_main:
-                store.set("verdict", "")
-            self._publish(store)
+        self._store = PrefixStore("watchdog", stop.store)
+        if device.is_main:
+            self._store.set("verdict", "")
+        self._publish()
         stop.agree(False)  # wait for all ranks: every key that is read exists now
 
     def __enter__(self) -> "Watchdog":
@@ -133,7 +122,8 @@ class Watchdog(Attendant):
                 self._look()
             except (RuntimeError, ValueError, TypeError) as error:  # torch's DistError among them
                 if not self._closed.wait(2):  # the other ranks may be leaving, and their store with them
-                    self._lose_store(str(error).splitlines()[0])
+                    lost = f"{_store_name()}: that ended ({str(error).splitlines()[0]})"
+                    self._end(f"rank {self.device.rank} on {self._host} lost {lost}")
 
     def _look(self) -> None:
         """Obey a verdict, publish a beat, and judge the other ranks."""
@@ -141,24 +131,16 @@ class Watchdog(Attendant):
         if verdict:
             self._obey(verdict, print_it=self.device.local_rank == 0)
         if self._awake - self._sent >= BEAT_SECONDS:
-            self._publish(self._store)
+            self._publish()
             self._judge()
         self._store_answered = self._awake
 
-    def _lose_store(self, reason: str) -> None:
-        """torchrun was killed: stop the run and continue with the spare store. Without one, end immediately."""
-        if self._spare is None:
-            self._end(f"rank {self.device.rank} on {self._host} lost {_store_name()}: that ended ({reason})")
-        print0(f"lost {_store_name()}, of torchrun, which was killed or does not run: saving, then leaving")
-        self._store, self._spare = self._spare, None
-        self.stop.request(signal.SIGTERM)
-
-    def _publish(self, store: Store) -> None:
+    def _publish(self) -> None:
         self._sent = self._awake
         phase, seconds = self._phase
         patience = seconds if self._passed >= self._start + 2 else START_SECONDS
         beat = Beat(self._sent, self._host, self._passed, phase, self.stop.calls, self._place(), patience)
-        store.set(f"beat/{self.device.rank}", json.dumps(dataclasses.asdict(beat)))
+        self._store.set(f"beat/{self.device.rank}", json.dumps(dataclasses.asdict(beat)))
 
     def _place(self) -> str:
         """The line that the main thread executes: the innermost outside of torch, and the function it calls."""

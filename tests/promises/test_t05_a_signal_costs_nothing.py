@@ -39,7 +39,7 @@ from nanochat import model_folder
 from nanochat.bpb import bits_per_byte
 from nanochat.device import Device
 from nanochat.ground import paths
-from nanochat.ground.cli import Interrupted
+from nanochat.ground.cli import SIGNALS, Interrupted
 from nanochat.run.stop import Stop
 
 CHAT_RUNS = {
@@ -80,7 +80,7 @@ def hears_signals(pids: list[int]) -> bool:
 def trial(straight: Any, ranks: int, stage: str, chance: random.Random, early: bool = False) -> str:
     """One signal at one moment, `early` before the first step is over; returns what it met."""
     run, step_seconds = straight(ranks, stage)
-    number = chance.choice((signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+    number = chance.choice(SIGNALS)
     shutil.rmtree(run.folder)
     lines = run.base / f"runs/{stage}/run/metrics.jsonl"
     lines.unlink()
@@ -109,9 +109,7 @@ def trial(straight: Any, ranks: int, stage: str, chance: random.Random, early: b
     assert folder == run.folder / f"step_{meta['step']:06d}"
     assert model_folder.steps(run.folder)[-1] == meta["step"] and not list(run.folder.glob("*.tmp"))
     assert not early or meta["step"] == 0
-    assert status == (128 + number if ranks == 1 else 1)  # torchrun's own status says only that workers failed
-    if ranks > 1 and to != process.pid:
-        assert re.search(rf"exitcode\s*: {128 + number} ", text)
+    assert status == 128 + number and "Traceback" not in text, text
     run.run(ranks, "", "--resume")
     run.compare()
     at = "evaluation" if meta["progress"]["pending"] else "sampling" if early else "training"
@@ -123,8 +121,8 @@ def trial(straight: Any, ranks: int, stage: str, chance: random.Random, early: b
 @pytest.mark.parametrize(
     ("stage", "ranks", "seed", "early"),
     [
-        ("base", 2, 2, False),
-        ("sft", 1, 1, False),
+        ("base", 2, 34, False),  # SIGUSR1 to the launcher
+        ("sft", 1, 9, False),  # SIGQUIT
         ("rl", 2, 2, False),
         ("rl", 1, 1, True),  # while the first replies are sampled
         pytest.param("base", 1, 0, False, marks=pytest.mark.soak),

@@ -14,23 +14,19 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from runs import Straight, command, running, until_gone, wait_for, workers_of
+from runs import Straight, command, running, until, until_gone, wait_for, workers_of
 from test_endings import MIDWAY, RUN, STEPS
 from test_faults import Watched
 from tiny import forkserver
 
 from nanochat import device as devices
-from nanochat import model_folder
 from nanochat.device import Device
-from nanochat.ground import store
-from nanochat.ground.cli import UserError
 from nanochat.run import watchdog as module
 
 HANG_SECONDS = 1.5
@@ -46,22 +42,16 @@ def outcome(function: Callable[..., Any], *, signals: Any = None, world_size: in
         try:
             for process in ranks:
                 process.start()
-            wait_until(lambda: len(list(Path(folder).glob("*.ready"))) == world_size, 60)
+            until(lambda: len(list(Path(folder).glob("*.ready"))) == world_size, Path(os.devnull), 60)
             stopped = signals(ranks) if signals else None
             others = [process for process in ranks if process is not stopped]
-            wait_until(lambda: not any(process.is_alive() for process in others), 30)
+            until(lambda: not any(process.is_alive() for process in others), Path(os.devnull))
             codes = [process.exitcode for process in ranks]
             return codes, "".join(path.read_text() for path in sorted(Path(folder).glob("*.err")))
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _faulty_rank(function: Callable[..., Any], rank: int, world_size: int, port: int, folder: str) -> None:
@@ -216,50 +206,18 @@ def test_a_killed_rank_is_started_again_and_nothing_is_lost(straight, launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [pytest.param("launch", marks=pytest.mark.soak), "standalone"])
-def test_a_killed_launcher_leaves_no_orphans_and_nothing_is_lost(straight, launcher):
+@pytest.mark.parametrize("seconds", [None, 0, *(pytest.param(one, marks=pytest.mark.soak) for one in (0.5, 2, 4))])
+def test_a_killed_launcher_leaves_no_orphans_and_a_whole_checkpoint(straight, seconds):
+    """At moments from the start of its ranks, in most of which torch is being loaded; and between two saves."""
     begin_anew(straight)
-    arguments = command("base_train", (*RUN, "--hang_seconds=100"), 2, launcher=launcher)
-    with running(straight.base, arguments) as (process, output):
-        wait_for(output, "^base +3/", process)
-        ranks = workers_of(process)
-        os.kill(process.pid, signal.SIGKILL)
-        until_gone(ranks, output)
-    text = output.read_text()
-    (step,) = model_folder.steps(straight.folder)
-    assert f"step_{step:06d}; continue with --resume" in text and step < STEPS["base"], text
-    straight.run(2, "", "--resume")
-    straight.compare()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("launcher", "seconds"),
-    [
-        ("launch", 0),
-        *(pytest.param("launch", seconds, marks=pytest.mark.soak) for seconds in (0.5, 2, 4)),
-        *(pytest.param("standalone", seconds, marks=pytest.mark.soak) for seconds in (0, 0.5, 2, 4)),
-    ],
-)
-def test_a_launcher_that_is_killed_before_the_first_step_leaves_no_orphans(home, tmp_path, launcher, seconds):
-    """At moments from the start of its ranks to their first collectives; at most of them torch is being loaded."""
-    base = shutil.copytree(home, tmp_path / "base")
-    arguments = command("base_train", (*RUN, "--num_iterations=100000"), 2, launcher=launcher)
-    with running(base, arguments, is_forked=False) as (process, output):
-        wait_until(lambda: bool(workers_of(process)), 60)
-        time.sleep(seconds)
+    with running(straight.base, command("base_train", RUN, 2), is_forked=seconds is None) as (process, output):
+        until(lambda: bool(workers_of(process)), output, 60)
+        if seconds is None:
+            wait_for(output, f"^base +{STEPS['base'] // 2}/", process)
+        time.sleep(seconds or 0)
         ranks = workers_of(process)
         os.kill(process.pid, signal.SIGKILL)
         until_gone(ranks, output)
     assert ranks and "Traceback" not in output.read_text()
-
-
-def test_a_rank_whose_launcher_has_died_ends_at_once(monkeypatch):
-    """torch would look for the launcher's store for the whole timeout."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    job = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in (job | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"launcher of this process has died .*{port}"):
-        store.of_this_start(timedelta(seconds=5))
+    straight.run(2, "", "--resume")
+    straight.compare()

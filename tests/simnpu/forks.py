@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/core", "te
 import tiny  # noqa: E402
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # noqa: E402
 
+from nanochat.ground.cli import SIGNALS  # noqa: E402
 from simnpu import build  # noqa: E402
 
 PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -185,7 +186,7 @@ class ForkedRank(subprocess.Popen):
         if self.pid == 0:
             os.setsid()
             os.closerange(3, 1 << 16)
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # the launcher's
+            for number in SIGNALS:  # the launcher has handlers
                 signal.signal(number, signal.SIG_DFL)
             interruptible()
             os.environ.clear()
