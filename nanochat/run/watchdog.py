@@ -28,6 +28,7 @@ from nanochat.run.stop import STORE_SECONDS, Stop, end_process
 POLL_SECONDS = 0.5  # between two reads of the store
 BEAT_SECONDS = 1.0
 ANSWER_SECONDS = 5.0  # after a request to stop, a rank that is silent for this long is dead
+LEAVE_SECONDS = 20.0  # after a request to stop, the first two steps are given up
 START_SECONDS = 1800.0  # the first two steps may compile, and wait for all ranks to start
 STILL_SECONDS = 5.0  # if this process did not run for longer, it was stopped itself (Ctrl-Z), not the other ranks
 
@@ -161,10 +162,14 @@ class Watchdog(Attendant):
         still_for = [self._age(f"work of {rank}", (beat.step, beat.phase, beat.calls)) for rank, beat in beats.items()]
         patience = max(self.hang_seconds, *(beat.patience for beat in beats.values()))
         silent = [rank for rank in ranks if silent_for[rank] > self.hang_seconds]
-        # A run that has to stop does not wait for a dead rank.
+        # A run that has to stop does not wait for a dead rank, nor for the compiler.
+        stopping_for = self._age("signal", self.stop.signal) if self.stop.signal else 0.0
         unanswering = [rank for rank in ranks if silent_for[rank] > ANSWER_SECONDS]
-        if self._age("signal", self.stop.signal) > ANSWER_SECONDS and self.stop.signal and unanswering:
+        is_starting = self._passed < self._start + 2 and self._phase[0] == "training"
+        if stopping_for > ANSWER_SECONDS and unanswering:
             self._condemn(f"{_ranks(unanswering)} did not answer when the run was to stop: nothing more was saved")
+        elif stopping_for > LEAVE_SECONDS and is_starting:
+            self._condemn("left in the first steps, which compile: --resume repeats them from the newest checkpoint")
         elif silent:
             beat = beats[silent[0]]
             self._condemn(

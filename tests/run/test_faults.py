@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiny import cpu_device, run_ranks
 
 from nanochat.device import Device
 from nanochat.run.stop import Stop
-from nanochat.run.watchdog import Watchdog
+from nanochat.run.watchdog import LEAVE_SECONDS, Watchdog
 
 
 class Watched:
@@ -131,16 +132,33 @@ def test_a_signal_that_is_ignored_stays_ignored(number):
 # ---------------------------------------------------------------------- the watchdog
 
 
-def test_a_slow_step_is_no_hang_while_work_or_a_longer_leave_is_shown(monkeypatch):
-    """On a clock of the test's own: the real one ends the process that runs late."""
-    watched = Watched(cpu_device(), 40, hang_seconds=10)
+def timed(hang_seconds: float) -> tuple[Watched, Callable[[float], None], list[str]]:
+    """With a function that lets time pass, because the real clock ends the process that runs late; and the verdicts."""
+    watched = Watched(cpu_device(), 40, hang_seconds)
     watchdog, verdicts = watched.watchdog, []
-    monkeypatch.setattr(watchdog, "_condemn", verdicts.append)
+    watchdog._condemn = verdicts.append
 
     def pass_time(seconds: float) -> None:
         watchdog._awake += seconds
         watchdog._look()
 
+    return watched, pass_time, verdicts
+
+
+@pytest.mark.parametrize(("steps", "is_given_up"), [(1, True), (2, False)])
+def test_a_step_that_compiles_is_given_up_after_a_signal(steps, is_given_up):
+    watched, pass_time, verdicts = timed(100)
+    watched.watchdog.boundary(40 + steps)
+    watched.stop.request(signal.SIGTERM)
+    pass_time(2)
+    pass_time(LEAVE_SECONDS)
+    assert not verdicts
+    pass_time(1)
+    assert [line[:24] for line in verdicts] == ["left in the first steps,"] * is_given_up
+
+
+def test_a_slow_step_is_no_hang_while_work_or_a_longer_leave_is_shown():
+    watched, pass_time, verdicts = timed(10)
     for step in (41, 42, 43):
         watched.boundary(step)
         pass_time(2)
