@@ -49,7 +49,5 @@ class ArrowFile(DataFile):
         self._require_unchanged()
         with damage_in_one_line(self.path, "Arrow file", pyarrow.ArrowException, ValueError, OverflowError):
             rows = self.table.slice(first, end - first).to_pylist()
+        self._require_unchanged()
         return [{name: without_nulls(value) for name, value in row.items()} for row in rows]
-
-    def row(self, row: int) -> Any:
-        return self.read(row, row + 1)[0]

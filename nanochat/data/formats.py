@@ -102,8 +102,9 @@ class JsonFile(JsonLinesFile):
     def where(self, row: int) -> str:
         return f"{self.path} item {row + 1}" if self.has_items else super().where(row)
 
-    def _items(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each item of the list, or of each object of a file that has one after the other."""
+    def _items(self) -> Iterator[tuple[int, bytes]]:
+        """The first byte of each item of the list, or of each object of a file that has one after the other, and its
+        bytes."""
         # Only brackets, commas and texts are looked for; an item is parsed when it is read, as a line is. A parser
         # would hold the whole list as objects, which take ten times the bytes of the file.
         with mapped(self.path) as data:
@@ -124,9 +125,10 @@ class JsonFile(JsonLinesFile):
                     is_end_of_item = depth == 0 or (depth == self.item_depth and mark == b",")
                     # A comma, or the end of a list, follows the item; the end of an object belongs to it.
                     end = place if self.item_depth == 0 and mark != b"," else place - 1
-                    if is_end_of_item and data[begin:end].strip():
-                        yield begin, end
                     if is_end_of_item:
+                        item = data[begin:end]
+                        if item.strip():
+                            yield begin, item
                         begin = place
                 if place - begin > MAX_LINE_BYTES:
                     raise UserError(
@@ -190,8 +192,8 @@ class CsvFile(SpanFile):
             )
         return dict(zip(self.header, values, strict=True))
 
-    def _rows(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each row after the header."""
+    def _rows(self) -> Iterator[tuple[int, bytes]]:
+        """The first byte of each row after the header, and its bytes."""
         end = self.skipped  # where the parser has read to: it reads no line beyond the current row
 
         def lines(file: IO[bytes]) -> Iterator[str]:
@@ -223,7 +225,7 @@ class CsvFile(SpanFile):
                             f"{self.path}: its first line names the columns, each once; it is {values!r:.80}"
                         )
                 elif values:
-                    yield begin, end
+                    yield begin, os.pread(file.fileno(), end - begin, begin)
                 begin = end
 
 

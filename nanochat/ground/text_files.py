@@ -27,12 +27,14 @@ import numpy as np
 from nanochat.ground import rooms
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import warn
+from nanochat.ground.paths import naming
 
 DOCUMENT_BYTES = 4096  # a document of a .txt without separators
 MAX_DOCUMENT_BYTES = 1 << 20  # a document of a .txt with separators
 MAX_LINE_BYTES = 64 << 20  # a line of a .jsonl: a longer line is not a row
 MAX_INVALID = 1 / 1000  # the share of a text's characters that may be invalid UTF-8: more is another encoding
 COPY_BYTES = 1 << 20
+CHANGED = "{} has changed since it was opened: put the old file back, or start anew"
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # A line that is exactly <|endoftext|>. It begins the file, perhaps after a byte order mark, or follows a line end.
 SEPARATOR_LINE = re.compile(
@@ -127,7 +129,7 @@ class DataFile:
 
     def _identity(self) -> tuple[int, int, int]:
         facts = self.path.stat()
-        return facts.st_size, facts.st_mtime_ns, facts.st_ino
+        return facts.st_size, facts.st_ctime_ns, facts.st_ino  # `cp -p` restores the other time, st_mtime_ns
 
     def _require_unchanged(self) -> None:
         """Before a read, so that a file that was cut off is not called damaged, and after it.
@@ -135,7 +137,7 @@ class DataFile:
         Raises UserError: when the file has changed: its rows would be others than those that were counted.
         """
         if not self.path.exists() or self._identity() != self._opened_as:
-            raise UserError(f"{self.path} has changed since it was opened: put the old file back, or start anew")
+            raise UserError(CHANGED.format(self.path))
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -266,8 +268,6 @@ def open_file(path: Path, columns: Columns = None) -> DataFile:
 
     Raises UserError: when the file cannot be read.
     """
-    if not os.access(path, os.R_OK):
-        raise UserError(f"{path}: no permission to read it")
     with path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
             raise UserError(f"{path} only names the file that git-lfs keeps: run git lfs pull in its folder")
@@ -285,9 +285,8 @@ class SpanFile(DataFile):
 
     unpacked: IO[bytes] | None = None
 
-    def _index(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Note where the rows begin and end, and cut them into blocks."""
-        self._opened_as = self._identity()
+    def _index(self, rows: Iterable[tuple[int, bytes]]) -> None:
+        """Note where the rows begin and end, with a hash of each, and cut them into blocks."""
         with self._opened() as file:
             start = os.pread(file.fileno(), DOCUMENT_BYTES, 0)
         # UTF-16 and UTF-32 have zeros in each character of English, and in each comma and line end.
@@ -301,21 +300,21 @@ class SpanFile(DataFile):
         bounds = array.array("q")
         starts: list[int] = []
         filled = block_bytes  # bytes in the block so far: the first row begins a new one
-        for begin, end in spans:
+        for begin, row in rows:
             if filled >= block_bytes:
-                starts.append(len(bounds) // 2)
+                starts.append(len(bounds) // 3)
                 filled = 0
-            bounds.extend((begin, end))
-            filled += end - begin
-        self.spans = np.array(bounds, dtype=np.int64).reshape(-1, 2)  # (rows, 2) bytes
+            bounds.extend((begin, begin + len(row), hash(row)))
+            filled += len(row)
+        self.spans = np.array(bounds, dtype=np.int64).reshape(-1, 3)  # (rows, 3): first byte, end, hash of the bytes
         self.starts = np.array([*starts, len(self.spans)], dtype=np.int64)
 
     def read(self, first: int, end: int) -> list[Any]:
-        self._require_unchanged()
         spans = self.spans[first:end].tolist()
-        with self._opened() as file:
-            rows = [os.pread(file.fileno(), stop - begin, begin) for begin, stop in spans]
-        self._require_unchanged()
+        with naming(self.path), self._opened() as file:
+            rows = [os.pread(file.fileno(), stop - begin, begin) for begin, stop, _ in spans]
+        if [hash(row) for row in rows] != [known for *_, known in spans]:
+            raise UserError(CHANGED.format(self.path))
         return [self._parse(first + place, row) for place, row in enumerate(rows)]
 
     def _parse(self, row: int, data: bytes) -> Any:
@@ -365,8 +364,8 @@ class TextFile(SpanFile):
     def _parse(self, row: int, data: bytes) -> str:
         return data.decode("utf-8", "replace")
 
-    def _documents(self, begin: int, stop: int | None) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each document."""
+    def _documents(self, begin: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
+        """The first byte of each document, and its bytes."""
         size = self.path.stat().st_size
         stop = size if stop is None else stop
         if not size:
@@ -388,7 +387,7 @@ class TextFile(SpanFile):
                     invalid = text.count("\ufffd") - document.count("\ufffd".encode())
                     self.sample = self.sample or (document if invalid else b"")
                     self.invalid += invalid
-                    yield begin, end
+                    yield begin, document
                     begin = end
                 begin = after_separator
 
@@ -460,15 +459,14 @@ class JsonLinesFile(SpanFile):
             hint = "; a file with values in several lines is named .json" if data.strip() in (b"{", b"[") else ""
             raise UserError(f"{self.where(row)} is not JSON: {error}{hint}") from error
 
-    def _lines(self) -> Iterator[tuple[int, int]]:
-        """(begin, end) of each line that is not blank."""
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """The first byte of each line that is not blank, and its bytes."""
         begin = 0
         with self._opened() as file:
             while line := file.readline(MAX_LINE_BYTES):
                 if len(line) == MAX_LINE_BYTES:
                     limit = f"longer than {MAX_LINE_BYTES >> 20} MiB"
                     raise UserError(f"{self.path}: the line at byte {begin:,} is {limit}")
-                end = begin + len(line)
                 if line.strip():
-                    yield begin, end
-                begin = end
+                    yield begin, line
+                begin += len(line)

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import random
 import re
 import shutil
@@ -213,17 +214,21 @@ def test_a_file_that_changes_is_an_error_that_names_it(tmp_path, suffix, change)
     write(path, prose(60_000)) if suffix == ".txt" else write_rows(path, rows(1000))
     train, _ = open_corpus(str(path))
     whole = train.read_block(3)
-    content = path.read_bytes()
-    if change == "overwritten":
-        path.write_bytes(bytes(len(content)))
+    shutil.copy2(path, tmp_path / "copy")
+    if change == "overwritten":  # in place, and with the old time
+        path.write_bytes(bytes(path.stat().st_size))
+        shutil.copystat(tmp_path / "copy", path)
     elif change == "cut":
-        path.write_bytes(content[:1000])
-    elif change == "replaced":  # by a file of the same bytes and times: it may be another one by the next block
-        shutil.copy2(path, tmp_path / "copy")
-        (tmp_path / "copy").replace(path)
-    else:
+        os.truncate(path, 1000)
+    elif change == "deleted":
         path.unlink()
-    assert f"{path} has changed" in complaint(lambda: train.read_block(3))
+    else:
+        (tmp_path / "copy").replace(path)
+        if suffix != ".parquet":  # each row is compared; a table may be another one by the next block
+            assert train.read_block(3) == whole
+            return
+    with pytest.raises((UserError, FileNotFoundError), match=f"{path} has changed|No such file"):
+        train.read_block(3)
     assert whole
 
 
