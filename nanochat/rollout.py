@@ -327,7 +327,7 @@ def sample_on_rank(
     sampler: Sampler,
     tokenizer: Tokenizer,
     device: Device,
-    questions: Sequence[tuple[Task, Example]],
+    read_questions: Callable[[], Sequence[tuple[Task, Example]]],
     *,
     samples: int,
     rewards: Sequence[Reward] = (Reward(),),
@@ -341,8 +341,10 @@ def sample_on_rank(
     `settings` are as in `play`; `reward_seconds` and `should_stop` are for `rewards`. A reply that is cut off is
     worth its reward. A reply that ends with another special token than the assistant's end is worth at most 0.
     """
-    own = RankSamples(len(questions), samples)
+    own = RankSamples(0, samples)
     try:
+        questions = read_questions()
+        own.questions = len(questions)
         episodes = play(sampler, tokenizer, device, questions, samples=samples, **settings)
         for reward in rewards:
             values = reward.rate(episodes, reward_seconds, should_stop)
@@ -351,7 +353,7 @@ def sample_on_rank(
                 episode.sample.reward += reward.weight * value
         own.samples = [vars(episode.sample) for episode in episodes]
     # A rank without samples still calls `gather_samples`, or the others would wait for it in vain.
-    except (Failed, UserError) as failure:
+    except (Failed, UserError, OSError) as failure:
         own.failed = str(failure)
     except Interrupted:
         own.interrupted = True

@@ -149,6 +149,7 @@ def main(config: Config) -> None:
     shape = (config.device_batch_size, row_tokens)  # the shape of every micro-batch
     compiled, compiled_reference = compiled_and_profiled(run, step_flops, shape, model, reference, forward_alone=True)
     left_out = int(run.loader_states[0]["left_out"]) if run.loader_states else 0  # pairs with nothing to prefer
+    pairs_of = run.read_ahead(lambda step: draw(train, horizon.draws(step)))
 
     with run:
         for step in run.steps():
@@ -166,11 +167,7 @@ def main(config: Config) -> None:
                 break
 
             # ---- one step
-            numbers = horizon.draws(step)
-            with run.reading():
-                examples = draw(train, numbers)
-            if run.stopped:
-                continue  # the data could not be read; the next pass through the loop saves and leaves
+            examples = pairs_of(step)
             reply_stats = torch.zeros(len(PAIR_STATS), device=device.torch_device)
             # Both models are compiled, or neither is: otherwise the margin contains the difference of their rounding.
             policy = compiled if step else model
@@ -181,7 +178,7 @@ def main(config: Config) -> None:
                 momentum=schedule.momentum(step), max_grad_norm=config.largest_norm,
             )  # fmt: skip
             run.count(stats, reply_pairs.token_count(examples))
-            left_out += len(numbers) - len(examples)
+            left_out += len(horizon.draws(step)) - len(examples)
             if run.must_log:
                 means = mean_pair_stats(reply_stats, device)
                 run.log_step(lr=peak_lr * schedule.lr(step), left_out=left_out, **means)

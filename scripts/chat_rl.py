@@ -194,8 +194,8 @@ def main(config: Config) -> None:
         # The step decides which questions come next, refills included.
         first = (step * (1 + config.most_refills) + refill) * examples
         seed = seed_of(config.seed, step, refill) if refill else seed_of(config.seed, step)
-        questions = questions_of(range(first, first + count))
-        return sample_on_rank(sampler, questions=questions, samples=config.num_samples, seed=seed)
+        questions = functools.partial(questions_of, range(first, first + count))
+        return sample_on_rank(sampler, read_questions=questions, samples=config.num_samples, seed=seed)
 
     run.has_validation = bool(held_out.tasks)  # a small file has no held-out rows
     rollouts = open_rollouts(config, start, run, draw)
@@ -208,8 +208,10 @@ def main(config: Config) -> None:
                 with run.interruptible("evaluation"):
                     rollouts.hand_over(step)
                     numbers = range(config.eval_examples)
-                    questions = rollout.draw_questions(held_out, start.tokenizer, numbers, row_tokens)
-                    own = sample_on_rank(rollouts.sampler, questions=questions, samples=1, seed=config.seed)
+                    questions = functools.partial(
+                        rollout.draw_questions, held_out, start.tokenizer, numbers, row_tokens
+                    )
+                    own = sample_on_rank(rollouts.sampler, read_questions=questions, samples=1, seed=config.seed)
                     earned = rollout.gather_samples(own, device).rewards
                     count = max(1, earned.size)
                     error = math.sqrt(earned.var() / count) if earned.size else 0.0
@@ -223,7 +225,7 @@ def main(config: Config) -> None:
             began = time.perf_counter()
             drawn = None
             metrics = {}
-            with run.interruptible("sampling"), run.reading():
+            with run.interruptible("sampling"):
                 drawn = rollout.gather_samples(rollouts.take(step), device)
                 metrics = drawn.metrics()
                 if config.most_refills:

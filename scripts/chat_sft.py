@@ -106,6 +106,7 @@ def main(config: Config) -> None:
     if run.loader_states:
         no_target = int(run.loader_states[0]["no_target"])
         cut = int(run.loader_states[0]["cut"])
+    data_of = run.read_ahead(lambda step: draw(train, horizon.draws(step)))
 
     with run:
         for step in run.steps():
@@ -123,10 +124,7 @@ def main(config: Config) -> None:
 
             # ---- one step: conversation k of the run is the same on every rank and after every restart, so a resumed
             # run does not store its position in the data
-            with run.reading():
-                rows, rendered = draw(train, horizon.draws(step))
-            if run.stopped:
-                continue  # the data could not be read; the next pass through the loop saves and leaves
+            rows, rendered = data_of(step)
             mine = list(rows.micro_batches(config.device_batch_size, device, device.data_rank, device.data_ranks))
             stats = train_step(
                 compiled if step else model, optimizer, track(mine, "micro-batch"), masked_loss, device=device,

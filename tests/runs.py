@@ -184,12 +184,12 @@ def taught(tutored: Path, base: Path) -> Path:
 # ---------------------------------------------------------------------- commands
 
 
-def call(script: str, *argv: str) -> None:
+def call(script: str, *argv: str, shows_progress: bool = False) -> None:
     """Run a script's main in this process as the command line does; raises SystemExit with its exit code."""
     module = importlib.import_module(f"scripts.{script}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *argv])
-        cli.run(module.main, module.Config)
+        cli.run(module.main, module.Config, shows_progress=shows_progress)
 
 
 def process(*command: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess:

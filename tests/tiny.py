@@ -79,7 +79,8 @@ def tiny_config(**changes: Any) -> GPTConfig:
 
 def sample_episodes(sampler: Any, tokenizer: Tokenizer, device: Device, questions: Any, **settings: Any) -> Any:
     """Episodes of each question by all ranks, which call it together, as chat_rl samples them."""
-    return rollout.gather_samples(rollout.sample_on_rank(sampler, tokenizer, device, questions, **settings), device)
+    own = rollout.sample_on_rank(sampler, tokenizer, device, lambda: questions, **settings)
+    return rollout.gather_samples(own, device)
 
 
 def all_losses(seam: str) -> dict[str, Any]:

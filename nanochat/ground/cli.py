@@ -171,6 +171,9 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
 
     `shows_progress`: with bars in a terminal, and a heartbeat elsewhere (screen.py).
     """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by `>&-`: without another file, the next one opened gets its number
+            setattr(sys, name, Path(os.devnull).open("r+"))  # noqa: SIM115 (lives as long as the process)
     for stream in (sys.stdout, sys.stderr):  # a terminal that cannot show a character shows a question mark
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,12 +1,13 @@
 """The output of a command: lines and tables from rank 0 only, and the list of commands for the report."""
 
+import contextlib
 import datetime
 import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from nanochat.ground.paths import base_dir
 from nanochat.ground.untrusted import printable
 
 NOTHING = ("", "0", "0.0%")
+_noted: set[tuple[str, int | None]] = set()  # failures that `noting` has warned of
 
 
 def print0(*values: object) -> None:
@@ -27,6 +29,17 @@ def warn(message: str) -> None:
     """One line on stderr, on rank 0 only."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"warning: {printable(message)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def noting(what: str, consequence: str) -> Iterator[None]:
+    """Around what a run can do without, such as its log: an OSError ends the block, and is a warning the first time."""
+    try:
+        yield
+    except OSError as error:
+        if (what, error.errno) not in _noted:
+            _noted.add((what, error.errno))
+            warn(f"{what}: {error.strerror or error}: {consequence}")
 
 
 def doubt(problem: str, strict_data: bool) -> None:
@@ -81,12 +94,10 @@ def record(stage: str, tag: str | None, began: float, device: Any = None, steps:
     if device is not None:
         line |= device_facts(device)
     path = base_dir() / "runs" / "commands.jsonl"
-    try:
+    with noting(str(path), "the report will not name this command"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-    except OSError as error:  # the command's own work is done and on the disk
-        warn(f"{path}: {error.strerror}: the report will not name this command")
 
 
 def time_text(seconds: float) -> str:

@@ -126,5 +126,5 @@ def open_lock(path: Path) -> IO[str]:
 
 
 def unlock(folder: Path) -> None:
-    if folder in _locks:
+    with contextlib.suppress(KeyError, OSError):  # it was not locked; or it is closed all the same
         _locks.pop(folder).close()

@@ -40,11 +40,12 @@ class Output:
     """Standard output or error during a training run: the run must save before it ends for want of a reader.
 
     A reader that is gone (`| tee` after a Ctrl-C, a terminal that was closed) is reported once to `on_lost`, and later
-    text is dropped. A disk that is full is not reported: the run goes on.
+    text is dropped. Text that cannot be written for another reason, such as a full disk, is dropped: the run goes on.
     """
 
     def __init__(self, stream: Any):
         self._stream = stream
+        self._is_terminal = stream.isatty()
         self._is_lost = False
 
     def __getattr__(self, name: str) -> Any:
@@ -64,12 +65,14 @@ class Output:
             return
         try:
             call()
-        except OSError as error:
-            if on_lost is None or error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC):
+        except (OSError, ValueError) as error:  # ValueError: the stream is closed
+            if on_lost is None:
                 raise
-            if error.errno != errno.ENOSPC:
-                self._is_lost = True
-                on_lost(signal.SIGPIPE if error.errno == errno.EPIPE else signal.SIGHUP)
+            is_hangup = isinstance(error, OSError) and error.errno == errno.EIO and self._is_terminal
+            self._is_lost = isinstance(error, BrokenPipeError) or is_hangup
+            is_ignored = is_hangup and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as by nohup
+            if self._is_lost and not is_ignored:
+                on_lost(signal.SIGHUP if is_hangup else signal.SIGPIPE)
 
 
 @dataclass(eq=False)

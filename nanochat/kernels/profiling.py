@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanochat.device import Device
-from nanochat.ground.log import print0
+from nanochat.ground.log import noting, print0
 from nanochat.run.progress import Attendant
 
 SKIPPED = 3  # steps before the recording: they compile and fill caches; the last one warms up the profiler
@@ -63,13 +63,15 @@ class Recorder(Attendant):
         paused = time.perf_counter()
         if self.seen > self.skipped:
             self.seconds += paused - self.resumed
-        self.profiler.step()
+        with noting(f"--profile: {self.folder}", "the run goes on without its profile"):
+            self.profiler.step()
+            if last:
+                self.profiler.stop()
+                text = self._summary()
+                print0(text)
+                (self.folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
         if last:
-            self.profiler.stop()
-            text = self._summary()
             self.profiler = None
-            (self.folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
-            print0(text)
         self.resumed = time.perf_counter()
         return self.resumed - paused
 

@@ -28,7 +28,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import asdict
 from pathlib import Path
@@ -205,16 +205,20 @@ class Run:
             self.failure = str(reason)
             self.stop.publish()  # the signal may have come to another rank
 
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Read the data of a step. After an error a single process saves first; several cannot."""
-        try:
-            yield
-        except (UserError, OSError) as error:
-            if self.device.world_size > 1:
-                raise
-            self.fail(error)
-            self.stopped = True
+    def read_ahead(self, read: Callable[[int], Any]) -> Callable[[int], Any]:
+        """`read(step)`, which reads a step's data, called a step early: after an error all ranks train once more."""
+        ahead: dict[int, Any] = {}
+
+        def take(step: int) -> Any:
+            data = ahead.pop(step) if step in ahead else read(step)
+            if step + 1 < self.last and self.error is None:
+                try:
+                    ahead[step + 1] = read(step + 1)
+                except (UserError, OSError) as error:
+                    self.fail(error)
+            return data
+
+        return take
 
     def fail(self, error: BaseException) -> None:
         """Have all ranks stop before this one is without data: they save and leave, and `finish` raises this error."""

@@ -4,17 +4,14 @@ Metrics are plain numbers; nothing here waits for a device. `step` counts from 0
 optimizer step that just ran, so a run that resumes at step n keeps the lines before n and rewrites the rest.
 """
 
-import errno
 import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from nanochat.ground import screen
-from nanochat.ground.log import counted, print0, warn
-from nanochat.ground.paths import naming
-from nanochat.ground.screen import Bar, duration
+from nanochat.ground.log import counted, noting, print0, warn
 
 Metrics = Mapping[str, Any]  # name -> float, int or None (unknown)
 
@@ -33,8 +30,8 @@ FILE_ONLY = (
 class RunLog:
     """The log of one run: `step` with the numbers of a training step, `close` at the end.
 
-    Writes `folder/metrics.jsonl` line by line; on a full disk the lines wait in memory. Ranks above 0 write and print
-    nothing. A terminal has lines of only some steps: its `bar`, which the training loop moves, has the newest numbers.
+    Writes `folder/metrics.jsonl` line by line; lines that cannot be written wait in memory. Ranks above 0 write and
+    print nothing. A terminal has lines of only some steps: its `bar`, which the loop moves, has the newest numbers.
     """
 
     def __init__(self, stage: str, folder: Path, total_steps: int, start_step: int = 0, is_main: bool = True):
@@ -42,28 +39,28 @@ class RunLog:
         self.total_steps = total_steps
         self.start_step = start_step
         self.trackers: dict[str, Any] = {}  # they receive the numbers too, see trackers.py
-        self.bar = Bar(stage, total_steps, start_step, seconds_each=0).begin()
+        self.bar = screen.Bar(stage, total_steps, start_step, seconds_each=0).begin()
         self._path = folder / "metrics.jsonl"
-        self._file: IO[bytes] | None = None
-        self._waiting = b""  # lines for the file, as long as the disk is full
+        self._is_main = is_main
+        self._waiting = b""  # lines that could not be written yet
         self._next_line = 0  # the step from which on a terminal has a line again
         if is_main:
             folder.mkdir(parents=True, exist_ok=True)
             _keep_steps_before(self._path, start_step)
-            self._file = self._path.open("ab", buffering=0)
 
     def step(self, metrics: Metrics) -> None:
         """Log one step: the `REQUIRED` keys that are known, `val_bpb` after an evaluation, and any further number.
 
         NaN and infinity become null in metrics.jsonl: JSON has no such numbers.
         """
-        if self._file is None:
+        if not self._is_main:
             return
         values = {key: metrics.get(key) for key in REQUIRED} | dict(metrics)
         finite = {}
         for key, value in values.items():
             finite[key] = None if isinstance(value, float) and not math.isfinite(value) else value
-        self._write(self._file, json.dumps(finite, allow_nan=False) + "\n")
+        self._waiting += (json.dumps(finite, allow_nan=False) + "\n").encode()
+        self._write()
         known = {key: value for key, value in finite.items() if value is not None}
         self._call_trackers(lambda tracker: tracker.log(known, step=known["step"]))
         parts = self._parts(values)
@@ -77,39 +74,27 @@ class RunLog:
             place = f"{finite['step']:>{len(str(self.total_steps))}}/{self.total_steps}"
             print0(" | ".join([f"{self.stage} {place}", *parts.values()]))
 
-    def close(self) -> None:
+    def close(self, *_: object) -> None:
         """Finish the trackers. Closing twice is harmless."""
         self.bar.end()
         self._call_trackers(lambda tracker: tracker.finish())
         self.trackers = {}
-        if self._file is not None:
-            file = self._file
-            self._file = None
-            self._write(file, "")
-            if self._waiting:
-                warn(f"{self._path}: the disk is still full: {counted(self._waiting.count(10), 'line')} are lost")
-            with naming(self._path):
-                file.close()
+        if self._waiting:
+            self._write()
+        if self._waiting:
+            warn(f"{self._path} cannot be written: {counted(self._waiting.count(10), 'line')} are lost")
 
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    __exit__ = close
 
-    def _write(self, file: IO[bytes], line: str) -> None:
-        """Write the lines that wait and this one, as far as the disk has room; warn when the first one has to wait."""
-        is_first = not self._waiting
-        self._waiting += line.encode()
-        try:
+    def _write(self) -> None:
+        """Write the lines that wait, as far as the disk takes them."""
+        # Opened each time: a handle of a file server's file may never work again after the server was gone.
+        with noting(str(self._path), "the run goes on, its lines wait"), self._path.open("ab", buffering=0) as file:
             while self._waiting:  # a disk may have room for a part of a line
-                with naming(self._path):
-                    self._waiting = self._waiting[file.write(self._waiting) :]
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            if is_first:
-                warn(f"{self._path}: {error.strerror}: the run goes on, its log lines wait until there is room")
+                self._waiting = self._waiting[file.write(self._waiting) :]
 
     def _call_trackers(self, call: Callable[[Any], object]) -> None:
         for name, tracker in list(self.trackers.items()):
@@ -129,7 +114,7 @@ class RunLog:
         steps = values["step"] + 1
         if speed and values["tokens"] and values["step"] > self.start_step:  # the first step takes longer than others
             self.bar.seconds_each = values["tokens"] / steps / speed
-            parts["eta"] = f"eta {duration(self.bar.seconds_each * (self.total_steps - steps))}"
+            parts["eta"] = f"eta {screen.duration(self.bar.seconds_each * (self.total_steps - steps))}"
         further = [key for key in values if key not in (*REQUIRED, *FILE_ONLY) and values[key] is not None]
         further.sort(key=lambda key: key != "val_bpb")  # val_bpb first
         for key in further:

@@ -34,8 +34,8 @@ from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import provenance, storage
 from nanochat.ground.cli import UserError, frozen_flags
-from nanochat.ground.log import device_facts, print0, time_text, warn
-from nanochat.ground.paths import lock, naming
+from nanochat.ground.log import device_facts, noting, print0, time_text, warn
+from nanochat.ground.paths import lock
 from nanochat.ground.sharding import held_rows, local, trained_parameters, whole_weights
 from nanochat.optim import Optimizer
 from nanochat.ranks import decide_on_rank_zero, gather_values
@@ -335,8 +335,10 @@ def require_room(folder: Path, needed_bytes: int, count: int = 1) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the disk of a folder, which may be missing yet, has free."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    """What the disk of a folder, which may be missing yet, has free; very much where the system does not say it."""
+    with noting(f"the room on the disk of {folder}", "a save will tell whether it is enough"):
+        return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+    return sys.maxsize
 
 
 @contextlib.contextmanager
@@ -568,7 +570,7 @@ def write_facts(path: Path, start: Start, stage: str, steps: int) -> None:
         "commit": provenance.commit(),
         "versions": provenance.versions(),
     }
-    with naming(path):
+    with noting(str(path), "the report will not have the run's settings"):
         path.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -157,6 +157,15 @@ def test_what_no_user_can_fix_keeps_its_traceback_and_on_request_all_do(error, r
 
 # ---------------------------------------------------------------------- as a process
 
+
+def test_closed_streams_take_text(monkeypatch):
+    """As with `>&- 2>&-`."""
+    monkeypatch.setattr(sys, "argv", ["program"])
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli.run(lambda config: print("lost", flush=True), Config, shows_progress=True)
+
+
 PROGRAM = """
 from dataclasses import dataclass
 from nanochat.ground.cli import run

@@ -113,14 +113,6 @@ def test_output_without_a_reader_asks_for_a_stop_once_and_raises_no_more(monkeyp
         assert requests.pop() == number and not requests
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")  # noqa: PTH110
-def test_output_to_a_full_disk_ends_nothing(monkeypatch):
-    requests: list[int] = []
-    monkeypatch.setattr(screen, "on_lost", requests.append)
-    print("a line", file=screen.Output(open("/dev/full", "w")), flush=True)  # noqa: SIM115, PTH123
-    assert not requests
-
-
 def test_a_run_in_a_terminal_has_a_bar_and_whole_lines_above_it(monkeypatch, tmp_path):
     with in_terminal(monkeypatch) as terminal, screen.opened():
         phase("loading torch")
