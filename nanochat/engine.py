@@ -54,8 +54,8 @@ PREFILL_CHUNK = 256  # tokens of a prompt read at once: a longer piece needs a l
 PREFILL_TOKENS = 8192  # read at once over all prompts: bounds the memory of their activations
 # Up to this many rows of a model up to this wide, one thread of a CPU decodes as fast as two in bf16, and a tenth
 # slower in fp32. Two threads wait for each other at every operator: beside a busy program one thread is 3.9 times as
-# fast (AMD EPYC, 2026-11-28).
-ONE_THREAD_ROWS = 4
+# fast with 1 row (AMD EPYC, 2026-11-28), and 2.7 times with 8 (Xeon with AMX, 2026-11-29).
+ONE_THREAD_ROWS = 8
 ONE_THREAD_WIDTH = 256
 
 

@@ -48,8 +48,7 @@ def test_the_measurements_of_serving_follow_from_the_seconds(tmp_path, monkeypat
     bench.main(bench.Config(bench.Serve(**SERVED, json=str(tmp_path / "serve.json"))))
     assert f"{counted(torch.get_num_threads(), 'thread')}, depth 1," in capsys.readouterr().out
     written = json.loads((tmp_path / "serve.json").read_text())
-    names = ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
-    assert [*written] == names
+    assert [*written] == ["what", "commit", "config", "device", "versions", "kernels", "threads", "measurements"]
     assert written["measurements"] == {"engine, batch 2": {"unit": "tokens/s", "values": [2 * 2 / 8] * 5}}
 
 

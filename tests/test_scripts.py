@@ -9,7 +9,6 @@ import importlib
 import io
 import json
 import math
-import platform
 import re
 import shlex
 import signal
@@ -21,7 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from runs import (  # noqa: F401 (the lower-case ones that are not called are fixtures)
     DPO,
     RL,
@@ -438,18 +436,6 @@ def test_the_third_step_is_logged_with_the_time_that_is_left(base, tokenizer, ca
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     call("base_train", *TINY, "--num_iterations=12", "--eval_every=0", "--log_every=100")
     assert "eta 1m30s" in re.findall(r"(?m)^base +2/12 .*$", capsys.readouterr().out)[0]
-
-
-def test_what_an_owner_of_a_card_sends_in_carries_its_versions(tmp_path: Path, monkeypatch) -> None:
-    """One file says on what a speed was measured."""
-    monkeypatch.setattr(importlib.import_module("scripts.bench"), "PRODUCT_FLOPS", 1e8)
-    flags = "--device=cpu --depth=1 --head_dim=32 --max_seq_len=16 --vocab_size=64 --device_batch_size=1 --steps=1"
-    file = tmp_path / "bench.json"
-    call("bench", "train", *flags.split(), "--compile=off", f"--json={file}")
-    sent = json.loads(file.read_text())
-    assert sent["versions"]["torch"] == torch.__version__ and sent["versions"]["python"] == platform.python_version()
-    assert sent["device"].startswith("1 x ") and sent["kernels"].startswith("cpu")
-    assert sent["config"]["depth"] == 1 and sent["tokens_per_second"] > 0 and sent["peak_memory_bytes"] > 0
 
 
 # ---------------------------------------------------------------------- documented ways

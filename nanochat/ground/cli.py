@@ -180,7 +180,6 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
     if shows_progress:
         sys.stdout, sys.stderr = screen.Output(sys.stdout), screen.Output(sys.stderr)
     ignore_exported_ranks()
-    leave_process_1()
     end_with_launcher()
     atexit.register(gc.freeze)  # Python's last collection would visit every object of the imports for half a second
     if os.environ.get("NANOCHAT_TRACEBACK") == "1":
@@ -257,24 +256,6 @@ def end_with_launcher() -> None:
     state = Path(f"/proc/{parent}/stat")
     if parent and Path("/proc/self").exists() and (not state.exists() or ") Z" in state.read_text()):
         fail("the process that started this one has died: start it again")
-
-
-def leave_process_1() -> None:
-    """In a container's first process: continue in a child. This one passes signals on, and ends as the child does."""
-    # The system gives process 1 no signal that it has no handler for, and makes it the parent of orphans.
-    if os.getpid() != 1 or (child := os.fork()) == 0:
-        return
-    for number in SIGNALS:
-        signal.signal(number, lambda number, _: os.kill(child, number))
-    ended = status = 0
-    while ended != child:
-        ended, status = os.wait()
-    os._exit(exit_status(os.waitstatus_to_exitcode(status)))
-
-
-def exit_status(code: int) -> int:
-    """A process's exit code as a shell has it: -9, killed by signal 9, is 137."""
-    return code if code >= 0 else 128 - code
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ import signal
 import sys
 from datetime import timedelta
 
-from nanochat.ground.cli import SIGNALS, end_with_launcher, exit_status, fail, leave_process_1
+from nanochat.ground.cli import SIGNALS, end_with_launcher, fail
 
 BACKEND = "loopback"
 TIMEOUT_SECONDS = 600
@@ -23,7 +23,6 @@ SAVE_SECONDS = 300  # from a signal to the end of the ranks, which save; torchru
 
 def main() -> None:
     """Run torchrun with this rendezvous instead of the one that its flags choose."""
-    leave_process_1()
     end_with_launcher()
     os.environ["_NANOCHAT_PARENT"] = str(os.getpid())
     # Here: they take seconds, in which signals should count already.
@@ -61,7 +60,8 @@ def main() -> None:
     except ChildFailedError as failed:
         codes = [failure.exitcode for failure in failed.failures.values()]  # the first to end comes first
         # A rank that crashed is the cause of the others' errors.
-        sys.exit(exit_status(min(codes, key=lambda code: code >= 0 or -code in SIGNALS)))
+        code = min(codes, key=lambda code: code >= 0 or -code in SIGNALS)
+        sys.exit(code if code >= 0 else 128 - code)  # as a shell has it: 137 for -9, killed by signal 9
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Run:
 
     The `must_...` decide the work of a turn of the loop, by the flags and the end; `stop` receives signals. With
     `--resume`, `progress` and `loader_states` (of every rank that saved) come from the newest checkpoint.
-    `attendants` accompany the loop; the run enters them and reports its steps and phases to them. A script whose data
+    `attendants` accompany the loop; the run enters them and reports its steps to them. A script whose data
     has nothing held out sets `has_validation` to False: nothing is due for evaluation then.
     `fingerprints` and `tasks` are described in `saver.describe`.
     """
@@ -148,7 +148,8 @@ class Run:
 
             name = config.run or f"{self.stage}-{self.start.tag}"
             self.logger.trackers = trackers.start(config.track, name, self.log_folder, self.meta["config"])
-        self.attendants.append(Watchdog(device, self.stop, progress.step, config.hang_seconds))
+        self.watchdog = Watchdog(device, self.stop, progress.step, config.hang_seconds)
+        self.attendants.append(self.watchdog)
         self._stack = contextlib.ExitStack()
         self._stack.callback(unlock, self.folder)
         self._stack.callback(gc.unfreeze)
@@ -230,13 +231,9 @@ class Run:
         if self.stop.publish():
             self.stop.choose_last()
 
-    @contextlib.contextmanager
-    def phase(self, name: str, seconds: float = 0.0) -> Iterator[None]:
-        """Report to the attendants work other than training, which may make no progress for `seconds`."""
-        with contextlib.ExitStack() as stack:
-            for attendant in self.attendants:
-                stack.enter_context(attendant.phase(name, seconds))
-            yield
+    def phase(self, name: str, seconds: float = 0.0) -> contextlib.AbstractContextManager[None]:
+        """Report to the watchdog work other than training, which may make no progress for `seconds`."""
+        return self.watchdog.phase(name, seconds)
 
     # ---------------------------------------------------------------------- what is due after the finished steps
 

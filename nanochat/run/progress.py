@@ -1,6 +1,5 @@
 """How far a run has come and how fast it is, and the interface of what accompanies it."""
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -36,7 +35,7 @@ class Progress:
     pending: dict[str, Any] | None = None  # a log line that waits for its evaluation; a resumed run makes up for it
     initial: dict[str, float] | None = None  # the evaluation before the first step; None: not yet, or no run had one
     window: int = FEW_STEPS  # steps at the run's beginning and at its end that are compared
-    first: dict[str, float] = field(default_factory=dict)  # means of WATCHED numbers over the first window
+    first: dict[str, float] = field(default_factory=dict)  # means of WATCHED in that beginning, and the opening loss
     recent: dict[str, float] = field(default_factory=dict)  # running means of them over about the last window
     warned: dict[str, float] = field(default_factory=dict)  # by problem, the held-out loss at its last warning
 
@@ -52,12 +51,10 @@ class Progress:
 
     def training_loss(self) -> tuple[float, float, float]:
         """The loss at the beginning and now, and how much of their difference may be chance."""
-        # Too high a rate may have raised the mean at once: then the loss of the first step is the lower one.
-        before, count = min((self.first["opening"], 1), (self.first["loss"], self.window))
-        now = self.recent["loss"]
+        before, now = self.first["loss"], self.recent["loss"]
         # The noise of a batch grows with the loss. Two standard errors; of the first steps nothing can be said.
         relative = max(0.0, self.recent["square"] / max(now, 1e-9) ** 2 - 1)
-        noise = 2 * math.sqrt(relative * (before**2 / count + now**2 / self.window))
+        noise = 2 * math.sqrt(relative * (before**2 + now**2) / self.window)
         return before, now, noise if self.step >= max(FEW_STEPS, 3 * self.window) else math.inf
 
 
@@ -145,13 +142,6 @@ class Meter:
 class Attendant(AbstractContextManager[Any]):
     """Accompanies a run: a context manager around its loop. A method that a subclass does not define does nothing."""
 
-    def __exit__(self, *_: object) -> None:
-        return None
-
     def boundary(self, step: int) -> float:
         """`step` steps are launched. Returns the seconds that this call took from the run: they are not training."""
         return 0.0
-
-    def phase(self, name: str, seconds: float = 0.0) -> AbstractContextManager[None]:
-        """Inside it the run does this instead of training, possibly without progress for `seconds`."""
-        return contextlib.nullcontext()

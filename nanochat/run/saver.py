@@ -208,8 +208,9 @@ def _retire(saved: Path, keep_last: int, replaces: Sequence[int], best: int | No
     if keep_last:
         # A step after the one just saved is from before a resume that fell back; it stays.
         old += [step for step in model_folder.steps(saved.parent) if step <= model_folder.step_of(saved)][:-keep_last]
-    for step in set(old) - {best}:
-        _delete(model_folder.step_path(saved.parent, step))
+    with noting(f"older steps in {saved.parent}", "they stay"):
+        for step in set(old) - {best}:
+            _delete(model_folder.step_path(saved.parent, step))
 
 
 def _delete(folder: Path) -> None:

@@ -33,7 +33,6 @@ from nanochat.ground.log import print0
 from nanochat.ranks import sum_over_ranks
 
 ASK_SECONDS = 0.5  # `should_stop` asks the store for other ranks' signals this often
-COLLECT_POLL_SECONDS = 0.1
 STORE_SECONDS = 20.0  # for the store to answer a request
 AT_ONCE_SECONDS = 1.0  # a second Ctrl-C within this is the first one, sent twice for one key press
 
@@ -108,14 +107,12 @@ class Stop:
 
     def collect(self, name: str, value: Any) -> list[Any]:
         """Send rank 0 what JSON can hold. It waits, and returns the ranks' values in rank order. Not a collective."""
-        if self.store is None:
-            return [value]
         keys = [f"{name}/{rank}" for rank in range(self.device.world_size)]
         self.store.set(keys[self.device.rank], json.dumps(value))
         if not self.device.is_main:
             return []
         while not self.store.check(keys):  # `get` would keep the training from the store until it has its answer
-            time.sleep(COLLECT_POLL_SECONDS)
+            time.sleep(0.1)
         values = [json.loads(value) for value in self.store.multi_get(keys)]
         for key in keys:
             self.store.delete_key(key)

@@ -245,26 +245,3 @@ def test_a_command_whose_speedrun_has_died_already_ends():
     script = f"export _NANOCHAT_PARENT=$$; (sleep 0.3; {command}) & kill -9 $$"
     done = subprocess.run(["bash", "-c", script], capture_output=True, check=False)  # ends with the command
     assert b"died" in done.stderr and not done.stdout
-
-
-CONTAINED = """
-import os, subprocess, time
-from nanochat.ground import cli
-cli.leave_process_1()
-orphan = int(subprocess.check_output(["sh", "-c", "sleep 0.1 >&2 & echo $!"]))
-time.sleep(0.5)
-print(os.path.exists(f"/proc/{orphan}"), flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize("number", cli.SIGNALS)
-def test_the_first_process_of_a_container_obeys_signals_and_reaps_orphans(number):
-    command = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", CONTAINED]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    if (left := process.stdout.readline()) != "False\n":
-        assert not left, "the orphan is a zombie"
-        pytest.skip(f"no namespaces for processes here: {process.communicate()[1]}")
-    os.kill(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()), number)
-    assert process.wait(20) == 128 + number

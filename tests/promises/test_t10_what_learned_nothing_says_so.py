@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import BASE, CPU, DPO, MID, RL, RM, SFT, call, chat, forget_after, metrics, mistake, refused, write_lines
+from runs import BASE, CPU, DPO, MID, RL, SFT, call, chat, forget_after, metrics, mistake, refused, write_lines
 from tiny import save_checkpoint
 
 from nanochat import losses, rollout
@@ -52,16 +52,13 @@ FELL, STILL = {"loss": 2.0}, {"loss": 5.0}
 WAYS = [
     (SFT_FLAGS, STILL, STILL, {"rate": 0.0, **val(5, 5)}, "raise --lr_scale"),
     (ADAMW, STILL, STILL, {"rate": 1e-9, **val(5, 5)}, "raise --learning_rate"),
-    (LORA, STILL, STILL, {"rate": 2e-4, "adapter": {"alpha": 1e-6, "rank": 8}, **val(5, 5)}, "raise --lora_alpha"),
     (SFT_FLAGS, STILL, STILL, val(5, 5.1), "lower --lr_scale, or look at the data"),
-    (ADAMW, STILL, STILL, val(5, 5.1), "lower --learning_rate"),
     (base_train.Config(), STILL, STILL, val(5, 5.1, name="val_bpb"), "lower --matrix_lr"),
     (SFT_FLAGS, STILL, FELL, val(5, 5.1), "has fallen, train on more data"),
     (SFT_FLAGS, STILL, STILL, val(4, 1.62, 1.09), "worse than 1.0900, the best: lower"),
     (SFT_FLAGS, STILL, STILL, val(5, 4.999), "hardly moved (5.0000 -> 4.9990): raise --lr_scale"),
     (CLIPPED, STILL, STILL, val(5, 4.999), "raise --max_grad_norm"),
     (chat_dpo.Config(), STILL, {**STILL, "accuracy": 0.52}, val(0.6931, 0.6930), "scripts.preview"),
-    (SFT_FLAGS, {"loss": 6.0, "opening": 2.0}, STILL, {}, "worse than 2.0000 at the beginning"),
     (SFT_FLAGS, FELL, STILL, {}, "the training loss is 5.0000, worse than 2.0000 at the beginning: lower"),
     (SFT_FLAGS, STILL, STILL, {}, "the training loss has hardly moved (5.0000 -> 5.0000): raise --lr_scale"),
     (SFT_FLAGS, STILL, {"loss": 11.0, "updated": 0.0}, {}, "too large, lower --lr_scale and begin again"),
@@ -117,10 +114,8 @@ def upwards(model: Any, rows: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ("chat_sft", SFT, ""),  # a control
         ("chat_sft", (*SFT, "--lr_scale=0"), "raise --lr_scale"),
         ("chat_sft", (*SFT, "--lora_rank=4", "--lora_alpha=1e-6"), "raise --lora_alpha"),
-        ("chat_sft", (*SFT, "--learning_rate=1e-3", "--max_grad_norm=1e-12"), "raise --max_grad_norm"),
         ("chat_sft", (*SFT, "--val_share=0"), "the training loss is"),
         ("chat_dpo", DPO, "scripts.preview"),
-        ("chat_dpo", (*RM, "--lr_scale=0"), "raise --lr_scale"),
         ("chat_rl", (*RL, "--num_samples=8"), "equally good"),
         ("chat_rl", (*RL, "--loss=distill", "--teacher=base"), "another --teacher"),
     ],
@@ -189,11 +184,7 @@ def test_a_source_that_computes_nothing_finite(start, capsys, script, flags, fla
     [
         ("chat_sft", chat("Hi?", "Yes.", train=False), ("nothing to learn",)),
         ("chat_sft", chat("long " * 300, "Never reached."), ("--max_seq_len",)),
-        (
-            "chat_dpo",
-            {"prompt": "Hi?", "chosen": "no", "rejected": "no"},
-            ("12 of 12 records left out", "chosen and rejected are the same"),
-        ),
+        ("chat_dpo", {"prompt": "Hi?", "chosen": "no", "rejected": "no"}, ("12 of 12 records left out",)),
     ],
 )
 def test_data_without_anything_to_learn(start, tmp_path, capsys, script, row, words):

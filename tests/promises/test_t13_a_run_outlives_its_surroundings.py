@@ -192,10 +192,10 @@ def test_a_disk_that_is_full_for_a_moment_costs_no_run(base, tokenizer, capsys, 
     err = capsys.readouterr().err
     failed = re.findall(r"^warning: step (\d) was not saved: the disk is full: .*?(; trying .*)?$", err, re.MULTILINE)
     assert failed == [("2", ""), ("6", "; trying again for 600 s")]
-    assert steps_of(base / "checkpoints/base/d1") == [4, 6] and len(losses(base, "base")) == 6
+    assert steps_of(base / "checkpoints/base/d1") == [4, 6]
     full_for["step_000006.tmp"] = 10**9
     monkeypatch.setattr(loop, "LAST_SAVE_SECONDS", 0.1)
-    assert mistake(capsys, "base_train", *flags, warnings=2)[0] == 1
+    assert mistake(capsys, "base_train", *flags, warnings=1)[0] == 1
     assert full_for["step_000006.tmp"] < 10**9 - 3 and steps_of(base / "checkpoints/base/d1") == [2, 4]
 
 
