@@ -384,7 +384,7 @@ def test_the_best_checkpoint_stays(start, capsys, validate, script, flags):  # n
     load_model(f"{stage}/best/step_000004", "cpu")
     (folder / "step_000004/model.safetensors").write_bytes(b"")
     call(script, *flags, "--keep_last=1", "--resume")  # nothing is left to do
-    assert "at step 4: which is damaged or was not saved; --save_every 2 " in capsys.readouterr().out
+    assert "at step 4: which is damaged or not saved; --save_every 2 " in capsys.readouterr().out
     validate(BEST_IS_LAST)
     call(script, *flags, "--keep_last=1")
     assert steps_of(folder) == [8] and "validation was best" not in capsys.readouterr().out
@@ -406,7 +406,7 @@ def test_without_a_flag_the_best_save_in_time_stays_or_the_end_names_the_flag(ba
     assert saved_in_time(cpu_device(), flags) == [*range(1, 9)]
     assert steps_of(base / "checkpoints/base/d1") == [4, 8]
     call("base_train", *flags)
-    assert "at step 4: which is damaged or was not saved; --save_every 2 " in capsys.readouterr().out
+    assert "at step 4: which is damaged or not saved; --save_every 2 " in capsys.readouterr().out
     validate({**BEST_IS_4, 2: 1.0})  # the checkpoint of step 3 is not the one that was evaluated at step 2
     call("base_train", *flags, "--save_every=3", "--keep_last=1")
     assert "best at step 6: --source base/d1/step_000006" in capsys.readouterr().out

@@ -61,8 +61,10 @@ def peak_memory() -> int:
 
 def free_memory() -> int | None:
     """Bytes of main memory that nothing uses yet; None where the system does not say."""
-    path = Path("/proc/meminfo")
-    kib = re.search(r"^MemAvailable:\s+(\d+)", path.read_text() if path.exists() else "", re.MULTILINE)
+    text = ""
+    with contextlib.suppress(OSError):  # only Linux has it
+        text = Path("/proc/meminfo").read_text()
+    kib = re.search(r"^MemAvailable:\s+(\d+)", text, re.MULTILINE)
     return int(kib[1]) * 1024 if kib else None
 
 

@@ -207,7 +207,8 @@ class Run:
             self.stop.publish()  # the signal may have come to another rank
 
     def read_ahead(self, read: Callable[[int], Any]) -> Callable[[int], Any]:
-        """`read(step)`, which reads a step's data, called a step early: after an error all ranks train once more."""
+        """`read(step)`, which reads a step's data, called a step early: after an error all ranks train once more, if
+        none has launched further steps."""
         ahead: dict[int, Any] = {}
 
         def take(step: int) -> Any:
@@ -348,9 +349,7 @@ class Run:
         folder = model_folder.step_path(self.folder, int(best["step"]))
         use = f"--source {self.stage}/{self.start.tag}/{folder.name}"
         if not model_folder.is_whole(folder):
-            use = (
-                f"which is damaged or was not saved; --save_every {self.config.eval_every} --keep_last 1 keeps the best"
-            )
+            use = f"which is damaged or not saved; --save_every {self.config.eval_every} --keep_last 1 keeps the best"
         print0(f"validation was best at step {best['step']}: {use}")
 
     def _read(self) -> dict[str, Any]:
@@ -471,10 +470,7 @@ class Run:
             count = 1 if leaving else 2
             if saver.free_bytes(self.folder) <= saver.ROOM * count * self.checkpoint_bytes:
                 if not self.warned_of_room:
-                    warn(
-                        f"{self.folder} has room for the checkpoint at the end only: make room, or a crash loses this "
-                        "run"
-                    )
+                    warn(f"{self.folder} has room only for a last checkpoint: make room, or a crash loses this run")
                 self.warned_of_room = True
                 return None
             steps = max(1, int(SAVE_EVERY_SECONDS / self.step_seconds))

@@ -129,7 +129,7 @@ class Meter:
         self.since_good = int(bad_in_a_row)
         means = {"loss": losses / finite, "square": squares / finite} if finite else {}
         more = self.more()
-        progress.note(means | more | {"updated": updated / self.steps}, self.steps)
+        progress.note(means | more | {"updated": updated / max(1, self.steps)}, self.steps)
         self.restart()
         return {
             "step": progress.step - 1, "loss": loss, "tokens": progress.tokens, "tok_per_sec": rate, "mfu": mfu,

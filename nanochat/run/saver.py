@@ -141,7 +141,7 @@ def prepare(
                 name = storage.share_name(device.rank)
                 files[name] = storage.write_tensors(unfinished / name, share)
         except Exception as error:
-            failure = error
+            failure = error if isinstance(error, (UserError, OSError)) else UserError(repr(error))
         report = files, entries, None if failure is None else f"rank {device.rank}: {failure}"
         # The collectives of a thread would mix with those of the training.
         reports = gather_values(report, device) if stop is None else stop.collect(final.name, report)
@@ -178,7 +178,8 @@ def in_thread(write: Callable[[Stop | None], Path], stop: Stop) -> Future[str]:
 
     def run() -> None:
         if sys.platform == "linux":  # where a thread has its own priority: training takes the cores first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         try:
             written.set_result(str(write(stop)))
         except BaseException as error:
@@ -464,8 +465,9 @@ def _refuse_changes(saved: dict[str, Any], meta: dict[str, Any], frozen: list[st
         if name not in free:
             flag = "--total_batch_size (tokens a step)" if name == "tokens a step" else name
             was, requested = ("(default)" if value in ("", None) else value for value in (was, now))
+            back = "put the old data back" if name.startswith("what --") else "use its flags"
             raise UserError(
-                f"--resume: {step_folder} was trained with {flag} {was}, not {requested}: use its flags, or another "
+                f"--resume: {step_folder} was trained with {flag} {was}, not {requested}: {back}, or take another "
                 "--model_tag"
             )
         changes.append(f"{name} {was} -> {now}")

@@ -137,7 +137,7 @@ def stop_of(rank: int, ranks: int, path: Path) -> Stop:
     """A run's stop, over a file in place of the job's store."""
     stop = Stop(cpu_device(), 0)
     stop.device = cpu_device(rank=rank, world_size=ranks)
-    stop.store = FileStore(str(path), ranks) if ranks > 1 else None
+    stop.store = FileStore(str(path), ranks) if ranks > 1 else stop.store
     return stop
 
 

@@ -87,7 +87,7 @@ def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, 
     name = "packed step" if document else "step"
     with section(name):
         stats = train_step(model, optimizer, [batch], loss_fn, device=device)
-    meter = Meter(Progress(), device)
+    meter = Meter(Progress(step=1), device)
     with section(f"log line of a {name}"):
         meter.read(stats)
     return {"allocated": torch.npu.max_memory_allocated(), "reserved": torch.npu.max_memory_reserved()}
