@@ -250,7 +250,7 @@ def _one_line(name: str, client: HuggingFace | ModelScope, page: str, others: li
         yield
     except UserError as error:
         raise UserError(f"{name}: {error}") from error
-    except PermissionError:  # of a folder here, not of the hub: `cli.run` says what to do
+    except PermissionError:  # the hub did not fail, a local folder did: `cli.run` prints the next step
         raise
     except Exception as error:
         reason = _reason(error, client.endpoint, page)

@@ -81,7 +81,7 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def whole_weights(model: nn.Module, copied: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Every trained parameter by name, one at a time, all ranks together: whole in rank 0's main memory, empty
-    elsewhere; with `copied` never over the memory of the model."""
+    elsewhere; with `copied` they never share the model's memory."""
     is_main = not dist.is_initialized() or dist.get_rank() == 0
     for name, parameter in trained_parameters(model).items():
         gathered = whole(parameter)

@@ -18,7 +18,7 @@ from nanochat.ground.cli import SIGNALS, end_with_launcher, fail
 
 BACKEND = "loopback"
 TIMEOUT_SECONDS = 600
-SAVE_SECONDS = 660  # from a signal to the end of the ranks, which save; torchrun kills them after 30
+SAVE_SECONDS = 660  # from a signal to the end of the ranks; the last save may take 600 of them (loop.py)
 
 
 def main() -> None:

@@ -67,8 +67,8 @@ class Run:
 
     The `must_...` decide the work of a turn of the loop, by the flags and the end; `stop` receives signals. With
     `--resume`, `progress` and `loader_states` (of every rank that saved) come from the newest checkpoint.
-    `attendants` accompany the loop; the run enters them and reports its steps to them. A script whose data
-    has nothing held out sets `has_validation` to False: nothing is due for evaluation then.
+    `attendants` accompany the loop; the run enters them and reports its steps to them. A script whose data has nothing
+    held out sets `has_validation` to False: nothing is due for evaluation then.
     `fingerprints` and `tasks` are described in `saver.describe`.
     """
 

@@ -47,7 +47,7 @@ from nanochat.tokenizer import FILE_NAME as TOKENIZER_NAME
 from nanochat.tokenizer import Tokenizer
 
 ROOM = 1.02  # the tensors of a checkpoint, and 2% for its JSON files and the file system
-NICE = 10  # of the thread that writes: a tenth of a core that training wants
+NICE = 10  # priority of the thread that writes: it gets a tenth of a core for which training competes
 
 # ---------------------------------------------------------------------- saving
 
@@ -143,7 +143,7 @@ def prepare(
         except Exception as error:
             failure = error if isinstance(error, (UserError, OSError)) else UserError(repr(error))
         report = files, entries, None if failure is None else f"rank {device.rank}: {failure}"
-        # The collectives of a thread would mix with those of the training.
+        # A thread must not call a collective: training calls them at the same time, and they would mix.
         reports = gather_values(report, device) if stop is None else stop.collect(final.name, report)
 
         # All ranks are done: only now may the folder get its name, and only rank 0 gives it.
@@ -337,8 +337,8 @@ def require_room(folder: Path, needed_bytes: int, count: int = 1) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """What the disk of a folder, which may be missing yet, has free; very much where the system does not say it."""
-    with noting(f"the room on the disk of {folder}", "a save will tell whether it is enough"):
+    """The free bytes on the disk of a folder, which may be missing yet; sys.maxsize where the system does not say."""
+    with noting(f"the room on the disk of {folder}", "whether it is enough will show at the next save"):
         return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     return sys.maxsize
 
