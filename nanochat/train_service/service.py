@@ -587,6 +587,7 @@ class Service:
                 self._snapshot(model)
         else:
             model.live = None  # it is further than the database
+        self.store.reading = ""
 
     def _outcome(self, model: Model, number: int) -> Slices[Ran]:
         """What a request comes to. One that fails leaves something behind too, which its row says."""
@@ -615,9 +616,8 @@ class Service:
     def _load(self, model: Model, trained: TrainedModel, entry: dict[str, Any], load: dict[str, Any]) -> None:
         """Load the checkpoint of a request: the same files whenever it is repeated."""
         if not entry["pinned"]:
-            with self.store.transaction():  # nothing is deleted meanwhile
-                entry["pinned"] = self._folder_of(model.owner, load["path"])
-                self.store.put("runs", model=model.id, number=entry["number"], state="", pinned=entry["pinned"])
+            with self.store.lock:  # from here to its outcome nobody deletes the folder; a full disk is no matter
+                entry["pinned"] = self.store.reading = self._folder_of(model.owner, load["path"])
         try:
             folder = self.folder / entry["pinned"]
             found = model_folder.steps(folder)

@@ -59,6 +59,7 @@ class Store:
         self.lock = threading.RLock()
         self.kept: dict[str, dict[str, int]] = {}  # by bucket: the outcomes and their bytes, the oldest first
         self.stale: list[str] = []  # outcomes that leave with the next transaction
+        self.reading = ""  # the folder that a request loads: no row names it before the request's outcome
         if not self.path.exists() and any((folder / "models").glob("*")):
             raise UserError(f"{self.path} is missing, but models are there: restore it from a backup. {self._last()}")
         try:
@@ -210,7 +211,8 @@ class Store:
     def unused(self) -> list[Path]:
         """Forget the folders that nothing names any more; in a transaction. The caller removes them afterwards."""
         named = " UNION ".join(f"SELECT {NAMES[table]} FROM {table}" for table in ("checkpoints", "models", "runs"))
-        found = [path for (path,) in self.db.execute(f"SELECT path FROM folders WHERE path NOT IN ({named})")]
+        query = f"SELECT path FROM folders WHERE path NOT IN ({named}) AND path != ?"
+        found = [path for (path,) in self.db.execute(query, (self.reading,))]
         for path in found:
             self.delete("folders", path=path)
         return [self.folder / path for path in found]

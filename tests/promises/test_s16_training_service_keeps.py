@@ -373,6 +373,40 @@ def test_a_load_is_of_the_same_files_when_the_log_is_run_again(start, killed, ch
     assert_same(weights_of(again, client.model_id), client.weights())
 
 
+def test_a_load_waits_for_room_and_nobody_deletes_what_it_reads(start, monkeypatch, capsys):
+    service = start(snapshot_steps=1)
+    source, client = Client(service), Client(service)
+    source.train()
+    path = source.save("x")["path"]
+    folder = service.path_of(OWNER, path)[0].parent
+    load = TrainedModel.load
+
+    def load_and_fill(trained: TrainedModel, step: Path, with_optimizer: bool) -> None:
+        service.delete_checkpoint(OWNER, path)
+        load(trained, step, with_optimizer)
+
+    monkeypatch.setattr(TrainedModel, "load", load_and_fill)
+    put = Store.put
+
+    def put_with_no_room(store: Store, table: str, **row: Any) -> None:
+        if table == "runs":
+            full_database(store)
+        put(store, table, **row)
+
+    with monkeypatch.context() as full:
+        full.setattr(Store, "put", put_with_no_room)
+        number = client.submit("load_weights", path=path, optimizer=True)
+        while "all requests wait" not in capsys.readouterr().err:
+            time.sleep(0.001)
+        assert folder.is_dir()
+    assert client.result(number)["path"] == path
+    assert_same(client.weights(), source.weights())
+    assert folder.is_dir()  # the request that is run again after a kill reads it
+    client.train()
+    client.train()  # after a snapshot none is
+    assert not folder.exists()
+
+
 def test_a_snapshot_lets_the_loaded_files_go(start):
     service = start(snapshot_steps=1)
     source = Client(service)
@@ -1082,7 +1116,7 @@ def test_a_bad_week(start, disk, tmp_path, capsys, little_memory):
     try:
         while kills < TRIALS:
             straight, seed = tmp_path / f"straight-{rounds}", first + 100 * rounds
-            killed, loops = require_a_round_through_kills(server, straight, seed, 400, ballast=disk / "ballast")
+            killed, loops = require_a_round_through_kills(server, straight, seed, 60, ballast=disk / "ballast")
             ids = [model.model_id for loop in loops for model in loop.models]
             files = [*files_of(server.folder)]  # checkpoints are checked when they are loaded
             parts = [[file for file in files if file.name == name] for name in ("service.db", "service.db-wal")]
