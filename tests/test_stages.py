@@ -5,7 +5,6 @@ tests/promises (T2, T3).
 """
 
 import contextlib
-import functools
 import json
 import math
 import time
@@ -47,50 +46,36 @@ from runs import (  # noqa: F401 (base, pretrained, start, taught and tutored ar
 from tiny import cpu_device, lively_model, rendered_pairs, tiny_config
 from torch._dynamo.utils import counters
 
-from nanochat import scaling
-from nanochat.alignment.pair_losses import dpo_loss
-from nanochat.alignment.reply_pairs import pair_batches, with_reference
+from nanochat.alignment.reply_pairs import pair_batches
 from nanochat.attention import Segments
 from nanochat.checkpoint_manager import load_model
 from nanochat.conversation import Part, text_of
-from nanochat.cross_entropy import IGNORE
 from nanochat.demo.arithmetic import Addition
 from nanochat.gpt import Block
 from nanochat.ground import paths
 from nanochat.kernels.compiling import CompiledBlocks, CompilerClock
 from nanochat.kernels.gradients import WrittenKernels
-from nanochat.losses import GRPO, PolicyBatch, policy_loss, token_logp
+from nanochat.losses import token_logp
 from nanochat.mixture import FAR_DRAW, FIRST_EXAMPLES, Mixture
 from nanochat.run.progress import Meter, Progress
 from nanochat.run.run_log import REQUIRED
 from nanochat.task import Example, Task
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import make_optimizer, train_step
 
 # ---------------------------------------------------------------------- before a run
 
 
-@pytest.mark.parametrize(
-    ("script", "flags"),
-    [
-        ("base_train", BASE),
-        ("chat_sft", (*SFT, "--source=base", "--lora_rank=2")),
-        ("chat_dpo", (*DPO, "--source=base")),
-        ("chat_rl", (*RL, "--source=base", "--kl=0.1", "--minibatches=2")),
-    ],
-)
+@pytest.mark.parametrize(("script", "flags"), [("base_train", BASE), ("chat_dpo", (*DPO, "--source=base"))])
 def test_a_dry_run_prints_the_memory_and_writes_nothing(start, capsys, script, flags):  # noqa: F811
+    """The other stages, and adapters, are in tests/parallel/test_dry_run.py."""
     before = sorted(start.rglob("*"))
     call(script, *flags, "--dry_run")
     assert sorted(start.rglob("*")) == before
     lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" MiB")]
     sizes = {line[2:34].strip(): float(line[34:].split()[0].replace(",", "")) for line in lines}
     weights = (step_folder(start, "base", 20) / "model.safetensors").stat().st_size / 2**20
-    assert sizes["parameters"] == pytest.approx(weights, abs=0.2)  # and the rotary tables, or adapters
-    if script == "chat_sft":
-        assert sizes["gradients"] < 0.2 * weights
-    else:
-        assert sizes["gradients"] == pytest.approx(weights, abs=0.06)
+    assert sizes["parameters"] == pytest.approx(weights, abs=0.2)  # and the rotary tables
+    assert sizes["gradients"] == pytest.approx(weights, abs=0.06)
     most = next(size for name, size in sizes.items() if name.startswith("most at once"))
     assert sizes["parameters"] + sizes["optimizer state"] + sizes["activations"] < most
     if script == "chat_dpo":  # a loss without a reference needs no second model
@@ -237,7 +222,6 @@ def test_resume_keeps_to_its_flags_and_its_source(start, capsys):  # noqa: F811
     call("chat_sft", *SFT, "--source=base", "--num_iterations=2")
     call("mid_train", *MID, "--num_iterations=1")
     for flags, words in (
-        ("--num_iterations=4 --seed=1 --resume", "--seed"),
         ("--num_iterations=1 --resume", "--num_iterations"),
         ("--learning_rate=1e-4 --resume", "adamw and muon, not adamw"),
         ("--num_epochs=1 --resume", "steps, not epochs"),
@@ -347,22 +331,11 @@ def test_one_program_for_one_shape(compiler, backend, dtype):
     assert torch.equal(now, sampled) and torch.equal(now, of_reference)
     few = next(rows.micro_batches(2, device))
     assert torch.equal(token_logp(policy, few), token_logp(eager, few))
-
-    # Steps of both losses. A reference like the policy gives ln 2 to the last bit.
-    pair_batch = with_reference(pair_batch, frozen)
-    advantages = torch.where(rows.source % 2 == 0, 1.0, -0.5) * (rows.targets != IGNORE)
-    policy_batch = PolicyBatch(rows, advantages, (rows.targets != IGNORE).float() / 10, sampled)
-    rates = scaling.rates(model.config, batch=1, tokens=1)
-    grpo_loss = functools.partial(policy_loss, method=GRPO, max_tokens=32)
-    near = {"rel": 1e-5, "abs": 1e-6} if dtype == torch.float32 else {"rel": 0.05, "abs": 0.02}
-    steps = {"compiled": [], "eager": []}
-    for name, run, weights in (("compiled", policy, model), ("eager", eager, eager)):
-        optimizer = make_optimizer(weights, rates, device)
-        for loss_fn, batch in ((dpo_loss, pair_batch), (grpo_loss, policy_batch), (dpo_loss, pair_batch)):
-            stats = train_step(run, optimizer, [batch], loss_fn, device=device, lr=0.1)
-            steps[name] += [stats.loss.item(), stats.grad_norm.item()]
-    assert steps["compiled"] == pytest.approx(steps["eager"], **near)
-    assert steps["compiled"][0] == torch.tensor(2.0).log().item()
+    for logp in (now, token_logp(eager, rows)):
+        logp.mean().backward()
+    rtol, atol = (1e-4, 1e-6) if dtype == torch.float32 else (0.05, 0.02)
+    for learned, plain in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(learned.grad, plain.grad, rtol=rtol, atol=atol)
     assert counters["stats"]["unique_graphs"] == 1
 
 

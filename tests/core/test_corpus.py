@@ -14,6 +14,7 @@ import pytest
 import tiny
 from tiny import complaint
 
+from nanochat import loader
 from nanochat.data import hub, parquet
 from nanochat.ground.cli import UserError
 from nanochat.ground.corpus import fingerprint, open_corpus, read_texts
@@ -123,14 +124,11 @@ def test_a_byte_order_mark_separators_at_the_ends_and_bad_bytes(tmp_path, capsys
 
 
 def test_a_text_in_another_encoding_is_refused(tmp_path):
-    path = write(tmp_path / "a.txt", ("你好，世界。今天天气很好。\n" * 400).encode("gb18030"))
-    line = mistake(path)
-    assert line.startswith(f"{path} is not UTF-8 ") and "iconv -f gb18030 -t utf-8" in line
-    # A bad byte in a thousand characters is damage.
-    write(tmp_path / "a.txt", (b"0123456789" * 99 + b"01234567\xff\n") * 40)
+    """A bad byte in a thousand characters is damage, and two are another encoding."""
+    path = write(tmp_path / "a.txt", (b"0123456789" * 99 + b"01234567\xff\n") * 40)
     assert "\ufffd" in documents(open_corpus(path)[0])[0]
     write(tmp_path / "a.txt", (b"0123456789" * 98 + b"01234567\xff\n") * 40)
-    assert "is not UTF-8" in mistake(path)
+    assert mistake(path).startswith(f"{path} is not UTF-8 ")
 
 
 ENCODINGS = {
@@ -165,14 +163,15 @@ def test_texts_as_other_tools_write_them_for_pretraining(tmp_path, suffix):
 
 def test_one_long_line(tmp_path):
     text = "ab 潮" * 500_000
-    path = write(tmp_path / "a.txt", text)
-    train, val = open_corpus(path)
-    assert "".join(documents(train) + documents(val)) == text
     path = write_rows(tmp_path / "a.jsonl", ["x", text, "y", "z"])
     assert documents(open_corpus(path)[0]) == ["x", text, "y"]
 
 
-def test_a_megabyte_gives_enough_blocks_to_shuffle(tmp_path):
+def test_there_are_enough_blocks_to_shuffle(tmp_path):
+    """Of a small text one for each shard of the loader: shards without one would repeat the rows of others."""
+    assert open_corpus(write(tmp_path / "a.txt", prose(30_000)))[0].block_count() >= loader.CANONICAL_SHARDS
+    small = write_rows(tmp_path / "a.jsonl", rows(500))
+    assert open_corpus(small)[0].block_count() >= loader.CANONICAL_SHARDS
     assert open_corpus(write(tmp_path / "a.txt", prose(900_000)))[0].block_count() >= 64
     assert open_corpus(write_rows(tmp_path / "a.jsonl", rows(16_000)))[0].block_count() >= 64
     assert open_corpus(write_rows(tmp_path / "a.parquet", rows(16_000)))[0].block_count() >= 57  # 90% of one group
@@ -188,23 +187,6 @@ def test_rows_split_nine_to_one(tmp_path, suffix, count):
     train, val = open_corpus(write_rows(tmp_path / f"a{suffix}", texts))
     assert documents(train) + documents(val) == texts
     assert len(documents(val)) == max(1, count - count * 9 // 10)
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".jsonl.gz", ".parquet"])
-def test_any_order_of_blocks_reads_the_same(tmp_path, suffix):
-    path = tmp_path / f"a{suffix}"
-    write(path, prose(200_000)) if suffix == ".txt" else write_rows(path, rows(1500))
-    train, val = open_corpus(str(path))
-    for corpus in (train, val):
-        count = corpus.block_count()
-        assert count and count > 3
-        straight = [corpus.read_block(index) for index in range(count)]
-        order = [*range(count), *reversed(range(count))]
-        random.Random(0).shuffle(order)
-        assert [corpus.read_block(index) for index in order] == [straight[index] for index in order]
-        assert all(straight)
-        with pytest.raises(IndexError):
-            corpus.read_block(count)
 
 
 @pytest.mark.parametrize("change", ["overwritten", "cut", "replaced", "deleted"])
@@ -271,6 +253,8 @@ def test_a_folder_is_read_in_order_and_its_last_file_is_validation(tmp_path):
     assert (documents(train), documents(val)) == (["zero", "one", "uno", "two"], ["three", "tres"])
     order = [3, 1, 0, 2, 1]
     assert train.block_count() == 4  # a document each, because the files are so small
+    with pytest.raises(IndexError):
+        train.read_block(4)
     assert [train.read_block(index) for index in order] == [["two"], ["one"], ["zero"], ["uno"], ["one"]]
 
 
@@ -355,17 +339,9 @@ def mistake(data: Path | str, val_data: str | None = None) -> str:
 
 
 def test_mistakes_with_paths(tmp_path, monkeypatch):
-    good = write(tmp_path / "good.txt", "good " * 100)
     (tmp_path / "empty").mkdir()
-    for data, val_data, words in (
-        ("climbmx", None, ["--data climbmx", "did you mean climbmix?", "pydoc"]),
-        ("my/book.txt", None, ["--data my/book.txt"]),
-        (good, "nowhere.txt", ["--val_data nowhere.txt"]),
-        (write(tmp_path / "a.csv", "a"), None, ["'.csv'"]),
-        (tmp_path / "empty", None, ["no file in this folder"]),
-    ):
-        line = mistake(data, val_data)
-        assert all(word in line for word in words)
+    assert "'.csv'" in mistake(write(tmp_path / "a.csv", "a"))
+    assert "no file in this folder" in mistake(tmp_path / "empty")
 
     def offline(name, hub_name, shards):
         raise UserError("cannot reach it")
@@ -380,8 +356,6 @@ LONG = '{"text": "%s"}\n' % ("a" * 500)
 # Other mistakes of a line are in tests/data/test_records.py.
 BAD_JSON_LINES = [
     (GOOD + "\n" + '{"body": 1, "id": 2}\n' + GOOD * 5, "line 3 .*body, id"),
-    (GOOD + "caf\udce9\n" + GOOD, "line 2 is not JSON"),
-    ('"text"\n' + GOOD, "line 1 .*object"),
     (LONG * 100 + '{"text": 5}\n' + GOOD * 300, 'line 101 has no "text"'),
 ]
 

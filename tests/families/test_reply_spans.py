@@ -5,7 +5,6 @@ the mask of the twin for a conversation that ends with a reply; what we learn of
 template without marks. tests/promises has what stands before it (T12).
 """
 
-import importlib.util
 import random
 from pathlib import Path
 from typing import Any
@@ -197,21 +196,6 @@ def test_a_reply_whose_thoughts_are_dropped_is_not_learned(tmp_path, capsys):
     assert err.count("\n") == 1 and "{% generation %}" in err and "scripts.preview" in err
 
 
-def test_a_thought_that_the_prompt_opens_is_ended_by_the_reply(tmp_path):
-    """Also the one that the template leaves out of what it writes."""
-    tokenizer = tokenizer_of("opened thought", tmp_path)
-    messages = [
-        {"role": "user", "content": "why"},
-        {"role": "assistant", "content": "<think>\nhm\n</think>\n\nso"},
-        {"role": "user", "content": "and"},
-        {"role": "assistant", "content": "then"},
-    ]
-    found = renderings(tokenizer, messages)
-    expected = ["hm\n</think>\n\nso<|im_end|>", "\n</think>\n\nthen<|im_end|>"]
-    assert [tiny.learned(tokenizer, one) for one in found] == expected
-    assert [tokenizer.decode(one.ids).count("hm") for one in found] == [1, 0]
-
-
 TURNS = [
     {"role": "user", "content": "why"},
     {"role": "assistant", "content": "so"},
@@ -251,26 +235,6 @@ def test_exactly_what_a_template_marks_is_learned(tmp_path, name, learned, unlea
     # A reply that the data mark as not to be learned is not, whether its template marks it or not.
     without = render(tokenizer, [TURNS[0], {**TURNS[1], "train": False}, *TURNS[2:]])
     assert tiny.learned(tokenizer, without) == learned.removeprefix("so<|im_end|>") and without.replies == 1
-
-
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_5_think", "qwen3_6", "llama3"])
-def test_the_marks_of_published_templates_decide(tmp_path, name):
-    """The union of the marked spans, as transformers has it; `trl` brings copies of the templates."""
-    package = importlib.util.find_spec("trl")
-    if package is None:
-        pytest.skip("pip install --no-deps trl==1.16.0")
-    file = Path((package.submodule_search_locations or [""])[0], "chat_templates", f"{name}_training.jinja")
-    family = "llama3" if name.startswith("llama") else "qwen3"
-    folder = save_family(tmp_path / "model", family, chat_template=file.read_text())
-    tokenizer = Tokenizer.load(folder)
-    oracle = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
-    source = random.Random(3)
-    for _ in range(12):
-        messages = conversation(source, calls=False)
-        theirs = oracle.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        marked = [oracle.decode(theirs["input_ids"][slice(*run)]) for run in tiny.runs_of(theirs["assistant_masks"])]
-        (one,) = renderings(tokenizer, messages)
-        assert [tokenizer.decode(one.ids[slice(*run)]) for run in tiny.runs_of(one.mask)] == marked and marked
 
 
 def test_the_share_that_is_learned_is_printed(capsys):

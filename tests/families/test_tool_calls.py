@@ -174,7 +174,6 @@ REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     (QWEN, '<tool_call>\n{"name": "weather", "arguments": {"city": "Par', "ALL", []),
     (QWEN, '<tool_call>\n{"name": "weather", "arguments": "Paris"}\n</tool_call>', "ALL", []),
     (QWEN, '<tool_call>\n{"name": "delete", "arguments": {}}\n</tool_call>', "ALL", []),
-    (QWEN, "<tool_call>\n{'name': 'weather'}\n</tool_call>", "ALL", []),
     (QWEN, "<tool_call>\nweather(Paris)\n</tool_call> and <tool", "ALL", []),
     (QWEN, '<tool_call>{"name": "weather", "arguments": {"city": NaN}}</tool_call>', "ALL", []),
     (QWEN, '<tool_call>{"name": "weather", "arguments": {"city": 1e999}}</tool_call>', "ALL", []),
@@ -197,7 +196,6 @@ REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
         FunctionCall("weather", {"city": "Paris"}, "a1B2c3D4e")
     ]),
     (MISTRAL, "[TOOL_CALLS] [1]", "ALL", []),
-    (MISTRAL, "[TOOL_CALLS] nothing of the kind", "ALL", []),
     (MISTRAL, "[TOOL_CALLS]", "ALL", []),
     (XML, f"So.\n\n{called(city='Paris')}", "So.", [PARIS]),
     (XML, f"{called()}\n{called(city='Paris')} Ok", " Ok", [FunctionCall("weather", {}), PARIS]),
@@ -277,15 +275,3 @@ def test_ids_of_other_servers_fit_mistrals_templates():
     assert template_id("a1B2c3D4e") == "a1B2c3D4e"
     ids = {template_id(f"call_{number}") for number in range(100)}
     assert len(ids) == 100 and all(len(one) == 9 and one.isalnum() for one in ids)
-
-
-def test_a_long_argument_is_read_in_one_pass():
-    """A file of 200,000 characters, in pieces: it is read when the reply ends."""
-    arguments = json.dumps({"text": "x = [1] " * 25_000})
-    reply = f'<tool_call>{{"name": "read_file", "arguments": {arguments}}}</tool_call>'
-    reader = CallReader(QWEN, PARAMETERS)
-    found = []
-    for at in range(0, len(reply), 50):
-        found += reader.add(reply[at : at + 50])
-    (call,) = found + reader.add("", is_end=True)
-    assert isinstance(call, FunctionCall) and len(call.arguments["text"]) == 200_000

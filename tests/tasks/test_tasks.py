@@ -20,7 +20,7 @@ from nanochat.task import Example, Task
 from nanochat.tasks import spelling
 from nanochat.tasks.arc import ArcChallenge, ArcEasy
 from nanochat.tasks.gsm8k import Gsm8k, final_number, with_calls
-from nanochat.tasks.humaneval import HumanEval, complete_program
+from nanochat.tasks.humaneval import HumanEval
 from nanochat.tasks.messages import check_messages
 from nanochat.tasks.mmlu import Mmlu
 from nanochat.tasks.smoltalk import SmolTalk, SmolTalkChinese
@@ -102,14 +102,6 @@ def test_gsm8k_grades_the_text_not_the_calls(tmp_path):
     assert not task.grade(example, [])
 
 
-def spoiled_number(reply: list[Part], change: int) -> list[Part]:
-    """The reply with another number at its end."""
-    *before, last = reply
-    body, _, number = last["text"].rpartition("#### ")
-    wrong = int(number.replace(",", "")) + change
-    return [*before, {"type": "text", "text": f"{body}#### {wrong}"}]
-
-
 @pytest.mark.skipif(not (DATA / "gsm8k").is_dir(), reason="the real GSM8K is not next to this checkout")
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.soak)])
 def test_gsm8k_of_the_hub(every):
@@ -123,7 +115,9 @@ def test_gsm8k_of_the_hub(every):
         source = "".join(spell[part["type"]].format(part["text"]) for part in reply)
         assert source == task.records[index]["answer"]  # nothing is lost
         assert task.grade(example, reply)
-        assert not task.grade(example, spoiled_number(reply, rng.choice((-10, -1, 1, 10, 1000))))
+        body, _, number = reply[-1]["text"].rpartition("#### ")
+        wrong = int(number.replace(",", "")) + rng.choice((-10, -1, 1, 10, 1000))
+        assert not task.grade(example, [*reply[:-1], {"type": "text", "text": f"{body}#### {wrong}"}])
         assert not task.grade(example, parts_of(text_of(reply).rpartition("####")[0]))  # cut off before the end
         assert not task.grade(example, parts_of(text_of(reply).replace("####", "=")))
         for call, output in zip(reply, reply[1:], strict=False):
@@ -200,7 +194,6 @@ DAMAGE = [
     (ArcEasy, arc_row("ABCD", "E"), "line 1 cannot be used: its answer 'E'"),
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": ["a"], "label": ["A", "B"]}}, NOT_AS_MANY),
     (ArcEasy, arc_row("ABCD", "C") | {"choices": {"label": ["A", "B"]}}, NOT_AS_MANY),
-    (ArcEasy, arc_row("ABCD", "C") | {"choices": {"text": 4, "label": ["A", "B"]}}, NOT_AS_MANY),
     (SmolTalk, {"messages": [{"role": "assistant", "content": "Hi!"}]}, "line 1 cannot be used: it has only words"),
     (SmolTalk, {"conversations": []}, 'line 1 has no "messages"'),
 ]
@@ -255,6 +248,8 @@ GRADED = {
         "return math.floor(x / 2)",
         "```python\nprint(half(3))\n```\nThe function:\n```python\ndef half(x):\n    return x // 2\n```",
         "half = lambda x: x // 2",
+        "if x:\n    return x // 2\nreturn 0",
+        "def half_of(y):\n    return y // 2\nreturn half_of(x)",  # a body: half_of is another function
     ],
     False: [
         "```python\ndef half(x):\n    return math.ceil(x / 2)\n```",
@@ -271,20 +266,6 @@ GRADED = {
 @pytest.mark.parametrize(("right", "reply"), [(right, reply) for right in GRADED for reply in GRADED[right]])
 def test_humaneval_grades_what_the_function_does(half, right, reply):
     assert half.grade(half.example(0), parts_of(reply)) == right
-
-
-PROMPT = "import math\n\ndef other(): ...\n\ndef half(x):\n"
-# What the model is asked to complete, its reply, and the program.
-COMPLETED = [
-    (PROMPT, "def half(x):\n    pass", "import math\n\ndef other(): ...\n\n\ndef half(x):\n    pass\n"),
-    (PROMPT, "if x:\n    pass", f"{PROMPT}    if x:\n        pass\n"),
-    # A function of a similar name is another one.
-    ("def half(x):\n", "def half_of(x):\n    pass", "def half(x):\n    def half_of(x):\n        pass\n"),
-]
-
-
-def test_humaneval_puts_what_is_missing_before_the_reply():
-    assert [complete_program(prompt, "half", reply) for prompt, reply, _ in COMPLETED] == [row[2] for row in COMPLETED]
 
 
 # Rows as HumanEval/32, whose check uses a function of the prompt, and HumanEval/33, whose check calls the function.
@@ -339,7 +320,7 @@ def test_spelling_rendering():
 def test_letter_count_rendering():
     task = LetterCount("train")
     examples = [task.example(index) for index in range(4000)]
-    example = next(e for e in examples if '"balloon".count("l")' in str(e.messages))
+    example = next(e for e in map(task.example, range(100_000)) if '"balloon".count("l")' in str(e.messages))
     assert example.messages[1]["content"] == calls(
         'The word balloon is spelled b-a-l-l-o-o-n. §"balloon".count("l")|2§The letter l is in it 2 times.'
     )
