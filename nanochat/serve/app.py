@@ -234,12 +234,12 @@ def _add_engine_routes(app: FastAPI, state: ServerState) -> None:
 
     @app.post("/tokenize", openapi_extra=_describe(schema.TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        """A route of vLLM: the token ids of a text or a conversation."""
+        """A route of vLLM: the token ids of a text."""
         return await _answer(request, state, schema.TokenizeBody, prompts.tokenize)
 
     @app.post("/detokenize", openapi_extra=_describe(schema.DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        """A route of vLLM: the text of token ids."""
+        """A route of vLLM: the text of token ids, which lm-eval's tokenizer asks for."""
         return await _answer(request, state, schema.DetokenizeBody, prompts.detokenize)
 
     @app.get("/tokenizer_info")

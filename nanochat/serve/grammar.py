@@ -22,6 +22,7 @@ from torch import Tensor
 from nanochat.families.tool_calls import THOUGHT_END, ThoughtReader
 from nanochat.serve.bounds import SchemaError, bounded, exact, parts_of
 from nanochat.serve.closing import FIRST_STEPS, MOST_SECONDS, MOST_STEPS, TOKEN_SECONDS, Budget, Closer, hints_of
+from nanochat.serve.schema import shortened
 from nanochat.tokenizer import Tokenizer
 
 # CPU seconds before the first token. The child process takes 0.2 more at most, and other clients wait for all of it.
@@ -34,8 +35,6 @@ MAX_SCHEMA = 131_072  # characters of JSON
 EXPLAINED = {
     "NoExtensionBias": "a $ref leads back to itself, and so describes nothing",
     "recursion limit exceeded": "it is nested more than 128 levels deep",
-    "Expecting object schema": "it must be an object",
-    "Unimplemented keys: ": "leave out what cannot be followed while writing: ",
 }
 # Compact JSON with one optional space, as models write it. With free white space a weak model writes only spaces.
 # `oneOf` means `anyOf`: during writing it is impossible to check that only one alternative holds.
@@ -138,10 +137,10 @@ class Vocabulary:
         except subprocess.SubprocessError as error:
             raise CostlySchema from error
         except ValueError as error:
-            raise SchemaError(f"the schema cannot be followed: {_explained(str(error))}") from error
+            raise SchemaError(f"the schema cannot be followed: {_one_line(str(error))}") from error
         matcher.compute_bitmask()  # some schemas turn out to be too complex, or impossible, at the first token
         if matcher.is_error():
-            raise SchemaError(f"the schema cannot be followed: {_explained(_one_line(matcher.get_error()))}")
+            raise SchemaError(f"the schema cannot be followed: {_one_line(matcher.get_error())}")
         return matcher
 
 
@@ -260,14 +259,8 @@ class AfterThought:
         return self._forced.popleft() if self._forced else self._document.accept(token)
 
 
-def _explained(text: str) -> str:
-    for words, plain in EXPLAINED.items():
-        _, found, rest = text.partition(words)
-        if found:
-            return plain + _one_line(rest) if words.endswith(": ") else plain
-    return _one_line(text)
-
-
 def _one_line(text: str) -> str:
-    line = " ".join(text.replace("<non-verbose/>", "").split())
-    return line if len(line) <= 200 else line[:200] + "..."
+    for words, plain in EXPLAINED.items():
+        if words in text:
+            return plain
+    return shortened(" ".join(text.replace("<non-verbose/>", "").split()))

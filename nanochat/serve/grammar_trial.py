@@ -43,28 +43,13 @@ def try_out(text: str, options: str) -> None:
     )  # fmt: skip
 
 
-class _Bytes:
-    """A vocabulary of the 256 bytes and an end, as llguidance's wrapper reads it."""
-
-    tokens = [*(bytes([value]) for value in range(256)), b"\xff<end>"]
-    special_token_ids = [256]
-    eos_token_id = 256
-    bos_token_id = None
-
-    def __call__(self, text: str) -> list[int]:
-        if not isinstance(text, str):
-            raise TypeError("this tokenizer takes texts")
-        return list(text.encode())
-
-
 def main() -> None:
     # Either limit ends the process, also in the middle of llguidance's own code.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-    tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()), n_vocab=257, eos_token=256)
     try:
-        make_matcher(tokenizer, sys.stdin.read(), json.loads(sys.argv[1])).compute_bitmask()
+        make_matcher(llguidance.LLTokenizer("byte"), sys.stdin.read(), json.loads(sys.argv[1])).compute_bitmask()
     except ValueError:  # the parent meets it again, and explains it
         return
 

@@ -74,11 +74,8 @@ class AccessMiddleware:
         self.response_headers = {**SECURITY_HEADERS, "content-security-policy": content_policy}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
+        if scope["type"] != "http":  # the server's start and end, or a websocket, which no route takes
             await self.app(scope, receive, send)
-            return
-        if scope["type"] != "http":  # a websocket
-            await send({"type": "websocket.close", "code": 1008})
             return
         started = False
 

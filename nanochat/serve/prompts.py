@@ -44,18 +44,13 @@ def encode_prompts(model: LoadedModel, body: ChatBody | CompletionBody) -> list[
     if isinstance(body, CompletionBody):
         encode = exact_ids if body.return_token_ids else encode_text
         return [EncodedPrompt(encode(model, prompt)) for prompt in body.prompts]
-    check_chats(model)
+    if not model.chats:
+        raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
     prompt = encode_chat(model, body)
     # Where the reply is a call of our form, the prompt includes its first token.
     if body.family_calls is None and body.calls in ("calculator", "schema"):
         prompt = replace(prompt, ids=[*prompt.ids, model.tokenizer.encode_special("<|python_start|>")])
     return [prompt]
-
-
-def check_chats(model: LoadedModel) -> None:
-    """Raises ApiError: 400 when the model has not learned to chat."""
-    if not model.chats:
-        raise ApiError(400, f"{model.name} is a base model, which continues text: POST /v1/completions")
 
 
 def make_grammar(
@@ -154,7 +149,7 @@ def _encode_family_chat(model: LoadedModel, tokenizer: ImportedTokenizer, body: 
     opening = ""  # the text with which a required call begins
     if form is not None and tools:
         functions = {one.name: one.parameters for one in body.candidates}
-        body.family_calls = calls = FamilyCalls(form, functions, body.parallel_tool_calls is False)
+        body._family_calls = calls = FamilyCalls(form, functions, body.parallel_tool_calls is False)
         opening = calls.opening if body.calls == "schema" else ""
         if opening and form.is_xml:
             message = f"tool_choice: {model.name} writes calls in XML, which this server cannot require: send auto"
@@ -220,33 +215,29 @@ def _is_begun(model: LoadedModel, prompt: str | list[int]) -> bool:
 
 
 def tokenize(model: LoadedModel, body: TokenizeBody) -> dict[str, Any]:
-    """The token ids of a text or a conversation, as `/v1/completions` and `/v1/chat/completions` read it."""
+    """The token ids of a text, as `/v1/completions` reads it. Raises ApiError: 400 over MAX_TOKENIZED."""
     model = choose_model(model, body.model)
     tokenizer = model.tokenizer
-    if body.prompt is None:
-        check_chats(model)
-        tokens = encode_chat(model, body.chat()).ids
+    too_many = ApiError(400, f"prompt: more than {MAX_TOKENIZED:,} tokens in one request", param="prompt")
+    if len(body.prompt) // model.longest_token > MAX_TOKENIZED:
+        raise too_many
+    bos = tokenizer.get_bos_token_id()
+    if body.add_special_tokens is not False:
+        tokens = tokenizer.encode(body.prompt, prepend=bos)
+    elif body.prompt == tokenizer.decode([bos]):
+        tokens = [bos]  # this is how lm-eval looks up its id
     else:
-        if len(body.prompt) // model.longest_token > MAX_TOKENIZED:
-            raise _too_many_tokens("prompt")
-        bos = tokenizer.get_bos_token_id()
-        if body.add_special_tokens is not False:
-            tokens = tokenizer.encode(body.prompt, prepend=bos)
-        elif body.prompt == tokenizer.decode([bos]):
-            tokens = [bos]  # this is how lm-eval looks up its id
-        else:
-            tokens = tokenizer.encode(body.prompt)
+        tokens = tokenizer.encode(body.prompt)
     if len(tokens) > MAX_TOKENIZED:
-        raise _too_many_tokens("prompt")
-    strings = [tokenizer.decode([token]) for token in tokens] if body.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": model.context, "tokens": tokens, "token_strs": strings}
+        raise too_many
+    return {"count": len(tokens), "max_model_len": model.context, "tokens": tokens}
 
 
 def detokenize(model: LoadedModel, body: DetokenizeBody) -> dict[str, Any]:
-    """The text of token ids; a special token becomes its name."""
+    """The text of token ids; a special token becomes its name. Raises ApiError: 400 over MAX_TOKENIZED."""
     model = choose_model(model, body.model)
     if len(body.tokens) > MAX_TOKENIZED:
-        raise _too_many_tokens("tokens")
+        raise ApiError(400, f"tokens: more than {MAX_TOKENIZED:,} tokens in one request", param="tokens")
     check_ids(model, "tokens", body.tokens)
     return {"prompt": model.tokenizer.decode(body.tokens)}
 
@@ -256,10 +247,6 @@ def check_ids(model: LoadedModel, param: str, ids: Iterable[int]) -> None:
     if not all(0 <= token < model.tokenizer.vocab_size for token in ids):
         message = f"{param}: token ids are 0 to {model.tokenizer.vocab_size - 1}"
         raise ApiError(400, message, param=param, code="invalid_value")
-
-
-def _too_many_tokens(param: str) -> ApiError:
-    return ApiError(400, f"{param}: more than {MAX_TOKENIZED:,} tokens in one request", param=param)
 
 
 def check_length(model: LoadedModel, contents: Sequence[str | list[Part]]) -> None:

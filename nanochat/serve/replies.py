@@ -160,7 +160,6 @@ class ChoicesSerializer:
     stream_object = ""
     first_message_read: int | None = None
     returns_token_ids = False
-    plain_kinds = ("text",)  # chunks of these kinds differ from event to event only in their text
 
     def __init__(self, model: LoadedModel, body: RequestBody):
         self.tokenizer = model.tokenizer
@@ -171,10 +170,8 @@ class ChoicesSerializer:
             "model": model.name,
             "system_fingerprint": model.fingerprint or None,
         }
-        # An event up to its choices. A stream has an event for every token, and they differ only in their choices. Most
-        # events of one choice differ only in their text.
+        # An event up to its choices. A stream has an event for every token, and they differ only in their choices.
         self.opening = b"data: " + _opened("choices", {**self.head, "object": self.stream_object})
-        self._around_text: dict[tuple[int, str], list[bytes]] = {}  # by choice and kind: what is around the text
         self.choices: dict[int, WholeChoice] = defaultdict(WholeChoice)  # for a reply in one piece
 
     def logprobs(self, number: int, logprobs: Sequence[TokenLogprob]) -> Mapping[str, list[Any] | None]:
@@ -219,15 +216,7 @@ class ChoicesSerializer:
     def event(self, number: int, chunk: Chunk) -> bytes:
         if not (chunk.text or chunk.logprobs or chunk.finish_reason):  # only half a character
             return b""
-        if chunk.logprobs or chunk.finish_reason or chunk.kind not in self.plain_kinds:
-            return self.choices_event(self.chunk(number, chunk))
-        place = (number, chunk.kind)
-        if place not in self._around_text:
-            mark = uuid.uuid4().hex
-            event = self.choices_event(self.chunk(number, Chunk(text=mark, kind=chunk.kind)))
-            self._around_text[place] = event.split(f'"{mark}"'.encode())
-        before, after = self._around_text[place]
-        return before + encode(chunk.text).encode() + after
+        return self.choices_event(self.chunk(number, chunk))
 
     def choices_event(self, *choices: dict[str, Any], usage: dict[str, Any] | None = None) -> bytes:
         ending = f',"usage":{encode(usage)}}}\n\n' if self.include_usage else "}\n\n"
@@ -296,7 +285,6 @@ class ChatSerializer(ChoicesSerializer):
         if family is not None and body.calls == "family":
             self._make_writer = partial(FamilyWriter, family)
         self._writers = defaultdict(self._make_writer)  # by choice
-        self.plain_kinds = ("thought",) if self._make_writer().kind == "text" else ("text", "thought")
 
     def begin(self, streams: int) -> bytes:
         delta = {"role": "assistant", "content": ""}

@@ -216,7 +216,6 @@ class _RequestRow(Row):
         self.filled = 0  # tokens of the prompt in the cache
         self.is_scored = request.echo > 0 and request.logprobs >= 0  # its prompt is read for the logprobs
         self.kind = "text"  # the kind of its last token
-        self.echoed: list[TokenLogprob] = []  # logprobs of the prompt, as far as it is read
         self.held: list[tuple[TokenLogprob, str]] = []  # tokens that are not shown yet, with their text
         self.shown = 0  # number of shown characters of the first of these tokens
         self.open_call: list[Chunk] = []  # a call that is held back until it is complete; see `_hand_out`
@@ -559,9 +558,8 @@ class Scheduler:
         hidden = len(row.prompt) - row.request.echo  # tokens before the echoed ones
         for place, numbers in enumerate(score(self.slots, row.slot, piece, row.filled, row.request.logprobs)):
             if row.filled + 1 + place > hidden:
-                one = _logprob(piece[1 + place], numbers, row.request.logprobs)
-                row.echoed.append(one)
-                row.stream.put(Chunk(logprobs=(one,)))  # one by one: the event loop writes a few chunks at a time
+                # One by one: the event loop writes a few chunks at a time.
+                row.stream.put(Chunk(logprobs=(_logprob(piece[1 + place], numbers, row.request.logprobs),)))
         return round_up(count, CHUNK_STEP)
 
     def _next_prompts(self, most: int) -> list[_RequestRow]:
@@ -593,16 +591,12 @@ class Scheduler:
         self.metrics.tokens_prompt.inc(len(row.prompt))
         if row.request.echo:
             self._echo_text(row)
-        # Choices of one request share their prompt: copy it from one that has read it.
+        # Choices of one request share their prompt: copy it from one that has read it. For logprobs it is read again.
         for other in others:
-            is_same = (other.prompt, other.request.echo) == (row.prompt, row.request.echo)
-            if other.group is row.group and is_same and not other.unread:
+            if other.group is row.group and other.prompt == row.prompt and not (other.unread or row.is_scored):
                 row.filled = len(row.prompt) - 1
                 row.stream.cached_tokens = row.filled
                 self.slots.copy(other.slot, slot, row.filled)
-                row.echoed = other.echoed
-                for one in row.echoed:
-                    row.stream.put(Chunk(logprobs=(one,)))
                 break
         return True
 

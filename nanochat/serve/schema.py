@@ -215,18 +215,9 @@ class Tool(Strict):
     cache_control: dict[str, Any] | None = None  # ignored
 
 
-class NamedFunction(Strict):
-    name: FunctionName
-
-
-class NamedTool(Strict):
-    type: Literal["function"]
-    function: NamedFunction
-
-
 def _known_choice(value: Any) -> Any:
     # pydantic would name only the texts.
-    if not isinstance(value, dict | NamedTool) and value not in (None, "none", "auto", "required"):
+    if not isinstance(value, dict | Tool) and value not in (None, "none", "auto", "required"):
         raise ValueError('none, auto, required, or {"type": "function", "function": {"name": ...}}')
     return value
 
@@ -337,10 +328,6 @@ class RequestBody(GeneratedFields):
     def family_calls(self) -> FamilyCalls | None:
         return self._family_calls
 
-    @family_calls.setter
-    def family_calls(self, family_calls: FamilyCalls) -> None:
-        self._family_calls = family_calls
-
     @model_validator(mode="after")
     def _check_stream_options(self) -> "RequestBody":
         if self.stream_options is not None and not self.stream:
@@ -400,9 +387,7 @@ class ChatBody(RequestBody):
     modalities: Items[Literal["text"]] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     # None: auto.
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool | None, BeforeValidator(_known_choice)] = (
-        None
-    )
+    tool_choice: Annotated[Literal["none", "auto", "required"] | Tool | None, BeforeValidator(_known_choice)] = None
     # Refused.
     functions: Unsupported = None
     # vLLM's. The role of the last message decides both; they are refused if they contradict it.
@@ -434,7 +419,7 @@ class ChatBody(RequestBody):
 
     @property
     def must_call(self) -> bool:
-        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
 
     @property
     def listed_functions(self) -> list[Function]:
@@ -443,7 +428,7 @@ class ChatBody(RequestBody):
     @property
     def candidates(self) -> list[Function]:
         """The tools that a reply may call."""
-        if isinstance(self.tool_choice, NamedTool):
+        if isinstance(self.tool_choice, Tool):
             return [one for one in self.listed_functions if one.name == self.tool_choice.function.name]
         return [] if self.tool_choice == "none" else self.listed_functions
 
@@ -591,7 +576,7 @@ def _arguments_of(call: ToolCall) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise ApiError(
             400,
-            f"the arguments of the call {_shortened(call.id or call.function.name)} are not a JSON object",
+            f"the arguments of the call {shortened(call.id or call.function.name)} are not a JSON object",
             param="messages",
         )
     return arguments
@@ -610,14 +595,14 @@ def _answered(unanswered: list[tuple[str, Item]], message: ChatMessage) -> Item:
     matching = [entry for entry in unanswered if entry[0] == call_id]
     matching = matching or [entry for entry in unanswered if "" in (entry[0], call_id)]
     if not matching:
-        raise ApiError(400, f"no call before it has the tool_call_id {_shortened(call_id)}", param="messages")
+        raise ApiError(400, f"no call before it has the tool_call_id {shortened(call_id)}", param="messages")
     unanswered.remove(matching[0])
     return matching[0][1]
 
 
 def _check_answered(unanswered: Sequence[tuple[str, Any]]) -> None:
     for call_id, _ in unanswered:
-        why = f"the call {_shortened(call_id)} has no result: a message of the role tool follows it"
+        why = f"the call {shortened(call_id)} has no result: a message of the role tool follows it"
         raise ApiError(400, why, param="messages")
 
 
@@ -674,28 +659,11 @@ class CompletionBody(RequestBody):
 
 
 class TokenizeBody(Strict):
-    """POST /tokenize, with a text or with a conversation. vLLM's."""
+    """POST /tokenize. vLLM's, for texts."""
 
     model: str | None = None
-    prompt: str | None = None
-    messages: Items[ChatMessage] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
-    add_special_tokens: bool | None = None  # the begin token before a text; a conversation always has it
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    return_token_strs: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_prompt(self) -> "TokenizeBody":
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt or messages: one of them")
-        if self.messages is not None and self.add_special_tokens:
-            raise ValueError("add_special_tokens: a conversation has its special tokens, leave it out")
-        return self
-
-    def chat(self) -> ChatBody:
-        """The conversation, as the body of a request for a reply."""
-        conversation = {"messages", "continue_final_message", "add_generation_prompt"}
-        return ChatBody.model_validate({name: getattr(self, name) for name in conversation})
+    prompt: str
+    add_special_tokens: bool | None = None  # the begin token before the text
 
 
 class DetokenizeBody(Strict):
@@ -763,9 +731,9 @@ def _first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiErr
         why = mistake["msg"].partition(": ")[2]
         if why.startswith("recursion limit exceeded"):  # pydantic's limit of 200 levels
             return ApiError(400, "lists and objects of the body are nested too deeply", code="invalid_value")
-        return ApiError(400, f"the body is not JSON: {_shortened(why)}", code="invalid_json")
+        return ApiError(400, f"the body is not JSON: {shortened(why)}", code="invalid_json")
     if mistake["type"] == "extra_forbidden":
-        name = _shortened(str(mistake["loc"][-1]))
+        name = shortened(str(mistake["loc"][-1]))
         return ApiError(400, f"{name}: this server has no such field", param=name, code="unknown_parameter")
     schema = body_type.model_json_schema()
     names: set[str] = set()
@@ -777,5 +745,5 @@ def _first_mistake(error: ValidationError, body_type: type[BaseModel]) -> ApiErr
     return ApiError(400, f"{param}: {message}" if param else message, param=param, code="invalid_value")
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     return text if len(text) <= 200 else text[:200] + "..."

@@ -1,27 +1,18 @@
 """The terminal of a chat: a line editor, and text that wraps between words."""
 
-import contextlib
 import shutil
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from nanochat.ground.log import warn
 from nanochat.ground.paths import base_dir
 
 
-@contextlib.contextmanager
-def notice(text: str) -> Iterator[None]:
+def notice(text: str) -> Any:
     """Show a text on the terminal while the block runs."""
-    shown = sys.stderr is not None and sys.stderr.isatty()
-    if shown:
-        print(text, end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shown:
-            blank = " " * len(text)
-            print(f"\r{blank}\r", end="", file=sys.stderr, flush=True)
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
 
 
 def line_editor(commands: list[str]) -> Any:

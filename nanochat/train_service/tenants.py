@@ -30,9 +30,7 @@ from nanochat.checkpoint_manager import load_folder
 from nanochat.cross_entropy import IGNORE, soft_cap
 from nanochat.device import Device
 from nanochat.gpt import GPT, read_out
-from nanochat.ground import storage
 from nanochat.ground.cli import UserError
-from nanochat.ground.sharding import whole_weights
 from nanochat.optim import Optimizer, ParameterGroup
 from nanochat.ranks import lay_out
 from nanochat.run import saver
@@ -328,17 +326,8 @@ class TrainedModel:
         meta: dict[str, Any] = {name: self.base.meta[name] for name in facts if name in self.base.meta}
         if self.model.extension is not None:
             meta["adapter"] = self.model.extension.facts() | self.base.about
-        tokenizer = self.base.tokenizer
-        if with_optimizer:
-            state = self.optimizer.state_dict()
-            saver.save(folder, self.steps, self.model, tokenizer, meta, state, {}, self.device)
-            return
-        final = model_folder.step_path(folder, self.steps)
-        weights = dict(whole_weights(self.model))
-        meta["step"] = self.steps
-        with saver.new_folder(final, sum(one.nbytes for one in weights.values())) as unfinished:
-            files = saver.write_model(unfinished, self.model.config, weights, tokenizer, meta)
-            storage.write_json(unfinished / "manifest.json", files)
+        state = self.optimizer.state_dict() if with_optimizer else {}
+        saver.save(folder, self.steps, self.model, self.base.tokenizer, meta, state, {}, self.device)
 
     def load(self, step_folder: Path, with_optimizer: bool) -> None:
         """Load the weights, and optionally the optimizer's state, from a checkpoint of `save`.

@@ -84,9 +84,9 @@ def test_an_echo_has_the_models_logprobs_of_the_prompt(running: Any, monkeypatch
     neighbour = scheduler.submit(Request(prompt_of(9), 70, SamplingParams(seed=1)))
     until(lambda: neighbour.completion_tokens > 0)
     streams = scheduler.submit_all([replace(request, max_tokens=3)] * 2)
-    for stream, cached in zip(streams, (0, 49), strict=True):
+    for stream in streams:
         _, entries = echo_of(stream)
-        assert entries[:47] == alone and len(entries) == 50 and stream.cached_tokens == cached
+        assert entries[:47] == alone and len(entries) == 50 and stream.cached_tokens == 0
     neighbour.cancel()
     # Tokens that are generated have the model's too, whatever the sampling; a request gets as many as it wants.
     sampled = Request(prompt[:9], 6, SamplingParams(temperature=0.7, top_k=4), logprobs=2)
