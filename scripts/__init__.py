@@ -5,8 +5,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# Outside of its environment a script would end with a traceback about the first package that is missing.
-if find_spec("torch") is None or find_spec("tyro") is None:
+# Elsewhere than in its environment a script would end with a traceback about the first package that is missing.
+if sys.version_info < (3, 10) or find_spec("torch") is None or find_spec("tyro") is None:
     activate = Path(__file__).resolve().parent.parent / ".venv" / "bin" / "activate"
     makes_it = "" if activate.exists() else "`bash setup_ascend.sh`, then "
     sys.exit(

@@ -96,7 +96,6 @@ JUDGED = [  # a check and its arguments; the outcome, what it says, and the fix
     (check_npu.check_torch_version, ("2.1.0",), Fail, "2.1.0 .*2.7", "setup_ascend.sh"),
     (check_npu.check_torch_version, ("2.14.0",), Fail, "2.14.0 .*2.14", "setup_ascend.sh"),
     (check_npu.check_torch_version, ("2.15.0+cpu",), Fail, "2.15.0.* 2.14", "setup_ascend.sh"),
-    (check_npu.check_python, ((3, 9, 1),), Fail, "3.10", "setup_ascend.sh"),
 ]
 
 

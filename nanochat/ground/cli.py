@@ -193,7 +193,7 @@ def run(main: Callable[[Config], None], config_type: type[Config], *, shows_prog
         _leave_torchrun(leaving.code)
         raise
     except KeyboardInterrupt:
-        fail("interrupted", code=130)
+        fail("interrupted: the same command begins it again", code=130)
     except BrokenPipeError:  # the reader of a pipe left, as `head` does, and there was more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's last flush
         sys.exit(1)

@@ -125,7 +125,7 @@ FULL = "No space left on device"
 ENDINGS: dict[str, tuple[BaseException | None, int, tuple[str, ...]]] = {  # the exit code, and words of the one line
     "done": (None, 0, ()),
     "a mistake": (UserError("--depth 0:\n  at least\t1"), 1, ("error: --depth 0: at least 1\n",)),
-    "ctrl-c": (KeyboardInterrupt(), 130, ("error: interrupted\n",)),
+    "ctrl-c": (KeyboardInterrupt(), 130, ("error: interrupted: the same command begins it again\n",)),
     "cuda": (torch.OutOfMemoryError("CUDA out of memory. Tried 2.00 GiB.\nMore words."), 1, (MEMORY, "Tried 2.00 GiB")),
     "npu": (RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0)"), 1, (MEMORY, "(NPU 0)")),
     "host": (RuntimeError("DefaultCPUAllocator: not enough memory: you tried 9 bytes."), 1, (MEMORY, "tried 9 bytes")),
