@@ -960,6 +960,7 @@ def test_all_can_use_the_page(server, open_page, axe_violations, locale, width):
     pick(page, "全部模型并排" if locale == "zh-CN" else "All, side by side")
     send(page, "odds")
     page.locator(".round [data-act=odds]").last.click()
+    page.locator("[data-act=better]").first.click()
     page.click("#model")
     check("all models side by side, and the models to pick")
     page.keyboard.press("Escape")
@@ -1138,6 +1139,9 @@ def test_the_ideas_are_what_the_tasks_teach(page):
     assert set(page.evaluate("Object.keys(IDEAS)")) <= set(rooms.names("tasks"))
 
 
+WORDS_OF = dict(re.findall(r'(is_\w+): "([^"]+)"', SCRIPT[0].partition("\n\tzh: {")[0]))
+
+
 def served_models(server: Any) -> None:
     """Three stages of a model, the default first."""
     settings = {"sampling": {"temperature": 0.8}, "context": 512, "tasks": ["addition"]}
@@ -1200,7 +1204,26 @@ def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     assert second[0][1] == {"role": "assistant", "content": "The dragon café!"} and len(second) == 2
     page.reload()
     assert page.locator(".round").count() == 2 and columns.count() == 6
-    assert page.evaluate("pairRows(current)") == []  # the user has not chosen one of them
+    # One that is better makes pairs with the others, outlives a reload, and the next message follows it.
+    assert page.evaluate("pairRows(current)") == [] and not page.locator("[data-act=pairs]").count()
+    assert columns.locator("small").all_inner_texts()[:2] == [WORDS_OF["is_base"], WORDS_OF["is_sft"]]
+    assert asked["demo-base"]["max_tokens"] == 256  # half of the context
+    better = page.locator(".round").last.locator("[data-act=better]")
+    better.nth(1).focus()
+    page.keyboard.press("Enter")
+    page.reload()
+    assert [one.get_attribute("aria-pressed") for one in better.all()] == ["false", "true", "false"]
+    texts = page.locator(".round").last.locator(".prose").all_inner_texts()
+    pairs = json.loads(page.evaluate("JSON.stringify(pairRows(current))"))
+    assert [pair["chosen"][-1]["content"] for pair in pairs] == [texts[1]] * 2
+    assert [pair["rejected"][-1]["content"].strip() for pair in pairs] == [texts[0], texts[2]]
+    assert all(pair["rejected"][:-1] == pair["chosen"][:-1] == second[0] for pair in pairs)
+    assert page.evaluate("roundOf(current, shownPath(current).at(-1)).indexOf(shownPath(current).at(-1))") == 1
+    page.locator("[data-act=pairs]").click()
+    assert page.locator("#pairs").is_enabled() and page.locator("#training").is_visible()
+    page.keyboard.press("Escape")
+    better.nth(1).click()
+    assert page.evaluate("pairRows(current)") == []
     # One column fails, and only it is tried again. Escape stops all. On a phone they are below each other.
     page.click("#new")
     server.errors.append((429, "full", {}))
