@@ -18,7 +18,7 @@ import tyro
 from nanochat.ground.cli import Count, Positive, UserError, run
 from nanochat.ground.log import counted, print0, print_table, record, warn
 from nanochat.ground.paths import STAGES, run_dir
-from nanochat.ground.screen import Bar, has_bars, phase
+from nanochat.ground.screen import Bar, phase
 from nanochat.sampling import SamplingParams
 from nanochat.serve.decoding_flags import DecodingFlags, SamplingFlags
 
@@ -51,10 +51,13 @@ def main(config: Config) -> None:
     from nanochat.engine import Engine
     from nanochat.evals.chat_tasks import Graded, chat_core, evaluate, graded_choices, readable, short_chat
     from nanochat.model_folder import tag_of
+    from nanochat.report.summary import PLACES, by_place
     from nanochat.tasks.flag import Reading, open_task
 
     # ------------------------------------------------------------------ load
-    tasks = {choice.name: open_task(choice, "test", Reading(hub=config.hub)) for choice in graded_choices(config.tasks)}
+    choices = graded_choices(config.tasks)
+    tasks = {choice.name: open_task(choice, "test", Reading(hub=config.hub)) for choice in choices}
+    files = {choice.name: Path(choice.path).name if choice.path else "" for choice in choices}
     device = devices.init(config.device, config.dtype)
     model, tokenizer, meta = load_model(config.source, device, model_tag=config.model_tag)
     sampling = config.sampling.over(meta["sampling"])
@@ -78,16 +81,14 @@ def main(config: Config) -> None:
                 keep=config.show,
             )  # fmt: skip
             finished.done += 1
-            if not has_bars():  # a log shows the progress
-                print0(f"task {len(results) + 1}/{len(tasks)} {name}: {result.accuracy:.1%}, {result.seconds:.1f} s")
             interval = f"{result.low:.1%} - {result.high:.1%}"
             counts = [f"{count:,}" for count in (result.questions, result.too_long, result.cut_off)]
-            rows.append(
-                [name, f"{result.accuracy:.1%}", interval, f"{result.baseline:.1%}", *counts, f"{result.seconds:.1f}"]
-            )
+            accuracy = (f"{result.accuracy:.1%}", interval, by_place(result.places), f"{result.baseline:.1%}")
+            rows.append([name, *accuracy, *counts, f"{result.seconds:.1f}"])
             found = asdict(result)
             measures = found.pop("measures")
-            results[name] = {**found, **measures, "settings": {**sizes, **asdict(sampling)}}
+            own = {"file": files[name]} if files[name] else {}  # another file is another measurement
+            results[name] = {**found, **measures, "settings": {**sizes, **asdict(sampling), **own}}
             if measures:
                 shares = [
                     f"{measure.replace('_', ' ')} {value:.1%}"
@@ -96,8 +97,9 @@ def main(config: Config) -> None:
                 ]
                 measured.append(f"{name}: {', '.join(shares)}")
             shown += [(name, reply) for reply in replies]
-    columns = ("task", "accuracy", "95% interval", "guessing", "questions", "too long", "cut off", "seconds")
-    print_table(columns, rows, optional=("guessing", "too long", "cut off"))
+    lost = ("too long", "cut off")
+    columns = ("task", "accuracy", "95% interval", PLACES, "guessing", "questions", *lost, "seconds")
+    print_table(columns, rows, optional=("guessing", *lost))
     for line in measured:
         print0(line)
 
@@ -130,14 +132,6 @@ def main(config: Config) -> None:
                 for message in report["chat"]:
                     print_message(message["role"], readable(parts_of(message["content"])))
         everything = report["tasks"]
-        for name in tasks:
-            kept = everything[name]["settings"]
-            now = results[name]["settings"]
-            differences = [f"{key} {value}, not {now.get(key)}" for key, value in kept.items() if value != now.get(key)]
-            if differences:
-                print0(
-                    f"\n{name}: {path} keeps its result with {'; '.join(differences)} (remove the file to replace it)"
-                )
         report["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in everything.values())
         earlier = sum(task is not results.get(name) for name, task in everything.items())
         before = f", {earlier} of them evaluated before" if earlier else ""
@@ -165,13 +159,17 @@ def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:
         if earlier["step"] != report["step"]:
             return report
         tasks = dict(earlier["tasks"])
-        replaced = [
-            name for name, task in report["tasks"].items()
-            if name not in tasks or tasks[name]["settings"] == task["settings"]
-        ]  # fmt: skip
-        tasks |= {name: report["tasks"][name] for name in replaced}
         if not all({"accuracy", "baseline", "settings"} <= set(task) for task in tasks.values()):
             raise ValueError("a task lacks its accuracy, baseline or settings")
+        replaced = []
+        for name, task in report["tasks"].items():
+            kept, now = tasks.get(name, task)["settings"], task["settings"]
+            if differences := [f"{key} {kept[key]}, not {now.get(key)}" for key in kept if kept[key] != now.get(key)]:
+                line = f"{path} keeps its result with {'; '.join(differences)} (remove the file to replace it)"
+                print0(f"\n{name}: {line}")
+            else:
+                tasks[name] = task
+                replaced.append(name)
         samples = [sample for sample in earlier["samples"] if sample["task"] not in replaced]
         samples += [sample for sample in report["samples"] if sample["task"] in replaced]
     except FileNotFoundError:

@@ -1,6 +1,7 @@
 """Chat evaluation: how many of a task's questions a model answers correctly.
 
     a generative task     the engine writes replies, with the tool, and the task grades them       `write_replies`
+                          first it replies to the earlier messages that have no reply              `with_own_replies`
     a choice task         one forward pass: the likeliest letter as the reply's first token        `choose_letters`
     an environment        the engine plays an episode, which is right from a reward of 1 on        `play_episodes`
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nanochat.chat import Chat
-from nanochat.conversation import Message, Part, parse_reply, parts_of, render_prompt
+from nanochat.conversation import Message, Part, fit_prompt, parse_reply, parts_of, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine, ending
 from nanochat.evals.core import wilson_interval
@@ -35,6 +36,7 @@ from nanochat.rollout import EngineSampler, play
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.task import Example, Kind, Task
 from nanochat.tasks.flag import TaskSpec, generated_tasks, parse_tasks, require_grades
+from nanochat.tasks.messages import next_reply
 from nanochat.tokenizer import Tokenizer
 
 ORDER_SEED = 1337  # shuffles the examples: the first N are the same N for every model, and from every subject
@@ -54,6 +56,7 @@ class Result:
     baseline: float
     too_long: int  # questions that do not fit the context; they count as wrong
     cut_off: int  # replies that max_tokens or the context ended; the task grades their text so far
+    places: list[tuple[int, int]]  # right replies, of all to a first, to a second, and to a later message of a chat
     seconds: float
     measures: dict[str, float] = field(default_factory=dict)  # what else the task says about the replies
 
@@ -119,10 +122,17 @@ def evaluate(
         answers = answer_questions(task, questions, model, engine, batch_rows, sampling, samples, max_tokens)
 
     # Add up over the ranks. A question that does not fit counts as wrong.
-    correct = [answer for answer in answers if answer.correct]
-    counts = [len(correct), len([answer for answer in answers if answer.ending == "cut off"])]
+    places = {question.number: question.place for question in questions}
+    counts = [0] * 7  # replies by place, right ones by place, cut off
+    for answer in answers:
+        counts[places[answer.number]] += 1
+        if answer.correct:
+            counts[places[answer.number] + 3] += 1
+        if answer.ending == "cut off":
+            counts[-1] += 1
     counts_here = torch.tensor(counts, dtype=torch.float32, device=engine.device.torch_device)
-    right, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
+    *counts, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
+    right = sum(counts[3:])
     total = count * samples
     low, high = wilson_interval(right / samples, count)  # counts questions: each is a mean over samples
     measures: dict[str, float] = {}
@@ -135,7 +145,7 @@ def evaluate(
     result = Result(
         kind=task.kind, correct=right, total=total, questions=count, accuracy=right / total, low=low,
         high=high, baseline=task.baseline, too_long=count - len(questions), cut_off=cut_off,
-        seconds=time.monotonic() - began, measures=measures,
+        places=list(zip(counts[3:], counts[:3], strict=True)), seconds=time.monotonic() - began, measures=measures,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
     for answer in sorted(answers, key=lambda answer: answer.number):
@@ -160,8 +170,14 @@ def with_intervals(measures: Mapping[str, float | tuple[int, int]]) -> dict[str,
 class Question:
     number: int  # among the task's examples in their order
     example: Example
-    prompt: list[int]
+    prompt: list[int]  # up to the first reply that the conversation lacks
     letters: list[int]  # the token of each of its letters
+    place: int  # 0 for a first message, 1 for a second, 2 for any later one
+
+    @property
+    def lacks_reply(self) -> bool:
+        """Whether a reply before the last one is missing: the model writes it first."""
+        return next_reply(self.example.messages) < len(self.example.messages)
 
 
 def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -> list[Question]:
@@ -178,9 +194,15 @@ def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -
     fitting = []
     for number, example in enumerate(examples):
         environment = task.environment(example)
-        prompt = render_prompt(tokenizer, environment.start(), tools=environment.tools)
+        messages = environment.start()
+        asked = messages[: next_reply(messages)]
+        prompt = render_prompt(tokenizer, asked, tools=environment.tools)
+        if task.kind == "generative":  # a long conversation loses its oldest turns, as in a chat
+            prompt = fit_prompt(tokenizer, asked, context, tools=environment.tools).ids
         if len(prompt) <= room:
-            fitting.append(Question(number, example, prompt, _letter_ids(task, example, tokenizer)))
+            said = [message for message in messages if message["role"] == "user"]
+            letters = _letter_ids(task, example, tokenizer)
+            fitting.append(Question(number, example, prompt, letters, place=min(len(said), 3) - 1))
     fitting.sort(key=lambda question: -len(question.prompt))
     return fitting
 
@@ -208,6 +230,7 @@ def answer_questions(
         else:
             # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
             settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
+            batch = with_own_replies(batch, engine, settings, max_tokens, model.config.sequence_len)
             replies = write_replies(batch, engine, settings, max_tokens)
         for question, (reply, ended) in zip(batch, replies, strict=True):
             is_right = ended != "broken" and task.grade(question.example, reply)
@@ -220,6 +243,30 @@ def choose_letters(batch: Sequence[Question], model: GPT, device: Device) -> lis
     preferred = preferred_letters(model, [one.prompt for one in batch], [one.letters for one in batch], device)
     texts = [question.example.letters[place] for question, place in zip(batch, preferred, strict=True)]
     return [([{"type": "text", "text": text}], "complete") for text in texts]
+
+
+def with_own_replies(
+    batch: Sequence[Question], engine: Engine, settings: Sequence[SamplingParams], max_tokens: int, context: int
+) -> list[Question]:
+    """The questions with the model's own replies to earlier messages that have no reply, sampled one turn at a time.
+
+    Each reply has a seed under its row's. As in a chat, a prompt that grows too long loses its oldest turns.
+    """
+    answered = list(batch)
+    for turn in range(max(len(question.example.messages) for question in batch)):
+        waiting = [row for row, question in enumerate(answered) if question.lacks_reply]
+        if not waiting:
+            break
+        sampling = [replace(settings[row], seed=seed_of(settings[row].seed, turn)) for row in waiting]
+        replies = write_replies([answered[row] for row in waiting], engine, sampling, max_tokens)
+        for row, (reply, _) in zip(waiting, replies, strict=True):
+            example = answered[row].example
+            messages = list(example.messages)
+            messages.insert(next_reply(messages), {"role": "assistant", "content": reply})
+            said = messages[: next_reply(messages[:-1])]
+            prompt = fit_prompt(engine.tokenizer, said, context, max_tokens, tools=example.tools).ids
+            answered[row] = replace(answered[row], example=replace(example, messages=messages), prompt=prompt)
+    return answered
 
 
 def write_replies(

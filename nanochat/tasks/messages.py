@@ -18,6 +18,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from nanochat.conversation import Message, check_message, parts_of, text_of
@@ -60,8 +61,11 @@ ASKED = ("human", "user", "input")
 REPLIED = ("assistant", "gpt", "bot", "output")
 
 
-def check_messages(messages: Any) -> None:
-    """Raises ValueError: for anything that is not a conversation; names the message and the mistake."""
+def check_messages(messages: Any, *, may_lack_replies: bool = False) -> None:
+    """Raises ValueError: for anything that is not a conversation; names the message and the mistake.
+
+    `may_lack_replies`: a message of the user may follow another one, whose reply the model will write.
+    """
     if not isinstance(messages, list) or not messages:
         raise ValueError("a conversation is a non-empty list of messages")
     for number, message in enumerate(messages):
@@ -78,8 +82,18 @@ def check_messages(messages: Any) -> None:
             raise ValueError(f"message {number} is by {role}, where {' or '.join(expected)} is expected")
         if role == "assistant":
             expected = ["tool"] if message.get("tool_calls") else ["user"]
+        elif role == "user":
+            expected = ["assistant", "user"] if may_lack_replies else ["assistant"]
         else:
-            expected = ["assistant"] if role == "user" else ["assistant", "tool"]
+            expected = ["assistant", "tool"]
+
+
+def next_reply(messages: Sequence[Message]) -> int:
+    """The place of the first reply that a conversation lacks: between two messages of the user, or at the end."""
+    for place, (message, following) in enumerate(pairwise(messages), 1):
+        if message["role"] == following["role"] == "user":
+            return place
+    return len(messages)
 
 
 def plain_messages(messages: Any) -> Any:

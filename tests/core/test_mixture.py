@@ -266,5 +266,5 @@ def test_the_built_in_mixture_opens_offline():
     mixture = open_mixture(BUILT_IN_TASKS, "train")
     assert {mixture.draw(i)[0].name for i in range(600)} == {spec.name for spec in parse_tasks(BUILT_IN_TASKS)}
     for name in task_names():
-        assert task_class(name).name == name
+        assert task_class(name).name in (name, "first_questions")  # several lists are tasks of one class
         assert task_class(name).kind in ("generative", "choice", "dialogue")

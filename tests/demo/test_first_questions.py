@@ -1,6 +1,7 @@
 """The two lists of a hundred questions: how a reply is graded, and that training does not contain the lists."""
 
 import json
+import random
 import re
 from pathlib import Path
 
@@ -8,10 +9,12 @@ import pytest
 from tiny import complaint
 
 from nanochat.conversation import text_of
-from nanochat.demo.first_questions import FirstQuestions, SecondQuestions
+from nanochat.demo import writer
+from nanochat.demo.first_questions import FirstQuestions
 from nanochat.demo.plots import OPEN_ROLES, plots
 from nanochat.demo.small_talk import SLOT, groups
 from nanochat.demo.stories import orders
+from nanochat.task import Example, turn
 from nanochat.tasks.flag import TaskSpec, generated_tasks, open_task, parse_tasks
 
 LIST = Path(__file__).resolve().parents[1] / "first_questions.jsonl"
@@ -48,10 +51,17 @@ def test_there_are_a_hundred_different_questions_of_every_sort(path):
     for sort, least in SORTS[path].items():
         assert sum(row.get(sort, False) is not False for row in rows) >= least, sort
     task = open_task(TaskSpec(path.stem, str(path), 1.0), "test")
-    assert type(task) is (FirstQuestions if path is LIST else SecondQuestions)
+    assert type(task) is FirstQuestions
     for number, row in enumerate(rows):  # each one is a conversation
         assert task.example(number).question[-1] == {"role": "user", "content": row["question"]}
+        assert not task.grade(task.example(number), [])
         assert len(task.example(number).question) == len(row.get("before", [])) + 1
+
+
+@pytest.mark.parametrize("path", sorted(LIST.parent.glob("held_out/*")), ids=lambda path: path.stem)
+def test_an_empty_reply_to_a_held_out_list_is_wrong(path):
+    task = open_task(TaskSpec(path.stem, str(path), 1.0), "test")
+    assert len(task) >= 20 and not any(task.grade(task.example(number), []) for number in range(len(task)))
 
 
 def test_each_requested_story_can_be_told():
@@ -108,13 +118,18 @@ GRADES = [
     ({"number": "4"}, "4+862 = 866.", False),
     ({"number": "-5"}, "3-8 = -5.", True),
     ({"number": "4"}, "I do not know that.", False),
-    ({"number": "4"}, "", False),
+    ({"number": "7000"}, "5,000+2,000 = 7,000.", True),
+    ({"number": "3"}, "1,2,3", True),
+    ({"untold": True}, "The story does not say.", True),
+    ({"untold": True}, "I do not know that.", True),
+    ({"untold": True}, "The story is about Mei the fox.", False),
+    ({"number": "4", "group": "sum"}, "4", True),
+    ({"recalls": "hero"}, "The story does not say.", False),  # no story came before
     ({"honest": True}, "I do not know that. I only know little stories and sums.", True),
     ({"honest": True}, "这个我不知道。", True),
     ({"honest": True}, "The capital is Tom.", False),
     ({"honest": True, "says": ["Paris"]}, "It is Paris.", True),
     ({"says": ["nanochat"]}, "My name is Nanochat.", True),
-    ({"says": ["nanochat"]}, "I do not know that.", False),
     ({"story": "cat"}, "Once upon a time there was a cat.", False),  # it is no whole story
     ({"says": ["hello"], "not": ["Once upon a time"]}, "Hello! I am nanochat.", True),
     ({"says": ["hello"], "not": ["Once upon a time"]}, "Hello! once upon a time there was a fox.", False),
@@ -123,7 +138,6 @@ GRADES = [
     ({"json": {"name": "Ulrich", "age": 9}}, '{"age": "9", "name": "Ulrich"}', False),
     ({"json": {"name": "Ulrich"}}, '{"name": "Ulrich", "age": 9}', False),
     ({"json": {"name": "Ulrich"}}, 'Here it is: {"name": "Ulrich"}', False),
-    ({"json": {"name": "Ulrich"}}, '{"name": "Ulrich"', False),
     ({"json": {"name": "Ulrich"}}, "[" * 100_000, False),
 ]
 
@@ -161,9 +175,54 @@ STORIES = [
 @pytest.mark.parametrize(("wanted", "kind", "is_right"), STORIES)
 def test_a_story_has_the_roles_that_were_requested(tmp_path, wanted, kind, is_right):
     path = tmp_path / "list.jsonl"
-    path.write_text(json.dumps({"question": "?", "story": wanted}))
-    task = FirstQuestions("test", str(path))
-    assert task.grade(task.example(0), [{"type": "text", "text": MIA.format(kind=kind)}]) == is_right
+    for question, is_told in ({"question": "?", "story": wanted}, is_right), ({"question": kind, "story": {}}, True):
+        path.write_text(json.dumps(question))
+        task = FirstQuestions("test", str(path))
+        assert task.grade(task.example(0), [{"type": "text", "text": MIA.format(kind=kind)}]) == is_told
+
+
+RECALLED = [
+    ("hero", "Her name was Mia.", True),
+    ("hero", "Her name was Tom.", False),
+    ("kind", "Mia is a fox.", True),
+    ("kind", "Mei is a fox.", False),
+    ("kind", "Glooba, a fox.", False),  # a name that no table has, either
+    ("helper", "An owl helped her.", True),
+    ("helper", "The story does not say.", False),
+    ("object", "It was the red ball.", True),
+    ("want", "Mia wanted to find her ball.", True),
+    ("want", "Mia wanted to swim.", False),
+    ("end", "She hugged the wise owl.", True),
+    ("end", "Mia found it.", False),
+]
+
+
+@pytest.mark.parametrize(("role", "reply", "is_right"), RECALLED)
+def test_what_the_chats_last_story_says_is_recalled(role, reply, is_right):
+    assert recalls(role, MIA.format(kind="fox"), reply) == is_right
+
+
+def recalls(role: str, story: str, reply: str) -> bool:
+    said = [MIA.format(kind="cat"), story, "That was the whole story."]
+    chat = [message for text in said for message in turn("Go on.", text)]
+    example = Example([*chat, *turn("?", "")], {"recalls": role, "not": []})
+    return FirstQuestions("test", str(LIST)).grade(example, [{"type": "text", "text": reply}])
+
+
+ASKED = {"Who helped": "helper", "What kind": "kind", " live?": "home", "they find?": "object", "named?": "hero",
+         "to learn?": "want", "in the end?": "end"}  # fmt: skip
+
+
+def test_the_answers_of_the_grammar_are_right_for_their_story_only():
+    stories = [writer.story(random.Random(number), "val") for number in range(90)]
+    right, wrong = set(), 0
+    for story, other in zip(stories, stories[1:], strict=False):
+        for question, answer in writer.questions(story):
+            for role in (role for words, role in ASKED.items() if words in question):
+                assert recalls(role, story.text, answer), (story.text, question, answer)
+                right.add(role)
+                wrong += recalls(role, other.text, answer)
+    assert right == {*ASKED.values()} and wrong < 30
 
 
 def test_the_earlier_turns_of_the_chat_come_before_the_question(tmp_path):
@@ -173,7 +232,7 @@ def test_the_earlier_turns_of_the_chat_come_before_the_question(tmp_path):
         {"type": "python_output", "text": "3"},
         {"type": "text", "text": "3."},
     ]
-    before = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": sum_reply}]
+    before = [{"role": "user", "content": "Hi"}, *turn("1+2", sum_reply)]  # the model replies to the first
     path = tmp_path / "list.jsonl"
     path.write_text(json.dumps({"before": before, "question": "plus 5?", "number": "8"}))
     task = FirstQuestions("test", str(path))
@@ -184,17 +243,24 @@ def test_the_earlier_turns_of_the_chat_come_before_the_question(tmp_path):
 
 def test_it_is_named_with_its_path_and_never_trained_on(tmp_path):
     assert parse_tasks(f"first_questions={LIST}") == [TaskSpec("first_questions", str(LIST), 1.0)]
-    for name in ("first_questions", "second_questions"):
-        assert f"{name} is for chat_eval" in complaint(
-            lambda name=name: open_task(TaskSpec(name, str(LIST), 1.0), "train")
-        )
+    line = complaint(lambda: open_task(TaskSpec("first_questions", str(LIST), 1.0), "train"))
+    assert f"{LIST} is for chat_eval" in line
 
 
 RULES: list[dict] = [
     {},
     {"not": ["4"]},  # nothing says what is right
-    {"number": "4", "before": [{"role": "user", "content": "hello"}]},  # without a reply
+    {"number": "4", "before": [{"role": "assistant", "content": "hello"}]},
+    {"recalls": "colour"},
     {"right": "4"},
+    {"number": 4},
+    {"says": "hello"},
+    {"says": [1]},
+    {"honest": False},
+    {"story": 5},
+    {"story": {"speices": "fox"}},
+    {"number": "4", "not": "x"},
+    {"number": "4", "before": None},
 ]
 
 

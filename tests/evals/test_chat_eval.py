@@ -25,7 +25,6 @@ from nanochat.evals.chat_tasks import (
     graded_choices,
     preferred_letters,
     readable,
-    short_chat,
 )
 from nanochat.evals.core import wilson_interval
 from nanochat.ground import paths
@@ -113,22 +112,6 @@ def grade(
 ) -> tuple[Result, list[Graded]]:
     settings = {"batch_rows": 4, "keep": 10**6, **settings}
     return evaluate(task, model or tiny_model(), engine, sampling=sampling, **settings)
-
-
-# ---------------------------------------------------------------------- the report's chat
-
-
-def test_the_chat_of_the_report_goes_on_for_three_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Replied:
-        def __init__(self, engine: Any, *, seed: int, **settings: Any) -> None:
-            self.messages: list[Any] = [seed]
-
-        def say(self, question: str) -> None:
-            self.messages.append(question)
-
-    monkeypatch.setattr("nanochat.evals.chat_tasks.Chat", Replied)
-    engine: Any = None
-    assert short_chat(engine, SamplingParams(seed=5)) == [5, *CHAT]
 
 
 # ---------------------------------------------------------------------- generative tasks
@@ -240,6 +223,39 @@ def test_a_prompt_may_fill_all_but_one_token_of_the_context(room: int) -> None:
 
     choice, _ = grade(OneLetter(1), engine, model=engine.model)
     assert choice.too_long == (room < 0)  # nothing is written: the prompt may fill it all
+
+
+class Talk(Echo):
+    """One to three messages in a row; right where each reply is its number, which the message says, too."""
+
+    def example(self, index: int) -> Example:
+        asked = [{"role": "user", "content": f"Say it for {turn}"} for turn in range(1 + index % 3)]
+        return Example([*asked, {"role": "assistant", "content": ""}], 1 + index % 3)
+
+    def grade(self, example: Example, reply: Sequence[Part]) -> bool:
+        said = [text_of(message["content"]) for message in example.question if message["role"] == "assistant"]
+        return [*said, text_of(reply)] == [str(turn) for turn in range(example.answer)]
+
+
+@pytest.mark.parametrize(("context", "right"), [(200, 9), (80, 6)])
+def test_the_model_itself_replies_where_a_chat_lacks_a_reply(context: int, right: int) -> None:
+    class Counting(Known):
+        def generate(self, prompts: Sequence[list[int]], **settings: Any) -> Any:
+            assert max(map(len, prompts)) < context
+            start = self.tokenizer.encode_special("<|assistant_start|>")
+            new, masks = super().generate(prompts, **settings)  # the number in the message
+            counted = [self.tokenizer.encode(str(ids.count(start) - 1)) for ids in prompts]
+            return [said if said == turn else [] for said, turn in zip(new, counted, strict=True)], masks
+
+    engine = Counting(lambda question: str(number_in(question)))
+    result, replies = grade(Talk(9), engine, SamplingParams(seed=7), tiny_model(context))
+    assert (result.correct, result.total, result.too_long) == (right, 9, 0)
+    assert result.places == [(3, 3), (3, 3), (right - 6, 3)]
+    for one in replies:
+        assert [message["role"] for message in one.messages] == (["user", "assistant"] * 3)[: len(one.messages)]
+    assert [len(settings["sampling"]) for _, settings in engine.calls] == [2, 1, 4, 3, 1, 4, 1, 1, 1]
+    seeds = [sampling.seed for _, settings in engine.calls for sampling in settings["sampling"]]
+    assert len(set(seeds)) == len(seeds) == 18  # each reply is a draw of its own
 
 
 # ---------------------------------------------------------------------- reference answers fed back
@@ -406,7 +422,7 @@ def test_chat_core_is_the_mean_above_guessing() -> None:
 
 def test_without_names_every_built_in_task_with_an_answer_is_graded() -> None:
     names = [choice.name for choice in graded_choices("")]
-    assert names == generated_tasks() and {"stories", "new_stories", "questions", "memory", "json"} <= set(names)
+    assert names == generated_tasks() and {"stories", "new_stories", "questions", "memory", "repeat"} <= set(names)
     assert [(c.name, c.path) for c in graded_choices("addition:2,gsm8k=some/folder")] == [
         ("addition", None), ("gsm8k", "some/folder"),
     ]  # fmt: skip
@@ -440,7 +456,7 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def save_step(step: int) -> Path:
     folder = paths.checkpoint_dir("sft", "tiny")
-    return save_checkpoint(folder, step, tiny_model(128), tiny_tokenizer(), {})
+    return save_checkpoint(folder, step, tiny_model(2048), tiny_tokenizer(), {})
 
 
 def call(*argv: str) -> None:
@@ -467,10 +483,10 @@ def test_results_are_written_and_those_of_a_step_add_up(
     settings = first["tasks"]["addition"]["settings"]
     assert (settings["temperature"], settings["min_p"], settings["max_examples"]) == (0.8, 0.05, 5)  # the checkpoint's
     assert first["tasks"]["addition"]["questions"] == 5
-    assert first["chatcore"] == 0.0
+    assert first["chatcore"] == 0.0 and [message["content"] for message in first["chat"][::2]] == [*CHAT]
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
     assert set(first["samples"][0]) == {"task", "messages", "reply", "correct"}
-    assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +5 ", out, re.M) and "too long" not in out
+    assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +0% / 0% / 0% +5 ", out, re.M) and "too long" not in out
     assert "ChatCORE: 0.0000" in out and re.search(r"^addition, wrong\n  user: .*\S.*\n  assistant: ", out, re.M)
 
     monkeypatch.setattr(task_class("spelling"), "grade", always_right)
@@ -522,7 +538,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     flags = ("--temperature=0.5", "--top_k=7", "--top_p=0.9", "--seed=11", "--device_batch_size=4")
     call("--tasks=addition", "--max_examples=3", "--samples=2", f"--source={checkpoint}", *flags)
     sampling = [SamplingParams(0.5, 7, 0.9, min_p=0.05, seed=seed_of(11, row)) for row in range(6)]
-    assert [one["rows"] for one in seen] == [4, 2, 1, 1, 1]  # and the chat of the report
+    assert [one["rows"] for one in seen] == [4, 2]
     assert seen[0]["sampling"] + seen[1]["sampling"] == sampling and seen[0]["max_tokens"] == 6
     assert not (paths.base_dir() / "runs").exists()  # a checkpoint that is given by its folder
 
