@@ -6,6 +6,7 @@ plots as SVG. Jinja escapes every text: samples are a model's words.
 
 import html
 import io
+import math
 import re
 import warnings
 from collections import defaultdict
@@ -22,7 +23,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from nanochat.ground.paths import SCRIPTS
 from nanochat.ground.screen import duration
-from nanochat.report.summary import Chat, Pairs, Points, RunSummary, Stage
+from nanochat.report.summary import PLACES, Chat, Pairs, Points, RunSummary, Stage
 
 SMOOTH = 1 / 30  # share of a curve on either side of a point that its moving mean covers
 
@@ -32,8 +33,8 @@ class Cell:
     text: str = ""
     detail: str = ""
     share: float | None = None  # from 0 to 1: a bar under the number
-    best: bool = False  # the best number in its row
-    fell: bool = False  # below the 95% interval of an earlier stage
+    verdict: str = ""  # since the stage before: "rose" or "fell" beyond chance, or "chance"
+    change: float = 0.0  # since the stage before
 
 
 @dataclass
@@ -66,15 +67,6 @@ def header(summary: RunSummary) -> dict[str, str]:
     }
     joined = {name: "; ".join(dict.fromkeys(map(str, values))) for name, values in words.items()}
     return {name: text for name, text in joined.items() if text}
-
-
-def conversation(summary: RunSummary) -> tuple[str, list[tuple[str, Pairs]]]:
-    """A title for the chat of the stage that was trained last, and the chat; empty if no stage has one."""
-    chats = [stage for stage in summary.stages if stage.conversation]
-    if not chats:
-        return "", []
-    stage = chats[-1]
-    return f"A chat with {stage.name} at the checkpoint's own settings, as it came", stage.conversation
 
 
 # ---------------------------------------------------------------------- tables
@@ -126,6 +118,7 @@ def score_table(summary: RunSummary) -> Table:
         chance = max(stage.scores.get(task, {}).get("baseline", 0) for stage in stages)  # the accuracy of guessing
         detail = f"chance {chance:.0%}" if chance else ""
         rows.append([Cell(task, detail), *_score_cells([stage.scores.get(task) for stage in stages])])
+        rows.append([Cell(PLACES, task), *(Cell(stage.places.get(task, "")) for stage in stages)])
         for key in further:
             if key[0] == task:
                 rows.append([Cell(key[1], task), *_score_cells([stage.shares.get(key) for stage in stages])])
@@ -136,20 +129,41 @@ def score_table(summary: RunSummary) -> Table:
 
 
 def _score_cells(scores: list[dict[str, float] | None]) -> list[Cell]:
-    """A cell for each stage: the share, its interval, the best one, and where the skill fell since an earlier stage."""
+    """A cell for each stage: the share, its interval, and whether chance explains the change since the stage before."""
     cells = []
-    highest_low = 0.0  # the highest lower end of an interval so far
-    known = [score["accuracy"] for score in scores if score]
+    before: dict[str, float] | None = None
     for score in scores:
         if score is None:
             cells.append(Cell())
             continue
         accuracy = score["accuracy"]
         interval = "–".join(f"{100 * score[end]:.0f}" for end in ("low", "high") if end in score)
-        best = len(known) > 1 and accuracy == max(known)
-        cells.append(Cell(f"{accuracy:.1%}", interval, accuracy, best, fell=accuracy < highest_low))
-        highest_low = max(highest_low, score.get("low", 0.0))
+        cell = Cell(f"{accuracy:.1%}", interval, accuracy)
+        if before and {"low", "high"} <= before.keys() & score.keys():
+            # The 95% interval of a difference between two shares. Source: Newcombe 1998, "Interval Estimation for the
+            # Difference between Independent Proportions", method 10.
+            cell.change = accuracy - before["accuracy"]
+            end, start = ("high", "low") if cell.change > 0 else ("low", "high")
+            reach = math.hypot(before[end] - before["accuracy"], score[start] - accuracy)
+            cell.verdict = "chance" if abs(cell.change) <= reach else "rose" if cell.change > 0 else "fell"
+        cells.append(cell)
+        before = score
     return cells
+
+
+def stage_sentences(table: Table) -> list[str]:
+    """What each stage changed since the one before, in percentage points: beyond chance, and the most within it."""
+    sentences = []
+    for column, stage in enumerate(table.heads[1:], 1):
+        changed = [(row[column], row[0].text) for row in table.rows if row[column].change]
+        changed.sort(key=lambda change: -abs(change[0].change))
+        words: dict[bool, list[str]] = {True: [], False: []}
+        for cell, name in changed:
+            words[cell.verdict == "chance"].append(f"{name} {100 * cell.change:+.1f}")
+        if changed:
+            within = f"; within it: {', '.join(words[True][:3])}" if words[True] else ""
+            sentences.append(f"{stage}: {', '.join(words[False]) or 'nothing'} beyond chance{within}")
+    return sentences
 
 
 def questions(summary: RunSummary) -> dict[tuple[str, Pairs], dict[str, list[Chat]]]:
@@ -219,6 +233,7 @@ PLOTS = (
     Plot("sampling_seconds", "Seconds of sampling", "of each step"),
     Plot("training_seconds", "Seconds of training", "of each step"),
 )  # fmt: skip
+MAIN_PLOTS = 6  # the others, of RL, unfold
 LOSS = Plot("loss", "Loss", "", from_zero=False)
 # A step of fine-tuning has few targets, and its loss depends on which ones: only a wide mean shows whether it falls.
 TUNING_LOSS = replace(LOSS, smooth=1 / 8)
@@ -332,11 +347,12 @@ def to_html(summary: RunSummary) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["duration"] = duration
-    chat_title, chat = conversation(summary)
+    scores = score_table(summary)
     text = environment.get_template("report.html").render(
-        summary=summary, stage_table=stage_table(summary), score_table=score_table(summary),
-        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary), chat_title=chat_title,
-        chat=chat, plots=plots, losses=losses,
+        summary=summary, stage_table=stage_table(summary), score_table=scores, sentences=stage_sentences(scores),
+        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary),
+        chats=[stage for stage in stages if stage.conversation], plots=plots, main_plots=PLOTS[:MAIN_PLOTS],
+        losses=losses,
     )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()

@@ -5,7 +5,6 @@ Missing files and damaged lines are left out, with a note. The text is untrusted
 """
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,8 @@ CURVE_POINTS = 300  # about as many as a plot shows
 # What every task's result in chat_eval.json has. Any other number from 0 to 1 is a further share, such as
 # `order_followed` of the stories: it gets a row of its own, under its name.
 RESULT = {"correct", "total", "questions", "accuracy", "low", "high", "baseline", "too_long", "cut_off", "seconds"}
+
+PLACES = "as 1st / 2nd / 3rd+"  # message of a chat
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Stage:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> accuracy, low, high, baseline
     # (task, name) -> a further share of the task's replies, as accuracy and, where the result has them, low and high
     shares: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)  # task -> its accuracy by place in a chat (`by_place`)
     chats: list[Chat] = field(default_factory=list)
     conversation: list[tuple[str, Pairs]] = field(default_factory=list)  # (role, parts): a chat of several turns
     facts: dict[str, Any] = field(default_factory=dict)  # run.json: configuration, data, time
@@ -92,6 +94,7 @@ class Stage:
             reply = tuple((part["type"], part["text"]) for part in sample["reply"])
             chats.append(Chat(str(sample["task"]), messages, reply, sample["correct"]))
         scores = {task: _numbers(score) for task, score in values["tasks"].items()}
+        self.places |= {task: by_place(score.get("places", ())) for task, score in values["tasks"].items()}
         for message in values.get("chat", []):
             parts = tuple((part["type"], str(part["text"])) for part in parts_of(message["content"]))
             self.conversation.append((str(message["role"]), parts))
@@ -115,23 +118,19 @@ class Stage:
         stride = len(points) // CURVE_POINTS + 1
         return points[:-1:stride] + points[-1:]
 
-    def training_seconds(self, steps: float = math.inf) -> float:
-        """Seconds of training until this many steps were finished."""
-        return max((line.get("seconds", 0.0) for line in self.metrics if line["step"] < steps), default=0.0)
+    def training_seconds(self) -> float:
+        return max((line.get("seconds", 0.0) for line in self.metrics), default=0.0)
 
     def run_seconds(self, commands: list[Command]) -> float:
-        """The time of the training commands, summed over all resumes of the run.
+        """The time of the training commands, summed over all resumes of the run; at least its training seconds, which
+        also count commands that were killed or are still running."""
+        trained = [one.seconds for one in commands if one.stage == self.name and one.last_step > one.first_step]
+        return max(sum(trained), self.training_seconds())
 
-        For steps that no command has recorded, because it was killed or is still running, the training seconds count.
-        """
-        trained = [one for one in commands if one.stage == self.name and one.script in TRAINING_SCRIPTS]
-        total = 0.0
-        covered = 0  # steps
-        for one in sorted((one for one in trained if one.last_step > one.first_step), key=lambda one: one.first_step):
-            total += one.seconds
-            total += max(0.0, self.training_seconds(one.first_step) - self.training_seconds(covered))
-            covered = max(covered, one.last_step)
-        return total + self.training_seconds() - self.training_seconds(covered)
+
+def by_place(counts: Any) -> str:
+    """`96% / 91% / -`: the share of right replies to first, second and later messages, from (right, all) of each."""
+    return " / ".join(f"{right / total:.0%}" if total else "-" for right, total in counts)
 
 
 def further_shares(task: str, score: dict[str, float]) -> dict[tuple[str, str], dict[str, float]]:
