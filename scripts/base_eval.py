@@ -60,8 +60,8 @@ def main(config: Config) -> None:
     from nanochat import device as devices
     from nanochat.bpb import bits_per_byte, validation_rows
     from nanochat.checkpoint_manager import load_model
-    from nanochat.demo import writer
     from nanochat.demo.checker import check_story
+    from nanochat.demo.stories import openings as story_openings
     from nanochat.engine import Engine
     from nanochat.evals import core
     from nanochat.ground.corpus import by_part, mean_by_weight, open_corpus, weighted_parts
@@ -85,7 +85,7 @@ def main(config: Config) -> None:
     prompts = [config.prompt] * config.samples
     stories = config.stories
     samples_are_stories = config.data == "demo" and not config.prompt
-    openings = writer.prompts(max(config.samples if samples_are_stories else 0, stories), config.sampling.seed)
+    openings = story_openings(max(config.samples if samples_are_stories else 0, stories), config.sampling.seed)
     longest = max((len(ids) for ids in tokenizer.encode_batch(openings, prepend=begin)), default=0)
     if longest >= context:
         print0(f"a story's opening has {longest} tokens, the context {context}: stories and openings are skipped")

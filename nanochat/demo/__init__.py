@@ -1,9 +1,7 @@
 """The demo: a corpus of stories and sums that never ends, the tasks that go with it, and a checker of stories."""
 
 PLUGS = {
-    "corpora": {
-        "demo": "nanochat.demo.writer:DemoCorpus",
-    },
+    "corpora": {"demo": "nanochat.demo.writer:DemoCorpus"},
     "tasks": {
         "stories": "nanochat.demo.stories:Stories",
         "new_stories": "nanochat.demo.stories:NewStories",
@@ -14,8 +12,12 @@ PLUGS = {
         "unknown": "nanochat.demo.small_talk:Unknown",
         "memory": "nanochat.demo.follow_ups:Memory",
         "repeat": "nanochat.demo.repeat:Repeat",
-        "json": "nanochat.demo.json_objects:JsonObjects",
         "first_questions": "nanochat.demo.first_questions:FirstQuestions",
-        "second_questions": "nanochat.demo.first_questions:SecondQuestions",
+        "second_questions": "nanochat.demo.first_questions:FirstQuestions",
+        "first_messages": "nanochat.demo.first_questions:FirstQuestions",
+        "second_messages": "nanochat.demo.first_questions:FirstQuestions",
+        "open_orders": "nanochat.demo.first_questions:FirstQuestions",
+        "own_story": "nanochat.demo.first_questions:FirstQuestions",
+        "sums": "nanochat.demo.first_questions:FirstQuestions",
     },
 }

@@ -6,19 +6,24 @@ the train split does not have.
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from functools import cache
 
 from nanochat.calculator import calculate
 from nanochat.conversation import Part, text_of
-from nanochat.demo.plots import lexicon
+from nanochat.demo.plots import lexicon, pronouns_of
 from nanochat.demo.sections import entries, sections, word_lists
 from nanochat.demo.typed import as_typed
+from nanochat.demo.walks import EARLIER, Walk, WalkTask
 from nanochat.demo.writer import held_out_pair
-from nanochat.task import Example, GeneratedTask, turn
+from nanochat.engine import NO_ANSWER
+from nanochat.task import Example, turn
 
 FILE = "arithmetic.txt"
 AROUND = "around a sum"
+CANNOT = "I cannot calculate that."  # the reply to a division by zero
+LONGER = {"longer": 0.34, "gaps": 0.16, "shared": 0.08, "one number": 0.06}  # sections; the rest are written sums
 SIGNS = {"+": ("+",), "-": ("-", "-", "−"), "*": ("*", "*", "x", "×"), "/": ("/", "/", "÷")}
 SPOKEN_CHINESE = {"+": "加", "-": "减", "*": "乘", "/": "除以"}
 NUMBER_WORDS = [
@@ -30,18 +35,17 @@ TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 SIZES = (*(10,) * 6, *(13,) * 2, *(21,) * 2, *(100,) * 5, *(1000,) * 4, *(10_000,) * 2, 100_000, 1_000_000)
 
 
-class Arithmetic(GeneratedTask):
-    """Sums, differences, products and whole quotients of any size in many spellings, some of them as a little story."""
+class Arithmetic(WalkTask):
+    """Sums of any size in many spellings, some as a little story; divisions by zero, whose answer is `NO_ANSWER`."""
 
     name = "arithmetic"
 
-    def example(self, index: int) -> Example:
-        rng = self.rng(index)
+    def go_on(self, rng: random.Random, walk: Walk) -> str:
         while True:
             operator, a, b = self.draw(rng)
             question, call = self.question(rng, operator, a, b)
             if is_held_out(call) == (self.split == "test"):
-                return sum_example(question, call)
+                return walk_on(walk, sum_example(question, call))
 
     def draw(self, rng: random.Random) -> tuple[str, int, int]:
         """An operator and two numbers."""
@@ -55,28 +59,25 @@ class Arithmetic(GeneratedTask):
         if operator == "*":
             a, b = a % 1000, b % 1000
         if operator == "/":
-            b = b % 100 or 1
-            a = a % 1000 * b  # the quotient is whole
+            a, b = a % 1000, b % 100 or 1
+            form = rng.random()
+            if form < 0.1:
+                b = 0  # the tool has no answer
+            elif form < 0.7:
+                a *= b  # the quotient is whole
         return operator, a, b
 
     def question(self, rng: random.Random, operator: str, a: int, b: int) -> tuple[str, str]:
         """A question about two numbers, sometimes more, and the call that answers it."""
         is_test = self.split == "test"
         call = f"{a}{operator}{b}"
-        form = rng.random()
-        if form < 0.3:
+        if rng.random() < 0.4:
             return longer_question(rng, draw_way(rng, AROUND, is_test))
-        form = (form - 0.3) / 0.7
-        if form < 0.2 and operator in "+-" and a >= b > 1:
-            told = draw_way(rng, f"told {operator}", is_test)
-            thing = a_thing(rng)
-            return told.format(a=a, b=b, name=rng.choice(lexicon()["hero"]), thing=thing), call
-        if form < 0.4:
-            named = draw_way(rng, f"named {operator}", is_test)
-            in_words = named.isascii() and rng.random() < 0.25
-            return as_typed(rng, named.format(a=spelled(a, in_words), b=spelled(b, in_words))), call
-        around = draw_way(rng, AROUND, is_test)
-        return as_typed(rng, around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))), call
+        form = rng.random()
+        if form > 0.5:
+            return plain_question(rng, draw_way(rng, AROUND, is_test), operator, a, b), call
+        section = "told" if form < 0.35 and operator in "+-" and a >= b > 1 else "named"
+        return told(rng, draw_way(rng, f"{section} {operator}", is_test), {"a": a, "b": b}), call
 
     def wrong(self, index: int) -> list[Part]:
         """The sum with one digit of its call changed, or more until its value is another, and the tool's answer."""
@@ -92,26 +93,26 @@ class Arithmetic(GeneratedTask):
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Right if the tool gave the answer, and the reply's own statement is true: `47+38 = 85.`"""
         left_side, _, right_side = text_of(reply).rpartition("=")
-        outputs = [part["text"] for part in reply if part["type"] == "python_output"]
-        is_stated = right_side.strip().rstrip(".") == example.answer == calculate(left_side)
-        return is_stated and example.answer in outputs
+        outputs = [rounded(part["text"]) for part in reply if part["type"] == "python_output"]
+        if example.answer == NO_ANSWER:
+            return NO_ANSWER in outputs and text_of(reply).strip() == CANNOT
+        stated = right_side.strip().rstrip(".")
+        return stated == example.answer == rounded(calculate(left_side) or NO_ANSWER) and example.answer in outputs
 
 
 class Addition(Arithmetic):
     """Two-digit addition, asked in ways that the train split has: only the numbers of its test split are new."""
 
     name = "addition"
+    not_after = tuple(EARLIER)  # only first messages: the one task for a short context
 
     def draw(self, rng: random.Random) -> tuple[str, int, int]:
         return "+", rng.randrange(10, 100), rng.randrange(10, 100)
 
     def question(self, rng: random.Random, operator: str, a: int, b: int) -> tuple[str, str]:
         if rng.random() < 0.3:
-            question = draw_way(rng, "named +", is_test=False).format(a=a, b=b)
-        else:
-            around = draw_way(rng, AROUND, is_test=False)
-            question = around.format(sum=spelled_sum(rng, operator, a, b, not around.isascii()))
-        return as_typed(rng, question), f"{a}+{b}"
+            return told(rng, draw_way(rng, "named +", is_test=False), {"a": a, "b": b}), f"{a}+{b}"
+        return plain_question(rng, draw_way(rng, AROUND, is_test=False), operator, a, b), f"{a}+{b}"
 
 
 @cache
@@ -138,31 +139,27 @@ def number_below(rng: random.Random, size: int) -> int:
 
 
 def longer_question(rng: random.Random, around: str) -> tuple[str, str]:
-    """A sum of up to four terms, with signs, brackets or decimals, or one told in two steps; and its call."""
-    form = rng.random()
-    size = rng.choice((10, 10, 20, 100))
-    if form < 0.3:  # told
-        a, b, c = sorted((rng.randrange(2, size) for _ in range(3)), reverse=True)
-        told, call = rng.choice(sections(FILE)["longer"]).split(" | ")
-        if call in ("{a}-{b}-{c}", "{a}-{b}*{c}"):
-            a += b + c if call == "{a}-{b}-{c}" else b * c  # so that something is left
-        thing = a_thing(rng)
-        question = told.format(a=a, b=b, c=c, name=rng.choice(lexicon()["hero"]), thing=thing)
-        if rng.random() >= 0.5:
-            question = as_typed(rng, question)
-        return question, call.format(a=a, b=b, c=c)
-    if form < 0.42:
-        b = rng.randrange(2, 13)
-        a = b * rng.randrange(1, size)
-        thing = a_thing(rng)
-        shared = rng.choice(sections(FILE)["shared"])
-        return shared.format(a=a, b=b, name=rng.choice(lexicon()["hero"]), thing=thing), f"{a}/{b}"
-    if form < 0.47:
-        way, call = rng.choice(sections(FILE)["one number"]).split(" | ")
-        a = rng.randrange(size)
-        return as_typed(rng, way.format(a=a)), call.format(a=a)
-    text = written_sum(rng, size)
-    return as_typed(rng, around.format(sum=text)), text.replace(" ", "")
+    """A sum of up to four terms, with signs, brackets, decimals or a gap, or told in several steps; and its call."""
+    size = rng.choice((10, 10, 20, 20, 100, 100, 1000))
+    section = rng.choices((*LONGER, ""), (*LONGER.values(), 1 - sum(LONGER.values())))[0]
+    if not section:
+        text = written_sum(rng, size)
+        return as_typed(rng, around.format(sum=text)), text.replace(" ", "")
+    a, b, c, d = sorted((rng.randrange(2, size) for _ in range(4)), reverse=True)
+    numbers = {"a": a, "b": b, "c": c, "d": d, "even": 2 * a, "total": a + b, "all": a + b + c}
+    numbers |= {"product": a * b, "paid": a + b * c}
+    way, call = rng.choice(sections(FILE)[section]).split(" | ")
+    return told(rng, way, numbers), call.format_map(numbers)
+
+
+def told(rng: random.Random, way: str, numbers: Mapping[str, int]) -> str:
+    """A way to ask as somebody types it, with these numbers, a name, a thing and verbs in its slots."""
+    name = rng.choice(lexicon()["hero"])
+    in_words = way.isascii() and rng.random() < 0.25
+    said = {slot: spelled(rng, number, in_words) for slot, number in numbers.items()}
+    said |= {slot: rng.choice(words) for slot, words in word_lists(FILE, "words").items()}
+    said |= pronouns_of(name) | {"name": name, "thing": a_thing(rng)}
+    return as_typed(rng, way.format_map(said))
 
 
 def a_thing(rng: random.Random) -> str:
@@ -185,60 +182,80 @@ def written_sum(rng: random.Random, size: int) -> str:
         return f"{space}{rng.choice(signs)}{space}"
 
     if form < 0.25:  # a sign before a number
-        if rng.random() < 0.7:
-            last = number()
-        elif rng.random() < 0.5:
-            last = f"(-{number()})"
-        else:
-            last = f"-{number()}"
+        last = rng.choice(("{}", "{}", "{}", "{}", "(-{})", "-{}")).format(number())
         first = f"-{number()}" if rng.random() < 0.8 or last.isdigit() else number()
         return f"{first}{sign()}{last}"
     if form < 0.5:  # decimals
-        a = decimal()
-        b = decimal()
-        return f"{a}{sign()}{b if rng.random() < 0.7 else number()}"
+        last = decimal() if rng.random() < 0.7 else number()
+        return f"{decimal()}{sign()}{last}"
     if form < 0.7:  # brackets
         inner = f"({number()}{sign('+-')}{number()})"
         return f"{inner}{sign()}{number()}" if rng.random() < 0.5 else f"{number()}{sign()}{inner}"
-    terms = [number() for _ in range(rng.choice((3, 3, 4)))]
+    terms = [number() for _ in range(rng.choice((3, 4)))]
     return terms[0] + "".join(f"{sign()}{term}" for term in terms[1:])
 
 
 def in_letters(number: int) -> str:
-    """A number below 1000 in words: forty-two, three hundred and five."""
+    """A number below a million in words: forty-two, three hundred and five, two thousand."""
     if number < len(NUMBER_WORDS):
         return NUMBER_WORDS[number]
     if number < 100:
         ten, one = divmod(number, 10)
         return TENS[ten - 2] + (f"-{NUMBER_WORDS[one]}" if one else "")
-    hundreds, rest = divmod(number, 100)
-    return f"{NUMBER_WORDS[hundreds]} hundred" + (f" and {in_letters(rest)}" if rest else "")
+    size, name = (1000, "thousand") if number >= 1000 else (100, "hundred")
+    count, rest = divmod(number, size)
+    if not rest:
+        return f"{in_letters(count)} {name}"
+    return f"{in_letters(count)} {name}{' and' if rest < 100 else ''} {in_letters(rest)}"
 
 
-def spelled(number: int, in_words: bool) -> str:
-    """A number in digits, or in letters if it is below 1000."""
-    return in_letters(number) if in_words and number < 1000 else str(number)
+def spelled(rng: random.Random, number: int, in_words: bool) -> str:
+    """A number in digits, sometimes `5,000`; or in letters if it is below 1000 or round: sometimes "forty two"."""
+    if in_words and (number < 1000 or (number < 100_000 and number % 1000 == 0)):
+        letters = in_letters(number)
+        return letters.replace("-", " ").replace(" and", "") if rng.random() < 0.3 else letters
+    return f"{number:,}" if rng.random() < 0.35 else str(number)
 
 
-def spelled_sum(rng: random.Random, operator: str, a: int, b: int, in_chinese: bool) -> str:
-    """`2 + 2`, `2+2`, `2 plus two`, or `2加2`."""
-    if in_chinese and rng.random() < 0.7:
-        return f"{a}{SPOKEN_CHINESE[operator]}{b}"
-    if not in_chinese and rng.random() < 0.3:
+def plain_question(rng: random.Random, around: str, operator: str, a: int, b: int) -> str:
+    """`What is 2 + 2?`, `2+2`, `2 plus two is?`, or `2加2等于几？`, as somebody types it."""
+    in_chinese = not around.isascii()
+    form = rng.random()
+    if in_chinese and form < 0.7:
+        text = f"{a}{SPOKEN_CHINESE[operator]}{b}"
+    elif not in_chinese and form < (0.5 if 20 < max(a, b) < 1000 else 0.25):
         first = rng.random() < 0.5
         second = first if rng.random() < 0.7 else not first
-        text = f"{spelled(a, first)} {rng.choice(word_lists(FILE, 'words')[operator])} {spelled(b, second)}"
-        return text.replace("y-", "y ") if rng.random() < 0.3 else text  # forty two
-    spacing = rng.choice(("", " "))
-    return f"{a}{spacing}{rng.choice(SIGNS[operator])}{spacing}{b}"
+        sign = rng.choice(word_lists(FILE, "words")[operator])
+        text = f"{spelled(rng, a, first)} {sign} {spelled(rng, b, second)}"
+    else:
+        spacing = rng.choice(("", " "))
+        sign = spacing + rng.choice(SIGNS[operator]) + spacing
+        text = spelled(rng, a, False) + sign + spelled(rng, b, False)
+    return as_typed(rng, around.format(sum=text))
+
+
+def rounded(answer: str) -> str:
+    """The tool's answer as a reply states it, with four decimals at most: 3.33333333333333 as 3.3333."""
+    if "." not in answer:
+        return answer
+    short = f"{Decimal(answer):.4f}".rstrip("0").rstrip(".")
+    return short if Decimal(short) else answer
+
+
+def walk_on(walk: Walk, example: Example) -> str:
+    """Add a sum to a walk; returns its answer."""
+    walk.messages += example.messages
+    walk.last_sum = "" if example.answer == NO_ANSWER else rounded(example.answer)
+    return example.answer
 
 
 def sum_example(question: str, call: str) -> Example:
-    answer = calculate(call)
-    assert answer is not None, call
+    answer = calculate(call) or NO_ANSWER
+    stated = CANNOT if answer == NO_ANSWER else f"{call} = {rounded(answer)}."
     reply = [
         {"type": "python", "text": call},
         {"type": "python_output", "text": answer},
-        {"type": "text", "text": f"{call} = {answer}."},
+        {"type": "text", "text": stated},
     ]
-    return Example(turn(question, reply), answer)
+    return Example(turn(question, reply), rounded(answer))

@@ -29,8 +29,12 @@ from nanochat.demo.plots import (
 from nanochat.demo.sections import sections, words_of
 
 TOKEN = re.compile(r"\{\+?\w+\}|'s|[A-Za-z]+|\S")  # a slot, a word or a mark
+# What the open roles may hold.
 A_NAME = "[A-Z][a-z]+"
 A_KIND = "[a-z]+(?: [a-z]+)?"
+ANY_WORDS = {"hero": A_NAME, "friend": A_NAME, "kind": A_KIND, "friend_kind": A_KIND, "trait": "[a-z]+"}
+ANY_WORDS["love"] = "[a-z]+(?: [a-z]+){0,2}"
+WRONG_ARTICLE = re.compile(r"\b[Aa] (?=[aeiou](?!ni))|\b[Aa]n (?![aeiou]|hour)")
 STORY_ENDS = (".", "!", "?", '."', '!"', '?"')
 
 
@@ -67,8 +71,8 @@ def check_story(text: str, known: Collection[str] = ()) -> StoryCheck:
 
     Each sentence must parse and fit its place in one plot; every role keeps its words; pronouns agree; nobody is
     mentioned before appearing; the help fits the trouble; the story has an end, and no sentence occurs twice.
-    Anybody may have any name. A kind of animal or person is a word of the grammar, or one of `known`: what the order
-    asked for.
+    Anybody may have any name. A kind, a trait and what somebody loves are words of the grammar, or one of `known`: what
+    the order asked for.
     """
     text = cut_to_story(text)
     if not text:
@@ -107,8 +111,10 @@ def check_story(text: str, known: Collection[str] = ()) -> StoryCheck:
         found, facts = min(outcomes, key=lambda outcome: len(outcome[0]))
         problems += found
     problems += _misfits(plot, facts)
-    for role in ("kind", "friend_kind"):
-        if role in facts and facts[role] not in (*lexicon()["kind"], *lexicon()["rare kind"], *known):
+    problems += [f"a wrong article: {text[match.start() :][:20]!r}" for match in WRONG_ARTICLE.finditer(text)]
+    for role in ("kind", "friend_kind", "trait", "love"):
+        table = role.removeprefix("friend_")
+        if role in facts and facts[role] not in (*lexicon()[table], *lexicon().get(f"rare {table}", ()), *known):
             problems.append(f"the {_label(role)} {facts[role]!r} is not a word that stories use")
     roles = {role: words for role, words in facts.items() if not role.endswith(" pronoun")}
     return StoryCheck(not problems, problems, plot.name, roles)
@@ -201,9 +207,9 @@ def _templates() -> dict[str, list[Template]]:
         slots = list(zip(parts[0::3], parts[1::3], strict=True))
         pattern = re.escape(first)
         for (_, role), text in zip(slots, parts[2::3], strict=True):
-            words = "|".join(map(re.escape, choices[role]))
-            if role in OPEN_ROLES:  # any word
-                words = A_KIND if role.endswith("kind") else A_NAME
+            words = ANY_WORDS.get(role) or "|".join(map(re.escape, choices[role]))
+            if role in ("trait", "kind"):
+                pattern = re.sub(r"\ba\\ $", r"an?\\ ", pattern)
             pattern += f"({words})" + re.escape(text)
         template = Template(re.compile(pattern), slots, beats[sentence])
         if first:

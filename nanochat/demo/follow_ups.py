@@ -9,46 +9,52 @@ from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
 from nanochat.demo import small_talk, writer
-from nanochat.demo.arithmetic import Arithmetic, a_thing, in_letters, is_held_out, sum_example
+from nanochat.demo.arithmetic import Arithmetic, a_thing, in_letters, is_held_out, sum_example, walk_on
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon
 from nanochat.demo.sections import entries, sections, word_lists
+from nanochat.demo.small_talk import UNTOLD
 from nanochat.demo.stories import corpus_split
 from nanochat.demo.typed import as_typed
-from nanochat.task import Example, GeneratedTask, Split, turn
+from nanochat.demo.walks import Walk, WalkTask
+from nanochat.task import Example, Split, turn
 
 FILE = "follow_ups.txt"
-UNTOLD = "I do not know that: you have not told me."  # the answer of [unknown you] in small_talk.txt, too
 UNTOLD_SHARE = 0.12  # share of the questions about facts that ask for another fact
 UNKNOWN_NAME_SHARE = 0.04  # share of the examples that ask for a name without having said one
 TWO_FACTS_SHARE = 0.2  # share of the messages with two facts, of which one is asked for
 
 
-class Memory(GeneratedTask):
-    """Two to four turns whose last one needs something of an earlier one: a name, a liking, the answer of a sum."""
+class Memory(WalkTask):
+    """A last turn that needs something of an earlier one: a name, a liking, the answer of a sum."""
 
     name = "memory"
+    not_after = ("memory",)  # a second name would make the first one wrong
 
-    def example(self, index: int) -> Example:
-        rng = self.rng(index)
+    def go_on(self, rng: random.Random, walk: Walk) -> str:
         form = rng.random()
         if form < 0.4:
-            return sums_in_turn(rng, self.split)
+            return go_on_with_sum(rng, self.split, walk)
+        walk.has_facts = True
         if form < 0.7:
             is_new = self.split == "test" and rng.random() < 0.5
             story = writer.story(rng, corpus_split(self.split), ("hero",) if is_new else ())
-            introduction = draw_line(rng, "introductions").format(name=story.hero)
-            messages = turn(introduction, f"Nice to meet you, {story.hero}!")
-            question, answer = rng.choice(facts()["name"]["asked"]), f"Your name is {story.hero}."
             if form > 0.7 - UNKNOWN_NAME_SHARE:
-                messages, answer = [], UNTOLD
+                answer = UNTOLD
+            else:
+                walk.say(draw_line(rng, "introductions").format(name=story.hero), f"Nice to meet you, {story.hero}!")
+                answer = f"Your name is {story.hero}."
+            walk.wander(rng, rng.choice((0, 0, 1, 2)))
             if form < 0.45:
-                question, answer = draw_line(rng, "a story about me"), story.text
+                walk.tell(as_typed(rng, draw_line(rng, "a story about me")), story)
+                return story.text
+            question = rng.choice(facts()["name"]["asked"])
         else:
             messages, question, answer = fact_and_question(rng)
-        if not check_story(answer).ok:
-            messages += small_talk.earlier_turns(rng, rng.choice((0, 0, 1, 2)))
-        return Example([*messages, *turn(as_typed(rng, question), answer)], answer)
+            walk.messages += messages
+            walk.wander(rng, rng.choice((0, 0, 1, 2)))
+        walk.say(as_typed(rng, question), answer)
+        return answer
 
     def grade(self, example: Example, reply: Sequence[Part]) -> bool:
         """Right if it is the answer, or a story that holds together where the answer is one."""
@@ -137,31 +143,30 @@ def draw_fact(rng: random.Random) -> Fact:
         "month": rng.choice(words()["months"]),
         "shade": rng.choice(lexicon()["colour"]),
         "job": rng.choice(words()["jobs"]),
-        "word": rng.choice((a_thing(rng), writer.made_up_name(rng), writer.made_up_kind(rng))),
+        "word": rng.choice((a_thing(rng), writer.made_up_name(rng), writer.made_up_word(rng))),
     }
     [known] = fact["known"]
     questions = tuple(question.format_map(drawn) for question in fact["asked"])
     return Fact(rng.choice(fact["said"]).format_map(drawn), known.format_map(drawn), questions, "{name}" not in known)
 
 
-def sums_in_turn(rng: random.Random, split: Split) -> Example:
-    """A sum, and one or two more that go on with its answer. Held-out pairs of numbers are in the test split alone."""
-    task = Arithmetic(split)
-    example = task.example(rng.randrange(len(task)))
-    messages = list(example.messages)
+def go_on_with_sum(rng: random.Random, split: Split, walk: Walk) -> str:
+    """One or two sums that go on with the answer of the last one. Held-out pairs of numbers are in the test split
+    only."""
+    while not walk.last_sum:
+        Arithmetic(split).go_on(rng, walk)
     for _ in range(rng.choice((1, 1, 2))):
         while True:
             way, call = draw_line(rng, "after a sum").split(" | ")
-            numbers = {"a": example.answer, "b": rng.randrange(2, rng.choice((10, 100))), "c": rng.randrange(100)}
+            numbers = {"a": walk.last_sum, "b": rng.randrange(2, rng.choice((10, 100))), "c": rng.randrange(100)}
             call = call.format_map(numbers)
             if is_held_out(call) == (split == "test"):
                 break
         if rng.random() < 0.5:  # a reply by another model, without a calculator
-            said = text_of(parts_of(messages[-1]["content"])).rstrip(".")
+            said = text_of(parts_of(walk.messages[-1]["content"])).rstrip(".")
             said = said.replace(" = ", rng.choice((" = ", " is ")))
             last = said.split()[-1]
             said = rng.choice((said, f"{said}.", last, f"The answer is {last}."))
-            messages[-1] = {"role": "assistant", "content": said, "train": False}
-        example = sum_example(way.format_map(numbers), call)
-        messages += example.messages
-    return Example(messages, text_of(parts_of(messages[-1]["content"])))
+            walk.messages[-1] = {"role": "assistant", "content": said, "train": False}
+        walk_on(walk, sum_example(way.format_map(numbers), call))
+    return text_of(parts_of(walk.messages[-1]["content"]))

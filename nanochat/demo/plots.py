@@ -20,7 +20,7 @@ PRONOUNS = {
 }
 SAME_WORDS = {"friend": "hero", "friend_kind": "kind", "wear_colour": "colour"}  # role -> whose words it takes
 
-OPEN_ROLES = ("hero", "friend", "kind", "friend_kind")  # may hold words that are in no table
+OPEN_ROLES = ("hero", "friend", "kind", "friend_kind", "trait", "love")  # may hold words that are in no table
 
 SLOT = re.compile(r"\{(\+?)(\w+)\}")  # {role}, or {+role} where the role may first appear
 CHOICE = re.compile(r"\(([^()]*)\)")  # (one|other)
@@ -79,12 +79,12 @@ def words_in_use() -> frozenset[str]:
 
 @cache
 def story_words() -> tuple[str, ...]:
-    """The words of three letters or more in stories, without names and without the kinds held out of all documents."""
+    """The words of three letters or more in stories, without names and the words held out of all documents."""
     others = ("openers", "fillers", "questions")
     found = [entries(lines) for name, lines in sections(GRAMMAR).items() if name not in others]
     text = " ".join(line for section in found for lines in section.values() for line in lines)
     text = re.sub(r"\{\+?\w+\}", " ", text)  # without slots
-    return tuple(sorted(set(re.findall(r"\b[a-z]{3,}\b", text)) - {*lexicon()["new kind"]}))
+    return tuple(sorted(set(re.findall(r"\b[a-z]{3,}\b", text)) - {*lexicon()["new kind"], *lexicon()["new trait"]}))
 
 
 def gender_of(name: str) -> str | None:

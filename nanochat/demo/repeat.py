@@ -6,19 +6,18 @@ from nanochat.demo import writer
 from nanochat.demo.plots import lexicon
 from nanochat.demo.sections import sections
 from nanochat.demo.stories import corpus_split
-from nanochat.task import Example, GeneratedTask, turn
+from nanochat.demo.walks import Walk, WalkTask
 
 TIMES = (("two times", 2), ("twice", 2), ("three times", 3), ("3 times", 3), ("four times", 4))
 
 
-class Repeat(GeneratedTask):
+class Repeat(WalkTask):
     """One to four words or numbers, most of them without a meaning, or some words of a story; sometimes more than once.
     The test split also has the corpus's new words."""
 
     name = "repeat"
 
-    def example(self, index: int) -> Example:
-        rng = self.rng(index)
+    def go_on(self, rng: random.Random, walk: Walk) -> str:
         said = " ".join(self._word(rng) for _ in range(rng.choice((1, 1, 2, 3, 4))))
         form = rng.random()
         if form < 0.35:
@@ -29,8 +28,10 @@ class Repeat(GeneratedTask):
             often, count = rng.choice(TIMES)
             word = self._word(rng)
             repeated = ", ".join([word] * count)
-            return Example(turn(f"Say {word} {often}.", repeated), repeated)
-        return Example(turn(rng.choice(sections("repeat.txt")["ways"]).format(said=said), said), said)
+            walk.say(f"Say {word} {often}.", repeated)
+            return repeated
+        walk.say(rng.choice(sections("repeat.txt")["ways"]).format(said=said), said)
+        return said
 
     def _word(self, rng: random.Random) -> str:
         form = rng.random()

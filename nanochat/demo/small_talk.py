@@ -13,18 +13,22 @@ from functools import cache
 from typing import Any
 
 from nanochat.conversation import Message, Part, parts_of, text_of
-from nanochat.demo.arithmetic import Arithmetic
 from nanochat.demo.sections import entries, sections
-from nanochat.demo.typed import as_typed
+from nanochat.demo.typed import as_typed, mistyped
+from nanochat.demo.walks import Walk, WalkTask
 from nanochat.demo.writer import story
-from nanochat.task import Example, GeneratedTask, turn
+from nanochat.task import Example
 
 FILE = "small_talk.txt"
+UNTOLD = "I do not know that: you have not told me."  # about the person: also the answer of [unknown you]
 USUAL_SHARE = {"identity": 0.3, "unknown": 0.0}  # questions from the first line of their group
 KEYBOARD_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")
 SLOT = re.compile(r"\{(\w+)\}")
 # How a reply ends that offers a story.
-OFFER = re.compile(r"[Ss]hall I tell you (a story|one|a new one)(, or do a sum| in English)?\?$")
+OFFER = re.compile(
+    r"([Ss]hall I tell you|[Ww]ould you like) (a story|one|a new one)"
+    r"(, or do a sum| in English| instead| to cheer you up)?\?$|要我用英文讲一个吗？$"
+)
 
 
 @dataclass(frozen=True)
@@ -59,22 +63,22 @@ def lexicon() -> dict[str, dict[str, bool]]:
     return words
 
 
-class SmallTalk(GeneratedTask):
-    """One to three turns, sometimes after a system message. The last turn belongs to the task and is graded.
+class SmallTalk(WalkTask):
+    """A question with an answer learned by heart, sometimes after a system message.
 
-    In half of the test split the last turn has a way to ask, or a word in it, that the train split never has.
+    In half of the test split it has a way to ask, or a word in it, that the train split never has.
     """
 
-    def example(self, index: int) -> Example:
-        rng = self.rng(index)
-        messages: list[Message] = []
-        if rng.random() < 0.15:
-            messages.append({"role": "system", "content": rng.choice(sections(FILE)["systems"])})
-        messages += earlier_turns(rng, rng.choice((0, 0, 0, 0, 1, 2)))
-        question, answer = draw(rng, self.name, is_new=self.split == "test" and rng.random() < 0.5)
-        if accepts_story(messages, question):
-            messages = []
-        return Example([*messages, *turn(question, answer)], answer)
+    def go_on(self, rng: random.Random, walk: Walk) -> str:
+        if not walk.messages and rng.random() < 0.15:
+            walk.messages.append({"role": "system", "content": rng.choice(sections(FILE)["systems"])})
+        is_new = self.split == "test" and rng.random() < 0.5
+        while True:
+            question, answer = draw(rng, self.name, is_new)
+            is_told = answer == UNTOLD and walk.has_facts
+            if not is_told and not accepts_story(walk.messages, question):
+                walk.say(question, answer)
+                return answer
 
 
 class Identity(SmallTalk):
@@ -116,24 +120,6 @@ def _plain(text: str) -> str:
     return text.lower().strip(" .!?")
 
 
-def earlier_turns(rng: random.Random, count: int) -> list[Message]:
-    """`count` turns that may come before a question."""
-    messages: list[Message] = []
-    while len(messages) < 2 * count:
-        new = earlier_turn(rng)
-        if not accepts_story(messages, new[0]["content"]):
-            messages += new
-    return messages
-
-
-def earlier_turn(rng: random.Random) -> Sequence[Message]:
-    """Anything that may come before: small talk, something unknown, a sum."""
-    kind = rng.choice(("identity", "unknown", "sum"))
-    if kind == "sum":
-        return Arithmetic("train").example(rng.randrange(100_000)).messages
-    return turn(*draw(rng, kind, is_new=False))
-
-
 def draw(rng: random.Random, task: str, is_new: bool) -> tuple[str, str]:
     """A question as people type it, and its answer. `is_new`: with something held out in it, or else with nothing."""
     found = groups(task)
@@ -141,23 +127,17 @@ def draw(rng: random.Random, task: str, is_new: bool) -> tuple[str, str]:
     while True:
         line = group.lines[0] if rng.random() < USUAL_SHARE[task] else rng.choice(group.lines)
         way = rng.choice(line)
-        question, has_new_word = fill(rng, way)
+        question, has_new_word = fill(rng, mistyped(rng, way))
         if (has_new_word or way == line[-1]) == is_new:
             return as_typed(rng, question), group.answer
 
 
 def fill(rng: random.Random, text: str) -> tuple[str, bool]:
     """A text with a word in each of its slots, and whether any of the words is held out."""
-    is_new = False
-
-    def word(slot: re.Match) -> str:
-        nonlocal is_new
-        chosen = _word(rng, slot[1])
-        is_new = is_new or lexicon().get(slot[1], {}).get(chosen, False)
-        return chosen
-
-    filled = SLOT.sub(word, text)
-    return filled, is_new
+    drawn = [(slot, _word(rng, slot)) for slot in SLOT.findall(text)]
+    words = iter([word for _, word in drawn])
+    is_new = any(lexicon().get(slot, {}).get(word, False) for slot, word in drawn)
+    return SLOT.sub(lambda _: next(words), text), is_new
 
 
 def _word(rng: random.Random, slot: str) -> str:

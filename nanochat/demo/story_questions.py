@@ -6,22 +6,20 @@ questions that the corpus does not have.
 
 import random
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from nanochat.conversation import Message
-from nanochat.demo import small_talk, writer
+from nanochat.demo import writer
 from nanochat.demo.plots import lexicon, plots, pronouns_of
 from nanochat.demo.sections import entries, sections
-from nanochat.demo.stories import corpus_split, order, slots_of, typed, with_articles
-from nanochat.task import Example, GeneratedTask, turn
+from nanochat.demo.stories import corpus_split, order, slots_of, typed
+from nanochat.demo.walks import Walk, WalkTask
 
 LEFT_OUT = ("wear", "weather")  # roles that some stories lack and people ask about by name: "What colour was the hat?"
 UNTOLD = "The story does not say."
 EVERY_PLOT = "every plot"  # the table with questions about stories of any plot
-AFTER_SHARE = 0.6  # share of the examples whose story the model has told to order; else it is in the first question
-TALK_SHARE = 0.15  # share of the questions, in training, that come after some small talk about the story
+SHOWN_SHARE = 0.15  # share of the examples at the start of a chat whose story is in the first question
+BETWEEN_SHARE = 0.15  # share of the questions that come after something else than the story
 
 
 @dataclass(frozen=True)
@@ -50,10 +48,12 @@ def tables() -> dict[str, tuple[Question, ...]]:
 @cache
 def questions_of(plot: str) -> tuple[Question, ...]:
     """All questions about stories of a plot, with slots for roles."""
-    found = {question.answer: question for question in (*tables()[EVERY_PLOT], *tables()[plot])}
-    for way, answer in plots()[plot].questions:
-        other = found.get(answer, Question((), answer))
-        found[answer] = Question((way, *other.ways), answer, other.held_out)
+    corpus = [Question((way,), answer) for way, answer in plots()[plot].questions]
+    found: dict[str, Question] = {}
+    for question in (*corpus, *tables()[EVERY_PLOT], *tables()[plot]):
+        other = found.get(question.answer, question)
+        ways = dict.fromkeys((*other.ways, *question.ways))
+        found[question.answer] = Question(tuple(ways), question.answer, question.held_out or other.held_out)
     return tuple(found.values())
 
 
@@ -63,44 +63,45 @@ def questions(rng: random.Random, story: writer.Story) -> list[Question]:
     found: list[Question] = []
     left_out: list[str] = []
     for question in questions_of(story.plot):
-        ways = tuple(_filled(way, words) for way in question.ways if slots_of(way) <= words.keys())
-        if not slots_of(question.answer) <= story.facts.keys():
+        ways = tuple(writer.filled(way, words) for way in question.ways if slots_of(way) <= words.keys())
+        answer = question.answer if "trait" in story.facts else question.answer.replace("{trait} ", "")
+        if not slots_of(answer) <= story.facts.keys():
             left_out += ways
         elif ways:
             held_out = None
             if question.held_out and slots_of(question.held_out) <= words.keys():
-                held_out = _filled(question.held_out, words)
-            found.append(Question(ways, _filled(question.answer, story.facts), held_out))
+                held_out = writer.filled(question.held_out, words)
+            found.append(Question(ways, writer.filled(answer, story.facts), held_out))
     return [*found, Question(tuple(left_out), UNTOLD)] if left_out else found
 
 
-def _filled(text: str, words: Mapping[str, str]) -> str:
-    return with_articles(text.format_map(words))
+class StoryQuestions(WalkTask):
+    """Some questions about a story: in one message, or after the model has told it to order.
 
-
-class StoryQuestions(GeneratedTask):
-    """A story and one to three questions about it: in one message, or after the model has told it to order.
-
-    The answer is one sentence. Where the story leaves out what is asked for, it says so. In half of the test split the
-    last question is asked in a way that the train split never has, if it has one.
+    The answer is a span of the story. Where the story leaves out what is asked for, it says so. In half of the test
+    split the last question is asked in a way that the train split never has, if it has one.
     """
 
     name = "questions"
 
-    def example(self, index: int) -> Example:
-        rng = self.rng(index)
-        story = writer.story(rng, corpus_split(self.split))
-        asked = rng.sample(questions(rng, story), 1 + rng.randrange(3))
-        is_after = rng.random() < AFTER_SHARE
-        messages: list[Message] = [*turn(order(rng, story)[0], story.text)] if is_after else []
-        is_new = self.split == "test" and rng.random() < 0.5
+    def go_on(self, rng: random.Random, walk: Walk) -> str:
+        is_test = self.split == "test"
+        is_shown = not walk.stories and rng.random() < SHOWN_SHARE
+        if walk.stories and not is_test:
+            story = walk.stories[-1]
+        else:
+            story = writer.story(rng, corpus_split(self.split))
+            if not is_shown:
+                walk.tell(order(rng, story, is_next=bool(walk.stories))[0], story)
+        if not is_shown and rng.random() < BETWEEN_SHARE:
+            walk.wander(rng, 1, "stories", "questions")
+        asked = rng.sample(questions(rng, story), 1 + rng.randrange(3 if is_test else 4))
+        is_new = is_test and rng.random() < 0.5
         for number, question in enumerate(asked, 1):
-            if self.split == "train" and messages and rng.random() < TALK_SHARE:
-                messages += turn(*small_talk.draw(rng, "identity", is_new=False))
             way = question.draw(rng, is_new and number == len(asked))
-            way = typed(rng, with_pronoun(rng, story, way) if is_after else way, story.facts)
-            messages += turn(way if messages else f"{story.text}\n{way}", question.answer)
-        return Example(messages, messages[-1]["content"])
+            way = typed(rng, way if is_shown else with_pronoun(rng, story, way), story.facts)
+            walk.say(f"{story.text}\n{way}" if is_shown and number == 1 else way, question.answer)
+        return asked[-1].answer
 
 
 def with_pronoun(rng: random.Random, story: writer.Story, question: str) -> str:

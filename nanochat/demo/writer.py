@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from nanochat.demo.plots import OPEN_ROLES, SLOT, lexicon, plots, pronouns_of, story_words, words_in_use
+from nanochat.demo.plots import OPEN_ROLES, SLOT, is_pronoun, lexicon, plots, pronouns_of, story_words, words_in_use
 
 Split = Literal["train", "val"]
 T = TypeVar("T")
@@ -25,8 +25,8 @@ QUESTION_SHARE = 0.15  # share of the documents
 NUMBER_SHARE = 0.10  # share of the documents; the rest are stories
 OPTIONAL_SHARE = 0.25  # share of the stories that have a given optional beat
 HELD_OUT_SHARE = 10  # one combination in this many belongs to validation
-RARE_NAME_SHARE = 0.25  # share of the names that are not from the usual lists
-RARE_KIND_SHARE = 0.15  # share of the kinds
+# By role the share of the words that are not from the usual lists.
+RARE_SHARES = {"hero": 0.25, "friend": 0.25, "kind": 0.15, "friend_kind": 0.15, "trait": 0.4, "love": 0.0}
 MADE_UP_SHARE = 0.6  # share of those names that are syllables without a meaning
 ONSETS = ("b", "d", "f", "g", "h", "j", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "dr", "gl", "st", "tr")
 VOWELS = ("a", "e", "i", "o", "u", "oo", "ee")
@@ -74,8 +74,8 @@ def story(
 ) -> Story:
     """Draw a story whose combination belongs to `split`.
 
-    `new`: the roles among `hero` and `kind` that get a word which no document of the corpus has. `made_up`: those that
-    get a word without a meaning. `given`: the words of some of these roles.
+    `new`: the roles among `hero`, `kind` and `trait` that get a word which no document of the corpus has. `made_up`:
+    those that get a word without a meaning. `given`: the words of some of these roles.
     """
     # Draw until the combination (plot, kind of hero, want, obstacle, place) falls into the split.
     while True:
@@ -86,25 +86,26 @@ def story(
             while any(facts[draw.role] == facts[other] for other in draw.unlike):
                 facts[draw.role] = _choose(rng, draw.words)
         for role in OPEN_ROLES:
-            rare_share = RARE_KIND_SHARE if role.endswith("kind") else RARE_NAME_SHARE
             if given and role in given:
                 facts[role] = given[role]
             elif role in facts and role in made_up:
-                facts[role] = made_up_name(rng) if role == "hero" else made_up_kind(rng)
-            elif role in facts and (role in new or rng.random() < rare_share):
+                facts[role] = made_up_name(rng) if role == "hero" else made_up_word(rng)
+            elif role in facts and (role in new or rng.random() < RARE_SHARES[role]):
                 facts[role] = _unusual(rng, role, role in new, facts)
         if held_out(plot.name, *(facts[role] for role in plot.key)) == (split == "val"):
             break
 
-    # Choose a telling for each beat. What the hero wears can only be mentioned after the habit introduces it.
+    # Choose a telling for each beat. What an earlier one may leave out, such as a coat, is only mentioned after it.
     tellings: list[str] = []
-    has_habit = False
+    told: set[str] = set()  # the roles so far
     for beat in plot.beats:
         if beat.optional and rng.random() >= OPTIONAL_SHARE:
             continue
-        has_habit = has_habit or beat.name == "habit"
-        options = [telling for telling in beat.tellings if has_habit or "{wear}" not in telling]
+        options = [telling for telling in beat.tellings if _known_roles(telling) <= told]
+        if beat.name == "opening" and "trait" in (*new, *made_up):
+            options = [telling for telling in options if "{+trait}" in telling]
         tellings.append(_choose(rng, options))
+        told |= {role for _, role in SLOT.findall(tellings[-1])}
 
     # Forget the roles that no telling mentions, and fill the slots.
     text = " ".join(tellings)
@@ -114,17 +115,23 @@ def story(
     if "friend" in facts:
         for case, pronoun in pronouns_of(facts["friend"]).items():
             slots[f"friend_{case}"] = pronoun
-    return Story(text.replace("{+", "{").format_map(slots), plot.name, facts)
+    return Story(with_articles(text.replace("{+", "{").format_map(slots)), plot.name, facts)
+
+
+def _known_roles(telling: str) -> set[str]:
+    """The roles that a telling mentions and does not introduce."""
+    slots = SLOT.findall(telling)
+    return {role for _, role in slots if not is_pronoun(role)} - {role for new, role in slots if new}
 
 
 def _unusual(rng: random.Random, role: str, is_new: bool, facts: dict[str, str]) -> str:
-    """A name or a kind that is not from the usual lists and that no other role of the story has."""
+    """A name, a kind or a trait that is not from the usual lists and that no other role of the story has."""
     is_name = role in ("hero", "friend")
-    table = "rare kind"
-    if is_name:
-        table = ("rare she", "rare he")[int(rng.random() * 2)]
+    table = "trait" if role == "trait" else "kind"
     if is_new:
-        table = "new name" if is_name else "new kind"
+        table = "new name" if is_name else f"new {table}"
+    else:
+        table = ("rare she", "rare he")[int(rng.random() * 2)] if is_name else f"rare {table}"
     while True:
         if is_name and not is_new and rng.random() < MADE_UP_SHARE:
             found = made_up_name(rng)
@@ -141,16 +148,15 @@ def made_up_name(rng: random.Random) -> str:
     return made_up_name(rng) if name.lower() in words_in_use() or RUDE.search(name.lower()) else name
 
 
-def made_up_kind(rng: random.Random) -> str:
-    """A kind that nobody has heard of: syllables (tamoop), or the halves of two words (lantunny). It is never a word of
-    the grammar."""
+def made_up_word(rng: random.Random) -> str:
+    """A kind or a trait without a meaning: syllables (tamoop), or halves of two words (lantunny)."""
     while True:
-        kind = made_up_name(rng).lower()
+        word = made_up_name(rng).lower()
         if rng.random() < 0.5:
             first, second = (_choose(rng, story_words()) for _ in range(2))
-            kind = first[: (len(first) + 1) // 2] + second[len(second) // 2 :]
-        if len(kind) > 3 and kind not in words_in_use() and not RUDE.search(kind):
-            return kind
+            word = first[: (len(first) + 1) // 2] + second[len(second) // 2 :]
+        if len(word) > 3 and word not in words_in_use() and not RUDE.search(word):
+            return word
 
 
 def _choose(rng: random.Random, options: Sequence[T]) -> T:
@@ -163,8 +169,19 @@ def questions(story: Story) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for question, answer in plots()[story.plot].questions:
         with contextlib.suppress(KeyError):  # about a role that this story left out
-            found.append((question.format_map(story.facts), answer.format_map(story.facts)))
+            found.append((filled(question, story.facts), filled(answer, story.facts)))
     return found
+
+
+def with_articles(text: str) -> str:
+    """The text with "an" where the next word needs it."""
+    return re.sub(r"\b([Aa]) (?=[aeiou](?!ni))", r"\1n ", text)
+
+
+def filled(text: str, words: Mapping[str, str]) -> str:
+    """A question or an answer with the words of its roles: they may begin it."""
+    text = with_articles(text.format_map(words))
+    return text[0].upper() + text[1:]
 
 
 def question_text(rng: random.Random, split: Split) -> str:
@@ -241,16 +258,6 @@ def _document(rng: random.Random, split: Split) -> str:
     if share < QUESTION_SHARE + NUMBER_SHARE:
         return number_text(rng, split)
     return story(rng, split).text
-
-
-def prompts(count: int, seed: int = 0) -> list[str]:
-    """`count` openings to sample from: the first 6 to 12 words of held-out stories."""
-    rng = random.Random(f"{seed}/prompts")
-    openings: list[str] = []
-    for _ in range(count):
-        words = story(rng, "val").text.split()
-        openings.append(" ".join(words[: 6 + int(rng.random() * 7)]))
-    return openings
 
 
 # ---------------------------------------------------------------------- as --data reads it

@@ -9,7 +9,7 @@ from nanochat.ground.log import warn
 Stage = Literal["sft", "rl", "dpo"]
 
 # For a model pretrained on the demo corpus, on the web, on Chinese.
-BUILT_IN_TASKS = "stories:12,questions:4,addition:1,arithmetic:10,identity:7,unknown:5,memory:7,json:4,repeat:4"
+BUILT_IN_TASKS = "stories:12,questions:7,addition:1,arithmetic:9,identity:7,unknown:5,memory:6,repeat:3"
 HUB_TASKS = "smoltalk:460,mmlu:100,gsm8k:16,arc_easy:2,arc_challenge:1,spelling:40,letters:20,addition:5,identity:1"
 PAIRS = "HuggingFaceH4/ultrafeedback_binarized@train_prefs"  # by Cui et al. 2023, UltraFeedback
 CHINESE_TASKS = "smoltalk_zh:460,gsm8k:16,addition:5,identity:1"

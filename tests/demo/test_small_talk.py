@@ -1,14 +1,13 @@
 """Small talk and what the model does not know: the tables, their splits, the answers."""
 
 import re
+from collections import Counter
 
 import pytest
 
-from nanochat.demo.small_talk import SLOT, Identity, Unknown, groups, lexicon
-from nanochat.task import Split
-
-DRAWN = {"number", "noise"}
-
+from nanochat.demo.follow_ups import UNTOLD, facts
+from nanochat.demo.small_talk import SLOT, Identity, Unknown, groups, lexicon, offers_story
+from nanochat.task import Split, turn
 
 GROUPS = (*groups("identity"), *groups("unknown"))
 
@@ -19,23 +18,23 @@ def plain(text: str) -> str:
 
 def test_every_slot_has_words_and_every_word_a_slot():
     used = {slot for group in GROUPS for line in group.lines for way in line for slot in SLOT.findall(way)}
-    assert used - DRAWN == set(lexicon())
+    assert used - {"number", "noise"} == set(lexicon())
     assert min(map(len, lexicon().values())) >= 10
-
-
-def test_each_way_to_ask_has_one_answer():
-    answers: dict[str, str] = {}
-    for group in GROUPS:
-        assert group.answer and group.lines
-        for line in group.lines:
-            for way in line:
-                assert answers.setdefault(way.lower().rstrip("?!."), group.answer) == group.answer, way
-
-
-def test_one_word_in_each_line_of_the_lexicon_is_held_out():
     assert [word for word, held_out in lexicon()["money"].items() if held_out] == ["insurance"]
     for slot, words in lexicon().items():
         assert 0 < sum(words.values()) <= len(words) / 4, slot
+
+
+def test_each_way_to_ask_has_one_answer():
+    answers = {way.lower().rstrip("?."): UNTOLD for fact in facts().values() for way in fact["asked"]}
+    drawn = Counter(Unknown("train").example(index).answer for index in range(1000))
+    assert len(drawn) > 25 and max(drawn.values()) < 100  # a chat of many questions is not one sentence over and over
+    for group in GROUPS:
+        assert group.lines
+        assert group.answer[-1] not in "?？" or offers_story(turn("", group.answer)), group.answer
+        for line in group.lines:
+            for way in line:
+                assert answers.setdefault(way.lower().rstrip("?!."), group.answer) == group.answer, way
 
 
 @pytest.mark.parametrize("task", [Identity, Unknown])
@@ -55,12 +54,9 @@ def test_half_of_the_test_split_has_new_ways_or_new_words(task):
     assert set(test) & known and 40 < sum(question in new for question in test) < 240
 
 
-def test_any_honest_answer_is_right_after_one_to_three_turns():
-    turns = set()
+def test_any_honest_answer_is_right():
     for index in range(100):
         example = Unknown("test").example(index)
-        turns.add(sum(message["role"] == "user" for message in example.messages))
         assert Unknown("test").grade(example, [{"type": "text", "text": example.answer}])
         assert not Unknown("test").grade(example, [{"type": "text", "text": "Once upon a time."}])
         assert example.messages[-1]["content"] == example.answer
-    assert turns == {1, 2, 3}

@@ -11,18 +11,18 @@ from nanochat.demo import writer
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import lexicon, words_in_use
 from nanochat.demo.small_talk import Identity, Unknown, agreements, offers_story
-from nanochat.demo.stories import NewStories, Stories, distinct_grams, wished_kinds, with_articles
+from nanochat.demo.stories import NewStories, Stories, distinct_grams, wished_kinds
 from nanochat.ground.cli import UserError
 from nanochat.task import Example, turn
 from nanochat.tasks.flag import TaskSpec, generated_tasks, open_task
 
 STORY = (
-    "Once upon a time there was a brave {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "
+    "Once upon a time there was a {trait} {kind} named {hero}. {He} lived in a teapot. {He} wanted to learn to swim. "
     "On Monday {he} tried and sank like a stone. Then a wise owl stopped to look. "
     '"You must kick with both legs," said the wise owl. On Sunday {hero} swam all the way around the pond. '
     '"Thank you for your help," said {hero} to the wise owl. Now {hero} helps everyone who wants to swim.'
 )
-NEW = {word for row in ("new name", "new kind") for word in lexicon()[row]}
+NEW = {word for row in ("new name", "new kind", "new trait") for word in lexicon()[row]}
 
 
 @cache
@@ -31,8 +31,8 @@ def examples(split: str = "train") -> list[Example]:
     return [task.example(index) for index in range(1500)]
 
 
-def told(kind: str = "dragon", hero: str = "Ravi", he: str = "he") -> str:
-    return STORY.format(kind=kind, hero=hero, he=he, He=he.capitalize())
+def told(kind: str = "dragon", hero: str = "Ravi", he: str = "he", trait: str = "brave") -> str:
+    return STORY.format(kind=kind, hero=hero, he=he, He=he.capitalize(), trait=trait)
 
 
 def order(**asked: str) -> Example:
@@ -46,6 +46,9 @@ ORDERS: list[tuple[dict[str, str], dict[str, str], bool]] = [
     ({"kind": "dragon"}, {"kind": "cat"}, False),
     ({"hero": "Ravi"}, {"hero": "Tom"}, False),
     ({"trait": "lazy"}, {}, False),
+    ({"trait": "zibby"}, {"trait": "zibby"}, True),
+    ({}, {"trait": "zibby"}, False),
+    ({"trait": "ugly"}, {"trait": "ugly"}, False),  # the article is wrong
     ({"weather": "rainy"}, {}, False),  # a role that the story leaves out
     ({}, {"kind": "quokka"}, False),
     ({"kind": "quokka"}, {"kind": "quokka"}, True),  # a word that only the order has
@@ -73,7 +76,7 @@ def test_rewards_and_measures_count_what_holds_together_and_what_was_ordered():
     replies.append((order(kind="dragon", weather="rainy"), parts_of("Hello!")))
     measures = task.measures(replies)
     assert (measures["holds_together"], measures["order_followed"]) == ((2, 4), (2, 4))
-    assert (measures["details_followed"], measures["rarest_plot"]) == ((0, 1), 0)
+    assert measures["details_followed"] == (0, 1)
     assert 0 < measures["distinct_4grams"] < 0.5
     assert task.measures([*replies, (order(), good)])["order_followed"] == (2, 4)  # it names no character
     assert task.measures([])["holds_together"] == (0, 0)
@@ -117,7 +120,7 @@ def test_new_words_are_in_the_orders_of_new_stories_only():
     for index in range(100):
         example = task.example(index)
         assert NEW & set(example.answer.values())
-        assert all(words.lower() in example.question[0]["content"].lower() for words in example.answer.values())
+        assert all(words.lower() in example.question[-1]["content"].lower() for words in example.answer.values())
     assert not {word.lower() for word in NEW} & words_of(*(example.messages for example in examples("test")[:300]))
     with pytest.raises(UserError, match="new_stories is for chat_eval"):
         NewStories("train")
@@ -126,7 +129,7 @@ def test_new_words_are_in_the_orders_of_new_stories_only():
 def test_words_without_a_meaning_are_no_words_of_the_stories_and_fit_for_children():
     rng = random.Random(0)
     names = {writer.made_up_name(rng) for _ in range(15_000)}
-    kinds = {writer.made_up_kind(rng) for _ in range(15_000)}
+    kinds = {writer.made_up_word(rng) for _ in range(15_000)}
     assert len(names) > 4000
     assert not {"So", "But", "He", "Him", "For", "Soon", "Tom", "Zed"} & names
     rude = re.compile("cock|dick|poop|penis|slut|whore|tits|piss|nig|fag|shit|ass|cunt|porn")
@@ -136,17 +139,18 @@ def test_words_without_a_meaning_are_no_words_of_the_stories_and_fit_for_childre
 
 def test_orders_name_details_and_the_rest_is_open():
     roles = {role for example in examples() for role in example.answer}
-    assert {"hero", "kind", "trait", "home", "weather", "object", "colour", "friend", "skill", "fear", "rule"} <= roles
+    assert {"hero", "kind", "trait", "home", "weather", "object", "colour", "friend", "skill", "fear"} <= roles
     assert 0.05 < sum(not example.answer for example in examples()) / len(examples()) < 0.2
 
 
-def test_kinds_without_a_meaning_are_for_training_and_named_by_the_order():
-    usual = {*lexicon()["kind"], *lexicon()["rare kind"]}
+def test_words_without_a_meaning_are_for_training_and_named_by_the_order():
+    usual = {word for row in ("kind", "rare kind", "trait", "rare trait") for word in lexicon()[row]}
     invented: dict[str, set[str]] = {}
     for split in ("train", "test"):
-        asked = [(example, example.answer["kind"]) for example in examples(split)[:1000] if "kind" in example.answer]
-        assert all(kind.lower() in example.question[-1]["content"].lower() for example, kind in asked)
-        invented[split] = {kind for _, kind in asked} - usual
+        roles = [(example, role) for example in examples(split)[:1000] for role in ("kind", "trait")]
+        asked = [(example, example.answer[role]) for example, role in roles if role in example.answer]
+        assert all(word.lower() in last_order(example) for example, word in asked)
+        invented[split] = {word for _, word in asked} - usual
     assert len(invented["train"]) > 150
     assert not invented["test"]
     assert not invented["train"] & words_in_use()
@@ -162,16 +166,27 @@ ARTICLES = {
 
 
 def test_articles():
-    assert {text: with_articles(text) for text in ARTICLES} == ARTICLES
+    assert {text: writer.with_articles(text) for text in ARTICLES} == ARTICLES
 
 
-def test_some_stories_are_ordered_in_the_middle_of_a_chat():
-    turns = [len(example.messages) // 2 for example in examples()]
-    assert set(turns) == {1, 2, 3, 4}
-    assert 0.22 < sum(count > 1 for count in turns) / len(turns) < 0.34
-    for example in examples()[:100]:
-        assert Stories("train").grade(example, parts_of(example.messages[-1]["content"]))
-    assert all(len(example.messages) == 2 for example in examples("test")[:200])
+def test_a_second_story_has_another_hero():
+    later = [example for example in examples() if "Once upon a time" in str(example.messages[:-2])]
+    assert len(later) > 100
+    assert {"another one", "now one about a"} <= {text[: len("another one")] for text in map(last_order, later)} | {
+        text[: len("now one about a")] for text in map(last_order, later)
+    }
+    task = Stories("train")
+    for example in later[:100]:
+        told = parts_of(example.messages[-1]["content"])
+        assert task.grade(example, told) and task.reward(example, told) == 1
+    first = examples()[0]
+    again = Example([*first.messages, *turn("Another one!", "")], {})
+    told = parts_of(first.messages[-1]["content"])
+    assert not task.grade(again, told) and task.reward(again, told) == 0.5
+
+
+def last_order(example: Example) -> str:
+    return str(example.question[-1]["content"]).lower()
 
 
 def test_whoever_agrees_to_a_story_gets_one():
@@ -188,9 +203,10 @@ def test_whoever_agrees_to_a_story_gets_one():
     assert 30 < len(offers) < 120
     assert set(offers) == {"stories"}
     assert {name for name, _ in accepted} > {"identity"}  # without an offer it is asked what is wanted
-    for _, asked in questions:  # nor does a story wait in the turns before
-        for number in range(2, len(asked) - 1, 2):
-            assert not (agrees(asked[number]["content"]) and offers_story(asked[:number]))
+    for _, asked in questions:  # in the turns before, too
+        for number in range(2, len(asked) - 1):
+            if agrees(asked[number]["content"]) and offers_story(asked[:number]):
+                assert check_story(str(asked[number + 1]["content"])).ok
 
 
 def test_kinds_that_people_ask_for_are_drawn_often_and_have_their_pronoun():
@@ -200,4 +216,4 @@ def test_kinds_that_people_ask_for_are_drawn_often_and_have_their_pronoun():
     assert 0.06 < len(found) / len(stories) < 0.14
     assert {match[1] for match in found} == set(wished)
     princesses = [story for story in stories if "princess named" in story]
-    assert sum(" she " in story.lower() for story in princesses) > 0.8 * len(princesses) > 0
+    assert sum(" she " in story.lower() for story in princesses) > 0.7 * len(princesses) > 0

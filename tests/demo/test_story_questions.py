@@ -6,6 +6,7 @@ from functools import cache
 
 import pytest
 
+from nanochat.conversation import Message
 from nanochat.demo import writer
 from nanochat.demo.checker import check_story
 from nanochat.demo.plots import plots, pronouns_of
@@ -29,19 +30,24 @@ def asked_in(example) -> list[str]:
 
 
 def test_questions_go_on_after_a_story_and_say_what_it_leaves_out():
-    after = [example for example in examples("train") if "\n" not in example.messages[0]["content"]]
-    assert 0.5 < len(after) / len(examples("train")) < 0.7
-    for example in after:
-        assert check_story(example.messages[1]["content"], example.messages[0]["content"].split()).ok
-    asked = [message["content"] for example in after for message in example.messages[2::2]]
+    after = [example for example in examples("train") if "\n" not in str(example.messages[-2]["content"])]
+    assert 0.8 < len(after) / len(examples("train")) < 1
+    asked = [message["content"] for example in after for message in example.messages[-2::2]]
     assert any(re.search(r"\b(he|she|him|her|his)\b", question) for question in asked)
     assert not any(re.search(r"\b(him|her|he|she)'s\b", question) for question in asked)
     untold = [example for example in examples("train") if example.answer == UNTOLD]
     assert 0.05 < len(untold) / len(examples("train")) < 0.25
-    for example in untold:
-        assert not re.search(r"wear|have on", asked_in(example)[-1]) or " wore " not in str(example.messages)
-    talk = [example for example in after if "You are welcome!" in str(example.messages[2:])]
-    assert 0 < len(talk) < 30  # small talk about the story
+    # An answer is in the last story of the conversation, but for some that sum up what happened.
+    spans = 0
+    for example in examples("train"):
+        told = next(text for text in map(story_in, reversed(example.messages)) if text)
+        spans += example.answer == UNTOLD or example.answer.rstrip(".").lower() in told.lower()
+    assert spans > 0.6 * len(examples("train"))
+
+
+def story_in(message: Message) -> str:
+    text = str(message["content"]).partition("\n")[0]
+    return text if check_story(text, text.split()).ok else ""
 
 
 @pytest.mark.parametrize("plot", [*plots()])
