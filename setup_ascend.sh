@@ -171,18 +171,18 @@ if [[ $state == other && $python -ef $venv/bin/python && $python == "$venv"/* ]]
   python=$("$python" -c 'import sys; print(sys._base_executable)')
 fi
 
-show() { report plan "$1"; }
+show() { [[ $dry_run == no ]] || report plan "$1"; } # what was run is in the log
 if [[ $state == ready ]]; then
   report ready "$venv is up to date; nothing to install"
 else
-  [[ $state != other ]] || show "rm -r $venv  # made for $(sed -n 's/^kind //p' "$stamp") with Python $(sed -n 's/^python //p' "$stamp")"
+  [[ $state != other ]] || report plan "rm -r $venv  # made for $(sed -n 's/^kind //p' "$stamp") with Python $(sed -n 's/^python //p' "$stamp")"
   [[ $state == none || $state == other ]] && show "$python -m venv $venv"
   for lock in ${locks[@]+"${locks[@]}"}; do
     show "$venv/bin/pip install ${locked[*]} $lock"
   done
   word=plan
   for attempt in ${attempts[@]+"${attempts[@]}"}; do
-    report "$word" "$venv/bin/pip install $attempt"
+    [[ $dry_run == no ]] || report "$word" "$venv/bin/pip install $attempt"
     word='or else'
   done
   show "$venv/bin/pip install -c $venv/constraints.txt -e $target  # ${constraints[*]-}"

@@ -7,6 +7,7 @@ python -m nanochat.run.launch --nproc_per_node=8 -m scripts.chat_rl -- --device_
 
 import functools
 import math
+import re
 import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -269,8 +270,8 @@ def main(config: Config) -> None:
                 # Log an example as often as an evaluation runs.
                 if run.every(config.eval_every) and drawn.groups:
                     first = drawn.groups[0][0]
-                    text = start.tokenizer.decode(first.tokens)
-                    print0(f"a question and a reply, reward {first.reward:g}: {text!r}")
+                    text = re.sub(r"<\|\w+\|>", " ", start.tokenizer.decode(first.tokens))
+                    print0(f"a question and a reply, reward {first.reward:g}: {' '.join(text.split())}")
     run.finish("" if config.teacher is None else f"KL to the teacher {last_kl:.3f} nats a token")
 
 

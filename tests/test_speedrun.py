@@ -99,10 +99,12 @@ class Speedrun:
         )
         places = {"VENV": folder / "venv", "NANOCHAT_BASE_DIR": self.base, "RECORD": self.record}
         self.environment = {**mine, **{name: str(path) for name, path in places.items()}}
+        self.called_from = folder
 
     def start(self, *flags: str, **environment: str) -> subprocess.Popen:
         return subprocess.Popen(
             ["sh", self.script, *flags],
+            cwd=self.called_from,
             env={**self.environment, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -151,9 +153,10 @@ def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(
     assert "--nproc_per_node=8" in resumed["command"] and chat["script"] == "chat_cli"
     trainers = ("base_train", "mid_train", "chat_sft", "chat_rl")
     assert [one["script"] for one in ran if "--resume" in one["command"]] == [*trainers]
-    # Every stage gets the same questions; the replies of the last one are printed.
+    # Every stage gets the same questions; in a pipe their results are in a file, except for the last one's.
     evaluations = [one["command"] for one in ran if one["script"] == "chat_eval"]
-    assert ["--table_only" in command for command in evaluations] == ["rl" not in command for command in evaluations]
+    assert all("--table_only" in command for command in evaluations)
+    assert out.count(str(speedrun.base / "evaluations.txt")) == 2
     # The user's flags stay, the run has no others.
     assert {one["script"]: one["flags"] for one in ran if one["flags"]} == {"base_train": "--activation_checkpointing"}
     flags = {one["script"]: shlex.split(one["flags"]) for one in rehearsed}
@@ -164,7 +167,12 @@ def test_a_rehearsal_runs_the_commands_of_the_run_and_a_resumed_step_and_a_chat(
     for script in ("tok_train", "base_train", "base_eval"):
         assert "--shards 1" in " ".join(flags[script])
     assert out.index("rehearsal: every stage") < out.index("chat_cli") < out.index("== tokenizer")
-    assert speedrun.left() == {"checkpoints", "data", "rehearsal_passed.txt"}  # the run's own checkpoints
+    assert speedrun.left() == {
+        "checkpoints",
+        "data",
+        "evaluations.txt",
+        "rehearsal_passed.txt",
+    }  # the run's own checkpoints
 
 
 @pytest.mark.parametrize("script", ["base_eval", "chat_cli"])
@@ -213,6 +221,40 @@ def test_a_crash_after_a_new_checkpoint_starts_the_stage_again(speedrun, crashes
     most = 1 if flags else 3
     lines = [f"crashed with exit code 137: starts again, {number} of {most}" for number in range(1, starts)]
     assert err.splitlines() == lines + ["error: crashed with exit code 137: run this again to resume"] * (code > 0)
+
+
+def test_it_runs_from_another_folder_and_by_a_link(speedrun):
+    speedrun.called_from = speedrun.folder / "else where"
+    speedrun.called_from.mkdir()
+    link = speedrun.called_from / "run.sh"
+    link.symlink_to(speedrun.script)
+    speedrun.script = link.name
+    speedrun.base = speedrun.called_from / "here"
+    commands, out, _ = speedrun.run(NANOCHAT_BASE_DIR="here")
+    parts(commands, speedrun)
+    assert f"  cd {speedrun.folder}/project\n" in out and speedrun.run("--help")[1].startswith("Text to a chat model")
+
+
+def test_minutes_choose_the_steps_of_mid_training_once(speedrun):
+    def steps_of(minutes: int, seconds: float) -> tuple[int, str, str]:
+        """The steps, the arguments of pretraining, and the output, where 800,000 tokens took these seconds."""
+        metrics = speedrun.base / f"runs/base/cpu-{minutes}-minutes/metrics.jsonl"
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        lines = [(400, 9.5), (800000, seconds)]
+        rows = [json.dumps({"tokens": tokens, "mfu": None, "seconds": taken}) for tokens, taken in lines]
+        metrics.write_text("\n".join([*rows, ""]))
+        commands, out, _ = speedrun.run(f"--minutes={minutes}", DEVICE="cpu 1")
+        assert all(f"cpu-{minutes}-minutes" in one["command"] for one in commands[2:])
+        mid = next(one["command"] for one in commands if one["script"] == "mid_train")
+        flag = len(mid) - mid[::-1].index("--num_iterations")
+        return int(mid[flag]), " ".join(commands[2]["command"]), out
+
+    steps, base, out = steps_of(60, 99.0)
+    assert 12500 < steps <= (3600 * 8000 - 1500000) // 2048 and f"{steps} steps" in out and "about 60 minutes" in out
+    assert steps_of(60, 49.0)[0] == steps and "--depth 6" not in base  # a run that resumes
+    steps, base, out = steps_of(120, 7999.0)  # too slow for more than the usual
+    assert steps == 2000 and "--depth 6" in base and re.search("about 93. minutes", out)
+    assert "--profile cpu" in speedrun.run("--minutes=60", code=1 + 1)[2]
 
 
 @pytest.mark.slow
