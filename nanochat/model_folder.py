@@ -6,6 +6,7 @@ another folder, to whose weights they belong.
 """
 
 import contextlib
+import difflib
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -243,7 +244,10 @@ def find_folder(
     chosen = rooms.find("hubs", hub).model(source, without_weights) if is_of_hub else Path(source).expanduser()
     its_format = format_of(chosen)
     if not its_format.is_folder(chosen):
-        why = ", it has neither manifest.json nor config.json" if chosen.is_dir() else ""
+        near = difflib.get_close_matches(source.lower(), ("auto", *paths.SCRIPTS), n=1)
+        why = f" (did you mean {near[0]}?)" if near else ""
+        if chosen.is_dir():
+            why = ", it has neither manifest.json nor config.json"
         raise UserError(
             f"{flag}{source} is neither a stage (auto, {', '.join(paths.SCRIPTS)}), a tag of one (sft/TAG), nor a "
             f"checkpoint's folder (.../step_<n>){why}: name one of them, a folder in Hugging Face's or peft's form, or "
@@ -385,15 +389,6 @@ def weights_name(meta: dict[str, Any]) -> str:
 
 def weights_sha256(folder: Path) -> str:
     return format_of(folder).weights_sha256(folder)
-
-
-def stored_dtype(step_folder: Path) -> torch.dtype:
-    """The dtype in which a folder holds a model's matrices: fp32, unless it was exported or comes from elsewhere."""
-    with damage_of(step_folder):
-        base = lineage(step_folder)[-1]
-        its_format = format_of(base)
-        config, _ = its_format.describe(base)
-        return its_format.weights(base, config).dtype
 
 
 def facts_of_use(meta: dict[str, Any]) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def main(config: Config) -> None:
             )
     else:
         model, tokenizer, meta = checkpoint_manager.load_folder(source, devices.init("cpu"))
-        dtype = getattr(torch, config.dtype, None) or model_folder.stored_dtype(source)
+        dtype = getattr(torch, config.dtype, None) or stored_dtype(source)
         family = None
         if config.to == "hf":
             require_exported(model.config)
@@ -195,6 +195,16 @@ def write_contents(folder: Path, contents: dict[str, Any]) -> dict[str, Any]:
         else:
             files[name] = storage.write_json(folder / name, content)
     return files
+
+
+def stored_dtype(folder: Path) -> "torch.dtype":
+    """The dtype in which a folder holds a model's matrices: fp32, unless it was exported or comes from elsewhere."""
+    from nanochat import model_folder
+
+    base = model_folder.lineage(folder)[-1]
+    its_format = model_folder.format_of(base)
+    config, _ = its_format.describe(base)
+    return its_format.weights(base, config).dtype
 
 
 def dtype_name(dtype: "torch.dtype") -> str:

@@ -32,7 +32,7 @@ from nanochat.data.catalog import DATASETS, TASKS, Dataset, Files, Source
 from nanochat.data.splits import choose_config, choose_files
 from nanochat.ground import storage
 from nanochat.ground.cli import UserError
-from nanochat.ground.paths import data_dir, model_dir, open_lock
+from nanochat.ground.paths import base_dir, open_lock
 from nanochat.model_folder import format_of
 
 TIMEOUT_SECONDS = 20.0
@@ -192,7 +192,7 @@ def fetch_model(source: str, without_weights: bool = False) -> Path:
         raise UserError(f"--source {source}: a model of a hub is {hub}:ORG/NAME, such as {hub}:Qwen/Qwen3-0.6B")
     repo, revision = matched.groups()
     client = HUBS[hub]("model")
-    folder = model_dir(name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
+    folder = base_dir() / "models" / (name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
     with _one_line(source, client, f"{client.endpoint}/{repo}", ["name a folder on this machine"]):
         copy = _Copy(client, Source(repo, revision or client.branch), folder, f"{source} (licence: see its page)")
         _, listed = copy.listing()
@@ -237,7 +237,7 @@ def _opened(name: str, dataset: Dataset, hub: str, instead: str) -> Iterator["_C
         raise UserError(f"no copy of {name} is known on {hub}: use --hub hf, or {instead}")
     source = dataset.sources[hub]
     client = HUBS[hub]()
-    folder = data_dir(name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
+    folder = base_dir() / "data" / (name.replace("/", "--") + ("" if hub == "hf" else f".{hub}"))
     others = [f"--hub {other}" for other in dataset.sources if other != hub]
     with _one_line(name, client, f"{client.endpoint}/datasets/{source.repo}", [*others, f"use {instead}"]):
         yield _Copy(client, source, folder, f"{name} (licence: {dataset.licence})")

@@ -35,16 +35,6 @@ def tokenizer_dir() -> Path:
     return base_dir() / "tokenizer"
 
 
-def data_dir(name: str) -> Path:
-    """Downloaded shards of one dataset."""
-    return base_dir() / "data" / name
-
-
-def model_dir(name: str) -> Path:
-    """A downloaded model in Hugging Face's layout."""
-    return base_dir() / "models" / name
-
-
 def checkpoint_dir(stage: str, tag: str) -> Path:
     """`checkpoints/<stage>/<tag>`: holds `step_<n>/` folders."""
     return base_dir() / "checkpoints" / stage / safe_tag(tag)

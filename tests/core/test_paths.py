@@ -14,7 +14,6 @@ def test_the_base_folder_is_read_from_the_environment_at_each_call(monkeypatch, 
         monkeypatch.setenv("NANOCHAT_BASE_DIR", value)
         assert paths.base_dir() == base
         assert paths.tokenizer_dir() == base / "tokenizer"
-        assert paths.data_dir("climbmix") == base / "data" / "climbmix"
         assert paths.checkpoint_dir("base", "d4") == base / "checkpoints" / "base" / "d4"
         assert paths.run_dir("sft", "d4") == base / "runs" / "sft" / "d4"
         assert not base.exists()  # naming a folder does not make it

@@ -28,7 +28,6 @@ from tiny import (
 )
 from tiny_families import MODELS, logits_of, make_oracle, oracle_folder, oracle_of, random_string, save_family
 
-from nanochat import model_folder
 from nanochat.adapters import peft as peft_folders
 from nanochat.adapters.lora import Adapters
 from nanochat.checkpoint_manager import load_folder, load_model
@@ -43,6 +42,7 @@ from nanochat.rotary import RopeScaling
 from nanochat.run.long_context import NewContext
 from nanochat.tokenizer import EXPORTED_NAME, SPECIAL_TOKENS, Tokenizer
 from nanochat.train import make_adamw, next_token_loss, train_step
+from scripts import export
 
 transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
 
@@ -109,7 +109,7 @@ def test_a_bf16_folder_keeps_its_bits(tmp_path):
     folder = shutil.copytree(oracle_folder("qwen2"), tmp_path / "bf16")
     oracle_of(folder).bfloat16().save_pretrained(folder)
     model, _, _ = load_model(str(folder), "cpu")
-    assert model.embedding.weight.dtype == torch.float32 and model_folder.stored_dtype(folder) == torch.bfloat16
+    assert model.embedding.weight.dtype == torch.float32 and export.stored_dtype(folder) == torch.bfloat16
     out = tmp_path / "out"
     out.mkdir()
     hf.write_weights(out, model.config, whole_weights(model), torch.bfloat16)

@@ -83,7 +83,7 @@ def test_a_planted_lock_overwrites_no_file(fake, tmp_path):  # noqa: F811
         assert ".run.lock" in complaint(lambda: paths.lock(tmp_path / "run"))
         (tmp_path / ".run.lock").unlink()
     fake.files = {"a.parquet": b"x"}
-    folder = paths.data_dir("org--name")
+    folder = paths.base_dir() / "data/org--name"
     folder.mkdir(parents=True)
     (folder / ".lock").symlink_to(victim)
     assert ".lock" in complaint(lambda: hub.fetch("org/name"))

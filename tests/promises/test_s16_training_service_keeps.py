@@ -1016,7 +1016,7 @@ class Loop:
         for model in self.models:
             path = Path(self.sampler_of(model))
             folder = service / "models" / model.model_id / "sampler_weights"
-            (file,) = folder.glob(f"{path.name}.*/*/*.safetensors")
+            (file,) = folder.glob(f"{path.name}.*/*/adapter.safetensors")
             found.append(load_file(file))
         return found
 
