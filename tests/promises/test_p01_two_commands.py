@@ -23,7 +23,9 @@ NODE = "tests/core/test_gpt.py::test_cache"
 def test_the_first_command_sets_up_and_runs_every_stage(tmp_path: Path):
     speedrun = Speedrun(tmp_path)
     commands, out, err = speedrun.run(DEVICE="cpu 1")
-    assert [one["script"] for one in commands if one["command"][-1] != "stories,new_stories"] == ["fetch", *RUN]
+    stages = ["fetch", *RUN]
+    stages.remove("chat_eval")  # after mid-training
+    assert [one["script"] for one in commands if not one["command"][-1].startswith("stories,new_stories")] == stages
     assert {one["base"] for one in commands[1:]} == {str(speedrun.base)} and err == ""
     assert out.index(f"set up in {tmp_path}/venv") < out.index("== tokenizer") < out.index("report.html")
     data = [one["command"][one["command"].index("--data") + 1] for one in commands if "--data" in one["command"]]
