@@ -39,7 +39,11 @@ class Stories(WalkTask):
     def go_on(self, rng: random.Random, walk: Walk) -> dict[str, str]:
         is_agreed = self.split == "train" and small_talk.offers_story(walk.messages) and rng.random() < AGREED_SHARE
         while True:
-            named, story = ((), writer.story(rng, corpus_split(self.split))) if is_agreed else self.draw_story(rng)
+            named: Sequence[str] = ()
+            if is_agreed:
+                story = writer.story(rng, corpus_split(self.split))
+            else:
+                named, story = self.draw_story(rng)
             if story.hero not in str(walk.messages):
                 break
         if is_agreed:

@@ -616,7 +616,7 @@ class Service:
     def _load(self, model: Model, trained: TrainedModel, entry: dict[str, Any], load: dict[str, Any]) -> None:
         """Load the checkpoint of a request: the same files whenever it is repeated."""
         if not entry["pinned"]:
-            with self.store.lock:  # from here to its outcome nobody deletes the folder; a full disk is no matter
+            with self.store.lock:  # the folder stays until the outcome is written, also on a full disk
                 entry["pinned"] = self.store.reading = self._folder_of(model.owner, load["path"])
         try:
             folder = self.folder / entry["pinned"]

@@ -255,7 +255,7 @@ def test_the_model_itself_replies_where_a_chat_lacks_a_reply(context: int, right
         assert [message["role"] for message in one.messages] == (["user", "assistant"] * 3)[: len(one.messages)]
     assert [len(settings["sampling"]) for _, settings in engine.calls] == [2, 1, 4, 3, 1, 4, 1, 1, 1]
     seeds = [sampling.seed for _, settings in engine.calls for sampling in settings["sampling"]]
-    assert len(set(seeds)) == len(seeds) == 18  # each reply is a draw of its own
+    assert len(set(seeds)) == len(seeds) == 18  # each reply is drawn separately
 
 
 # ---------------------------------------------------------------------- reference answers fed back

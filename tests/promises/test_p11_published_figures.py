@@ -33,7 +33,7 @@ def test_both_languages_publish_the_same_sample_and_percentages():
 
 
 def test_the_table_of_the_readme_is_measured():
-    """Its columns after SFT and after RL are those of the table of the run in measurements, in this order."""
+    """The figures after SFT and after RL equal the table in measurements, in the same order."""
     (header,) = re.findall(r"^\| \| after SFT \| after RL \|$", MEASURED, re.MULTILINE)
     measured = cells(MEASURED.partition(header)[2].splitlines()[2])
     table = ENGLISH.partition("| right, of held-out questions")[2].partition("\n\n")[0].splitlines()[2:]
