@@ -486,7 +486,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     assert first["chatcore"] == 0.0 and [message["content"] for message in first["chat"][::2]] == [*CHAT]
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
     assert set(first["samples"][0]) == {"task", "messages", "reply", "correct"}
-    assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +0% / 0% / 0% +5 ", out, re.M) and "too long" not in out
+    assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +0% / - / - +5 ", out, re.M) and "too long" not in out
     assert "ChatCORE: 0.0000" in out and re.search(r"^addition, wrong\n  user: .*\S.*\n  assistant: ", out, re.M)
 
     monkeypatch.setattr(task_class("spelling"), "grade", always_right)
