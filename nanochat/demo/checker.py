@@ -165,7 +165,7 @@ def _misfits(plot: Plot, facts: dict[str, str]) -> list[str]:
     for draw in plot.draws:
         for other in draw.unlike:
             if draw.role in facts and facts[draw.role] == facts.get(other):
-                problems.append(f"{facts[other]!r} is both {_label(other)} and {_label(draw.role)}")
+                problems.append(f"{facts[other]!r} is said of two that must differ")
     known = [role for role in plot.rows[0] if role in facts] if plot.rows else []
     for one, other in combinations(known, 2):
         if not any(row[one] == facts[one] and row[other] == facts[other] for row in plot.rows):
@@ -174,7 +174,7 @@ def _misfits(plot: Plot, facts: dict[str, str]) -> list[str]:
 
 
 def _label(role: str) -> str:
-    return role.rstrip("23").replace("_", " ")
+    return role.rstrip("23").replace("_", " ").replace("adj", "adjective")
 
 
 # ---------------------------------------------------------------------- parsing
