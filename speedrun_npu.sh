@@ -124,14 +124,14 @@ case $profile in
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
     # Chats teach stories as the corpus does, and more besides: most of the time is theirs. Half of pretraining's tokens
     # moved here double what a story has of its order's details, 28% to 58% (one NVIDIA H200, 2026-11-27).
-    mid=(--device_batch_size 4 --total_batch_size 2048 --num_iterations 2000 --eval_every 1000 --eval_tokens 32768
-      --save_every 500)
+    mid=(--device_batch_size 4 --total_batch_size 2048 --num_iterations 2000 --lr_scale 0.75 --eval_every 1000
+      --eval_tokens 32768 --save_every 1000)
     sft=(--device_batch_size 4 --target_examples_per_step 16 --num_iterations 30 --lr_scale 0.1 --eval_every 0
       --save_every 30)
     # Ten steps show the stage. 24 at four times the rate raise the held-out reward from 0.606 to 0.626, within chance,
     # and take as long as 700 steps of mid-training, which move every skill (Xeon with AMX, 2026-11-30).
     rl=(--device_batch_size 4 --loss dr_grpo --kl 0.05 --num_iterations 10 --examples_per_step 8 --num_samples 8
-      --lr_scale 0.12 --eval_every 0 --eval_examples 200 --save_every 10)
+      --lr_scale 0.12 --eval_every 0 --eval_examples 200 --save_every 10 --log_every 5)
     eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories,new_stories,$lists
     ;;
   *) # the depth that this many devices train in an evening; the batch by their memory

@@ -332,11 +332,11 @@ def test_the_settings_are_the_flags(talk, sums, prompts):
     output = talk("one", "two", flags=flags)
     settings = [{key: reply[key] for key in ("max_tokens", *asdict(SamplingParams()))} for reply in prompts]
     # Those that are not set are the checkpoint's.
-    assert settings[0] == {**asdict(SamplingParams(0.5, 3, 0.9, min_p=0.05, seed=11)), "max_tokens": 7}
+    assert settings[0] == {**asdict(SamplingParams(0.5, 3, 0.9, min_p=0.2, seed=11)), "max_tokens": 7}
     assert settings[1] == {**settings[0], "seed": 12}
     assert output[1] == output[2] == f"S= [47+3]\n{CUT}"  # 7 tokens: the call is cut off
     talk("one")
-    assert prompts[2]["max_tokens"] == 256 and (prompts[2]["temperature"], prompts[2]["min_p"]) == (0.8, 0.05)
+    assert prompts[2]["max_tokens"] == 256 and (prompts[2]["temperature"], prompts[2]["min_p"]) == (0.8, 0.2)
     folder = paths.checkpoint_dir("rl", "tiny")
     own = {"stage": "rl", "sampling": {"temperature": 0.3, "top_k": 7}}
     save_checkpoint(folder, 3, table_model(SUM, SUM_ANSWERED), TOKENIZER, own)

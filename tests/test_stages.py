@@ -118,7 +118,7 @@ def test_a_base_model_becomes_a_chat_model(start, capsys):  # noqa: F811
     for stage in ("base", "mid", "sft", "dpo", "rl"):
         *_, meta = load_model(stage, "cpu")
         assert meta["tasks"] == ([] if stage == "base" else SHORT.split(","))
-        assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"]) == (0.8, 0.05)
+        assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"]) == (0.8, 0.2)
 
 
 def test_sft_continues_where_mid_training_stopped(start, monkeypatch):  # noqa: F811

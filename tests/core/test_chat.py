@@ -22,7 +22,7 @@ def test_a_reply_in_two_lines(base_folder: Path) -> None:
     assert [message["role"] for message in chat.messages] == ["user", "assistant"]
     assert [part["type"] for part in chat.messages[1]["content"]] == ["text", "python", "python_output", "text"]
     # The checkpoint sets what is left open.
-    assert (chat.sampling.temperature, chat.sampling.min_p, chat.sampling.top_k) == (0.8, 0.05, 7)
+    assert (chat.sampling.temperature, chat.sampling.min_p, chat.sampling.top_k) == (0.8, 0.2, 7)
     assert Chat(device="cpu").say("And 40 + 2?") == "S=."  # the furthest stage
 
 

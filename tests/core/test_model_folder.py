@@ -151,7 +151,7 @@ def test_meta_data_has_what_a_server_shows(folder):
     (path / "meta.json").write_text(json.dumps(saved))
     rewrite_manifest(path)
     _, _, meta = load_model(path, DEVICE)
-    assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"], meta["tasks"]) == (0.8, 0.05, [])
+    assert (meta["sampling"]["temperature"], meta["sampling"]["min_p"], meta["tasks"]) == (0.8, 0.2, [])
     assert meta["stage"] == "model" and meta["trained_at"] == saved["trained_at"]
 
 

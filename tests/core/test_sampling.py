@@ -179,7 +179,7 @@ def test_a_setting_out_of_range_is_named(name: str, value: float) -> None:
 
 def test_settings_are_saved_as_what_they_change_and_read_back() -> None:
     saved = saved_settings(CHAT_SAMPLING)
-    assert saved == {"temperature": 0.8, "min_p": 0.05} and read_settings(saved) == CHAT_SAMPLING
+    assert saved == {"temperature": 0.8, "min_p": 0.2} and read_settings(saved) == CHAT_SAMPLING
     assert read_settings({}) == SamplingParams() and read_settings({"temperature": 1, "top_k": 9}).top_k == 9
     for hostile in (
         *(None, [], "hot", 1.0, [["temperature", 1]]),

@@ -481,7 +481,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     fields = {field.name for field in dataclasses.fields(Result)} - {"measures"}  # addition has none
     assert fields | {"settings"} == set(first["tasks"]["addition"])
     settings = first["tasks"]["addition"]["settings"]
-    assert (settings["temperature"], settings["min_p"], settings["max_examples"]) == (0.8, 0.05, 5)  # the checkpoint's
+    assert (settings["temperature"], settings["min_p"], settings["max_examples"]) == (0.8, 0.2, 5)  # the checkpoint's
     assert first["tasks"]["addition"]["questions"] == 5
     assert first["chatcore"] == 0.0 and [message["content"] for message in first["chat"][::2]] == [*CHAT]
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
@@ -537,7 +537,7 @@ def test_what_the_engine_is_told(checkpoint: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Engine, "generate", recorded)
     flags = ("--temperature=0.5", "--top_k=7", "--top_p=0.9", "--seed=11", "--device_batch_size=4")
     call("--tasks=addition", "--max_examples=3", "--samples=2", f"--source={checkpoint}", *flags)
-    sampling = [SamplingParams(0.5, 7, 0.9, min_p=0.05, seed=seed_of(11, row)) for row in range(6)]
+    sampling = [SamplingParams(0.5, 7, 0.9, min_p=0.2, seed=seed_of(11, row)) for row in range(6)]
     assert [one["rows"] for one in seen] == [4, 2]
     assert seen[0]["sampling"] + seen[1]["sampling"] == sampling and seen[0]["max_tokens"] == 6
     assert not (paths.base_dir() / "runs").exists()  # a checkpoint that is given by its folder
