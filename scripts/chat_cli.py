@@ -256,7 +256,7 @@ class Chat:
         return f"added to {path}; `python -m scripts.chat_sft --tasks {path}` learns from it"
 
     def prompt(self, turns: list[Message]) -> list[int]:
-        """Token ids up to the start of the reply. They leave room for `max_tokens`, at most half of the context."""
+        """Token ids up to the start of the reply. They leave room for `max_tokens`, at most 3/8 of the context."""
         if not self.has_turns:
             return self.tokenizer.encode(turns[-1]["content"], prepend=self.tokenizer.get_bos_token_id())
         context = self.engine.model.config.sequence_len

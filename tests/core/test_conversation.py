@@ -92,13 +92,14 @@ def test_a_long_chat_forgets_its_oldest_turns_first(tokenizer):
         render_prompt(tokenizer, turns, smallest - 1)
 
 
-def test_half_of_the_context_is_kept_for_the_reply(tokenizer):
+def test_a_part_of_the_context_is_kept_for_the_reply(tokenizer):
     turns = long_chat()
     whole = render_prompt(tokenizer, turns)
+    fits = 8 * (len(whole) - 1) // 5 + 1
     for context, reply_tokens, oldest in (
-        (2 * len(whole), None, 1),  # all is read
-        (2 * len(whole) - 2, None, 3),
-        (2 * len(whole) - 2, 10**6, 3),  # more than half is never kept free
+        (fits, None, 1),  # all is read
+        (fits - 1, None, 3),
+        (fits - 1, 10**6, 3),  # more than 3/8 are never kept free
         (len(whole) + 9, 9, 1),  # and no more than the longest reply takes
         (len(whole) + 8, 9, 3),
         (9, None, 13),  # the question stays, however long

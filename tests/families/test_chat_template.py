@@ -168,13 +168,14 @@ def test_prompts_that_are_shortened_or_continued(family_tokenizers):
     for tokenizer in family_tokenizers.values():
         long = [{"role": "system", "content": "Be kind."}, *HELLO, *HELLO, *HELLO, {"role": "user", "content": "Why?"}]
         whole = render_prompt(tokenizer, long)
-        context = len(whole)  # half of it stays free
+        context = len(whole)
+        room = context - 3 * context // 8
         prompt = fit_prompt(tokenizer, long, context)
         assert 1 < prompt.oldest < len(long) and long[prompt.oldest]["role"] == "user"
         assert prompt.ids == render_prompt(tokenizer, [long[0], *long[prompt.oldest :]])
-        assert len(prompt.ids) <= context - context // 2
+        assert len(prompt.ids) <= room
         longer = render_prompt(tokenizer, [long[0], *long[prompt.oldest - 2 :]])
-        assert len(longer) > context - context // 2  # no turn is left out that has room
+        assert len(longer) > room  # no turn is left out that has room
         assert "shorten" in complaint(lambda tokenizer=tokenizer, long=long: render_prompt(tokenizer, long, 3))
         # A reply that is begun continues without an end, and without a second space.
         begun = render_prompt(tokenizer, [*HELLO[:1], {"role": "assistant", "content": "Hel"}])

@@ -78,10 +78,10 @@ def test_truncation_drops_the_oldest_turns():
         assert len(scheduler.requests[0].prompt) + 50 <= CONTEXT
         assert ask("POST", CHAT, json={**auto, "max_tokens": 9999}).status_code == 200
         longest = scheduler.requests[-1]
-        assert len(longest.prompt) <= CONTEXT // 2 and len(longest.prompt) + longest.max_tokens == CONTEXT
-        # No turn goes while a reply of open length has half of the context; the question may take more. The reply names
+        assert len(longest.prompt) <= 5 * CONTEXT // 8 and len(longest.prompt) + longest.max_tokens == CONTEXT
+        # No turn goes while a reply of open length has 3/8 of the context; the question may take more. The reply names
         # the first message of the request that the model still reads.
-        for lengths, first in (((50, 50, 148), 0), ((50, 50, 149), 2), ((9, 9, 480), 2)):
+        for lengths, first in (((50, 50, 212), 0), ((50, 50, 213), 2), ((9, 9, 480), 2)):
             sides = zip((*roles, "user"), lengths, "abc", strict=True)
             turns = [{"role": role, "content": letter * length} for role, length, letter in sides]
             answer = ask("POST", CHAT, json={"messages": turns, "truncation": "auto"})
