@@ -6,7 +6,6 @@ promises/test_p11_published_figures.py.
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 from on_device import report
@@ -155,7 +154,7 @@ def test_what_is_printed_is_explained_and_several_hosts_have_our_limits():
     shares = {label for _, label in further_shares("stories", {"order_followed": 0.5, "distinct_4grams": 0.7})}
     assert {"ChatCORE", "CORE", "KL", "MFU", "entropy", "advantage", "context", "tag"} | shares <= words
     assert ", ".join(SCRIPTS) in words
-    text = Path(ROOT / "docs/multinode.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/multinode.md").read_text(encoding="utf-8")
     assert f"| {TIMEOUT} |" in text
     for name in ("HCCL_CONNECT_TIMEOUT", "HCCL_EXEC_TIMEOUT"):
         assert f"| {accelerators.NPU_ENVIRONMENT[name]} | `{name}` |" in text

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from test_setup import tomllib
 
 from nanochat.ground import rooms
 
@@ -266,77 +267,14 @@ def test_the_tree_keeps(rule: Callable[[Source], Iterator[str]]):
     assert not violations, "\n" + "\n".join(violations)
 
 
-PLANTED = [
-    (rings_hold, "nanochat/novelty.py", "from nanochat.serve import app"),
-    (rings_hold, "nanochat/novelty.py", "def f():\n    from nanochat.families.hf import read"),
-    (rings_hold, "nanochat/novelty.py", "if TYPE_CHECKING:\n    from .parallel.mesh import Layout"),
-    (rings_hold, "nanochat/novelty.py", "import importlib\nimportlib.import_module('nanochat.data.hub')"),
-    (rings_hold, "nanochat/novelty.py", "def f(name):\n    from importlib import import_module as load"),
-    (rings_hold, "nanochat/novelty.py", "import nanochat\nnanochat.data.hub.find()"),
-    (rings_hold, "nanochat/novelty.py", "from nanochat import *"),
-    (rings_hold, "nanochat/novelty.py", "from nanochat import gpt, run"),
-    (rings_hold, "nanochat/novelty.py", "def f():\n    from nanochat.run.flags import TrainFlags"),
-    (rings_hold, "nanochat/ground/novelty.py", "def f():\n    from nanochat.gpt import GPT"),
-    (rings_hold, "nanochat/ground/novelty.py", "import nanochat.run.stop"),
-    (rings_hold, "nanochat/run/novelty.py", "def f():\n    from nanochat.kernels import compiling"),
-    (rings_hold, "nanochat/evals/__init__.py", "from nanochat import bpb"),
-    (rings_hold, "nanochat/train.py", "from scripts import base_train"),
-    (rings_hold, "scripts/mid_train.py", "from scripts.base_train import main"),
-    (vendor_words, "nanochat/engine.py", "import torch_npu"),
-    (vendor_words, "nanochat/train.py", "backend = 'nccl'"),
-    (vendor_words, "nanochat/train.py", "os.environ['HCCL_CONNECT_TIMEOUT'] = '1'"),
-    (vendor_words, "nanochat/attention.py", "x.is_cuda"),
-    (vendor_words, "nanochat/attention.py", "y = npu_rms_norm(x)"),
-    (vendor_words, "scripts/bench.py", "print(f'on {n} npu devices')"),
-    (work_at_import, "nanochat/train.py", "import torch\ndevice = torch.device('cpu')"),
-    (work_at_import, "nanochat/train.py", "import os\nBASE = os.environ.get('BASE')"),
-    (work_at_import, "nanochat/train.py", "TEXT = open('file').read()"),
-    (work_at_import, "nanochat/train.py", "class A:\n    mask = torch.ones(3)"),
-    (work_at_import, "nanochat/train.py", "def f(x=torch.zeros(1)): ..."),
-    (work_at_import, "nanochat/train.py", "for i in range(3):\n    pass"),
-    (work_at_import, "nanochat/__init__.py", "if True:\n    os.environ['OMP_NUM_THREADS'] = '1'"),
-    (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept Exception:\n    pass"),
-    (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept:\n    pass"),
-    (swallowed_errors, "nanochat/train.py", "for x in y:\n  try: f()\n  except (OSError, Exception): continue"),
-    (unsafe_loading, "nanochat/engine.py", "torch.load(path)"),
-    (unsafe_loading, "nanochat/engine.py", "torch.load(path, weights_only=False)"),
-    (unsafe_loading, "nanochat/engine.py", "def f():\n    import pickle"),
-    (unsafe_loading, "nanochat/engine.py", "tiktoken.get_encoding('gpt2')"),
-    (unsafe_loading, "nanochat/engine.py", "dist.all_gather_object(values, value)"),
-    (docstrings, "nanochat/engine.py", "x = 1"),
-    (docstrings, "scripts/bench.py", '"""Measures."""'),
-    (names, "nanochat/utils.py", "x = 1"),
-    (names, "nanochat/serve/session_manager.py", "x = 1"),
-]
-
-
-ALLOWED = [
-    (rings_hold, "nanochat/evals/chat_tasks.py", "from nanochat import bpb\nfrom nanochat.engine import Engine"),
-    (rings_hold, "nanochat/ground/novelty.py", "import nanochat\nfrom nanochat.ground import log\nfrom . import paths"),
-    (rings_hold, "nanochat/run/novelty.py", "from nanochat import train\nfrom nanochat.ground import log"),
-    (rings_hold, "nanochat/kernels/novelty.py", "from nanochat.run.progress import Attendant"),
-    (rings_hold, "scripts/base_train.py", "from nanochat.parallel import mesh\nfrom nanochat.run import loop"),
-    (vendor_words, "nanochat/engine.py", '"""Runs on NPU and CUDA."""\n# npu\nx = 1'),
-    (vendor_words, "nanochat/device.py", "torch.npu.synchronize()"),
-    (
-        vendor_words,
-        "scripts/bench.py",
-        "f('run `python check_npu.py`')\nadd('--d', help='npu or cpu')\ninput = 'unput'",
-    ),
-    (work_at_import, "nanochat/train.py", "X = re.compile('a')\nD = {'a': torch.float32}\nF = lambda: torch.ones(1)"),
-    (work_at_import, "nanochat/a.py", "@torch.no_grad()\ndef f(): torch.ones(1)\nif __name__ == '__main__':\n    f()"),
-    (swallowed_errors, "nanochat/train.py", "try:\n    f()\nexcept OSError:\n    pass"),
-    (unsafe_loading, "nanochat/engine.py", "torch.load(path, weights_only=True)"),
-    (docstrings, "scripts/bench.py", '"""Measures.\n\n    python -m scripts.bench train\n"""'),
-    (names, "nanochat/checkpoint_manager.py", "x = 1"),
-]
-
-
 def test_planted_violations_are_found_and_what_is_allowed_passes():
-    for rule, path, text in PLANTED:
-        assert list(rule(Source(path, text))), (rule.__name__, path, text)
-    for rule, path, text in ALLOWED:
-        assert not list(rule(Source(path, text))), (rule.__name__, path, text)
+    rules = {rule.__name__: rule for rule in RULES}
+    planted = tomllib.loads((ROOT / "tests/planted.toml").read_text(encoding="utf-8"))
+    assert {rule for rule, *_ in planted["planted"]} == {rule for rule, *_ in planted["allowed"]} == rules.keys()
+    for rule, path, text in planted["planted"]:
+        assert list(rules[rule](Source(path, text))), (rule, path, text)
+    for rule, path, text in planted["allowed"]:
+        assert not list(rules[rule](Source(path, text))), (rule, path, text)
 
 
 # ---- What plugs in ---------------------------------------------------------------------------------------

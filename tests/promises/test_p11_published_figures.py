@@ -1,16 +1,17 @@
 """P11. Published figures are today's.
 
-The README's table has the figures of docs/measurements.md, in both languages. Every figure names a machine that the
-page describes, and a commit that it names is in the history. The map of the code counts today's files. What `bench`
-writes carries its commit, flags and machine (test_bench.py).
+Every figure of the README, in both languages, and of docs/measurements.md is a record in docs/figures.toml, and the
+pages are written from the records. A record whose recipe (flags, defaults, model, data) has changed since is found. The
+map of the code counts today's files. What `bench` writes carries its commit, flags and machine (test_bench.py).
 
-Not covered yet: the figures are in tables, not in records with a command and an interval each, so a change of the
-recipe is not noticed. The one exception is the CPU profile of the speedrun: its time is written next to its flags.
+Not covered: figures in prose elsewhere, and records without a recipe, which are counted.
 """
 
+import json
 import re
 import subprocess
 
+import figures
 import pytest
 from runs import ROOT
 from test_house import STORY
@@ -19,60 +20,62 @@ from test_house import lines as count_lines
 ENGLISH, CHINESE = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "README.zh.md"))
 MEASURED = (ROOT / "docs/measurements.md").read_text(encoding="utf-8")
 MACHINES = {*re.findall(r"\*\*(\w+)\*\*", MEASURED.partition("\n## ")[0]), "H200"}
-PERCENTAGE = r"\d+(?:\.\d+)?%"
-
-
-def cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip("| ").split("|")]
+PUBLISHED = figures.read()
+HASHED = {name: run for name, run in PUBLISHED["runs"].items() if re.fullmatch("[0-9a-f]{8}", run.get("recipe", ""))}
+FIELDS = ("command", "commit", "seed", "n", "interval", "machine", "date", "recipe")
+MOST_WITHOUT_RECIPE = 39  # of 61; this number only falls
 
 
 def test_both_languages_publish_the_same_sample_and_percentages():
-    for pattern in (r"```\n> .*?```", PERCENTAGE):
+    for pattern in (r"```\n> .*?```", r"\d+(?:\.\d+)?%"):
         english, chinese = (re.findall(pattern, text, re.DOTALL) for text in (ENGLISH, CHINESE))
         assert english == chinese and english
 
 
-def test_the_table_of_the_readme_is_measured():
-    """The figures after SFT and after RL equal the table in measurements, in the same order."""
-    (header,) = re.findall(r"^\| \| after SFT \| after RL \|$", MEASURED, re.MULTILINE)
-    measured = cells(MEASURED.partition(header)[2].splitlines()[2])
-    table = ENGLISH.partition("| right, of held-out questions")[2].partition("\n\n")[0].splitlines()[2:]
-    assert len(table) == 9
-    for column in (1, 2):
-        shown = [figure for row in table for figure in re.split("; ?", cells(row)[column])]
-        assert shown == re.split("; ?", measured[column])
+def test_the_pages_are_written_from_the_records():
+    for page, text in figures.pages(PUBLISHED).items():
+        there = (ROOT / page).read_text(encoding="utf-8")
+        differ = {*there.splitlines()} ^ {*text.splitlines()}
+        assert text == there, f"{page} and docs/figures.toml differ: PYTHONPATH=. python tests/figures.py\n{differ}"
 
 
-def test_every_figure_names_its_machine():
-    sections = [section for section in MEASURED.split("\n## ")[1:] if "| where, when |" in section]
-    assert len(sections) >= 3
-    for section in sections:
-        table = section.partition("| what | figure | where, when |")[2].partition("\n\n")[0]
-        for line in table.splitlines()[2:]:
-            *_, where = cells(line)
-            assert set(re.findall(r"\b[A-Z][A-Za-z]*\d*\b", where)) & MACHINES, line
-            for year in re.findall(r"\d{4}-\d\d-\d\d", where):
-                assert year >= "2026"
-
-
-def test_a_commit_that_is_named_is_in_the_history():
-    named = re.findall(r"commit ([0-9a-f]{7,})", MEASURED)
-    assert named
+def test_every_record_is_complete():
+    """A field is stated or listed as unknown, the machine is one of the page's, a commit is in the history."""
+    names = {table["rows"] for table in PUBLISHED["tables"]} | {"sentences"}
+    records = [record for name in names for record in figures.records(PUBLISHED, name)]
+    for record in records:
+        assert {*FIELDS} - record.keys() == {*record.get("unknown", ())}, record
+        assert {*re.split("; | and ", record.get("machine", "NPU"))} <= MACHINES, record
+        assert re.fullmatch(r"(by )?2026-\d\d-\d\d", record["date"]), record
+        is_checked = record["recipe"] in {run["recipe"] for run in HASHED.values()}
+        assert is_checked or re.match(r"none: \w|\S+ says ", record["recipe"]), record
+        file, says, text = record["recipe"].partition(" says ")
+        assert not says or text in (ROOT / file).read_text(encoding="utf-8"), f"{file} no longer says {text}: {record}"
+        if "minutes" in record:
+            minutes, seconds = map(int, re.findall(r"\d+", record["figure"]))
+            assert record["minutes"] == str(round(minutes + seconds / 60))
+    assert sum(record["recipe"].startswith("none: ") for record in records) <= MOST_WITHOUT_RECIPE
     shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
     if shallow.stdout.strip() != "false":
         pytest.skip("not a checkout with its history")
-    for commit in named:
+    for commit in {record["commit"] for record in records if "commit" in record}:
         known = subprocess.run(["git", "merge-base", "--is-ancestor", commit, "HEAD"], cwd=ROOT, capture_output=True)
         assert known.returncode == 0, commit
 
 
-def test_the_time_of_the_speedrun_is_the_same_everywhere():
-    """In the profile whose flags decide it, and in the table."""
-    (profile,) = re.findall(r"^  cpu\) # (\d+ min \d\d s) .* \((\S+)\)$", (ROOT / "speedrun_npu.sh").read_text(), re.M)
-    seconds, date = profile
-    assert re.search(rf"\| {seconds} \| AMX, {date} \|", MEASURED)
-    minutes = round(int(seconds.split()[0]) + int(seconds.split()[2]) / 60)
-    assert f"{minutes} with AMX" in ENGLISH
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HASHED)
+def test_no_recipe_has_changed(name: str, tmp_path):
+    run = HASHED[name]
+    measured = json.loads(figures.RECIPES.read_text(encoding="utf-8"))[run["recipe"]]
+    assert figures.digest(measured) == run["recipe"]
+    now = figures.recipe_of(run["command"], tmp_path)
+    differ = sorted(one for one in measured.keys() | now.keys() if measured.get(one) != now.get(one))
+    changes = [f"{one} {measured.get(one, 'absent')} -> {now.get(one, 'absent')}" for one in differ]
+    assert not changes, (
+        f"run {name} of docs/figures.toml was measured before: {'; '.join(changes)}. Measure again ({run['command']}), "
+        f'write its figures and recipe = "today", then: PYTHONPATH=. python tests/figures.py'
+    )
 
 
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["en", "zh"])

@@ -5,6 +5,7 @@ Origin are checked, and every response has the strict headers. Payloads in the
 model's text stay text in a real browser, also without the policy that the server sends.
 """
 
+import json
 import re
 import socket
 from collections.abc import Iterator
@@ -23,42 +24,7 @@ from tiny import complaint
 
 from scripts import chat_web
 
-PAYLOADS = [
-    "<script>window.hurt=1;alert(1)</script>",
-    '<img src=x onerror="window.hurt=1">',
-    "<svg onload=window.hurt=1>",
-    "<svg><script>window.hurt=1</script></svg>",
-    '<iframe src="javascript:parent.hurt=1"></iframe>',
-    '<iframe srcdoc="<script>parent.hurt=1</script>"></iframe>',
-    "<details open ontoggle=window.hurt=1>x</details>",
-    "<video><source onerror=window.hurt=1></video>",
-    "<body onload=window.hurt=1>",
-    "<input autofocus onfocus=window.hurt=1>",
-    "<style>*{display:none}</style>",
-    "<link rel=stylesheet href=//evil.example/x.css>",
-    '<meta http-equiv=refresh content="0;url=//evil.example">',
-    "<base href=//evil.example/>",
-    "<form action=//evil.example><button>go</button></form>",
-    '<object data="data:text/html,<script>window.hurt=1</script>"></object>',
-    "<math><mtext><img src=x onerror=window.hurt=1></mtext></math>",
-    "[click](javascript:window.hurt=1)",
-    "[click](JaVaScRiPt:window.hurt=1)",
-    "[click](java\tscript:window.hurt=1)",
-    "[click](data:text/html,<script>window.hurt=1</script>)",
-    "[click](vbscript:msgbox)",
-    "[click](//evil.example/relative)",
-    "[click](/v1/models)",
-    "![picture](https://evil.example/track.png)",
-    '![picture](x" onerror="window.hurt=1)',
-    "<javascript:window.hurt=1>",
-    'https://example.com/"onmouseover="window.hurt=1',
-    '```"><img/src=x/onerror=window.hurt=1>\n</code></pre><script>window.hurt=1</script>\n```',
-    "`</code><img src=x onerror=window.hurt=1>`",
-    "| a | b |\n|---|---|\n| <img src=x onerror=window.hurt=1> | [x](javascript:window.hurt=1) |",
-    "# <img src=x onerror=window.hurt=1>\n> <svg onload=window.hurt=1>\n\n- <b onclick=window.hurt=1>x</b>",
-    "</textarea></script><script>window.hurt=1</script><!--",
-    "{{constructor.constructor('window.hurt=1')()}} ${window.hurt=1}",
-]
+PAYLOADS = json.loads(Path(__file__).with_name("payloads.json").read_text())
 ALLOWED_TAGS = (
     "ARTICLE P BR EM STRONG DEL CODE PRE UL OL LI H2 H3 H4 HR A B BLOCKQUOTE TABLE THEAD TBODY TR TH TD DIV HEADER "
     "SPAN BUTTON svg path"
