@@ -120,12 +120,12 @@ case $profile in
     # A name that no document has is copied piece by piece, and 1,536 tokens are few enough to have met every piece.
     tokenizer=(--vocab_size 1536)
     base=(--depth 4 --head_dim 64 --max_seq_len 512 --device_batch_size 8 --total_batch_size 4096 --num_iterations 200
-      --eval_every 100 --eval_tokens 32768 --save_every 100)
+      --eval_every 100 --eval_tokens 32768 --save_every 100 --log_every 20)
     base_eval=(--eval_tokens 65536 --samples 2) stories=100
     # Chats teach stories as the corpus does, and more besides: most of the time is theirs. Half of pretraining's tokens
     # moved here double what a story has of its order's details, 28% to 58% (one NVIDIA H200, 2026-11-27).
     mid=(--device_batch_size 4 --total_batch_size 2048 --num_iterations 2000 --lr_scale 0.75 --eval_every 1000
-      --eval_tokens 32768 --save_every 1000)
+      --eval_tokens 32768 --save_every 1000 --log_every 100)
     sft=(--device_batch_size 4 --target_examples_per_step 16 --num_iterations 30 --lr_scale 0.1 --eval_every 0
       --save_every 30)
     # Ten steps show the stage. 24 at four times the rate raise the held-out reward from 0.606 to 0.626, within chance,
