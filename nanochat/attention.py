@@ -78,23 +78,21 @@ class Segments:
         return earliest
 
 
-def row_follows(tokens: Tensor) -> Tensor:
-    """`Segments.follows` of rows that are one document each, for tokens (B, T): (1, T)."""
-    return torch.arange(tokens.size(1), device=tokens.device)[None] > 0
-
-
 def offset_masks(tokens: Tensor, segments: Segments | None, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The two masks of `TorchKernels.offset_keys` for tokens (B, T): 1 where a key keeps its own channel, (D,), and 1
-    where it takes the channel of the previous token, (B or 1, T, 1, D).
+    where it takes the channel of the previous token, (B, T, 1, D).
 
     Both are 0 in the slow channels of a document's first token.
     """
     # The rotation turns pairs of channels i and i + D/2, the fast pairs first. So the channels in four quarters are
     # fast, slow, fast, slow. They are computed on the device, because a copy from the host would wait.
-    quarter = torch.arange(head_dim, device=tokens.device) // (head_dim // 4)
-    own = (quarter % 2 == 0).to(dtype)
-    follows = row_follows(tokens) if segments is None else segments.follows
-    return own, follows[..., None, None] * (1 - own)
+    quarter = head_dim // 4
+    own = F.pad(torch.ones(2, quarter, dtype=dtype, device=tokens.device), (0, quarter)).flatten()
+    if segments is None:  # each row is one document
+        B, T = tokens.shape
+        slow = torch.ones(B, T - 1, 1, 2, quarter, dtype=dtype, device=tokens.device)
+        return own, F.pad(slow, (quarter, 0, 0, 0, 0, 0, 1, 0)).flatten(-2)
+    return own, segments.follows.expand(len(tokens), -1)[..., None, None] * (1 - own)
 
 
 def causal_mask(

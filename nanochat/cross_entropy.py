@@ -135,8 +135,7 @@ def _chunk_gradients(
     slice_tokens: int | None, in_fp32: bool = True,
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:  # fmt: skip
     """The losses of each chunk, and the gradients of the sum of weights (N,) x losses in hidden and in the matrix."""
-    # A frozen head (lora.py) needs no gradient, which would be as large as the head in fp32.
-    grad_weight = torch.zeros(matrix.shape, device=matrix.device) if ctx.needs_input_grad[1] else None
+    grad_weight = None
     all_losses = []
     grad_hidden = []
     # The device decides the sizes of chunks and slices (`loss_tokens` in kernels/). An accelerator gets a few large
@@ -149,9 +148,11 @@ def _chunk_gradients(
         # Back through the product h @ W.T: one product for the gradient of h, one for the gradient of W. The chunks
         # share W, so its gradients add up, in fp32 because bf16 would lose the small ones.
         grad_hidden.append(grad @ matrix)  # (n, W)
-        if grad_weight is not None:
-            grad_weight += grad.T @ h  # (V, W)
-    return all_losses, torch.cat(grad_hidden), grad_weight
+        # A frozen head (lora.py) needs no gradient, which would be as large as the head in fp32.
+        if ctx.needs_input_grad[1]:
+            product = grad.T @ h  # (V, W)
+            grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
+    return all_losses, torch.cat(grad_hidden) if len(grad_hidden) > 1 else grad_hidden[0], grad_weight
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -169,10 +170,7 @@ class _SummedLoss(torch.autograd.Function):
         chunks, grad_hidden, grad_weight = _chunk_gradients(ctx, hidden, matrix, targets, ones, *options)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
-        loss = torch.zeros((), device=hidden.device)
-        for losses in chunks:
-            loss = loss + losses.sum()
-        return loss
+        return torch.cat(chunks).sum()
 
     @staticmethod
     def backward(ctx, *grads: Tensor):

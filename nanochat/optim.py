@@ -217,9 +217,10 @@ class Muon:
 
     def update(self, settings: Settings) -> None:
         """Move the weights of this group's shares."""
+        portion = (1 - self.group.betas[1]) * settings.ok  # by which the second moments move
         for stack in self.stacks:
             # An update needs its whole matrix. Where a rank has only rows of each, the rows travel there and back.
-            update, size = self.direction(stack, self.exchange.to_owners(stack), settings)
+            update, size = self.direction(stack, self.exchange.to_owners(stack), settings, portion)
             held, update, size = self.exchange.to_holders(stack, update, size)
             if not held:
                 continue
@@ -229,10 +230,10 @@ class Muon:
             rate = self.group.learning_rate * settings.lr_scale * max(1.0, rows / columns) ** 0.5
             decay = self.group.weight_decay * settings.weight_decay_scale
             weights = [part.weight() for part in held]
-            moved = _move(torch.cat(weights).view_as(update), update, size, rate * settings.ok, decay)
+            moved = _move(torch.cat(weights).view_as(update), update, size, rate, settings.ok, decay)
             copy_each(weights, moved.view(-1, columns).split([len(weight) for weight in weights]))
 
-    def direction(self, stack: Stack, grad: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    def direction(self, stack: Stack, grad: Tensor, settings: Settings, portion: Tensor) -> tuple[Tensor, Tensor]:
         """The updates of this rank's matrices (owned, rows, columns), and the mean size of each (owned, 1, 1)."""
         if not stack.owned:
             return grad, grad.new_empty(0, 1, 1)
@@ -256,7 +257,7 @@ class Muon:
         # restore the norm of the matrix (source: Li et al. 2025, NorMuon, arXiv 2510.05491).
         rows, columns = stack.shape
         square = update.square().mean(dim=-1 if rows >= columns else -2, keepdim=True)
-        stack.second_moment.lerp_(square, (1 - self.group.betas[1]) * settings.ok)
+        stack.second_moment.lerp_(square, portion)
         second_moment = stack.second_moment.clamp(min=1e-10)
         # The mean square of each matrix, before and after its neurons are divided by their sizes. The quotient of the
         # two is also the quotient of the squared norms.
@@ -267,7 +268,7 @@ class Muon:
         return update, size
 
 
-def _move(weight: Tensor, update: Tensor, size: Tensor, rate: Tensor, decay: float) -> Tensor:
+def _move(weight: Tensor, update: Tensor, size: Tensor, rate: float, ok: Tensor, decay: float) -> Tensor:
     """Move matrices, or rows of them, in place; `size` is the mean size of the update of their matrix."""
     # Cautious weight decay: only where it pulls the same way as the update (source: Chen et al. 2025, arXiv
     # 2510.12402). With a hard switch at zero, rounding would grow: rows that are summed in two orders differ by 1e-4
@@ -276,7 +277,7 @@ def _move(weight: Tensor, update: Tensor, size: Tensor, rate: Tensor, decay: flo
     if decay:
         agreement = (update * weight.sign() / size).clamp(0, 1 / 4)
         update.addcmul_(weight, agreement, value=4 * decay)
-    return weight.addcmul_(update, rate, value=-1)
+    return weight.addcmul_(update, ok, value=-rate)
 
 
 def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -18,7 +18,7 @@ def cast_together(model: GPT, dtype: torch.dtype) -> Iterator[None]:
     """Inside the block, products read their weights from one copy of all weights in `dtype`. Weights must not change.
 
     This takes a few launches per step, instead of one per product and micro-batch. The backward pass holds the copies
-    in any case. Under FSDP, which casts the gathered weights itself, nothing happens.
+    in any case, and casts gradients together too. Under FSDP, which casts the gathered weights itself, nothing happens.
     """
     if is_sharded(model):
         yield
@@ -26,13 +26,13 @@ def cast_together(model: GPT, dtype: torch.dtype) -> Iterator[None]:
     # Linear layers, and the experts' (experts/layer.py): every module that multiplies by a cast of its weight.
     linears: list[Any] = [m for m in model.modules() if hasattr(m, "cast") and m.weight.dtype != dtype]
     # A bucket at a time: one row of all weights in fp32 would leave a large hole in the device's memory.
-    buckets: dict[int, list[Any]] = {}
+    buckets: dict[tuple[int, bool], list[Any]] = {}
     elements = 0
     for linear in linears:
         elements += linear.weight.numel()
-        buckets.setdefault(elements // BUCKET_ELEMENTS, []).append(linear)
+        buckets.setdefault((elements // BUCKET_ELEMENTS, linear.weight.requires_grad), []).append(linear)
     for bucket in buckets.values():
-        weights = [linear.weight.detach() for linear in bucket]
+        weights = [linear.weight for linear in bucket]
         flat = torch.cat([weight.flatten() for weight in weights]).to(dtype)
         for linear, cast in zip(bucket, split_like(flat, weights), strict=True):
             linear.cast = cast

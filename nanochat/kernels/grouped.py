@@ -78,16 +78,13 @@ def grouped_product(
     operators: GroupedOperators, x: Tensor, weight: Tensor, groups: Groups, cast: Tensor | None = None
 ) -> Tensor:
     """The same as `loop_product` with a device's grouped operators, which do not wait for the counts."""
-    return _GroupedProduct.apply(x, weight, cast, groups, operators)  # type: ignore[no-any-return]
+    return _GroupedProduct.apply(x, weight if cast is None else cast, groups, operators)  # type: ignore[no-any-return]
 
 
 class _GroupedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx, x: Tensor, weight: Tensor, cast: Tensor | None, groups: Groups, operators: GroupedOperators
-    ) -> Tensor:
-        matrices = weight.to(x.dtype) if cast is None else cast
-        matrices = matrices.unflatten(0, (len(groups.counts), -1))  # (E, O, I)
+    def forward(ctx, x: Tensor, weight: Tensor, groups: Groups, operators: GroupedOperators) -> Tensor:
+        matrices = weight.to(x.dtype).unflatten(0, (len(groups.counts), -1))  # (E, O, I)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, matrices)  # a frozen weight needs no x (lora.py)
         ctx.weight_dtype = weight.dtype
         ctx.groups = groups
@@ -105,4 +102,4 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weight = ctx.operators.columns_by_rows(grad, x, ctx.groups)  # (E, O, I)
             grad_weight = grad_weight.flatten(0, 1).to(ctx.weight_dtype)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nanochat.attention import Segments, row_follows
+from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPTConfig
 from nanochat.ground.cli import UserError
@@ -70,7 +70,9 @@ class RowPart:
     @property
     def follows(self) -> Tensor:
         """`Segments.follows` of the whole rows, which are what attention reads."""
-        return row_follows(self.tokens) if self.documents is None else self.documents.follows
+        if self.documents is None:
+            return torch.arange(self.tokens.size(1), device=self.tokens.device)[None] > 0
+        return self.documents.follows
 
 
 @dataclass(frozen=True)

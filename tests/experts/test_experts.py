@@ -126,7 +126,7 @@ def test_the_loop_is_the_grouped_product_to_the_bit(dtype, counts, frozen):
     groups = Groups(16, torch.tensor(counts))
     assert groups.ends.tolist() == torch.tensor(counts).cumsum(0).tolist() and groups.ends.dtype == torch.int32
     results = []
-    for cast in (None, weight.detach().to(dtype)):
+    for cast in (None, weight.to(dtype)):
         for y in (
             loop_product(product, x, weight, groups, cast),
             grouped_product(GroupedOperators(), x, weight, groups, cast),

@@ -65,7 +65,7 @@ ONLY_ON_A_CPU = """
 """
 # The quick form's commands, and what only others call.
 MODEL_COMMANDS = "tok,base,mid,sft,fp32"
-ELSEWHERE = "gpt.ScalarHead.forward gpt.GPT.gradient_order attention.row_follows"
+ELSEWHERE = "gpt.ScalarHead.forward gpt.GPT.gradient_order"
 REFUSALS = ("require_", "check_")  # functions that do nothing but raise
 
 

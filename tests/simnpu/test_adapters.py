@@ -74,7 +74,7 @@ def waits(records: list[Record]) -> int:
 
 def test_launches_and_waits(depth_12: Measured):
     results, log = depth_12
-    assert launches(log["step"]) <= 959 and waits(log["step"]) == 0
+    assert launches(log["step"]) <= 898 and waits(log["step"]) == 0
     assert waits(log["log line of a step"]) == 1
     assert launches(log["token"]) <= 241 and waits(log["token"]) == 1
     assert results[2] <= 395 * 1024, "bytes kept for the backward pass of a token"
@@ -85,9 +85,9 @@ def test_launches_of_a_step_of_adapters(measure):
     """Of all matrices of Qwen3 0.6B: the model's own operators, and 28 for the adapters of each layer."""
     step = call("adapters_step", rows=8, tokens=2048, rank=8)
     _, log = measure(step, {**step, "arguments": {**step["arguments"], "micro_batches": 2}})
-    assert launches(log["step of adapters, 1"]) <= 2301 and waits(log["step of adapters, 1"]) == 0
+    assert launches(log["step of adapters, 1"]) <= 2264 and waits(log["step of adapters, 1"]) == 0
     # A second micro-batch casts no adapters again; it adds its gradients to those of the first, one by one.
-    assert launches(log["step of adapters, 2"]) - launches(log["step of adapters, 1"]) <= 2575
+    assert launches(log["step of adapters, 2"]) - launches(log["step of adapters, 1"]) <= 2538
 
 
 def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measure):
@@ -263,4 +263,4 @@ def test_experts_take_no_wait(measure):
     products = [record for record in log["step"] if "GroupedMatmul" in record.what]
     assert len(products) == 4 * 6  # two products of a block, each once forward and twice backward
     assert waits(log["step"]) == 0 and not [record.what for record in log["step"] if on_ai_cpu(record)]
-    assert launches(log["step"]) - launches(dense["step"]) <= 170  # 42 a block, forward, backward and update
+    assert launches(log["step"]) - launches(dense["step"]) <= 181  # 45 a block, forward, backward and update
