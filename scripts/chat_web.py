@@ -87,7 +87,7 @@ def main(config: Config) -> None:
 
 def serve(config: Config, listener: socket.socket) -> None:
     """Serve until a signal ends the process. Raises the error with which loading the model failed."""
-    from nanochat.serve.app import GRACE_SECONDS
+    from nanochat.serve.state import GRACE_SECONDS
 
     failures: list[BaseException] = []
 

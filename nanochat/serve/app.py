@@ -38,17 +38,15 @@ from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.ground.cli import UserError
 from nanochat.sampling import NEUTRAL
 from nanochat.serve import prompts, schema
-from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.middleware import CLIENT_LEFT, AccessMiddleware, http_error, read_limited
 from nanochat.serve.page import StaticFile, content_policy, load_page
 from nanochat.serve.replies import ChunkQueue, Reply, Waker, make_serializer
-from nanochat.serve.state import STUCK_SECONDS, LoadedModel, ServerState, closing_at_signals
+from nanochat.serve.state import LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
 BODIES = (schema.ChatBody, schema.CompletionBody, schema.TokenizeBody, schema.DetokenizeBody, schema.UpdateWeightsBody)
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-GRACE_SECONDS = 7.0  # running replies have so long to finish when the server closes; see state.EXIT_SECONDS
 
 
 def create_app(
@@ -57,9 +55,6 @@ def create_app(
     api_key: str | None = None,
     hosts: Sequence[str] = LOOPBACK,
     origins: Sequence[str] = (),
-    grace: float = GRACE_SECONDS,
-    stall_seconds: float = STALL_SECONDS,
-    stuck_seconds: float = STUCK_SECONDS,
     on_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> FastAPI:
     """The ASGI application. `load` runs on a thread once the server has started; until it returns, /ready responds 503.
@@ -68,7 +63,7 @@ def create_app(
     use it. `on_failure` is called with the error when the model could not be loaded or its device stopped working.
     """
     disable_created_metrics()  # drops the creation time of each metric
-    state = ServerState(load, grace, on_failure, stuck_seconds)
+    state = ServerState(load, on_failure)
     files = load_page()
 
     @contextlib.asynccontextmanager
@@ -84,7 +79,6 @@ def create_app(
         default_response_class=schema.EncodedResponse,
     )  # fmt: skip
     app.state.nanochat = state
-    app.state.stall_seconds = stall_seconds
     app.add_middleware(
         AccessMiddleware,
         responses=state.responses,
@@ -225,7 +219,6 @@ async def _generate(
         streams,
         prompt_tokens=[len(prompt.ids) for prompt in encoded],
         as_events=bool(body.stream),
-        stall_seconds=request.app.state.stall_seconds,
     )
 
 

@@ -27,6 +27,7 @@ from starlette.types import Receive, Scope, Send
 
 from nanochat.conversation import text_of
 from nanochat.ground.log import print0
+from nanochat.serve.listener import STALL_SECONDS
 from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 from nanochat.serve.schema import ApiError, ChatBody, CompletionBody, RequestBody, encode
 from nanochat.serve.state import LoadedModel
@@ -420,7 +421,7 @@ def _token_name(token: dict[str, Any]) -> str:
 class Reply(Response):
     """The response to one HTTP request, whole or as a stream of events, unless its client leaves first.
 
-    `stall_seconds` limits the time for which a client of a stream may read nothing. Starlette's StreamingResponse would
+    STALL_SECONDS limits the time for which a client of a stream may read nothing. Starlette's StreamingResponse would
     wait for it for ever.
     """
 
@@ -429,7 +430,6 @@ class Reply(Response):
     streams: Sequence[Stream]
     prompt_tokens: Sequence[int]  # for each prompt, whose choices are neighbours in `streams`
     as_events: bool
-    stall_seconds: float
     background: BackgroundTask | None = None  # Starlette's
     running: int = field(init=False)  # streams that have not ended
 
@@ -468,13 +468,13 @@ class Reply(Response):
         assert task is not None
 
         def drop() -> None:
-            print0(f"dropped a client that read nothing for {self.stall_seconds:g} s")
+            print0(f"dropped a client that read nothing for {STALL_SECONDS:g} s")
             task.cancel()
 
         async def write(events: bytes, more_body: bool = True) -> None:
             if not events and more_body:
                 return
-            timer = loop.call_later(self.stall_seconds, drop)  # a timeout context takes 10 us more
+            timer = loop.call_later(STALL_SECONDS, drop)  # a timeout context takes 10 us more
             try:
                 # Waits for a slow client.
                 await send({"type": "http.response.body", "body": events, "more_body": more_body})

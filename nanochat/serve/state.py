@@ -23,6 +23,7 @@ from nanochat.serve.scheduler import Overloaded, Scheduler, log_place
 from nanochat.serve.schema import ApiError
 from nanochat.tokenizer import Tokenizer
 
+GRACE_SECONDS = 7.0  # running replies have so long to finish when the server closes
 STUCK_SECONDS = 60.0  # a step takes less than a second; the first ones on an NPU compile kernels
 EXIT_SECONDS = 9.5  # after the signal to end; supervisors kill after 10
 
@@ -71,17 +72,15 @@ class LoadedModel:
 class ServerState:
     """State that the loading thread, the signal to end and the event loop write, and the routes read.
 
-    `load` returns the default model, which has the others. `grace` is the time in seconds for running replies when the
-    server closes. `on_failure` is called with the error when a model could not be loaded or the device stopped working.
-    After `stuck_seconds` in which no request moved, the server is not ready, and its log names the place.
+    `load` returns the default model, which has the others. `on_failure` is called with the error when a model could not
+    be loaded or the device stopped working. After STUCK_SECONDS in which no request moved, the server is not ready, and
+    its log names the place.
     """
 
     def __init__(
         self,
         load: Callable[[], LoadedModel],
-        grace: float,
         on_failure: Callable[[BaseException], None],
-        stuck_seconds: float = STUCK_SECONDS,
     ):
         self.model: LoadedModel | None = None
         self.closing = False
@@ -98,9 +97,7 @@ class ServerState:
         ready.set_function(lambda: self.is_ready)
         self.registry.register(self)
         self._load = load
-        self._grace = grace
         self._on_failure = on_failure
-        self._stuck_seconds = stuck_seconds
 
     def load(self) -> None:
         """Load the model; runs on a separate thread.
@@ -121,10 +118,10 @@ class ServerState:
         was_stuck = False
         thread = model.scheduler.thread
         while thread.is_alive():
-            thread.join(min(1.0, self._stuck_seconds / 4))
+            thread.join(min(1.0, STUCK_SECONDS / 4))
             is_stuck = self.is_stuck
             if is_stuck and not was_stuck:
-                log_place(f"no request has moved for {self._stuck_seconds:g} s; the device's thread is at", thread)
+                log_place(f"no request has moved for {STUCK_SECONDS:g} s; the device's thread is at", thread)
             was_stuck = is_stuck
         if not self.closing:
             error = UserError("the device takes no more work, see the error above: restart the server")
@@ -181,7 +178,7 @@ class ServerState:
         """Let running replies finish within the grace, and end the others; blocks. May be called more than once."""
         self.closing = True
         if self.model is not None:
-            self.model.scheduler.close(self._grace)
+            self.model.scheduler.close(GRACE_SECONDS)
 
     def device_thread(self) -> threading.Thread | None:
         """The device's thread, of all models; None before they are loaded."""
@@ -191,7 +188,7 @@ class ServerState:
     def is_stuck(self) -> bool:
         """Whether no request of some model has moved for too long."""
         models = () if self.model is None else self.model.all
-        return any(one.scheduler.stalled_seconds > self._stuck_seconds for one in models)
+        return any(one.scheduler.stalled_seconds > STUCK_SECONDS for one in models)
 
     @property
     def is_ready(self) -> bool:

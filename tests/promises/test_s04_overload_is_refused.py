@@ -170,11 +170,12 @@ def test_a_body_of_one_byte_chunks_is_parsed_a_little_at_a_time(monkeypatch: pyt
     assert sum(sizes) == len(head + chunks) and max(sizes) <= 1 << 15
 
 
-def test_a_reader_that_stops_is_dropped_and_the_others_continue():
+def test_a_reader_that_stops_is_dropped_and_the_others_continue(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("nanochat.serve.replies.STALL_SECONDS", 0.4)
     scheduler = FakeScheduler(slots=2, queue=0, tick=0.001, word="x" * 20_000)
     body = {**HELLO, "stream": True, "max_tokens": 450}
     content = json.dumps(body).encode()
-    with serving(make_app(scheduler, stall_seconds=0.4)) as port, socket.socket() as stopped:
+    with serving(make_app(scheduler)) as port, socket.socket() as stopped:
         stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         stopped.connect(("127.0.0.1", port))
         stopped.sendall(head_of(CHAT, len(content)) + content)

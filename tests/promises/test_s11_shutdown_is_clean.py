@@ -33,7 +33,8 @@ def serve(port_to: Any, hangs: bool) -> None:
     """In another process: the app as `chat_web.serve` runs it, over replies of known length or a device that hangs."""
     scheduler = wedged_scheduler(threading.Event()) if hangs else FakeScheduler(slots=20, queue=4, tick=0.005)
     state.EXIT_SECONDS = 2.0 if hangs else state.EXIT_SECONDS
-    chat_web.make_app = lambda config, on_failure: make_app(scheduler, grace=1.0)
+    state.GRACE_SECONDS = 1.0
+    chat_web.make_app = lambda config, on_failure: make_app(scheduler)
     with listening("127.0.0.1", 0) as listener:
         port_to.send(listener.getsockname()[1])
         chat_web.serve(chat_web.Config(), listener)

@@ -32,10 +32,11 @@ def test_the_limits_are_the_promised_ones():
     assert state.STUCK_SECONDS <= 60 and state.EXIT_SECONDS < 10
 
 
-def test_a_device_that_hangs_is_not_ready_and_its_place_is_logged(caplog: pytest.LogCaptureFixture):
+def test_a_device_that_hangs_is_not_ready_and_its_place_is_logged(caplog, monkeypatch):
+    monkeypatch.setattr(state, "STUCK_SECONDS", 0.5)
     release = threading.Event()
     scheduler = wedged_scheduler(release)
-    with serving(make_app(scheduler, stuck_seconds=0.5)) as port:
+    with serving(make_app(scheduler)) as port:
         base = f"http://127.0.0.1:{port}"
         assert httpx.get(f"{base}/ready").status_code == 200
         scheduler.submit(Request((0,), 1))
