@@ -212,9 +212,9 @@ class Task:
         text = text_of(reply).strip()
         return (text[:1] if self.kind == "choice" else text) == example.answer
 
-    def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | tuple[int, int]]:
-        """What else there is to say about an evaluation's replies, by name; often nothing. A number from 0 to 1, or a
-        count of how many replies and of how many: a share with an interval."""
+    def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | Sequence[float | None]]:
+        """What else there is to say about an evaluation's replies, by name; often nothing. A number from 0 to 1 for all
+        of them, or for each (None: it does not count), whose mean has an interval."""
         return {}
 
     def reward(self, example: Example, reply: Sequence[Part]) -> float:

@@ -47,9 +47,8 @@ def main(config: Config) -> None:
     # The heavy imports are here so that --help answers at once.
     from nanochat import device as devices
     from nanochat.checkpoint_manager import load_model
-    from nanochat.conversation import parts_of
     from nanochat.engine import Engine
-    from nanochat.evals.chat_tasks import Graded, chat_core, evaluate, graded_choices, readable, short_chat
+    from nanochat.evals.chat_tasks import Graded, Settings, chat_core, evaluate, graded_choices, short_chat
     from nanochat.model_folder import tag_of
     from nanochat.report.summary import PLACES, by_place
     from nanochat.tasks.flag import Reading, open_task
@@ -68,18 +67,15 @@ def main(config: Config) -> None:
     print0(f"model: {meta['folder']}, step {meta['step']}")
 
     # ------------------------------------------------------------------ each task, then a table of them all
-    sizes = {"max_examples": config.max_examples, "samples": config.samples, "max_tokens": config.max_tokens}
+    settings = Settings(sampling, config.device_batch_size, config.max_examples, config.samples, config.max_tokens)
     results: dict[str, dict[str, Any]] = {}
     shown: list[tuple[str, Graded]] = []
     rows: list[list[str]] = []
-    measured: list[str] = []
+    columns = ("task", "accuracy", "95% interval", PLACES, "guessing", "questions", "too long", "cut off", "seconds")
     with Bar("tasks", len(tasks)) as finished:
         for name, task in tasks.items():
             finished.note = name
-            result, replies = evaluate(
-                task, model, engine, **sizes, batch_rows=config.device_batch_size, sampling=sampling,
-                keep=config.show,
-            )  # fmt: skip
+            result, replies = evaluate(task, model, engine, settings, config.show)
             finished.done += 1
             interval = f"{result.low:.1%} - {result.high:.1%}"
             counts = [f"{count:,}" for count in (result.questions, result.too_long, result.cut_off)]
@@ -87,30 +83,22 @@ def main(config: Config) -> None:
             rows.append([name, *accuracy, *counts, f"{result.seconds:.1f}"])
             found = asdict(result)
             measures = found.pop("measures")
+            for measure, share in measures.items():
+                if not measure.endswith(("_low", "_high")):
+                    ends = [f"{measures[end]:.1%}" for end in (f"{measure}_low", f"{measure}_high") if end in measures]
+                    words = f"{name}: {measure.replace('_', ' ')}"
+                    rows.append([words, f"{share:.1%}", " - ".join(ends), *[""] * (len(columns) - 3)])
+            asked = {key: value for key, value in asdict(settings).items() if key not in ("sampling", "batch_rows")}
             own = {"file": files[name]} if files[name] else {}  # another file is another measurement
-            results[name] = {**found, **measures, "settings": {**sizes, **asdict(sampling), **own}}
-            if measures:
-                shares = [
-                    f"{measure.replace('_', ' ')} {value:.1%}"
-                    for measure, value in measures.items()
-                    if not measure.endswith(("_low", "_high"))
-                ]
-                measured.append(f"{name}: {', '.join(shares)}")
+            results[name] = {**found, **measures, "settings": {**asked, **asdict(sampling), **own}}
             shown += [(name, reply) for reply in replies]
-    lost = ("too long", "cut off")
-    columns = ("task", "accuracy", "95% interval", PLACES, "guessing", "questions", *lost, "seconds")
-    print_table(columns, rows, optional=("guessing", *lost))
-    for line in measured:
-        print0(line)
+    print_table(columns, rows, optional=("guessing", "too long", "cut off"))
 
     # ------------------------------------------------------------------ print one reply per task
-    for name in tasks:
-        graded = next((reply for task, reply in shown if task == name), None)  # the others are in the report
-        if graded is None or config.table_only:
-            continue
-        print0(f"\n{name}, {'right' if graded.correct else 'wrong'}")
-        for message in (*graded.messages, {"role": "assistant", "content": graded.reply}):
-            print_message(message["role"], readable(parts_of(message["content"])))
+    first = {} if config.table_only else dict(reversed(shown))  # the others are in the report
+    for name, graded in reversed(first.items()):
+        reply = {"role": "assistant", "content": graded.reply}
+        print_chat(f"{name}, {'right' if graded.correct else 'wrong'}", [*graded.messages, reply])
 
     # ------------------------------------------------------------------ merge with earlier tasks of this step
     stage = config.source.partition("/")[0]  # of sft/TAG/step_100, too
@@ -128,9 +116,7 @@ def main(config: Config) -> None:
             own = SamplingParams(**meta["sampling"])
             report["chat"] = short_chat(engine, own, config.max_tokens)
             if not config.table_only:
-                print0("\na chat:")
-                for message in report["chat"]:
-                    print_message(message["role"], readable(parts_of(message["content"])))
+                print_chat("a chat:", report["chat"])
         everything = report["tasks"]
         report["chatcore"] = chat_core((task["accuracy"], task["baseline"]) for task in everything.values())
         earlier = sum(task is not results.get(name) for name, task in everything.items())
@@ -144,9 +130,12 @@ def main(config: Config) -> None:
     devices.shutdown(device)
 
 
-def print_message(role: str, text: str) -> None:
-    text = text.replace("\n", "\n    ")
-    print0(f"  {role}: {text}")
+def print_chat(title: str, messages: list[Any]) -> None:
+    from nanochat.evals.chat_tasks import readable
+
+    print0(f"\n{title}")
+    for message in messages:
+        print0(f"  {message['role']}: {readable(message['content'])}".replace("\n", "\n    "))
 
 
 def merge(path: Path, report: dict[str, Any]) -> dict[str, Any]:

@@ -82,16 +82,16 @@ class Stories(WalkTask):
         followed = [check.facts.get(role) == words for role, words in example.answer.items()] or [check.ok]
         return (check.ok + sum(followed) / len(followed)) / (4 if is_told_again(example, check) else 2)
 
-    def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | tuple[int, int]]:
-        """How many replies hold together; have the name, the kind and the trait of their order, of those whose order
-        names any; have all of an order with other details. How varied the replies are (`distinct_grams`)."""
+    def measures(self, replies: Sequence[tuple[Example, Sequence[Part]]]) -> dict[str, float | Sequence[float | None]]:
+        """Which replies hold together; have the name, the kind and the trait of their order, where it names any; have
+        all of an order with other details. How varied the replies are (`distinct_grams`)."""
         checks = [(example, checked(example, reply)) for example, reply in replies]
-        who = [is_followed(example, check, WHO) for example, check in checks if example.answer.keys() & WHO]
-        details = [is_followed(example, check) for example, check in checks if example.answer.keys() - WHO]
+        who = [is_followed(example, check, WHO) if example.answer.keys() & WHO else None for example, check in checks]
+        details = [is_followed(example, check) if example.answer.keys() - WHO else None for example, check in checks]
         return {
-            "holds_together": (sum(check.ok for _, check in checks), len(checks)),
-            "order_followed": (sum(who), len(who)),
-            "details_followed": (sum(details), len(details)),
+            "holds_together": [check.ok for _, check in checks],
+            "order_followed": who,
+            "details_followed": details,
             "distinct_4grams": distinct_grams([text_of(reply) for _, reply in replies]),
         }
 

@@ -16,8 +16,11 @@ Legend: B rows, T tokens, C width, L letters, V vocab.
 
 import random
 import time
+import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -27,11 +30,11 @@ from nanochat.chat import Chat
 from nanochat.conversation import Message, Part, fit_prompt, parse_reply, parts_of, render_prompt
 from nanochat.device import Device
 from nanochat.engine import Ending, Engine, ending
-from nanochat.evals.core import wilson_interval
+from nanochat.evals.paired import wilson_interval
 from nanochat.gpt import GPT
 from nanochat.ground.cli import Failed, UserError
 from nanochat.ground.screen import track
-from nanochat.ranks import gather_values, sum_over_ranks
+from nanochat.ranks import gather_values
 from nanochat.rollout import EngineSampler, play
 from nanochat.sampling import SamplingParams, seed_of
 from nanochat.task import Example, Kind, Task
@@ -40,6 +43,17 @@ from nanochat.tasks.messages import next_reply
 from nanochat.tokenizer import Tokenizer
 
 ORDER_SEED = 1337  # shuffles the examples: the first N are the same N for every model, and from every subject
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the questions are asked."""
+
+    sampling: SamplingParams
+    batch_rows: int  # prompts at once
+    max_examples: int | None = None
+    samples: int = 1  # replies to each question
+    max_tokens: int = 512  # of a reply
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,7 @@ class Result:
     places: list[tuple[int, int]]  # right replies, of all to a first, to a second, and to a later message of a chat
     seconds: float
     measures: dict[str, float] = field(default_factory=dict)  # what else the task says about the replies
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # the accuracy and measures by `Question.key`
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,7 @@ class Graded:
     messages: list[Message]
     reply: list[Part]
     correct: bool
+    reward: float
     number: int  # the question's number among the task's examples in their order
     ending: Ending
 
@@ -89,63 +105,51 @@ def graded_choices(text: str) -> list[TaskSpec]:
 # ---------------------------------------------------------------------- one task
 
 
-def evaluate(
-    task: Task,
-    model: GPT,
-    engine: Engine,
-    *,
-    batch_rows: int,
-    sampling: SamplingParams,
-    max_examples: int | None = None,
-    samples: int = 1,
-    max_tokens: int = 512,
-    keep: int = 0,
-) -> tuple[Result, list[Graded]]:
+def evaluate(task: Task, model: GPT, engine: Engine, settings: Settings, keep: int) -> tuple[Result, list[Graded]]:
     """Grade a model on the first `max_examples` of a task's shuffled examples, shared out over the ranks.
 
-    `engine` generates with the model's weights, `batch_rows` prompts at once, `samples` replies to each question;
-    the accuracy is the mean over all of them (pass@1). Also returned: the first replies to up to `keep` questions,
-    in the order of the examples, of those that this rank graded. The result is the same on every rank.
-    Raises UserError: when the task has no examples, or letters that are not one token each.
+    `engine` generates with the model's weights; the accuracy is the mean over all replies (pass@1). Also returned: the
+    first replies to up to `keep` questions, in the order of the examples, of those that this rank graded. The result is
+    the same on every rank. Raises UserError: when the task has no examples, or letters that are not one token each.
     """
     began = time.monotonic()
     context = model.config.sequence_len
     if not len(task):
         raise UserError(f"--tasks {task.name}: it has no examples")
-    count = len(task) if max_examples is None else min(max_examples, len(task))
+    count = len(task) if settings.max_examples is None else min(settings.max_examples, len(task))
     questions = draw_questions(task, engine.tokenizer, context, count)
     if task.kind == "choice":
-        samples = 1
+        settings = replace(settings, samples=1)
     if type(task).environment is not Task.environment:
-        answers = play_episodes(task, questions, engine, batch_rows, sampling, samples, max_tokens, context)
+        answers = play_episodes(task, questions, engine, settings, context)
     else:
-        answers = answer_questions(task, questions, model, engine, batch_rows, sampling, samples, max_tokens)
+        answers = answer_questions(task, questions, model, engine, settings)
 
-    # Add up over the ranks. A question that does not fit counts as wrong.
-    places = {question.number: question.place for question in questions}
-    counts = [0] * 7  # replies by place, right ones by place, cut off
-    for answer in answers:
-        counts[places[answer.number]] += 1
-        if answer.correct:
-            counts[places[answer.number] + 3] += 1
-        if answer.ending == "cut off":
-            counts[-1] += 1
-    counts_here = torch.tensor(counts, dtype=torch.float32, device=engine.device.torch_device)
-    *counts, cut_off = map(int, sum_over_ranks(counts_here, engine.device).tolist())
-    right = sum(counts[3:])
-    total = count * samples
-    low, high = wilson_interval(right / samples, count)  # counts questions: each is a mean over samples
-    measures: dict[str, float] = {}
-    if type(task).measures is not Task.measures:  # most tasks have none: their replies stay on their ranks
-        examples = {question.number: question.example for question in questions}
-        replies = [(answer.number, answer.reply) for answer in answers]
-        everywhere = [reply for rank in gather_values(replies, engine.device) for reply in rank]
-        everywhere.sort(key=lambda found: found[0])
-        measures = with_intervals(task.measures([(examples[number], reply) for number, reply in everywhere]))
+    # All ranks get all replies with their grades.
+    here = [asdict(replace(answer, messages=[])) for answer in answers]
+    graded = [Graded(**answer) for rank in gather_values(here, engine.device) for answer in rank]
+    graded.sort(key=lambda answer: answer.number)
+    asked = {question.number: question for question in questions}
+    keys = [asked[answer.number].key for answer in graded]
+    right = [answer.correct for answer in graded]
+    measured = {"accuracy": right, **task.measures([(asked[one.number].example, one.reply) for one in graded])}
+    if (rewards := [answer.reward for answer in graded]) != right:
+        measured["reward"] = rewards
+    scores = {name: by_question(keys, values) for name, values in measured.items() if isinstance(values, Sequence)}
+    del measured["accuracy"]
+    places = []
+    for place in range(3):
+        found = [answer.correct for answer in graded if asked[answer.number].place == place]
+        places.append((sum(found), len(found)))
+    # A question that does not fit counts as wrong. The interval is over questions: each is a mean over samples.
+    total = count * settings.samples
+    accuracy = sum(right) / total
+    low, high = wilson_interval(count * accuracy, count)
     result = Result(
-        kind=task.kind, correct=right, total=total, questions=count, accuracy=right / total, low=low,
-        high=high, baseline=task.baseline, too_long=count - len(questions), cut_off=cut_off,
-        places=list(zip(counts[3:], counts[:3], strict=True)), seconds=time.monotonic() - began, measures=measures,
+        kind=task.kind, correct=sum(right), total=total, questions=count, accuracy=accuracy, low=low,
+        high=high, baseline=task.baseline, too_long=count - len(questions), places=places,
+        cut_off=sum(answer.ending == "cut off" for answer in graded), seconds=time.monotonic() - began,
+        measures=with_intervals(measured), scores=scores,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
     for answer in sorted(answers, key=lambda answer: answer.number):
@@ -153,31 +157,37 @@ def evaluate(
     return result, list(first_replies.values())[:keep]
 
 
-def with_intervals(measures: Mapping[str, float | tuple[int, int]]) -> dict[str, float]:
-    """Counts as shares with the ends of their 95% intervals, NAME_low and NAME_high; without what nothing was counted
-    for."""
+def with_intervals(measures: Mapping[str, float | Sequence[float | None]]) -> dict[str, float]:
+    """The mean of each measure and, of values from 0 to 1, the ends of its 95% interval, NAME_low and NAME_high. Graded
+    values vary less than right and wrong do at the same mean: their interval is too wide rather than too narrow."""
     found: dict[str, float] = {}
     for name, value in measures.items():
-        if not isinstance(value, tuple):
+        if not isinstance(value, Sequence):
             found[name] = value
-        elif value[1]:
-            found[name] = value[0] / value[1]
-            found[f"{name}_low"], found[f"{name}_high"] = wilson_interval(*value)
+        elif values := [one for one in value if one is not None]:
+            found[name] = fmean(values)
+            if 0 <= min(values) <= max(values) <= 1:
+                found[f"{name}_low"], found[f"{name}_high"] = wilson_interval(sum(values), len(values))
     return found
+
+
+def by_question(keys: Sequence[str], values: Sequence[float | None]) -> dict[str, float]:
+    """The mean of each question's replies, of those that count."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for key, value in zip(keys, values, strict=True):
+        if value is not None:
+            found[key].append(value)
+    return {key: fmean(of_key) for key, of_key in found.items()}
 
 
 @dataclass(frozen=True)
 class Question:
     number: int  # among the task's examples in their order
+    key: str  # its index in the task and a checksum of its text: the same question for every model
     example: Example
     prompt: list[int]  # up to the first reply that the conversation lacks
     letters: list[int]  # the token of each of its letters
     place: int  # 0 for a first message, 1 for a second, 2 for any later one
-
-    @property
-    def lacks_reply(self) -> bool:
-        """Whether a reply before the last one is missing: the model writes it first."""
-        return next_reply(self.example.messages) < len(self.example.messages)
 
 
 def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -> list[Question]:
@@ -188,11 +198,11 @@ def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -
     """
     order = list(range(len(task)))
     random.Random(ORDER_SEED).shuffle(order)
-    examples = [task.example(index) for index in order[:count]]
     # A generated reply needs a token in the context; a letter is read off the prompt.
     room = context if task.kind == "choice" else context - 1
     fitting = []
-    for number, example in enumerate(examples):
+    for number, index in enumerate(order[:count]):
+        example = task.example(index)
         environment = task.environment(example)
         messages = environment.start()
         asked = messages[: next_reply(messages)]
@@ -202,39 +212,37 @@ def draw_questions(task: Task, tokenizer: Tokenizer, context: int, count: int) -
         if len(prompt) <= room:
             said = [message for message in messages if message["role"] == "user"]
             letters = _letter_ids(task, example, tokenizer)
-            fitting.append(Question(number, example, prompt, letters, place=min(len(said), 3) - 1))
+            key = f"{index}:{zlib.crc32(repr(example.question).encode()):08x}"
+            fitting.append(Question(number, key, example, prompt, letters, place=min(len(said), 3) - 1))
     fitting.sort(key=lambda question: -len(question.prompt))
     return fitting
 
 
 def answer_questions(
-    task: Task,
-    questions: Sequence[Question],
-    model: GPT,
-    engine: Engine,
-    batch_rows: int,
-    sampling: SamplingParams,
-    samples: int,
-    max_tokens: int,
+    task: Task, questions: Sequence[Question], model: GPT, engine: Engine, settings: Settings
 ) -> list[Graded]:
-    """This rank's share of `samples` replies to each question, graded by the task."""
+    """This rank's share of the replies to all questions, graded by the task."""
     device = engine.device
-    rows = [question for question in questions for _ in range(samples)]
+    rows = [question for question in questions for _ in range(settings.samples)]
     answers = []
     # Every world_size-th batch, so that a batch is the same at any number of ranks.
-    firsts = range(0, len(rows), batch_rows)
+    firsts = range(0, len(rows), settings.batch_rows)
     for first in track(firsts[device.rank :: device.world_size], "batches"):
-        batch = rows[first : first + batch_rows]
+        batch = rows[first : first + settings.batch_rows]
         if task.kind == "choice":
             replies = choose_letters(batch, model, device)
         else:
             # A seed for each reply, by its place among all: whichever rank samples it, it draws the same.
-            settings = [replace(sampling, seed=seed_of(sampling.seed, first + row)) for row in range(len(batch))]
-            batch = with_own_replies(batch, engine, settings, max_tokens, model.config.sequence_len)
-            replies = write_replies(batch, engine, settings, max_tokens)
+            seeds = [seed_of(settings.sampling.seed, first + row) for row in range(len(batch))]
+            sampling = [replace(settings.sampling, seed=seed) for seed in seeds]
+            batch = with_own_replies(batch, engine, sampling, settings.max_tokens, model.config.sequence_len)
+            replies = write_replies(batch, engine, sampling, settings.max_tokens)
         for question, (reply, ended) in zip(batch, replies, strict=True):
             is_right = ended != "broken" and task.grade(question.example, reply)
-            answers.append(Graded(question.example.question, reply, is_right, question.number, ended))
+            reward = float(is_right)
+            if ended != "broken" and type(task).reward is not Task.reward:
+                reward = task.reward(question.example, reply)
+            answers.append(Graded(question.example.question, reply, is_right, reward, question.number, ended))
     return answers
 
 
@@ -254,7 +262,8 @@ def with_own_replies(
     """
     answered = list(batch)
     for turn in range(max(len(question.example.messages) for question in batch)):
-        waiting = [row for row, question in enumerate(answered) if question.lacks_reply]
+        talks = [question.example.messages for question in answered]
+        waiting = [row for row, messages in enumerate(talks) if next_reply(messages) < len(messages)]
         if not waiting:
             break
         sampling = [replace(settings[row], seed=seed_of(settings[row].seed, turn)) for row in waiting]
@@ -280,24 +289,17 @@ def write_replies(
 
 
 def play_episodes(
-    task: Task,
-    questions: Sequence[Question],
-    engine: Engine,
-    batch_rows: int,
-    sampling: SamplingParams,
-    samples: int,
-    max_tokens: int,
-    context: int,
+    task: Task, questions: Sequence[Question], engine: Engine, settings: Settings, context: int
 ) -> list[Graded]:
-    """This rank's share of `samples` episodes of each question; one is right from a reward of 1 on.
+    """This rank's share of the episodes of all questions; one is right from a reward of 1 on.
 
     Raises UserError: when the environment fails.
     """
     asked = [(task, question.example) for question in questions]
     try:
         played = play(
-            EngineSampler(engine, batch_rows), engine.tokenizer, engine.device, asked, samples=samples,
-            max_tokens=max_tokens, context=context, **asdict(sampling),
+            EngineSampler(engine, settings.batch_rows), engine.tokenizer, engine.device, asked,
+            samples=settings.samples, max_tokens=settings.max_tokens, context=context, **asdict(settings.sampling),
         )  # fmt: skip
     except Failed as failure:
         raise UserError(f"--tasks {task.name}: {failure}") from failure
@@ -307,7 +309,7 @@ def play_episodes(
         ended = episode.sample.ending
         is_right = ended != "broken" and episode.reward >= 1
         number = questions[episode.sample.question].number
-        answers.append(Graded(messages, parts_of(last["content"]), is_right, number, ended))
+        answers.append(Graded(messages, parts_of(last["content"]), is_right, episode.reward, number, ended))
     return answers
 
 
@@ -361,7 +363,7 @@ def chat_core(scores: Iterable[tuple[float, float]]) -> float:
     return sum(centered) / len(centered)
 
 
-def readable(reply: Sequence[Part]) -> str:
-    """A reply in one text, its calls and their answers as `[2+3] [-> 5]`."""
+def readable(content: str | Sequence[Part]) -> str:
+    """A message in one text, its calls and their answers as `[2+3] [-> 5]`."""
     forms = {"text": "{}", "python": "[{}]", "python_output": "[-> {}]"}
-    return " ".join(forms[part["type"]].format(part["text"].strip()) for part in reply)
+    return " ".join(forms[part["type"]].format(part["text"].strip()) for part in parts_of(content))

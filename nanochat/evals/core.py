@@ -39,6 +39,7 @@ import yaml
 from nanochat.cross_entropy import IGNORE
 from nanochat.data.hub import leaves_folder
 from nanochat.device import Device
+from nanochat.evals.paired import wilson_interval
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
 from nanochat.ground.log import print0
@@ -248,15 +249,6 @@ def evaluate(
             f"({task.shots}-shot, {total:,} examples{shortened}, {duration(time.monotonic() - began)})"
         )
     return sum(result["centered"] for result in results.values()) / len(results), results
-
-
-def wilson_interval(correct: float, total: int) -> tuple[float, float]:
-    """The 95% confidence interval of an accuracy. Source: Wilson 1927."""
-    z = 1.96
-    share = correct / total
-    middle = (share + z * z / (2 * total)) / (1 + z * z / total)
-    reach = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    return max(middle - reach, 0.0), min(middle + reach, 1.0)
 
 
 def _count_correct(

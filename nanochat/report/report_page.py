@@ -1,16 +1,15 @@
 """The report of a run: report.html, a page with plots.
 
-It is a template, filled only from a `RunSummary`: one file without scripts or outside requests. matplotlib draws its
-plots as SVG. Jinja escapes every text: samples are a model's words.
+The template has the page's words and is filled only from a `RunSummary`: one file without scripts or outside requests.
+matplotlib draws the plots as SVG. Jinja escapes every text: samples are a model's words.
 """
 
 import html
 import io
-import math
 import re
 import warnings
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
@@ -21,9 +20,10 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
+from nanochat.evals.paired import Difference, beyond_chance, paired, unpaired
 from nanochat.ground.paths import SCRIPTS
 from nanochat.ground.screen import duration
-from nanochat.report.summary import PLACES, Chat, Pairs, Points, RunSummary, Stage
+from nanochat.report.summary import PLACES, Chat, Pairs, Points, RunSummary, Score, Stage, label_of
 
 SMOOTH = 1 / 30  # share of a curve on either side of a point that its moving mean covers
 
@@ -33,40 +33,15 @@ class Cell:
     text: str = ""
     detail: str = ""
     share: float | None = None  # from 0 to 1: a bar under the number
-    verdict: str = ""  # since the stage before: "rose" or "fell" beyond chance, or "chance"
-    change: float = 0.0  # since the stage before
+    name: str = ""  # of the share, in a sentence
+    difference: Difference | None = None  # since the stage before
+    verdict: str = ""  # it "rose" or "fell" beyond chance, or "chance"
 
 
 @dataclass
 class Table:
     heads: list[str]
     rows: list[list[Cell]]
-
-
-# ---------------------------------------------------------------------- facts and the chat
-
-
-def header(summary: RunSummary) -> dict[str, str]:
-    """The model, data, time and code of the training, in words; missing facts are "unknown" or left out."""
-    devices = [f"{one.world_size} × {one.device} ({one.kind}, {one.dtype})" for one in summary.commands if one.device]
-    versions: dict[str, list[str]] = {}
-    for stage in summary.stages:
-        for name, version in stage.facts.get("versions", {}).items():
-            versions.setdefault(name, []).append(version)
-    words = {
-        "Parameters": [f"{count:,}" for count in summary.fact("parameters") if isinstance(count, int)],
-        "Layers": summary.fact("layers"),
-        "Vocabulary": [f"{count:,}" for count in summary.fact("vocab_size") if isinstance(count, int)],
-        "Context": [f"{count:,} tokens" for count in summary.fact("context") if isinstance(count, int)],
-        "Data": summary.fact("data"),
-        "Date": [began.replace("T", " ").replace("+00:00", " UTC") for began in sorted(summary.fact("started"))[:1]],
-        "Commit": summary.fact("commit") or ["unknown"],
-        "Device": devices,
-        "System": summary.fact("system"),
-        "Versions": [", ".join(f"{name} {'/'.join(dict.fromkeys(found))}" for name, found in versions.items())],
-    }
-    joined = {name: "; ".join(dict.fromkeys(map(str, values))) for name, values in words.items()}
-    return {name: text for name, text in joined.items() if text}
 
 
 # ---------------------------------------------------------------------- tables
@@ -103,67 +78,65 @@ def stage_table(summary: RunSummary) -> Table:
     return Table(heads, [[Cell(row.get(head, "")) for head in heads] for row in rows])
 
 
-def score_table(summary: RunSummary) -> Table:
-    """One row per evaluation, one column per stage."""
+def score_table(summary: RunSummary) -> tuple[Table, dict[str, list[Cell]]]:
+    """One row per evaluation, one column per stage. Also the cells of each stage that can be compared."""
     stages = [stage for stage in summary.stages if stage.scores or stage.evaluation]
 
     def numbers(name: str, detail: str, key: str) -> list[Cell]:
         return [Cell(name, detail), *(Cell(_decimals(stage.evaluation.get(key))) for stage in stages)]
 
     rows = [numbers("bits per byte", "held out", "val_bpb"), numbers("bits per byte", "training", "train_bpb")]
-    further = dict.fromkeys(key for stage in stages for key in stage.shares)
-    # A base model has shares of a task, such as the stories, without an accuracy.
-    named = [[*stage.scores, *(task for task, _ in stage.shares)] for stage in stages]
-    for task in dict.fromkeys(chain.from_iterable(named)):
-        chance = max(stage.scores.get(task, {}).get("baseline", 0) for stage in stages)  # the accuracy of guessing
+    keys = dict.fromkeys(chain.from_iterable(stage.scores for stage in stages))
+    for task in dict.fromkeys(task for task, _ in keys):
+        chance = max(stage.scores.get((task, "accuracy"), {}).get("baseline", 0) for stage in stages)  # of guessing
         detail = f"chance {chance:.0%}" if chance else ""
-        rows.append([Cell(task, detail), *_score_cells([stage.scores.get(task) for stage in stages])])
+        rows.append([Cell(task, detail), *_score_cells(stages, (task, "accuracy"), task)])
         rows.append([Cell(PLACES, task), *(Cell(stage.places.get(task, "")) for stage in stages)])
-        for key in further:
-            if key[0] == task:
-                rows.append([Cell(key[1], task), *_score_cells([stage.shares.get(key) for stage in stages])])
+        for key in keys:
+            if key[0] == task and key[1] != "accuracy":
+                name = label_of(key[1])
+                rows.append([Cell(name, task), *_score_cells(stages, key, f"{task} {name}")])
     rows += [numbers("ChatCORE", "", "chatcore"), numbers("CORE", "", "core")]
-    return Table(
-        ["task", *(stage.name for stage in stages)], [row for row in rows if any(cell.text for cell in row[1:])]
-    )
+    rows = [row for row in rows if any(cell.text for cell in row[1:])]
+    table = Table(["task", *(stage.name for stage in stages)], rows)
+    return table, _mark_changes(table)
 
 
-def _score_cells(scores: list[dict[str, float] | None]) -> list[Cell]:
-    """A cell for each stage: the share, its interval, and whether chance explains the change since the stage before."""
+def _score_cells(stages: list[Stage], key: Score, name: str) -> list[Cell]:
+    """A cell for each stage: the share, its interval, of how many questions, and the change since the stage before."""
     cells = []
-    before: dict[str, float] | None = None
-    for score in scores:
+    before: Stage | None = None
+    for stage in stages:
+        score = stage.scores.get(key)
         if score is None:
             cells.append(Cell())
             continue
-        accuracy = score["accuracy"]
+        answers = stage.by_question.get(key, {})
         interval = "–".join(f"{100 * score[end]:.0f}" for end in ("low", "high") if end in score)
-        cell = Cell(f"{accuracy:.1%}", interval, accuracy)
-        if before and {"low", "high"} <= before.keys() & score.keys():
-            # The 95% interval of a difference between two shares. Source: Newcombe 1998, "Interval Estimation for the
-            # Difference between Independent Proportions", method 10.
-            cell.change = accuracy - before["accuracy"]
-            end, start = ("high", "low") if cell.change > 0 else ("low", "high")
-            reach = math.hypot(before[end] - before["accuracy"], score[start] - accuracy)
-            cell.verdict = "chance" if abs(cell.change) <= reach else "rose" if cell.change > 0 else "fell"
+        count = score.get("questions", len(answers))
+        detail = f"{interval} of {count:.0f}" if count else interval
+        cell = Cell(f"{score['accuracy']:.1%}", detail, score["accuracy"], name)
+        if before and answers and key in before.by_question:
+            cell.difference = paired(before.by_question[key], answers)
+        elif before:  # chat_eval did not always keep the scores of questions
+            cell.difference = unpaired(before.scores[key], score)
         cells.append(cell)
-        before = score
+        before = stage
     return cells
 
 
-def stage_sentences(table: Table) -> list[str]:
-    """What each stage changed since the one before, in percentage points: beyond chance, and the most within it."""
-    sentences = []
+def _mark_changes(table: Table) -> dict[str, list[Cell]]:
+    """Mark what each stage changed since the one before, by all its rows together: the more rows, the more of them
+    differ by chance. Returned: the marked cells of each stage, the largest change first."""
+    found = {}
     for column, stage in enumerate(table.heads[1:], 1):
-        changed = [(row[column], row[0].text) for row in table.rows if row[column].change]
-        changed.sort(key=lambda change: -abs(change[0].change))
-        words: dict[bool, list[str]] = {True: [], False: []}
-        for cell, name in changed:
-            words[cell.verdict == "chance"].append(f"{name} {100 * cell.change:+.1f}")
-        if changed:
-            within = f"; within it: {', '.join(words[True][:3])}" if words[True] else ""
-            sentences.append(f"{stage}: {', '.join(words[False]) or 'nothing'} beyond chance{within}")
-    return sentences
+        changes = [(difference, row[column]) for row in table.rows if (difference := row[column].difference)]
+        changes.sort(key=lambda change: -abs(change[0].change))
+        beyond = beyond_chance([difference.chance for difference, _ in changes])
+        for (difference, cell), is_beyond in zip(changes, beyond, strict=True):
+            cell.verdict = "chance" if not is_beyond else "rose" if difference.change > 0 else "fell"
+        found[stage] = [cell for _, cell in changes]
+    return found
 
 
 def questions(summary: RunSummary) -> dict[tuple[str, Pairs], dict[str, list[Chat]]]:
@@ -203,41 +176,6 @@ def _decimals(value: float | None) -> str:
 # ---------------------------------------------------------------------- plots
 
 
-@dataclass(frozen=True)
-class Plot:
-    """One metric of all stages, side by side."""
-
-    metric: str
-    title: str
-    detail: str
-    from_zero: bool = True  # the y axis
-    smooth: float = SMOOTH  # draw a moving mean over this share of the values to either side; 0: none
-    held_out: str | None = None  # the metric of held-out examples, drawn as dots into the same axes
-
-
-PLOTS = (
-    Plot("reward", "Reward", "line: training questions; dots: held-out questions", held_out="eval_reward"),
-    Plot("margin", "Preference margin", "chosen less rejected reward; line: training; dots: held out",
-         held_out="val_margin"),
-    Plot("val_bpb", "Bits per byte", "held-out text of each stage", from_zero=False, smooth=0),
-    Plot("lr", "Learning rate", "", smooth=0),
-    Plot("tok_per_sec", "Throughput", "tokens a second"),
-    Plot("val_accuracy", "Preference accuracy", "held-out replies on the right side", smooth=0),
-    Plot("pass_at_k", "Best reply to a question", "mean reward; of rewards of 0 and 1 this is pass@k"),
-    Plot("no_signal", "Questions without signal", "share to which all replies are equally good"),
-    Plot("entropy", "Entropy", "nats a token"),
-    Plot("kl", "KL to the reference", "nats a token"),
-    Plot("clipped", "Clipped tokens", "share that the clip stops"),
-    Plot("response_tokens", "Length of replies", "tokens"),
-    Plot("truncated", "Replies cut off", "share"),
-    Plot("sampling_seconds", "Seconds of sampling", "of each step"),
-    Plot("training_seconds", "Seconds of training", "of each step"),
-)  # fmt: skip
-MAIN_PLOTS = 6  # the others, of RL, unfold
-LOSS = Plot("loss", "Loss", "", from_zero=False)
-# A step of fine-tuning has few targets, and its loss depends on which ones: only a wide mean shows whether it falls.
-TUNING_LOSS = replace(LOSS, smooth=1 / 8)
-
 # The colours of plots. Each becomes the page's variable of that name, which has a light and a dark value.
 COLOURS = {name: f"#c0de{index:02x}" for index, name in enumerate([*SCRIPTS, "text", "quiet", "line"])}
 STYLE: Any = {
@@ -250,18 +188,16 @@ STYLE: Any = {
 }  # fmt: skip
 
 
-def ends(plot: Plot, stage: Stage) -> str:
+def ends(stage: Stage, metric: str, smoothing: float, held_out: str = "") -> str:
     """The first value of a stage and its last smoothed value, for the title of its plot.
 
     Held-out values are preferred: the first value in training comes from one batch, which may be easy or hard.
     """
-    held_out = stage.curve(plot.held_out) if plot.held_out else []
-    if len(held_out) > 1:
-        first, last = held_out[0], held_out[-1]
-    else:
-        curve = stage.curve(plot.metric)
-        first, last = curve[0], smooth(curve, plot.smooth)[-1]
-    return f"{short(first[1])} → {short(last[1])}"
+    points = stage.curve(held_out)
+    if len(points) < 2:
+        curve = stage.curve(metric)
+        points = [curve[0], smooth(curve, smoothing)[-1]]
+    return f"{short(points[0][1])} → {short(points[-1][1])}"
 
 
 def _svg(figure: Figure, name: str, label: str) -> str:
@@ -278,10 +214,19 @@ def _svg(figure: Figure, name: str, label: str) -> str:
     return f'<svg role="img" aria-label="{html.escape(label)}"{svg}'
 
 
-def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
-    """Stages side by side, each over its steps: faint values, a bold mean."""
-    stages = [stage for stage in stages if stage.curve(plot.metric)]
-    curves = [stage.curve(plot.metric) for stage in stages]
+def draw(
+    stages: list[Stage], metric: str, title: str, from_zero: bool = True, smoothing: float = SMOOTH, held_out: str = "",
+    width: float = 3.0,
+) -> str:  # fmt: skip
+    """One metric of all stages, side by side, each over its steps: faint values, and a bold mean over the share
+    `smoothing` of the values to either side. `held_out` is the metric of held-out examples, drawn as dots.
+
+    Empty where no stage has the metric.
+    """
+    stages = [stage for stage in stages if stage.curve(metric)]
+    if not stages:
+        return ""
+    curves = [stage.curve(metric) for stage in stages]
     seconds = [stage.training_seconds() for stage in stages]
     shares = [max(part, sum(seconds) / 5) or 1 for part in seconds]  # a short stage is wider than its share
     figure = Figure(figsize=(width, 1.2 + width / 5), layout="constrained")
@@ -291,14 +236,14 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
         style: dict[str, Any] = {"color": COLOURS[stage.name], "markersize": 3.5}
         axes.plot(*zip(*curve, strict=True), **style, linewidth=0.8, alpha=0.35)
         style["marker"] = "o" if len(curve) < 12 else ""
-        mean = smooth(curve, plot.smooth)
-        axes.plot(*zip(*mean, strict=True), **style, linewidth=1.8, gid=f"{plot.metric}-{stage.name}")
+        mean = smooth(curve, smoothing)
+        axes.plot(*zip(*mean, strict=True), **style, linewidth=1.8, gid=f"{metric}-{stage.name}")
         drawn += curve
-        if plot.held_out and stage.curve(plot.held_out):
+        if dots := stage.curve(held_out):
             style |= {"color": COLOURS["text"], "marker": "o", "linewidth": 0}
-            axes.plot(*zip(*stage.curve(plot.held_out), strict=True), **style, gid=f"{plot.held_out}-{stage.name}")
+            axes.plot(*zip(*dots, strict=True), **style, gid=f"{held_out}-{stage.name}")
         if len(stages) < 3:  # more panels are too narrow
-            axes.set_title(ends(plot, stage))
+            axes.set_title(ends(stage, metric, smoothing, held_out))
         axes.set_xlabel(stage.name, color=COLOURS[stage.name])
         room = max(1, round(width * share / sum(shares) / 0.6))  # a tick each 0.6 inches
         axes.xaxis.set_major_locator(MaxNLocator(room, steps=[1, 2, 5, 10], integer=True))
@@ -308,51 +253,33 @@ def _curves(plot: Plot, stages: list[Stage], width: float = 3.0) -> str:
     high = max(y for _, y in drawn)
     axes = panels[0]
     axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-    if plot.from_zero:
+    if from_zero:
         axes.set_ylim(bottom=min(0, 1.08 * low))
     elif low > 0 and high > 5 * low:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: short(value))
-    words = [f"{stage.name} {ends(plot, stage)}" for stage in stages]
-    return _svg(figure, plot.metric + "-".join(stage.name for stage in stages), f"{plot.title}: {', '.join(words)}")
+    words = [f"{stage.name} {ends(stage, metric, smoothing, held_out)}" for stage in stages]
+    return _svg(figure, metric + "-".join(stage.name for stage in stages), f"{title}: {', '.join(words)}")
 
 
 # ---------------------------------------------------------------------- the page
 
 
 def to_html(summary: RunSummary) -> str:
-    stages = summary.stages
-    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text
-        # Rewards that are a sum of parts, whose names are the user's.
-        logged: set[str] = set()
-        for stage in stages:
-            logged.update(*stage.metrics)
-        plots_of_parts = [
-            Plot(name, f"Reward: {name.removeprefix('reward/')}", "a part, before its weight")
-            for name in sorted(logged)
-            if name.startswith("reward/")
-        ]
-        shown = [plot for plot in PLOTS if any(stage.curve(plot.metric) for stage in stages)]
-        plots = {plot: _curves(plot, stages) for plot in [*shown, *plots_of_parts]}
-        losses = []
-        for stage in stages:
-            # The loss of RL stays near zero however good the replies are: advantages are relative to the other replies.
-            if stage.name != "rl" and stage.curve("loss"):
-                losses.append(_curves(LOSS if stage.name in ("base", "mid") else TUNING_LOSS, [stage], 2.6))
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters["duration"] = duration
-    scores = score_table(summary)
-    text = environment.get_template("report.html").render(
-        summary=summary, stage_table=stage_table(summary), score_table=scores, sentences=stage_sentences(scores),
-        questions=questions(summary), stage_names=list(SCRIPTS), header=header(summary),
-        chats=[stage for stage in stages if stage.conversation], plots=plots, main_plots=PLOTS[:MAIN_PLOTS],
-        losses=losses,
-    )  # fmt: skip
+    environment.filters |= {"duration": duration, "thousands": "{:,}".format}
+    scores, changes = score_table(summary)
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about missing glyphs: the browser draws the text
+        text = environment.get_template("report.html").render(
+            summary=summary, stage_table=stage_table(summary), score_table=scores, changes=changes,
+            questions=questions(summary), stage_names=list(SCRIPTS), draw=draw,
+            chats=[stage for stage in summary.stages if stage.conversation],
+        )  # fmt: skip
     # A file holds no lone surrogates, and a page no control characters.
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", " ", text).encode("utf-8", "replace").decode()

@@ -1,7 +1,6 @@
 """What the folder `runs/` holds about one tag, read into a `RunSummary`.
 
-Missing files and damaged lines are left out, with a note. The text is untrusted (samples are a model's words):
-`page.py` escapes it where it writes it.
+Missing files and damaged lines are left out, with a note. The text is untrusted: the template escapes it.
 """
 
 import json
@@ -17,11 +16,11 @@ from nanochat.ground.paths import SCRIPTS, TRAINING_SCRIPTS, base_dir, run_dir
 Parsed = TypeVar("Parsed")
 Points = list[tuple[float, float]]
 Pairs = tuple[tuple[str, str], ...]
+Score = tuple[str, str]
 
 CURVE_POINTS = 300  # about as many as a plot shows
 
-# What every task's result in chat_eval.json has. Any other number from 0 to 1 is a further share, such as
-# `order_followed` of the stories: it gets a row of its own, under its name.
+# What every task's result in chat_eval.json has. Any other number from 0 to 1 is a further share, with its own row.
 RESULT = {"correct", "total", "questions", "accuracy", "low", "high", "baseline", "too_long", "cut_off", "seconds"}
 
 PLACES = "as 1st / 2nd / 3rd+"  # message of a chat
@@ -63,19 +62,19 @@ class Stage:
     metrics: list[dict[str, float]] = field(default_factory=list)  # by step
     evaluation: dict[str, float] = field(default_factory=dict)  # the numbers of eval.json and chat_eval.json
     samples: list[str] = field(default_factory=list)
-    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # task -> accuracy, low, high, baseline
-    # (task, name) -> a further share of the task's replies, as accuracy and, where the result has them, low and high
-    shares: dict[tuple[str, str], dict[str, float]] = field(default_factory=dict)
+    # (task, "accuracy" or a further share) -> accuracy and, where the result has them, low, high, baseline, questions
+    scores: dict[Score, dict[str, float]] = field(default_factory=dict)
+    by_question: dict[Score, dict[str, float]] = field(default_factory=dict)  # the same of each question, by its key
     places: dict[str, str] = field(default_factory=dict)  # task -> its accuracy by place in a chat (`by_place`)
     chats: list[Chat] = field(default_factory=list)
     conversation: list[tuple[str, Pairs]] = field(default_factory=list)  # (role, parts): a chat of several turns
-    facts: dict[str, Any] = field(default_factory=dict)  # run.json: configuration, data, time
+    facts: dict[str, str | int] = field(default_factory=dict)  # run.json: configuration, data, time
 
     def add_facts(self, values: Any) -> None:
         """Add the facts in `run.json`."""
         facts = {name: value for name, value in values.items() if isinstance(value, str | int)}
-        versions = {str(name): str(version) for name, version in values.get("versions", {}).items()}
-        self.facts = facts | {"versions": versions}
+        versions = [f"{name} {version}" for name, version in values.get("versions", {}).items()]
+        self.facts = facts | {"versions": ", ".join(versions)}
 
     def add_evaluation(self, values: Any) -> None:
         """Add the results of `base_eval`."""
@@ -84,7 +83,7 @@ class Stage:
         if self.evaluation.get("stories"):
             share = self.evaluation["stories_passed"] / self.evaluation["stories"]
             # Not an accuracy: nothing was ordered. The accuracy of `stories` also counts what an order names.
-            self.shares["stories", "holds together"] = {"accuracy": share}
+            self.scores["stories", "holds_together"] = {"accuracy": share}
 
     def add_chat_evaluation(self, values: Any) -> None:
         """Add the results of `chat_eval`."""
@@ -93,15 +92,14 @@ class Stage:
             messages = tuple((str(message["role"]), text_of(message["content"])) for message in sample["messages"])
             reply = tuple((part["type"], part["text"]) for part in sample["reply"])
             chats.append(Chat(str(sample["task"]), messages, reply, sample["correct"]))
-        scores = {task: _numbers(score) for task, score in values["tasks"].items()}
-        self.places |= {task: by_place(score.get("places", ())) for task, score in values["tasks"].items()}
+        for task, result in values["tasks"].items():
+            self.places[task] = by_place(result.get("places", ()))
+            self.scores |= {(task, name): score for name, score in shares_of(_numbers(result)).items()}
+            self.by_question |= {(task, name): _numbers(each) for name, each in result.get("scores", {}).items()}
         for message in values.get("chat", []):
             parts = tuple((part["type"], str(part["text"])) for part in parts_of(message["content"]))
             self.conversation.append((str(message["role"]), parts))
         self.chats = chats
-        self.scores |= {task: score for task, score in scores.items() if "accuracy" in score}
-        for task, score in scores.items():
-            self.shares |= further_shares(task, score)
         self.evaluation |= _numbers({"chatcore": values.get("chatcore")})
 
     def values(self, key: str) -> list[float]:
@@ -133,15 +131,18 @@ def by_place(counts: Any) -> str:
     return " / ".join(f"{right / total:.0%}" if total else "-" for right, total in counts)
 
 
-def further_shares(task: str, score: dict[str, float]) -> dict[tuple[str, str], dict[str, float]]:
-    """The shares in a task's result besides its accuracy; `NAME_low` and `NAME_high` are the interval of `NAME`."""
-    found = {}
+def label_of(share: str) -> str:
+    return share.replace("_", " ").replace("4grams", "4-grams")
+
+
+def shares_of(score: dict[str, float]) -> dict[str, dict[str, float]]:
+    """A task's accuracy and the other shares in its result; `NAME_low` and `NAME_high` are the interval of `NAME`."""
+    found = {"accuracy": score} if "accuracy" in score else {}
     for key, value in score.items():
         if key in RESULT or key.endswith(("_low", "_high")) or not 0 <= value <= 1:
             continue
-        share = {"accuracy": value}
-        share |= {end: score[f"{key}_{end}"] for end in ("low", "high") if f"{key}_{end}" in score}
-        found[task, key.replace("_", " ").replace("4grams", "4-grams")] = share
+        found[key] = {"accuracy": value}
+        found[key] |= {end: score[f"{key}_{end}"] for end in ("low", "high") if f"{key}_{end}" in score}
     return found
 
 
@@ -172,7 +173,14 @@ class RunSummary:
 
     def fact(self, name: str) -> list[Any]:
         """The facts of the stages under a name, each value once."""
-        return list(dict.fromkeys(stage.facts[name] for stage in self.stages if name in stage.facts))
+        return list(dict.fromkeys(stage.facts[name] for stage in self.stages if stage.facts.get(name)))
+
+    def reward_parts(self) -> list[str]:
+        """The metrics of a reward that is a sum of parts, whose names are the user's."""
+        logged: set[str] = set()
+        for stage in self.stages:
+            logged.update(*stage.metrics)
+        return sorted(name for name in logged if name.startswith("reward/"))
 
 
 def newest_tag() -> str:

@@ -3,6 +3,7 @@
 import random
 import re
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -74,12 +75,12 @@ def test_rewards_and_measures_count_what_holds_together_and_what_was_ordered():
 
     replies = [(order(kind="dragon"), good), (order(kind="cat"), good), (order(kind="dragon"), spoiled)]
     replies.append((order(kind="dragon", weather="rainy"), parts_of("Hello!")))
-    measures = task.measures(replies)
-    assert (measures["holds_together"], measures["order_followed"]) == ((2, 4), (2, 4))
-    assert measures["details_followed"] == (0, 1)
+    measures: Any = task.measures(replies)
+    assert measures["holds_together"] == [True, True, False, False]
+    assert measures["details_followed"] == [None, None, None, False]
     assert 0 < measures["distinct_4grams"] < 0.5
-    assert task.measures([*replies, (order(), good)])["order_followed"] == (2, 4)  # it names no character
-    assert task.measures([])["holds_together"] == (0, 0)
+    measures = task.measures([*replies, (order(), good)])
+    assert measures["order_followed"] == [True, False, True, False, None]  # it names no character
 
 
 def test_distinct_sequences_of_four_words():

@@ -16,17 +16,9 @@ from tiny import complaint, cpu_device, lively_model, run_ranks, save_checkpoint
 from nanochat.conversation import Part, render, render_prompt, text_of
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
-from nanochat.evals.chat_tasks import (
-    CHAT,
-    Graded,
-    Result,
-    chat_core,
-    evaluate,
-    graded_choices,
-    preferred_letters,
-    readable,
-)
-from nanochat.evals.core import wilson_interval
+from nanochat.evals import chat_tasks
+from nanochat.evals.chat_tasks import Graded, Result, Settings, evaluate, graded_choices, preferred_letters, readable
+from nanochat.evals.paired import wilson_interval
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.rollout import Reply
@@ -108,10 +100,9 @@ def tiny_model(context: int = CONTEXT) -> Any:
 
 
 def grade(
-    task: Task, engine: Any, sampling: SamplingParams = GREEDY, model: Any = None, **settings: Any
+    task: Task, engine: Any, sampling: SamplingParams = GREEDY, model: Any = None, keep: int = 10**6, **settings: Any
 ) -> tuple[Result, list[Graded]]:
-    settings = {"batch_rows": 4, "keep": 10**6, **settings}
-    return evaluate(task, model or tiny_model(), engine, sampling=sampling, **settings)
+    return evaluate(task, model or tiny_model(), engine, Settings(sampling, **{"batch_rows": 4, **settings}), keep)
 
 
 # ---------------------------------------------------------------------- generative tasks
@@ -125,6 +116,8 @@ def test_each_question_is_asked_once_and_counted(batch_rows: int) -> None:
     assert dataclasses.asdict(result).items() >= {**expected, "too_long": 0}.items()
     asked = [question for questions, _ in engine.calls for question in questions]
     assert sorted(map(number_in, asked)) == list(range(20))
+    lengths = [*map(len, asked)]  # the longest first, so that a batch has questions of a length
+    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 4
     assert [len(questions) for questions, _ in engine.calls[:-1]] == [batch_rows] * (len(engine.calls) - 1)
     assert len(engine.calls) == -(-20 // batch_rows)
     sampling = [one for _, settings in engine.calls for one in settings.pop("sampling")]
@@ -155,16 +148,26 @@ def test_only_the_assistants_end_is_an_end() -> None:
     assert sorted(numbers) == [1, 4, 7, 10]
 
 
-def test_questions_of_a_length_share_a_batch_and_come_back_in_order() -> None:
-    engine = Known(lambda question: "")
-    _, replies = grade(Echo(), engine)
-    lengths = [len(question) for questions, _ in engine.calls for question in questions]
-    assert lengths == sorted(lengths, reverse=True) and len(set(lengths)) > 4
-    order = [number_in(reply.messages[-1]["content"]) for reply in replies]
-    for batch_rows in (1, 7, 20):
-        _, again = grade(Echo(), Known(lambda question: ""), batch_rows=batch_rows)
-        assert again == replies
-    assert [number_in(one.messages[-1]["content"]) for one in grade(Echo(), engine, keep=3)[1]] == order[:3]
+class Judged(Echo):
+    def measures(self, replies: Any) -> dict[str, Any]:
+        return {"even": [one.answer % 2 == 0 if one.answer else None for one, _ in replies], "variety": 0.25}
+
+    def reward(self, example: Example, reply: Any) -> float:
+        return 0.5 + self.grade(example, reply) / 2
+
+
+def test_scores_are_kept_by_question() -> None:
+    """Of question 0, whose replies do not count as even or odd, only the accuracy and the reward are kept."""
+    turn = iter(range(99))
+    result, _ = grade(Judged(), Known(lambda q: q[-1] if next(turn) % 2 else "no"), SamplingParams(), samples=2)
+    assert result.measures.items() >= {"even": 9 / 19, "variety": 0.25, "reward": 0.625}.items()
+    assert {name: len(scores) for name, scores in result.scores.items()} == {"accuracy": 20, "even": 19, "reward": 20}
+    assert result.measures["reward_low"] < 0.625 < result.measures["reward_high"]
+    assert list(result.scores["accuracy"].values()).count(0.5) == 10 and sum(result.scores["reward"].values()) == 12.5
+    few, _ = grade(Judged(), Known(str), max_examples=5)
+    assert few.scores["accuracy"].keys() < result.scores["accuracy"].keys()
+    other, _ = grade(Talk(20), Known(str), model=tiny_model(200))
+    assert not other.scores["accuracy"].keys() & result.scores["accuracy"].keys()  # other words, the same numbers
 
 
 def test_fewer_examples_are_the_first_of_one_shuffled_order() -> None:
@@ -413,8 +416,8 @@ def test_two_ranks_find_the_same_and_share_the_work() -> None:
 
 
 def test_chat_core_is_the_mean_above_guessing() -> None:
-    assert chat_core([(0.25, 0.25), (1.0, 0.25), (0.4, 0.0)]) == pytest.approx((0 + 1 + 0.4) / 3)
-    assert chat_core([(0.1, 0.25)]) == pytest.approx(-0.2)  # worse than guessing
+    assert chat_tasks.chat_core([(0.25, 0.25), (1.0, 0.25), (0.4, 0.0)]) == pytest.approx((0 + 1 + 0.4) / 3)
+    assert chat_tasks.chat_core([(0.1, 0.25)]) == pytest.approx(-0.2)  # worse than guessing
 
 
 # ---------------------------------------------------------------------- mistakes
@@ -483,7 +486,7 @@ def test_results_are_written_and_those_of_a_step_add_up(
     settings = first["tasks"]["addition"]["settings"]
     assert (settings["temperature"], settings["min_p"], settings["max_examples"]) == (0.8, 0.2, 5)  # the checkpoint's
     assert first["tasks"]["addition"]["questions"] == 5
-    assert first["chatcore"] == 0.0 and [message["content"] for message in first["chat"][::2]] == [*CHAT]
+    assert first["chatcore"] == 0.0 and [message["content"] for message in first["chat"][::2]] == [*chat_tasks.CHAT]
     assert [sample["task"] for sample in first["samples"]] == ["addition", "spelling"]
     assert set(first["samples"][0]) == {"task", "messages", "reply", "correct"}
     assert re.search(r"^addition +0\.0% +0\.0% - 43\.4% +0% / - / - +5 ", out, re.M) and "too long" not in out

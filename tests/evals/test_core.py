@@ -16,58 +16,22 @@ from torch import Tensor
 
 from nanochat.device import Device
 from nanochat.evals import core
-from nanochat.evals.core import (
-    CoreTask,
-    ScoredText,
-    core_example,
-    evaluate,
-    open_bundle,
-    padded_length,
-    prompts,
-    scored_texts,
-    wilson_interval,
-)  # fmt: skip
+from nanochat.evals.core import CoreTask, ScoredText, core_example, evaluate, open_bundle, prompts, scored_texts
 from nanochat.ground import paths
 from nanochat.ground.cli import UserError
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 
-YAML = """
-icl_tasks:
--
-  label: animals
-  dataset_uri: language/animals.jsonl
-  num_fewshot: [1]
-  icl_task_type: multiple_choice
-  continuation_delimiter: "\\nAnswer: " # between question and answer
--
-  label: pronouns
-  dataset_uri: language/pronouns.jsonl
-  num_fewshot: [0]
-  icl_task_type: schema
--
-  label: endings
-  dataset_uri: endings.jsonl
-  num_fewshot: [2]
-  icl_task_type: language_modeling
-"""
-TABLE = """Eval Task,Task Category,#shots,Random baseline,Description
-animals,language,1,25,"Which animal, in a word"
-another,world,0,9.1,none
-pronouns,language,0,50,who
-endings,language,2,0,how it ends
-"""
-ANIMALS = [
-    {"query": "What barks?", "choices": ["the dog", "the cat"], "gold": 0},
-    {"query": "What purrs?", "choices": ["the dog", "the cat", "the owl"], "gold": 1},
-    {"query": "What hoots?", "choices": ["an ox", "an owl"], "gold": 1},
-]
-PRONOUNS = [
-    {"context_options": ["The cup fell on the plate and the cup", "The cup fell on the plate and the plate"],
-     "continuation": "broke.", "gold": 1},
-    {"context_options": ["Ann saw Tom and Ann", "Ann saw Tom and Tom"], "continuation": "waved.", "gold": 0},
-]  # fmt: skip
-ENDINGS = [{"context": f" {word} and then ", "continuation": f"{word} again"} for word in ("hop", "run", "the", "从")]
+HERE = Path(__file__).parent
+
+
+def rows_of(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (HERE / f"{name}.jsonl").read_text().splitlines() if line]
+
+
+ANIMALS, PRONOUNS, ENDINGS = (
+    rows_of(f"eval_bundle/eval_data/{name}") for name in ("language/animals", "language/pronouns", "endings")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -80,14 +44,7 @@ def base(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def bundle(tmp_path) -> Path:
     """A whole bundle, as it lies unpacked."""
-    folder = tmp_path / "eval_bundle"
-    (folder / "eval_data" / "language").mkdir(parents=True)
-    (folder / "core.yaml").write_text(YAML)
-    (folder / "eval_meta_data.csv").write_text(TABLE)
-    for name, rows in (("language/animals", ANIMALS), ("language/pronouns", PRONOUNS), ("endings", ENDINGS)):
-        lines = "\n".join(json.dumps(row) for row in rows)
-        (folder / "eval_data" / f"{name}.jsonl").write_text(lines + "\n\n")
-    return folder
+    return shutil.copytree(HERE / "eval_bundle", tmp_path / "eval_bundle")
 
 
 def task(kind: str, examples: list[dict[str, Any]], shots: int = 0, **changes: Any) -> CoreTask:
@@ -102,9 +59,8 @@ def task(kind: str, examples: list[dict[str, Any]], shots: int = 0, **changes: A
 def test_the_bundle_is_read(bundle):
     for source in (bundle, bundle.parent):
         animals, pronouns, endings = open_bundle(str(source))
-        assert (animals.label, animals.kind, animals.shots, animals.delimiter, animals.baseline) == (
-            "animals", "multiple_choice", 1, "\nAnswer: ", 0.25,
-        )  # fmt: skip
+        assert (animals.label, animals.kind, animals.shots) == ("animals", "multiple_choice", 1)
+        assert (animals.delimiter, animals.baseline) == ("\nAnswer: ", 0.25)
         assert (pronouns.kind, pronouns.shots, pronouns.delimiter, pronouns.baseline) == ("schema", 0, " ", 0.5)
         assert (endings.kind, endings.shots, endings.delimiter, endings.baseline) == ("language_modeling", 2, " ", 0)
         assert sorted(endings.examples, key=str) == sorted(task("language_modeling", ENDINGS).examples, key=str)
@@ -130,39 +86,10 @@ def edited(name: str, old: str, new: str | None):
 
 
 ROWS = "eval_data/language/animals.jsonl"
-DAMAGES = [
-    (edited("core.yaml", "", None), r"holds no core\.yaml: fetch http"),
-    (edited("eval_meta_data.csv", "", None), r"eval_meta_data\.csv: .*missing"),
-    (edited(ROWS, "", None), r"animals\.jsonl: .*missing"),
-    (edited(ROWS, '{"query"', '{"query'), "line 1: .*JSONDecodeError"),
-    (edited(ROWS, '{"query": "What barks?"', '[{"query": "x"}]\n{"query": "?"'), "line 1: "),
+DAMAGES: list[tuple[Any, str]] = [
+    *((edited(row["file"], row["text"], row["becomes"]), row["message"]) for row in rows_of("damaged_bundles")),
     (edited(ROWS, '{"query": "What barks?"', "[" * 100_000 + '\n{"query": "?"'), "line 1: "),
-    (edited(ROWS, '"gold": 0', '"gold": 2'), "line 1: .*gold is 2, with 2 options"),
-    (edited(ROWS, '"gold": 0', '"gold": -1'), "gold is -1"),
-    (edited(ROWS, '"gold": 0', '"gold": true'), "gold is True"),
-    (edited(ROWS, '["an ox", "an owl"]', "7"), "line 3: "),
-    (edited(ROWS, '["an ox", "an owl"]', '["an ox", 4]'), "line 3: .*not a text"),
-    (edited(ROWS, '"query"', '"question"'), "line 1: .*query"),
-    (edited("eval_data/language/pronouns.jsonl", "continuation", "end"), "line 1: .*continuation"),
-    (edited("eval_data/endings.jsonl", '"hop again"', '" "'), "line 1: .*the continuation is empty"),
-    (edited("eval_meta_data.csv", "animals", "birds"), "animals .*no Random baseline"),
-    (edited("eval_meta_data.csv", "25", "a quarter"), r"eval_meta_data\.csv: .*a quarter"),
-    (edited("eval_meta_data.csv", "50", "100"), "pronouns .*Random baseline"),
-    (edited("eval_meta_data.csv", "Random", "Usual"), r"eval_meta_data\.csv: .*Random baseline"),
-    (edited("core.yaml", "  dataset_uri: endings.jsonl\n", ""), r"core\.yaml: .*dataset_uri"),
-    (edited("core.yaml", "endings.jsonl", "../../secret.jsonl"), "secret.*leads out"),
-    (edited("core.yaml", ": schema", ": guess"), "icl_task_type"),
-    (edited("core.yaml", "[0]", "[many]"), "num_fewshot of pronouns"),
-    (edited("core.yaml", "[0]", "[true]"), "num_fewshot of pronouns"),
-    (edited("core.yaml", "endings\n", "animals\n"), r"core\.yaml: .*same label"),
-    (edited("core.yaml", "icl_tasks", "tasks"), r"core\.yaml: .*icl_tasks"),
-    (edited("core.yaml", "[1]", "[[1]"), r"core\.yaml: ParserError"),
     (edited("core.yaml", "icl_tasks:", "icl_tasks: " + "[" * 5000), r"core\.yaml: "),
-    (
-        edited("core.yaml", "label: animals", "label: !!python/object/apply:os.abort []"),
-        r"core\.yaml: ConstructorError",
-    ),
-    (edited("core.yaml", "[2]", "[4]"), "has 4 examples of endings: it needs at least 5"),
     (lambda folder: (folder / ROWS).write_bytes(b'{"query": "\xff"}'), r"animals\.jsonl.*utf-8"),
     (shutil.rmtree, "--core .*eval_bundle"),
 ]
@@ -223,10 +150,7 @@ def test_what_is_scored(tiny_tokenizer):
     rows = scored_texts(task("multiple_choice", ANIMALS), 2, tiny_tokenizer, 100)
     assert pieces(tiny_tokenizer, rows) == [("<|bos|>What hoots? an o", "x"), ("<|bos|>What hoots? an o", "wl")]
     rows = scored_texts(task("schema", PRONOUNS), 1, tiny_tokenizer, 100)
-    assert pieces(tiny_tokenizer, rows) == [
-        ("<|bos|>Ann saw Tom and Ann", " waved."),
-        ("<|bos|>Ann saw Tom and Tom", " waved."),
-    ]
+    assert pieces(tiny_tokenizer, rows) == [(f"<|bos|>Ann saw Tom and {name}", " waved.") for name in ("Ann", "Tom")]
     (row,) = scored_texts(task("language_modeling", ENDINGS), 2, tiny_tokenizer, 100)
     assert pieces(tiny_tokenizer, [row]) == [("<|bos|>the and then", " the again")]
 
@@ -250,10 +174,10 @@ def test_long_prompts_lose_their_beginning(tiny_tokenizer, kind):
 
 
 def test_few_lengths_and_little_padding():
-    lengths = {tokens: padded_length(tokens, 2048) for tokens in range(1, 2049)}
+    lengths = {tokens: core.padded_length(tokens, 2048) for tokens in range(1, 2049)}
     assert len(set(lengths.values())) == 16
     assert all(tokens <= length <= max(64, -(-tokens // 64) * 64, 1.25 * tokens) for tokens, length in lengths.items())
-    assert padded_length(600, 610) == 610 and padded_length(0, 32) == 32
+    assert core.padded_length(600, 610) == 610 and core.padded_length(0, 32) == 32
 
 
 # ---------------------------------------------------------------------- scores
@@ -359,14 +283,6 @@ def test_the_head_sees_only_what_is_scored_and_in_pieces_of_one_shape(tiny_token
     scores = core.score_texts(model, rows, 192, 4, cpu_device())
     assert shapes == [(8, 32)] * 4
     assert [loss for loss, _ in scores] == pytest.approx([plain(model, tokens, row.start)[0] for row in rows], rel=1e-5)
-
-
-def test_an_interval_by_hand():
-    """Wilson 1927 at 95%: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n) with z = 1.96."""
-    assert wilson_interval(5, 10) == (pytest.approx(0.2366, abs=1e-4), pytest.approx(0.7634, abs=1e-4))
-    assert wilson_interval(8, 10) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-    assert wilson_interval(0, 4) == (0.0, pytest.approx(0.4899, abs=1e-4))
-    assert wilson_interval(4, 4)[1] == 1.0
 
 
 # ---------------------------------------------------------------------- ranks, and the command
