@@ -362,7 +362,7 @@ FIXES = (
     (r"undefined symbol|Two accelerators", "torch, torch_npu and CANN do not fit: see `versions match`"),
     (r"EI000[26]|Hccl\w+, error code is 9\b|operation timeout|\b5070(46|48)\b", "a device did not answer; {network}"),
     (r"(?i)EI\d{4}|hccl|nccl|gloo", "{network}"),
-    (r"\b507(014|015|017|018|034|035)\b", "an operator failed on the card: ASCEND_LAUNCH_BLOCKING=1 shows which"),
+    (r"\b507(014|015|017|018|034|035)\b", "an operator failed: start again, ASCEND_LAUNCH_BLOCKING=1 shows which"),
     (r"\b50705[34]\b", "the card's memory has errors: `npu-smi info -t ecc -i 0 -c 0`; leave the card out"),
     (r"\bEZ\d{4}|\bE[45]\d{4}", f"the kernels of this CANN for this chip must be installed ({CANN_PAGE})"),
     (r"\bE[EL]\d{4}|\b[15]07\d{3}\b", "`{tool}` must list the device as OK; reboot after an upgrade of the driver"),

@@ -15,96 +15,50 @@ import pytest
 from on_device import quick
 from simnpu import build
 from simnpu.forks import simulated
+from test_setup import KNOWN
 
 import check_npu
 from check_npu import Fail, Machine, Report, Skip
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What `npu-smi info` prints, by chip and release; without frames and headings.
-A2 = """\
-| npu-smi 25.2.0                   Version: 25.2.0                                               |
-| NPU   Name                | Health        | Power(W)    Temp(C)           Hugepages-Usage(page)|
-| Chip                      | Bus-Id        | AICore(%)   Memory-Usage(MB)  HBM-Usage(MB)        |
-| 0     910B3               | OK            | 97.9        34                0    / 0             |
-| 0                         | 0000:C1:00.0  | 0           0    / 0          3408 / 65536         |
-| 2     910B4-1             | OK            | 92.3        32                0    / 0             |
-| 0                         | 0000:81:00.0  | 0           0    / 0          41052/ 65536         |
-| No running processes found in NPU 0                                                            |
-| 2       0                 | 1333928       |                          | 37709                   |
-"""
-A3 = """\
-| npu-smi 25.2.3                   Version: 25.2.3                                               |
-| 0     Ascend910           | OK            | 232.5       52                0    / 0             |
-| 0     0                   | 0000:9D:00.0  | 17          0    / 0          53444/ 65536         |
-| 0     Ascend910           | Warning       | -           51                0    / 0             |
-"""
-A5 = """\
-| npu-smi 25.7.rc1    Version: 25.7.rc1 |
-| NPU ID | Name        | Health | Power(W) Temp(C) Hugepages-Usage(page) |
-| 3      | Ascend950DT | Alarm  | 120.0 45 0 / 0 |
-|        |             | NA     | 0 0 / 0 2048 / 8192 |
-| 3      | 1001       | python       | 256                | NA                      |
-"""
+# What machines print, and what is to be made of it.
+TABLES = KNOWN["npu_smi"]
+A2, A3, A5, *_ = TABLES.values()
+ERRORS = KNOWN["errors"]
+RAISED = {"FAIL": Fail, "SKIP": Skip}
 
 
 def on(cann: str | None, **facts: Any) -> Machine:
     return Machine(**{"arch": "aarch64", "cann": cann, "cann_home": "/usr/local/Ascend/cann", **facts})
 
 
-def driver(cann: str | None, version: str | None = None) -> Machine:
-    return Machine(cann=cann, npu_smi="/usr/local/bin/npu-smi", npu_driver=version)
-
-
 # ---------------------------------------------------------------------- one judgement
 
-LABELLED = "pip install --extra-index-url https://download.pytorch.org/whl/cpu "
-PLAIN = "pip install "
-MATCHES = [  # CANN, torch, torch_npu and perhaps numpy; the outcome, what it says, and the fix
-    (("8.5.2", "2.9.0", "2.9.0"), None, "2.9.0", ""),
-    (("9.0.0", "2.9.0+cpu", "2.9.0.post2", "2.0.2"), None, "2.9.0.post2", ""),
-    (("9.1.0", "2.9.0", "2.9.0.post8+git1234567"), None, "2.9.0.post8", ""),
-    (("8.3.RC1", "2.7.1", "2.7.1", "1.26.4"), None, "2.7.1", ""),
-    (("8.5.2", "2.9.0", "2.9.0", "2.0.2"), Fail, "500001", '"numpy<2"'),
-    (("9.0.0", "2.9.0", "2.9.0"), Fail, "for CANN 8.5.0, ", f"{PLAIN}torch==2.9.0 torch_npu==2.9.0.post2"),
-    (("8.5.0", "2.8.0", "2.8.0.post4"), Fail, "for CANN 9.0.0", "torch==2.8.0 torch_npu==2.8.0.post2"),
-    (("9.0.0", "2.13.0+cpu", "2.9.0.post2"), Fail, "differ", "torch==2.9.0 torch_npu==2.9.0.post2"),
-    (("9.1.0", "2.12.0", None), Fail, "not installed", f"{LABELLED}torch==2.12.0+cpu torch_npu==2.12.0"),
-    (("8.4.0", "2.9.0", "2.9.0"), Fail, "not in the version table", "--cann 8.3.RC1` takes torch==2.7.1"),
-    (("8.1.RC1", "2.7.1", "2.7.1"), Fail, "torch>=2.7", "CANN 8.3.RC1"),
-    # What the table cannot know: others run 2.9.0.post4 on CANN 8.5.2, for one.
-    (("8.5.2", "2.9.0+cpu", "2.9.0.post4"), Skip, "2.9.0.post4", ""),
-    (("9.9.0", "2.13.0", "2.13.0"), Skip, "not judged", ""),
-    (("unknown", "2.9.0", "2.9.0"), Skip, "not judged", ""),
-    ((None, "2.9.0", "2.9.0"), Skip, "CANN", ""),
-]
-DCMI = "DrvMngGetConsoleLogLevel failed.\ndcmi module initialize failed. ret is -8005\n"
 JUDGED = [  # a check and its arguments; the outcome, what it says, and the fix
-    *((check_npu.check_match, (on(versions[0]), *versions[1:]), *rest) for versions, *rest in MATCHES),
-    (check_npu.check_driver, (driver(None), A2), None, "npu-smi 25.2.0, 2 x 910B3/910B4-1", ""),
-    (check_npu.check_driver, (driver("9.1.1", "25.2.0"), A2), None, "npu-smi", ""),
-    (check_npu.check_driver, (driver("9.1.0", "25.0.RC1.1"), A2), Fail, "25.0.RC1.1, .*9.1.0 .*25.2", "firmware"),
-    (check_npu.check_driver, (driver("8.5.2", "24.1.0"), A2), Fail, "24.1.0, .*8.5.2 .*25.0", "firmware"),
-    (check_npu.check_driver, (driver("8.3.RC1", "23.0.0"), A2), None, "npu-smi", ""),  # no source, no judgement
-    (check_npu.check_driver, (driver("unknown", "23.0.0"), A2), None, "npu-smi", ""),
-    (check_npu.check_driver, (Machine(), ""), Fail, "npu-smi", "--device=/dev/davinci0"),
-    (check_npu.check_driver, (driver(None), ""), Fail, "prints nothing", "HwHiAiUser"),
-    (check_npu.check_driver, (driver(None), DCMI), Fail, "-8005", "HwHiAiUser"),
-    (check_npu.check_driver, (driver(None), A3), Fail, "NPU 0 is Warning", "ASCEND_RT_VISIBLE_DEVICES"),
-    (check_npu.check_torch_version, ("2.13.1+cpu",), None, "2.13.1", ""),
-    (check_npu.check_torch_version, (None,), Fail, "not installed", ""),
-    (check_npu.check_torch_version, ("2.1.0",), Fail, "2.1.0 .*2.7", "setup_ascend.sh"),
-    (check_npu.check_torch_version, ("2.14.0",), Fail, "2.14.0 .*2.14", "setup_ascend.sh"),
-    (check_npu.check_torch_version, ("2.15.0+cpu",), Fail, "2.15.0.* 2.14", "setup_ascend.sh"),
+    *(
+        (check_npu.check_match, (on(cann or None), torch, npu or None, *numpy), *rest)
+        for (cann, torch, npu, *numpy), *rest in KNOWN["versions"]["judged"]
+    ),
+    *(
+        (check_npu.check_driver, (on(cann or None, npu_smi="smi", npu_driver=version), TABLES.get(text, text)), *rest)
+        for (cann, version, text), *rest in KNOWN["drivers"]["judged"]
+    ),
+    (check_npu.check_driver, (Machine(), ""), "FAIL", "npu-smi", "--device=/dev/davinci0"),
+    (check_npu.check_torch_version, ("2.13.1+cpu",), "PASS", "2.13.1", ""),
+    (check_npu.check_torch_version, (None,), "FAIL", "not installed", ""),
+    (check_npu.check_torch_version, ("2.1.0",), "FAIL", "2.1.0 .*2.7", "setup_ascend.sh"),
+    (check_npu.check_torch_version, ("2.14.0",), "FAIL", "2.14.0 .*2.14", "setup_ascend.sh"),
+    (check_npu.check_torch_version, ("2.15.0+cpu",), "FAIL", "2.15.0.* 2.14", "setup_ascend.sh"),
 ]
 
 
 @pytest.mark.parametrize(("check", "arguments", "outcome", "says", "fix"), JUDGED)
-def test_judged(check: Any, arguments: tuple, outcome: type[Exception] | None, says: str, fix: str):
-    if outcome is None:
+def test_judged(check: Any, arguments: tuple, outcome: str, says: str, fix: str):
+    if outcome == "PASS":
         assert says in check(*arguments)
         return
-    with pytest.raises(outcome, match=says) as failure:
+    with pytest.raises(RAISED[outcome], match=says) as failure:
         check(*arguments)
     assert fix in getattr(failure.value, "fix", "")
 
@@ -173,19 +127,8 @@ def test_sourced_means_home_and_libraries():
 
 # ---------------------------------------------------------------------- errors and their fixes
 
-SOURCE = "source /usr/local/Ascend/cann/set_env.sh"
 
-
-@pytest.mark.parametrize(
-    ("error", "fix"),
-    [
-        ("libhccl.so: cannot open shared object file. Please run 'source set_env.sh' in the path.", SOURCE),
-        ("No module named 'tbe'", SOURCE),
-        ("No module named 'decorator'", f"pip install {check_npu.PACKAGES}"),
-        ("libgomp.so.1: cannot allocate memory in static TLS block", "export LD_PRELOAD="),
-        ("/venv/torch_npu/lib/libtorch_npu.so: undefined symbol: _ZN3c1014", "see `versions match`"),
-    ],
-)
+@pytest.mark.parametrize(("error", "fix"), ERRORS["of_imports"])
 def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, error: str, fix: str):
     def import_module(name: str):
         try:
@@ -204,37 +147,12 @@ def test_an_import_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, error: s
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in failure.value.fix
 
 
-OUT_OF_MEMORY = "NPU out of memory. Tried to allocate 52.00 MiB (NPU 0; 60.96 GiB total capacity; 10.41 MiB free)"
-SOCKET_TIMEOUT = """\
-InnerRunOpApi:torch_npu/csrc/framework/OpParamMaker.cpp:281 OPS function error: HcclAllreduce, error code is 6
-[ERROR] 2025-04-08-18:07:20 (PID:1292363, Device:1, RankID:1) ERR01100 OPS call acl api failed.
-EI0006: [PID: 1292363] 2025-04-08-18:07:20.444.436 Getting socket times out. Reason: Remote Rank did not send the data
-"""
-NO_KERNELS = "call aclnnAdd failed, detail:EZ9999: Inner Error!\nEZ9999: [PID: 1] Parse dynamic kernel config fail.\n"
-NUMPY = "NPU function error: at_npu::native::AclSetCompileopt(...), error code is 500001\nERR00100 PTA call failed\n"
-NO_MEMORY = "call aclrtSetDevice failed, error code is 507033\nEL0004: [PID: 553] Failed to allocate memory.\n"
-OPERATOR = "NPU function error: AclrtSynchronizeDeviceWithTimeout, error code is {}\nEZ9999: Inner Error!\n"
-OPERATOR_FIXES = {  # by error code
-    **dict.fromkeys(("507046", "507048"), "did not answer"),
-    **dict.fromkeys(("507053", "507054"), "npu-smi info -t ecc -i 0 -c 0"),
-    **dict.fromkeys(("507014", "507015", "507017", "507018", "507034", "507035"), "ASCEND_LAUNCH_BLOCKING=1"),
-}
-
-
 @pytest.mark.parametrize(
     ("text", "line", "fix"),
     [
-        (OUT_OF_MEMORY, "Tried to allocate 52.00 MiB", "npu-smi info"),
-        (SOCKET_TIMEOUT, "HcclAllreduce, error code is 6 | EI0006: [PID: 1292363]", "HCCL_IF_IP"),
-        (NO_KERNELS, "call aclnnAdd failed", "cann/download"),
-        ("aclrtSetDevice(device_id_), error code is 507033\nERR00100 PTA call acl api failed\n", "507033", "as OK"),
-        (NUMPY, "500001", 'pip install "numpy<2"'),
-        # The general failure next to its cause: the cause decides.
-        (NUMPY + "No module named 'decorator'", "500001", "pip install attrs cffi"),
-        (NUMPY + "No module named 'tbe'", "500001", "source /usr/local/Ascend"),
-        (NO_MEMORY, "EL0004", "npu-smi info"),
-        ("aclrtMalloc failed, error code is 207018", "207018", "npu-smi info"),
-        *((OPERATOR.format(code), code, fix) for code, fix in OPERATOR_FIXES.items()),
+        *ERRORS["judged"],
+        (ERRORS["socket_timeout"], "HcclAllreduce, error code is 6 | EI0006: [PID: 1292363]", "HCCL_IF_IP"),
+        *((ERRORS["operator"].format(code), code, fix) for code, fix in KNOWN["operator_codes"].items()),
     ],
 )
 def test_known_errors_end_in_one_line_and_their_fix(capsys: pytest.CaptureFixture[str], text: str, line: str, fix: str):
@@ -263,7 +181,9 @@ def all_reduce_error(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_a_worker_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    line = all_reduce_error(f"if rank == 1:\n    raise RuntimeError({SOCKET_TIMEOUT!r})\n", tmp_path, monkeypatch)
+    line = all_reduce_error(
+        f"if rank == 1:\n    raise RuntimeError({ERRORS['socket_timeout']!r})\n", tmp_path, monkeypatch
+    )
     assert "InnerRunOpApi:" in line and "| EI0006: [PID: 1292363]" in line and "\n" not in line
 
 
@@ -361,7 +281,7 @@ def test_the_whole_command_on_simulated_npus(tmp_path: Path):
     assert found["PASS driver"] == "npu-smi 25.2.0, 2 x 910B3/910B4-1"
     assert found["PASS CANN"].startswith("9.1.0 in ")
     assert found["PASS npu devices"] == "2 x Ascend910B3, computes in bfloat16"
-    assert found["PASS memory"] == "64.0 of 64.0 GiB free"
+    assert found["PASS memory"] == "64.0 GiB free of 64.0"
     assert "bfloat16" in found["PASS training step"] and found["PASS all-reduce"] == "2 processes"
 
 

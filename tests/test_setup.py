@@ -16,6 +16,7 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,39 +33,19 @@ else:
 ROOT = Path(__file__).resolve().parent.parent
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 OLD_HOME, NEW_HOME = "/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann"
-
-# Written out by hand, apart from the table in check_npu.py: CANN -> torch, torch_npu, the Pythons with its wheels.
-PAIRS = {
-    "8.3.RC1": ("2.7.1", "2.7.1", "3.11 3.10"),
-    "8.5.0": ("2.9.0", "2.9.0", "3.11 3.12 3.10"),
-    "9.0.0": ("2.9.0", "2.9.0.post2", "3.11 3.12 3.13 3.10"),
-    "9.1.0": ("2.12.0", "2.12.0", "3.11 3.12 3.13 3.10"),
-}
-
+KNOWN = tomllib.loads((ROOT / "tests/npu_machines.toml").read_text(encoding="utf-8"))
+PAIRS = KNOWN["pairs"]
+FILES = KNOWN["files"]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
-
-# What the files hold on machines in use.
-INFO = "ascend_toolkit_install.info"
-TOOLKIT_INFO = (
-    "package_name=Ascend-cann-toolkit\nversion={}\ninnerversion=V100R001C23\ncompatible_version=[V100R001C15]\n"
-)
-VERSION_CFG = """\
-# version: 1.0
-toolkit_running_version=[7.6.0.1.220:9.0.0]
-opp_kernel_running_version=[7.5.0.1.129:8.0.RC3]
-toolkit_upgrade_version=[7.6.0.1.220:8.0.0]
-"""
-DRIVER = {
-    "/usr/local/bin/npu-smi": "",
-    "/usr/local/Ascend/driver/version.info": "Version=25.2.0\nascendhal_version=7.35.23\nInnerversion=V100R001C22\n",
-}
+DRIVER = {"/usr/local/bin/npu-smi": "", "/usr/local/Ascend/driver/version.info": FILES["driver_info"]}
 NPUS = dict.fromkeys(f"/dev/{name}" for name in ("davinci12", "davinci5", "davinci_manager", "devmm_svm", "hisi_hdc"))
 GPUS = dict.fromkeys(("/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl", "/usr/bin/nvidia-smi"))
 
 
 def cann(version: str, home: str = OLD_HOME, arch: str = "aarch64") -> dict[str, str]:
     environment = f"{Path(home).parent if home == OLD_HOME else home}/set_env.sh"
-    return {f"{home}/{arch}-linux/{INFO}": TOOLKIT_INFO.format(version), environment: ""}
+    info = FILES["toolkit_info"].format(version)
+    return {f"{home}/{arch}-linux/ascend_toolkit_install.info": info, environment: ""}
 
 
 def sourced(home: str = OLD_HOME) -> dict[str, str]:
@@ -183,88 +164,37 @@ def test_the_plan_for_every_cann(machine: FakeMachine, version: str, arch: str):
     }
 
 
-MIRROR = {"TORCH_INDEX_URL": "https://mirror.example/cpu"}
-CARD = NPUS | DRIVER
-READY = CARD | cann("9.0.0")
-UNREADABLE = CARD | {f"{NEW_HOME}/lib64/libascendcl.so": ""}
-# The files, the environment, the flags; and by key of the plan a list, or words. No other line may be missing or a
-# problem, and nothing else is installed.
-PLANS: list[tuple[dict, dict, list[str], dict]] = [
-    # The devices without the driver's folders, as in a container; without CANN; CANN that is not sourced.
-    (NPUS, {}, [], {"problem": "CANN --device cpu", "missing": "npu-smi"}),
-    (NPUS, {}, ["--device", "cpu"], {"install": CPU_INSTALL, "missing": "npu-smi"}),
-    (
-        NPUS | cann("9.0.0"),
-        sourced(),
-        [],
-        {"found": "unknown", "missing": "npu-smi --device=/dev/davinci_manager", "install": pip_arguments("9.0.0")},
-    ),
-    (READY, {}, [], {"missing": "/ascend-toolkit/set_env.sh", "install": pip_arguments("9.0.0")}),
-    (CARD | cann("9.0.0", NEW_HOME), {}, [], {"missing": f"{NEW_HOME}/set_env.sh", "install": pip_arguments("9.0.0")}),
-    # No device files: a container image that is built, or a driver whose kernel module is not loaded.
-    (cann("9.0.0"), sourced(), [], {"kind": "cpu", "install": CPU_INSTALL, "missing": "/dev/davinci --device npu"}),
-    (DRIVER, {}, [], {"kind": "cpu", "install": CPU_INSTALL, "missing": "/dev/davinci --device npu"}),
-    (
-        cann("9.0.0"),
-        sourced(),
-        ["--device", "npu"],
-        {"kind": "npu", "install": pip_arguments("9.0.0"), "missing": "/dev/davinci"},
-    ),
-    # No file names the version.
-    (UNREADABLE, sourced(NEW_HOME), [], {"found": "CANN unknown", "problem": "--cann VERSION 9.1.0"}),
-    (UNREADABLE, sourced(NEW_HOME), ["--cann=9.0.0"], {"install": pip_arguments("9.0.0")}),
-    # No accelerator, a GPU, a mirror.
-    ({}, {}, [], {"kind": "cpu", "found": ["Linux aarch64"], "install": CPU_INSTALL, "missing": "NPU GPU"}),
-    ({}, MIRROR, [], {"install": "--extra-index-url https://mirror.example/cpu torch==2.13.0+cpu", "missing": "NPU"}),
-    (GPUS, {}, [], {"kind": "cuda", "found": "GPU: 2", "install": ["torch==2.13.0"]}),
-    (GPUS, MIRROR, [], {"install": ["--extra-index-url https://mirror.example/cpu torch==2.13.0"]}),
-    (GPUS, {}, ["--device=cpu"], {"install": CPU_INSTALL}),
-]
-# A CANN that the table lacks: the row that is used for it, or the flag or release that the problem names.
-for version in ("8.0.RC3", "8.1.RC1", "8.2.RC1"):
-    PLANS.append((CARD | cann(version), sourced(), [], {"problem": f"{version} install CANN 8.3.RC1"}))
-for version, near in (("8.4.0", "8.3.RC1"), ("9.3.0", "9.1.0"), ("10.0.RC1", "9.1.0")):
-    PLANS.append((CARD | cann(version), sourced(), [], {"problem": f"{version} --cann {near}"}))
-for version, row in (("8.3.RC2", "8.3.RC1"), ("8.5.2", "8.5.0"), ("9.0.0-beta.2", "9.0.0"), ("9.1.1", "9.1.0")):
-    PLANS.append((CARD | cann(version), sourced(), [], {"found": f"{version} {row}", "install": pip_arguments(row)}))
-# A value adds no line to the plan, and no argument to pip.
-for version in ("9.0.0\nkind cpu\ninstall --index-url http://x/ torch", "9.0.0 evil", "$(id)"):
-    PLANS.append((READY, sourced(), ["--cann", version], {"kind": [], "problem": "--cann"}))
-for index in ("https://x/cpu --pre evil", "https://x/cpu\ninstall evil", "a\tb", "--index-url=http://x"):
-    PLANS.append((READY, {"TORCH_INDEX_URL": index}, [], {"kind": [], "problem": "TORCH_INDEX_URL"}))
+GROUPS = {
+    "npus": NPUS, "driver": DRIVER, "gpus": GPUS, "unreadable CANN": {f"{NEW_HOME}/lib64/libascendcl.so": ""},
+}  # fmt: skip
+HOMES = {"old": OLD_HOME, "new": NEW_HOME}
+INSTALLS = {"cpu": CPU_INSTALL, **{release: pip_arguments(release) for release in PAIRS}}
 
 
-@pytest.mark.parametrize(("files", "environment", "flags", "expected"), PLANS)
-def test_a_machine_has_its_plan(machine: FakeMachine, files: dict, environment: dict, flags: list[str], expected: dict):
-    plan = machine.put(files).plan(*flags, **environment)
-    for key, value in ({"problem": [], "missing": [], "install": []} | expected).items():
-        if isinstance(value, str):
+def files_of(names: list[str]) -> dict[str, str]:
+    files: dict[str, str] = {}
+    for name in names:
+        what, *rest = name.split()
+        files |= cann(rest[0], HOMES[(*rest, "old")[1]]) if what == "cann" else GROUPS[name]
+    return files
+
+
+@pytest.mark.parametrize("case", KNOWN["machines"])
+def test_a_machine_has_its_plan(machine: FakeMachine, case: dict[str, Any]):
+    variables = sourced(HOMES[case["sourced"]]) if "sourced" in case else {}
+    variables |= {"TORCH_INDEX_URL": case["index"]} if "index" in case else {}
+    plan = machine.put(files_of(case["files"])).plan(*case.get("flags", []), **variables)
+    for key, value in ({"problem": [], "missing": [], "install": []} | case["plan"]).items():
+        lines = INSTALLS.get(value) if key == "install" and isinstance(value, str) else None
+        if isinstance(value, str) and lines is None:
             assert all(word in "\n".join(plan[key]) for word in value.split()), plan
         else:
-            assert plan.get(key, []) == value, plan
+            assert plan.get(key, []) == (lines or value), plan
 
 
-INFO_9 = TOOLKIT_INFO.format("9.0.0")
-
-
-@pytest.mark.parametrize(
-    ("home", "file", "text"),
-    [
-        (OLD_HOME, INFO, "version=9.0.0\n"),
-        (OLD_HOME, f"x86_64-linux/{INFO}", INFO_9),
-        (OLD_HOME, "version.cfg", VERSION_CFG),
-        (OLD_HOME, "version.cfg", "runtime_running_version=[1:8.0.0]\ntoolkit_running_version=[9.0.0]\n"),
-        (OLD_HOME, "version.cfg", "# version: 1.0\nruntime_running_version=[7.7.0.1.238:9.0.0]\n"),
-        (NEW_HOME, f"aarch64-linux/{INFO}", INFO_9),
-        ("/usr/local/Ascend/cann-9.0.0", "set_env.sh", ""),
-        ("/usr/local/Ascend/ascend-toolkit/9.0.0", "opp/x", ""),
-        ("/home/me2/Ascend/cann", f"aarch64-linux/{INFO}", INFO_9),
-        ("/home/me2/Ascend/ascend-toolkit/latest", "version.cfg", VERSION_CFG),
-        ("/home/me2/Ascend/cann-9.0.0", "set_env.sh", ""),
-    ],
-)
+@pytest.mark.parametrize(("home", "file", "text"), KNOWN["cann"]["places"])
 def test_where_the_cann_version_is_read(machine: FakeMachine, home: str, file: str, text: str):
-    machine.put(NPUS | {f"{home}/{file}": text})
+    machine.put(NPUS | {f"{home}/{file}": FILES.get(text, text).replace("{}", "9.0.0")})
     assert machine.cann(HOME="/home/me2") == f"CANN 9.0.0 in {home}"
 
 

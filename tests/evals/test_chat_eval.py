@@ -240,7 +240,7 @@ class Talk(Echo):
         return [*said, text_of(reply)] == [str(turn) for turn in range(example.answer)]
 
 
-@pytest.mark.parametrize(("context", "right"), [(200, 9), (80, 6)])
+@pytest.mark.parametrize(("context", "right"), [(200, 9), (72, 6)])
 def test_the_model_itself_replies_where_a_chat_lacks_a_reply(context: int, right: int) -> None:
     class Counting(Known):
         def generate(self, prompts: Sequence[list[int]], **settings: Any) -> Any:

@@ -21,6 +21,11 @@ TAIL = 3000  # characters of a traceback
 OUTCOMES = {"passed": "PASS", "failed": "FAIL", "skipped": "SKIP"}
 
 
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    """The suite leaves these tests to promises/test_p10_an_owners_ten_minutes.py, which makes the report of a CPU."""
+    return None if any("on_device" in argument for argument in config.args) else True
+
+
 @pytest.fixture(scope="session")
 def kind() -> str:
     return devices.kind_of(os.environ.get("ON_DEVICE", "auto"))

@@ -31,14 +31,12 @@ def find(kind: str) -> str:
 
 
 def memory(kind: str) -> str:
-    if kind == "cpu":
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        listed = Path("/proc/meminfo")  # only Linux has it
-        available = re.search(r"MemAvailable:\s+(\d+)", listed.read_text() if listed.exists() else "")
-        free = int(available[1]) * 1024 if available else total
-    else:
-        free, total = devices.init(kind).module.mem_get_info()
-    detail = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    device = devices.init(kind)
+    free = device.free_memory()
+    total = device.total_memory()
+    if free is None:
+        raise SkipTest("this system does not say")
+    detail = f"{free / GIB:.1f} GiB free" + (f" of {total / GIB:.1f}" if total else "")
     if free < GIB:
         raise RuntimeError(f"nearly out of memory: {detail}")
     return detail

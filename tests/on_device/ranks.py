@@ -1,6 +1,6 @@
 """What several ranks compute together: each prints a line of JSON, by check its numbers or its error.
 
-python -m nanochat.run.launch --nproc_per_node=2 tests/on_device/ranks.py npu    # all checks, for two ranks
+python -m nanochat.run.launch --nproc_per_node=2 tests/on_device/ranks.py npu    # all checks
 python -m nanochat.run.launch --nproc_per_node=8 tests/on_device/ranks.py npu all_reduce
 """
 
@@ -8,18 +8,22 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from nanochat import device as devices
-from nanochat import ranks as collectives
 from nanochat import scaling
 from nanochat.device import Device
 from nanochat.gpt import GPT
 from nanochat.ground.cli import end_with_launcher
+from nanochat.ranks import Layout, lay_out
 from nanochat.train import make_optimizer, next_token_loss, train_step
+
+LOSS_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-3}
 
 
 def all_reduce(device: Device) -> None:
@@ -29,52 +33,34 @@ def all_reduce(device: Device) -> None:
     assert bool((numbers == expected).all()), f"all_reduce gave {numbers[0].item()}, expected {expected}"
 
 
-def all_to_all(device: Device) -> None:
-    """Other counts for each pair of ranks, none among them."""
-    counts = [[0, 3], [5, 1]]  # rows that rank i sends to rank j
-    leaving = counts[device.rank]
-    arriving = [row[device.rank] for row in counts]
-    rows = []
-    for target, count in enumerate(leaving):
-        rows += [[10.0 * device.rank + target, float(place)] for place in range(count)]
-    expected = []
-    for source, count in enumerate(arriving):
-        expected += [[10.0 * source + device.rank, float(place)] for place in range(count)]
-    sent = device.to_device(torch.tensor(rows).view(-1, 2))
-    arrived = sent.new_empty(sum(arriving), 2)
-    dist.all_to_all_single(arrived, sent, arriving, leaving)
-    assert arrived.tolist() == expected, f"rank {device.rank} got {arrived.tolist()}, expected {expected}"
-
-
-def reduce_scatter(device: Device) -> None:
-    """reduce_scatter and all_gather of one tensor, as the optimizer uses them."""
-    R = device.world_size
-    whole = torch.arange(4.0 * R, device=device.torch_device)
-    part = torch.empty(4, device=device.torch_device)
-    dist.reduce_scatter_tensor(part, whole * (device.rank + 1))
-    gathered = torch.empty_like(whole)
-    dist.all_gather_into_tensor(gathered, part)
-    expected = whole.cpu() * sum(range(1, R + 1))
-    assert torch.equal(gathered.cpu(), expected), f"rank {device.rank} got {gathered.tolist()}"
-
-
-def training(device: Device) -> None:
-    """Three steps of a small model: both ranks must end with the same weights, and a lower loss."""
-    config = scaling.model_config(3, 1024, 128)  # an odd number of matrices: Muon's shares are uneven
-    model = GPT(config, device.kernels)
-    model.init_weights(0)
-    model.to(device.torch_device)
-    optimizer = make_optimizer(model, scaling.rates(config, 1024, 1_024_000), device)
-    generator = torch.Generator().manual_seed(device.rank)
-    ids = device.to_device(torch.randint(1024, (4, 129), generator=generator))
-    losses = []
-    for _ in range(3):
-        batch = (ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-        losses.append(float(train_step(model, optimizer, [batch], next_token_loss, device=device).loss))
-    sums = [parameter.detach().double().sum().item() for parameter in model.cpu().parameters()]
-    everyones = collectives.gather_values(sums, device)
-    assert all(other == sums for other in everyones), "the ranks have different weights after three steps"
-    assert losses[-1] < losses[0], f"the loss went from {losses[0]:.4f} to {losses[-1]:.4f}"
+def training(
+    device: Device, parallel: Any = "ddp", expert_parallel: bool = False, experts: int = 0
+) -> dict[str, float]:
+    """Three steps of a small model on rows of all ranks: the losses must be those of one CPU, and fall."""
+    # An odd number of matrices, so that Muon's shares are uneven.
+    config = replace(scaling.model_config(4, 1024, 128, head_dim=64), n_layer=3)
+    if experts:
+        config = replace(config, experts=experts, experts_per_token=2, mlp_width=128)
+    cpu = Device("cpu", torch.cpu, torch.float32, 0, 0, 1, "cpu", None)
+    ids = torch.randint(1024, (2 * device.world_size, 129), generator=torch.Generator().manual_seed(0))
+    losses: list[list[float]] = []
+    for where, layout in ((device, lay_out(device, parallel, 1, expert_parallel)), (cpu, Layout())):
+        model = GPT(config, where.kernels)
+        model.init_weights(0)
+        for name, parameter in model.named_parameters():
+            if name.endswith("router.bias"):
+                parameter.data[-experts // device.world_size :] = -5  # the last rank's experts get no token
+        layout.shard(model.to(where.torch_device), where)
+        optimizer = make_optimizer(model, scaling.rates(config, 1024, 1_024_000), where, layout=layout)
+        rows = where.to_device(ids[where.data_rank :: where.data_ranks].contiguous())
+        batch = (rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        steps = (train_step(model, optimizer, [batch], next_token_loss, device=where) for _ in range(3))
+        losses.append([float(step.loss) for step in steps])
+    found, expected = losses
+    error = max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+    assert error <= LOSS_TOLERANCES[device.dtype], f"losses {found}, on one CPU {expected}"
+    assert expected[-1] < expected[0] - 0.1, f"the loss went from {expected[0]:.4f} to {expected[-1]:.4f}"
+    return {"loss_difference": error, "loss_fell": found[0] - found[-1]}
 
 
 def bandwidth(device: Device) -> dict[str, float]:
@@ -93,7 +79,16 @@ def bandwidth(device: Device) -> dict[str, float]:
     return found
 
 
-CHECKS = {check.__name__: check for check in (all_reduce, all_to_all, reduce_scatter, training, bandwidth)}
+CHECKS: dict[str, Callable[[Device], dict[str, float] | None]] = {
+    "all_reduce": all_reduce,
+    "ddp": training,
+    "fsdp": lambda device: training(device, "fsdp"),
+    # Context parallelism: two neighbours share their rows.
+    "shared_rows": lambda device: training(replace(device, context_ranks=2), "fsdp"),
+    # Whole experts on each rank. No token travels to the last rank.
+    "experts": lambda device: training(device, "fsdp", True, experts=4 * device.world_size),
+    "bandwidth": bandwidth,
+}
 
 
 def run_checks(device: Device, names: Sequence[str] = tuple(CHECKS)) -> str:

@@ -86,25 +86,35 @@ def add_noise(model: GPT, seed: int) -> torch.Generator:
     return generator
 
 
-def record_step(device: Device, config: GPTConfig, *, rows: int, document_tokens: int) -> list[Reading]:
-    """Take a training step. Weights and tokens are the same on every device.
+def make_step(
+    device: Device, config: GPTConfig, *, rows: int, document_tokens: int = 0, kernels: Any = None
+) -> tuple[GPT, Callable[[], object]]:
+    """A model, and a call that takes a training step of it. Weights and tokens are the same on every device.
 
-    With `document_tokens` the rows are packed with documents of this many tokens.
+    With `document_tokens` the rows are packed with documents of this many tokens. The last of experts gets no token.
     """
-    kernels: Any = WatchedKernels(device.kernels)
-    model = GPT(config, kernels)
+    model = GPT(config, kernels or device.kernels)
     model.init_weights(0)
     generator = add_noise(model, 1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("router.bias"):
+            parameter.data[-1] = -5
     model.to(device.torch_device)
     T = config.sequence_len
     optimizer = make_optimizer(model, scaling.rates(config, rows * T, 1000 * rows * T), device)
-    recording = Recording(model)
     ids = device.to_device(torch.randint(config.vocab_size, (rows, T + 1), generator=generator))
     batch: list[Any] = [ids[:, :-1], ids[:, 1:].contiguous()]
     if document_tokens:
         numbers = (torch.arange(T) // document_tokens).expand(rows, T)
         batch.append(Segments.from_numbers(numbers).to(device.to_device))
-    train_step(model, optimizer, [batch], next_token_loss, device=device)
+    return model, lambda: train_step(model, optimizer, [batch], next_token_loss, device=device)
+
+
+def record_step(device: Device, config: GPTConfig, **options: int) -> list[Reading]:
+    """Take a training step of `make_step`."""
+    model, take_step = make_step(device, config, kernels=WatchedKernels(device.kernels), **options)
+    recording = Recording(model)
+    take_step()
     return recording.readings
 
 

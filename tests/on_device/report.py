@@ -7,6 +7,7 @@ starts anyway.
 
 import contextlib
 import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -22,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs/ascend.md"
 FIRST = "checks"  # the checks of check_npu.py; without a device that works no other part makes sense
 # Seconds that a part may take. On a card all of them together take about ten minutes. A part but the first is
 # tests/on_device/test_<part>.py.
 PARTS = {
-    FIRST: 420, "operators": 180, "steps": 240, "decoding": 240, "training": 360, "two_ranks": 180, "profile": 180,
+    FIRST: 420, "operators": 180, "steps": 240, "decoding": 300, "training": 360, "all_devices": 300, "profile": 360,
 }  # fmt: skip
 ENDING_SECONDS = 40  # a part that is stopped stops its own processes first
 TAIL = 3000  # characters of an output in the report
@@ -52,6 +54,7 @@ class FullReport:
         self.out = out
         self.about = about
         self.fix_for = fix_for
+        self.is_small = False  # small sizes show that a check works, but not what a card does
         self.parts: dict[str, dict[str, Any]] = {}
         self.began = time.monotonic()
 
@@ -113,7 +116,8 @@ class FullReport:
             text = line.get("traceback", "") + line["detail"] + output
             line["fix"] = self.fix_for(text) or "send the report: this line is what it is for"
         self.parts.setdefault(part, {"lines": []})["lines"].append(line)
-        print_line(f"{line['outcome']} {line['name']}: {line['detail']}")
+        seconds = f" ({line['seconds']:.1f} s)" if line.get("seconds") else ""
+        print_line(f"{line['outcome']} {line['name']}: {line['detail']}{seconds}")
         if line["outcome"] == "FAIL":
             if line.get("what"):
                 print_line(f"     what: {line['what']}")
@@ -127,8 +131,35 @@ class FullReport:
     def passed(self, part: str, name: str) -> bool:
         return any(line["name"] == name and line["outcome"] == "PASS" for line in self.parts[part]["lines"])
 
+    def answers(self) -> list[dict[str, str]]:
+        """What the lines until now say about each doubt: yes, no, partly (some checks did not run), or open."""
+        found = []
+        for starts, doubt in doubts():
+            lines = [(line["outcome"], f"{line['name']}: {line['detail']}") for line in self._lines_of(starts)]
+            outcomes = {outcome for outcome, _ in lines}
+            answer = "partly" if "PASS" in outcomes else "open"
+            answer = "yes" if outcomes == {"PASS"} and not self.is_small else answer
+            answer = "no" if "FAIL" in outcomes else answer
+            worst = [text for outcome, text in lines if outcome == ("FAIL" if answer == "no" else "SKIP")]
+            because = "; ".join(worst or [text for _, text in lines]) or "not run"
+            found.append({"doubt": doubt, "answer": answer, "because": because[:300]})
+        return found
+
+    def _lines_of(self, starts: Sequence[str]) -> Iterator[dict[str, Any]]:
+        for part, entry in self.parts.items():
+            for line in entry["lines"]:
+                if line["name"] == f"part {part}":  # it ended early: the rest of its checks did not run
+                    if starts[0].partition(".")[0] == part:
+                        yield {**line, "outcome": "SKIP"}
+                elif longest_start(f"{part}.{line['name']}") in starts:
+                    yield line
+
     def finish(self) -> int:
-        """Print the counts, and write the file; returns the exit code."""
+        """Print the doubts and the counts, and write the file; returns the exit code."""
+        sizes = " (PARTLY at most: the sizes were small)" if self.is_small else ""
+        print_line(f"== the doubts of docs/ascend.md: does this device do what the page says?{sizes}")
+        for row in self.answers():
+            print_line(f"{row['answer'].upper()}: {row['doubt']} [{row['because']}]")
         outcomes = [line["outcome"] for part in self.parts.values() for line in part["lines"]]
         counts = {outcome: outcomes.count(outcome) for outcome in OUTCOMES}
         seconds = time.monotonic() - self.began
@@ -147,6 +178,7 @@ class FullReport:
             "when": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **self.about,
             "seconds": round(time.monotonic() - self.began, 1),
+            "doubts": self.answers(),
             "parts": self.parts,
         }
         text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -156,6 +188,22 @@ class FullReport:
         unfinished = self.out.with_name(f"{self.out.name}.tmp")
         unfinished.write_text(text + "\n", encoding="utf-8")
         unfinished.replace(self.out)
+
+
+@functools.cache
+def doubts() -> list[tuple[list[str], str]]:
+    """The table of docs/ascend.md: each doubt, with what the checks that settle it begin with, such as
+    `steps.step[` of the part `steps`."""
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""  # someone may copy the project without docs/
+    section = page.partition("\n## Ten minutes with a card\n")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`(.+?)`", names), doubt) for names, doubt in rows]
+
+
+def longest_start(check: str) -> str:
+    """The one of all doubts' beginnings that belongs to this check; "" if none does."""
+    starts = [start for row, _ in doubts() for start in row]
+    return max((start for start in starts if check.startswith(start)), key=len, default="")
 
 
 def run(check_npu: Any, machine: Any, options: Any) -> int:
@@ -191,6 +239,7 @@ def run(check_npu: Any, machine: Any, options: Any) -> int:
 
 def run_parts(report: FullReport, kind: str, first: Sequence[str], works: str, is_small: bool) -> int:
     """Run every part, the ones after the first only if its line `works` passed; returns the exit code."""
+    report.is_small = is_small or kind == "cpu"
     for part, (command, variables) in commands(kind, first, is_small).items():
         if part == FIRST or report.passed(FIRST, works):
             report.run(part, command, PARTS[part], variables)
@@ -237,24 +286,13 @@ def print_line(text: str) -> None:
 
 
 # The report has the variables that begin so: they change what the vendor's libraries and torch do.
-VARIABLES = {
-    "npu": (
-        "ASCEND", "ACL", "HCCL", "NPU", "TASK_QUEUE", "CPU_AFFINITY", "COMBINED_ENABLE", "MULTI_STREAM", "INF_NAN",
-        "CLOSE_MATMUL", "ATB", "TE_", "HCCN",
-    ),
-    "cuda": ("CUDA", "NCCL", "NVIDIA", "CUBLAS", "CUDNN"),
-    "cpu": (),
-}  # fmt: skip
-SHARED_VARIABLES = (
-    "TORCH", "PYTORCH", "OMP_", "MKL_", "GLOO", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "NANOCHAT", "RANK",
-    "LOCAL_RANK", "WORLD_SIZE", "MASTER_",
-)  # fmt: skip
+VARIABLES: dict[str, list[str]] = json.loads(Path(__file__).with_name("variables.json").read_text())
 
 
 def environment(kind: str, variables: Mapping[str, str]) -> dict[str, str]:
     """The variables for this kind of device, without what may hold a secret: a name, an address, a query, flags."""
     kept = {}
-    prefixes = (*VARIABLES[kind], *SHARED_VARIABLES)
+    prefixes = (*VARIABLES[kind], *VARIABLES["shared"])
     for name, value in sorted(variables.items()):
         if name.startswith(prefixes) and not re.search(r"TOKEN|SECRET|PASS|KEY|AUTH|CRED", name):
             value = re.sub(r"//\S*@", "//...@", value)  # a password in an address

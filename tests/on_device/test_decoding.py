@@ -68,9 +68,11 @@ def decoder(device: Device, depth: int, graphs: Literal["auto", "on", "off"]) ->
     return engine
 
 
-def timed_tokens(engine: Engine, sampling: SamplingParams) -> tuple[list[list[int]], list[float]]:
+def timed_tokens(
+    engine: Engine, sampling: SamplingParams, lengths: Sequence[int] = PROMPT_LENGTHS
+) -> tuple[list[list[int]], list[float]]:
     """The new tokens of each prompt, and the seconds of each step; the first step reads the prompts."""
-    prompts = [list(range(300, 300 + length)) for length in PROMPT_LENGTHS]
+    prompts = [list(range(300, 300 + length)) for length in lengths]
     tokens: list[list[int]] = [[] for _ in prompts]
     seconds = []
     began = time.perf_counter()
@@ -97,6 +99,18 @@ def leading(tokens: Sequence[int], expected: Sequence[int]) -> int:
     return len(tokens)
 
 
+def recording_engine(kind: str, dtype: str, depth: int, graphs: Literal["on", "off"]) -> Engine:
+    """The device's engine; the test is skipped where it cannot record although it must."""
+    try:
+        devices.runtime_of(kind).records(graphs)
+    except UserError as error:  # a CPU records nothing, and some runtimes cannot under an exported variable
+        pytest.skip(str(error))
+    engine = decoder(init(kind, dtype), depth, graphs)
+    if graphs == "on" and not engine.decoders.records:
+        pytest.skip("launches are not recorded here")
+    return engine
+
+
 @pytest.mark.parametrize("graphs", ["off", "on"], ids=["eager", "recorded"])
 @pytest.mark.parametrize("dtype", AGREEING_SHARES)
 def test_tokens(
@@ -104,14 +118,8 @@ def test_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ):  # fmt: skip
     """Greedy and sampled tokens are those of the CPU, by single launches and from a recording."""
-    try:
-        devices.runtime_of(kind).records(graphs)
-    except UserError as error:  # a CPU records nothing, and some runtimes cannot under an exported variable
-        pytest.skip(str(error))
     captures = Captures(monkeypatch)
-    engine = decoder(init(kind, dtype), sizes.depth, graphs)
-    if graphs == "on" and not engine.decoders.records:
-        pytest.skip("launches are not recorded here")
+    engine = recording_engine(kind, dtype, sizes.depth, graphs)
     steps: list[float] = []
     agreeing = {}
     for how, sampling in SAMPLINGS.items():
@@ -123,6 +131,17 @@ def test_tokens(
         measured(recordings=len(captures.seconds), recording_seconds=sum(captures.seconds))
         assert captures.seconds and not captures.failures, captures.failures
     assert min(agreeing.values()) >= AGREEING_SHARES[dtype] * TOTAL
+
+
+@pytest.mark.parametrize("rows", [4, 64, 256])
+def test_recordings(kind: str, sizes: Sizes, measured: Callable[..., None], rows: int, monkeypatch: pytest.MonkeyPatch):
+    """A step of this many rows is recorded and replayed: how long both take."""
+    captures = Captures(monkeypatch)
+    engine = recording_engine(kind, "auto", sizes.depth, "on")
+    _, seconds = timed_tokens(engine, SAMPLINGS["sampled"], [5] * rows)
+    measured(recordings=len(captures.seconds), recording_seconds=sum(captures.seconds))
+    measured(step_ms=statistics.median(seconds[NEW_TOKENS // 2 :]) * 1e3)
+    assert captures.seconds and not captures.failures, captures.failures
 
 
 def test_memory(kind: str, sizes: Sizes, measured: Callable[..., None]):
