@@ -1,8 +1,11 @@
 """Check that a sampler outside this process computes the same probabilities as the trainer.
 
 Other weights, another tokenization or another temperature damage the policy without an error: the samples look right,
-and what is learned from them is wrong. So the log probabilities that came with some samples of every step are compared
-with the trainer's own, before anything is learned from them.
+and what is learned from them is wrong. Two checks compare the log probabilities that came with the samples with the
+trainer's own, before anything is learned from them:
+
+    check_agreement    a short reply, before the run's first step
+    Checked            some samples of every step
 
 A server may take weights and never use them: on a CPU vLLM 0.32 loaded a tied model's weights and kept its head, and
 answered every request with 200.
@@ -17,14 +20,18 @@ import torch
 from nanochat.cross_entropy import IGNORE
 from nanochat.device import Device
 from nanochat.gpt import GPT
-from nanochat.ground.cli import UserError
-from nanochat.ground.log import warn
+from nanochat.ground.cli import Failed
+from nanochat.ground.log import print0, warn
 from nanochat.losses import token_logp
 from nanochat.packing import pack_sequences
 from nanochat.ranks import gather_values
-from nanochat.rollout import RankSamples, Sample
+from nanochat.rollout import RankSamples, Reply, Sample, Sampler
 from nanochat.samplers.ahead import Ahead
+from nanochat.sampling import SamplingParams
+from nanochat.tokenizer import Tokenizer
 
+PROBE = "The first question is what"
+PROBE_TOKENS = 32
 ATTEMPTS = 3  # samplings of one step, each after a new hand-over of the weights
 # Mean difference in nats between a sampler's and the trainer's log probabilities of a token. In fp32 it is 1e-6, in
 # bf16 0.01; a model that is one step of RL older has 0.001, another model more than 1. What is much depends on how sure
@@ -64,17 +71,46 @@ def measure(model: GPT, samples: Iterable[Sample], device: Device, temperature: 
     return (own - theirs).abs().sum().item(), -own.sum().item(), len(own)
 
 
+def check_agreement(
+    sampler: Sampler, model: GPT, tokenizer: Tokenizer, device: Device, sampling: SamplingParams
+) -> None:
+    """Sample a short reply as the run does, and compare the sampler's log probabilities with the trainer's.
+
+    All ranks call it together, right after weights were handed over.
+    Raises Failed: on all ranks, when the log probabilities differ.
+    """
+    prompt = [tokenizer.get_bos_token_id(), *tokenizer.encode(PROBE)]
+    reply = Reply([0], [0], [0.0], "cut off")
+    failed = ""
+    try:
+        reply = sampler([prompt], [replace(sampling, seed=device.rank)], PROBE_TOKENS)[0]
+    except Failed as error:  # this rank must still take part in the exchange below
+        failed = str(error)
+    asked = [0] * len(prompt)
+    sample = Sample(0, 0, [*prompt, *reply.tokens], asked + reply.mask, [0.0] * len(prompt) + reply.logprobs)
+    gap, surprise, count = measure(model, [sample], device, sampling.temperature)
+    reports = gather_values((failed, gap / max(1, count), surprise / max(1, count)), device)
+    for failed, *_ in reports:
+        if failed:
+            raise Failed(failed)
+    largest = max(gap for _, gap, _ in reports)
+    if not all(gap <= largest_gap(entropy) for _, gap, entropy in reports):
+        raise Failed(
+            f"--sampler: its log probabilities of a reply are {largest:.2g} nats a token from the trainer's: it has "
+            f"other weights, another tokenization, or log probabilities that are not at --temperature "
+            f"{sampling.temperature:g} before --top_k (vLLM: --logprobs-mode processed_logprobs, without --top_k; "
+            "vllm-ascend 0.23: --temperature 1)"
+        )
+    print0(f"sampler: its log probabilities are within {largest:.1g} nats a token of the trainer's")
+
+
 class Checked(Ahead):
     """The samples of each step from a sampler outside this process, in agreement with the trainer.
 
     A step with other log probabilities than the trainer's is not learned from: the sampler gets the weights again and
     samples the step again, up to `ATTEMPTS` times in all. Then the run ends, and its checkpoint has learned from good
     samples only. Up to --device_batch_size samples of each rank are compared.
-
-    `take` raises UserError: on all ranks, when the first samples of the run differ. Then it has nothing to save yet.
     """
-
-    has_agreed = False
 
     def __init__(self, *arguments: Any, config: Any, device: Device) -> None:
         super().__init__(*arguments)
@@ -101,14 +137,9 @@ class Checked(Ahead):
             gap = sum(gap for _, gap, *_ in reports) / tokens
             largest = largest_gap(sum(surprise for _, _, surprise, _ in reports) / tokens, self.staleness)
             if gap <= largest:  # a NaN is larger
-                self.has_agreed = True
                 return own
             why = (
                 f"--sampler: its log probabilities are {gap:.2g} nats a token from the trainer's, more than "
-                f"{largest:.2g}: it has other weights, another tokenization, or log probabilities that are not at "
-                f"--temperature {self.config.temperature:g} before --top_k (vLLM: --logprobs-mode processed_logprobs, "
-                "without --top_k; vllm-ascend 0.23: --temperature 1)"
+                f"{largest:.2g}: it has other weights, or log probabilities of another temperature"
             )
-            if not self.has_agreed:
-                raise UserError(why)
         return replace(own, failed=f"{why}; this did not change in {ATTEMPTS} attempts")

@@ -44,6 +44,7 @@ from nanochat.ranks import decide_on_rank_zero, gather_values
 from nanochat.rollout import ROWS_AT_ONCE, Reply
 from nanochat.run import saver
 from nanochat.run.stage import Start
+from nanochat.samplers.agreement import check_agreement
 from nanochat.sampling import NEUTRAL, SamplingParams
 
 LOOK_SECONDS = 0.2  # between two checks whether the run has to stop
@@ -79,6 +80,7 @@ class HttpSampler:
     """
 
     def __init__(self, config: Any, start: Start, should_stop: Callable[[], bool]):
+        self.sampling = SamplingParams(temperature=config.temperature, top_k=config.top_k)  # for the probe
         self.tokenizer = start.tokenizer
         self.device = start.device
         self.folder = run_dir("rl", start.tag) / "weights"
@@ -87,7 +89,7 @@ class HttpSampler:
         self.headers = {"accept-encoding": "identity"}
         if key := os.environ.get("NANOCHAT_API_KEY", ""):
             self.headers["authorization"] = f"Bearer {key}"
-        self.has_handed_over = False
+        self.is_checked = False
         self.trouble = ""  # the last problem of the present work
         self.weights = Path()  # the folder last handed over; its name identifies the weights
         if self.device.is_main:  # the copy of the weights is removed after the run
@@ -147,7 +149,7 @@ class HttpSampler:
         """Sample with the model's present weights from now on. All ranks call it together, while none samples.
 
         Raises Failed: on all ranks, when a server refuses the weights, or no server takes them. The first time, when
-        the run has nothing to save yet, raises UserError instead.
+        the run has nothing to save yet, raises UserError: also when a server computes other values than the trainer.
         """
         gather_values(None, self.device)  # wait until all ranks have their replies
         gathered = {}  # whole weights, on rank 0
@@ -165,9 +167,11 @@ class HttpSampler:
             self.weights = Path(weights)
             for server, is_ready in zip(self.servers, ready, strict=True):
                 server.is_ready = is_ready
+            if not self.is_checked:
+                check_agreement(self, model, self.tokenizer, self.device, self.sampling)
         except (UserError, Failed) as error:
-            raise (Failed if self.has_handed_over else UserError)(str(error)) from error
-        self.has_handed_over = True
+            raise (Failed if self.is_checked else UserError)(str(error)) from error
+        self.is_checked = True
         if self.device.is_main:  # remove the folders of the previous step, and of a trainer that was killed
             for earlier in self.folder.glob("fp_*"):
                 if earlier != self.weights:
@@ -232,9 +236,9 @@ class HttpSampler:
             for route, body in _hand_over_requests(server.kind, self.weights):
                 status, content = await self._fetch(client, server.address + route, body, self.patience)
                 # A server that cannot load weights at the start of a run never will: do not wait for it.
-                hint = "" if self.has_handed_over else HINTS.get((server.kind, status), "")
+                hint = "" if self.is_checked else HINTS.get((server.kind, status), "")
                 what = f"does not take the weights in {self.weights}"
-                _require(server, status, content, what, hint, is_final=status == 500 and not self.has_handed_over)
+                _require(server, status, content, what, hint, is_final=status == 500 and not self.is_checked)
                 if _is_refusal(content):
                     raise TryAgain(f"{route} has no success: requests are still running")
         except httpx2.TransportError as error:
