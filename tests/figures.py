@@ -41,7 +41,7 @@ def read() -> dict[str, Any]:
 
 def records(figures: dict[str, Any], rows: str) -> list[dict[str, Any]]:
     """The records of a table or of the sentences. A record takes from its `run` what it does not state itself."""
-    return [{**figures["runs"].get(row.get("run"), {}), **row} for row in figures[rows]]
+    return [{**(figures["runs"][row["run"]] if "run" in row else {}), **row} for row in figures[rows]]
 
 
 def pages(figures: dict[str, Any]) -> dict[str, str]:
@@ -79,7 +79,7 @@ def recipe_of(command: str, folder: Path) -> dict[str, Any]:
         values = settings(cli.parse(importlib.import_module(script).Config, flags))
         if script in TRAINERS:
             values.setdefault("tasks", default_tasks("demo", stage=TRAINERS[script]))
-            values |= saved_settings(CHAT_SAMPLING)  # how replies are drawn
+            values |= {f"{name} of replies": value for name, value in saved_settings(CHAT_SAMPLING).items()}
         if "demo" in flags or "tasks" in values:
             recipe |= data_of(values, "train" if script in TRAINERS else "test")
         if "depth" in values:
@@ -145,6 +145,7 @@ def write() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 recipe = recipe_of(run["command"], Path(folder))
             recipes[digest(recipe)] = recipe
+            assert 'recipe = "today"\n' in text, f'{run["command"]}: write recipe = "today", and nothing after it'
             text = text.replace('recipe = "today"\n', f'recipe = "{digest(recipe)}"\n', 1)
     RECORDS.write_text(text, encoding="utf-8")
     used = {name: recipe for name, recipe in recipes.items() if f'"{name}"' in text}

@@ -149,7 +149,7 @@ def evaluate(task: Task, model: GPT, engine: Engine, settings: Settings, keep: i
         kind=task.kind, correct=sum(right), total=total, questions=count, accuracy=accuracy, low=low,
         high=high, baseline=task.baseline, too_long=count - len(questions), places=places,
         cut_off=sum(answer.ending == "cut off" for answer in graded), seconds=time.monotonic() - began,
-        measures=with_intervals(measured), scores=scores,
+        measures=with_intervals(measured, settings.samples), scores=scores,
     )  # fmt: skip
     first_replies: dict[int, Graded] = {}
     for answer in sorted(answers, key=lambda answer: answer.number):
@@ -157,9 +157,9 @@ def evaluate(task: Task, model: GPT, engine: Engine, settings: Settings, keep: i
     return result, list(first_replies.values())[:keep]
 
 
-def with_intervals(measures: Mapping[str, float | Sequence[float | None]]) -> dict[str, float]:
-    """The mean of each measure and, of values from 0 to 1, the ends of its 95% interval, NAME_low and NAME_high. Graded
-    values vary less than right and wrong do at the same mean: their interval is too wide rather than too narrow."""
+def with_intervals(measures: Mapping[str, float | Sequence[float | None]], samples: int) -> dict[str, float]:
+    """The mean of each measure and, of values from 0 to 1, the ends of its 95% interval, NAME_low and NAME_high. Like
+    the accuracy's it is over questions, of which each has several replies."""
     found: dict[str, float] = {}
     for name, value in measures.items():
         if not isinstance(value, Sequence):
@@ -167,7 +167,7 @@ def with_intervals(measures: Mapping[str, float | Sequence[float | None]]) -> di
         elif values := [one for one in value if one is not None]:
             found[name] = fmean(values)
             if 0 <= min(values) <= max(values) <= 1:
-                found[f"{name}_low"], found[f"{name}_high"] = wilson_interval(sum(values), len(values))
+                found[f"{name}_low"], found[f"{name}_high"] = wilson_interval(sum(values) / samples, len(values) / samples)
     return found
 
 

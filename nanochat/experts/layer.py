@@ -106,7 +106,7 @@ class Experts(nn.Module):
         rows = _ToExperts.apply(tokens, pairs, places, chosen.size(1))  # (N K, C)
         rows = self.compute(rows, Groups(len(rows), counts))
         rows = _FromExperts.apply(rows, pairs, places).view(*chosen.shape, -1)  # (N, K, C)
-        weights = weights.to(x.dtype).unsqueeze(1)  # (N, 1, K): for bmm N tiny matrices, which only a CPU takes quickly
+        weights = weights.to(x.dtype).unsqueeze(1)  # (N, 1, K); only a CPU multiplies N tiny matrices quickly
         y = (torch.bmm(weights, rows) if rows.is_cpu else (weights.mT * rows).sum(dim=1)).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 

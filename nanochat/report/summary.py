@@ -92,15 +92,17 @@ class Stage:
             messages = tuple((str(message["role"]), text_of(message["content"])) for message in sample["messages"])
             reply = tuple((part["type"], part["text"]) for part in sample["reply"])
             chats.append(Chat(str(sample["task"]), messages, reply, sample["correct"]))
-        for task, result in values["tasks"].items():
-            self.places[task] = by_place(result.get("places", ()))
-            self.scores |= {(task, name): score for name, score in shares_of(_numbers(result)).items()}
-            self.by_question |= {(task, name): _numbers(each) for name, each in result.get("scores", {}).items()}
         for message in values.get("chat", []):
             parts = tuple((part["type"], str(part["text"])) for part in parts_of(message["content"]))
             self.conversation.append((str(message["role"]), parts))
         self.chats = chats
         self.evaluation |= _numbers({"chatcore": values.get("chatcore")})
+        for task, result in values["tasks"].items():
+            self.places[task] = by_place(result.get("places", ()))
+            self.scores |= {(task, name): score for name, score in shares_of(_numbers(result)).items()}
+            asked = {name: value for name, value in result.get("settings", {}).items() if name != "max_examples"}
+            for name, each in result.get("scores", {}).items():  # questions asked in another way are others
+                self.by_question[task, name] = {f"{key} {asked}": score for key, score in _numbers(each).items()}
 
     def values(self, key: str) -> list[float]:
         return [line[key] for line in self.metrics if key in line]
