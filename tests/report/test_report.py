@@ -257,15 +257,18 @@ def test_further_shares_of_a_task_have_rows_and_a_skill_that_fell_is_marked(base
     assert f"rl: {beyond}unpaired) beyond chance; within it: {within}" in text
 
 
-def test_stages_are_compared_on_the_questions_that_both_answered(base):
-    """mid answered 50, SFT 200 and nine more of those 50, although it has a smaller share of all right."""
+@pytest.mark.parametrize("samples", [1, 8])
+def test_stages_are_compared_on_the_questions_that_both_answered(base, samples):
+    """mid answered 50, SFT 200 and nine more of those 50, although it has a smaller share of all right. With several
+    replies to a question it has another spread, so nothing is compared."""
     for stage, right in {"mid": [0] * 9 + [1] * 41, "sft": [1] * 50 + [0] * 150}.items():
         score = {"accuracy": sum(right) / len(right), "low": 0.2, "high": 0.9, "questions": len(right)}
         score["scores"] = {"accuracy": {f"{number}:abc": one for number, one in enumerate(right)}}
+        score["settings"] = {"samples": 1 if stage == "mid" else samples, "max_examples": len(right)}
         write(base, stage, "chat_eval.json", {"tasks": {"sums": score}})
     text = Page(report_page.to_html(report.collect(TAG))).text
-    assert "sft: sums +18.0 (+5.7 to +28.9, n 50) beyond chance." in text
-    assert "82.0% 20–90 of 50" in text and "rose to ▲ 25.0% 20–90 of 200" in text
+    assert ("sft: sums +18.0 (+5.7 to +28.9, n 50) beyond chance." in text) == (samples == 1)
+    assert "82.0% 20–90 of 50" in text and ("rose to ▲ 25.0% 20–90 of 200" in text) == (samples == 1)
 
 
 # ---------------------------------------------------------------------- the page
