@@ -167,7 +167,8 @@ def with_intervals(measures: Mapping[str, float | Sequence[float | None]], sampl
         elif values := [one for one in value if one is not None]:
             found[name] = fmean(values)
             if 0 <= min(values) <= max(values) <= 1:
-                found[f"{name}_low"], found[f"{name}_high"] = wilson_interval(sum(values) / samples, len(values) / samples)
+                low, high = wilson_interval(sum(values) / samples, len(values) / samples)
+                found |= {f"{name}_low": low, f"{name}_high": high}
     return found
 
 

@@ -26,7 +26,7 @@ class Difference:
     questions: int = 0  # that both answered; 0: unpaired
 
 
-def wilson_interval(correct: float, total: int) -> tuple[float, float]:
+def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     """The 95% confidence interval of an accuracy. Source: Wilson 1927."""
     share = correct / total
     middle = (share + Z * Z / (2 * total)) / (1 + Z * Z / total)
@@ -64,7 +64,7 @@ def paired(before: Mapping[str, float], after: Mapping[str, float]) -> Differenc
         chance = min(1.0, 2 * tail / 2 ** (rose + fell))
         return Difference(change, max(middle - reach, -1.0), min(middle + reach, 1.0), chance, count)
     # Rewards and other graded scores. Between equal models the sign of each difference is random, so the test draws
-    # signs (Fisher 1935), which suits any size. The interval is a bootstrap's (Efron 1979), too narrow for few questions.
+    # signs (Fisher 1935). The interval is a bootstrap's (Efron 1979), which is too narrow where questions are few.
     random = np.random.default_rng(0)
     flipped = (2.0 * random.integers(2, size=(DRAWS, count), dtype=np.int8) - 1) @ differences
     as_large = np.abs(flipped) >= abs(differences.sum()) - 1e-9
