@@ -152,6 +152,7 @@ def _chunk_gradients(
         if ctx.needs_input_grad[1]:
             product = grad.T @ h  # (V, W)
             grad_weight = product.float() if grad_weight is None else grad_weight.add_(product)
+            del product  # before the next chunk's logits
     return all_losses, torch.cat(grad_hidden) if len(grad_hidden) > 1 else grad_hidden[0], grad_weight
 
 

@@ -577,7 +577,7 @@ class Slots:
         # 2. Sample. The new token stays on the device as the next one to feed.
         seen = self.seen[:B]
         if "repetition_penalty" in self._settings.in_use:
-            seen.scatter_(1, self.last[:B, None], True)
+            seen.view(torch.uint8).scatter_(1, self.last[:B, None], 1)  # NPUs write bool on their slow AI CPU
         counts = None
         if self.counts is not None and self._settings.in_use & {"presence_penalty", "frequency_penalty"}:
             counts = self.counts[:B]

@@ -141,7 +141,9 @@ class _ToExperts(torch.autograd.Function):
     def forward(ctx, tokens: Tensor, pairs: Tensor, places: Tensor, per_token: int) -> Tensor:
         ctx.save_for_backward(places)
         ctx.per_token = per_token
-        return tokens.index_select(0, pairs // per_token)
+        # pairs // per_token is looked up: before CANN 9.0 an NPU divides whole numbers on its slow AI CPU.
+        token_of = torch.arange(len(tokens), device=pairs.device)[:, None].expand(-1, per_token).flatten()
+        return tokens.index_select(0, token_of.index_select(0, pairs))
 
     @staticmethod
     @once_differentiable

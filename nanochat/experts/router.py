@@ -77,8 +77,7 @@ def take_biases(roles: dict[str, list[tuple[str, nn.Parameter]]]) -> ParameterGr
 
 
 def _counts(chosen: Tensor, experts: int) -> Tensor:
-    """How often each expert is chosen (E,)."""
-    # Not bincount, for which the host would wait.
+    """How often each expert is chosen (E,). Not by bincount, for which the host would wait."""
     numbers = torch.arange(experts, device=chosen.device)
     return (chosen.unsqueeze(-1) == numbers).sum(dim=(0, 1))
 
@@ -105,7 +104,7 @@ class _CountLoads(torch.autograd.Function):
         surplus = None
         if ctx.needs_input_grad[1]:
             learns = (grads[0] != 0).any(dim=-1)  # (N,)
-            learning = _counts(chosen.masked_fill(~learns.unsqueeze(-1), -1), len(counts)).float()
+            learning = _counts(torch.where(learns.unsqueeze(-1), chosen, -1), len(counts)).float()
             # In whole numbers, as the mean may be none: only then does the sum of an expert with its share give 0.
             surplus = (len(counts) * learning - learning.sum()) * SURPLUS
         return grads[0], surplus, None, None, None

@@ -111,8 +111,8 @@ class PlainNpuKernels(WrittenKernels):
         return cast_together(model, self.dtype)
 
     def adamw(self, updates: Iterable[AdamWUpdate], steps: Tensor, targets: Tensor, ok: Tensor) -> None:
-        # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf to its operator (checked in the
-        # calls of torch_npu 2.13, tests/simnpu/test_adapters.py). A skipped step would write its NaN into the weights.
+        # Not _fused_adamw_: torch_npu's adapter passes neither grad_scale nor found_inf to its operator (read in the
+        # calls of torch_npu 2.13, 2026-11-29). A skipped step would write its NaN into the weights.
         unfused_adamw(updates, steps, targets, ok)
 
 

@@ -146,13 +146,7 @@ def test_every_stage_has_it(start, script, stage, flags):  # noqa: F811
 # ---------------------------------------------------------------------- the vendor's table
 
 # The columns of torch_npu 2.13.0, and one more step than one file has.
-KERNELS = """\
-Device_id,Name,Type,Accelerator Core,Start Time(us),Duration(us),Wait Time(us),Block Dim
-0,aclnnMatmul_1,MatMulV3,AI_CORE,1.5,300.25,0,24
-0,aclnnMatmul_2,MatMulV3,AI_CORE,2.5,299.75,0,24
-0,"aclnnCast_1, aclnnCast",Cast,AI_VECTOR_CORE,3.5,200,0,48
-0,aclnnAdd_1,Add,AI_VECTOR_CORE,4.5,200,0,48
-"""
+KERNELS = Path(__file__).with_name("kernel_details.csv").read_text()
 
 
 def test_the_summary_of_an_npu_has_the_kernels_that_took_most_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,19 +1,17 @@
 """What test_adapters.py runs in simulated processes and reads in their logs: training steps, decoded tokens, AdamW."""
 
 import dataclasses
+import functools
 import gc
-import os
 from collections.abc import Callable
 from typing import Any, Literal
 
 import tiny
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from nanochat import device as devices
 from nanochat import scaling
-from nanochat.adapters import lora
 from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.engine import Engine, SamplingParams
@@ -25,9 +23,10 @@ from nanochat.packing import PackedBatch
 from nanochat.parallel.dry_run import begin as begin_ledger
 from nanochat.parallel.dry_run import full_rows
 from nanochat.ranks import lay_out
-from nanochat.run.progress import Meter, Progress
-from nanochat.train import make_adamw, make_optimizer, next_token_loss, train_step
+from nanochat.train import next_token_loss, train_step
+from simnpu import stage_cases
 from simnpu.adapters import section
+from simnpu.stage_cases import batch_of, join, optimizer_of, packed, with_memory
 
 
 def forget() -> None:
@@ -41,88 +40,46 @@ def forget() -> None:
 
 
 def model_of(depth: int, tokens: int, device: Device, **changes: Any) -> GPT:
-    """The preset's model with memory for its weights, which nobody draws: nothing reads them."""
+    """The preset's model."""
     config = dataclasses.replace(scaling.model_config(depth, 32768, tokens), **changes)
-    with torch.device("meta"):
-        model = GPT(config, device.kernels)
-    model = model.to_empty(device=device.torch_device)
-    model.fill_rotary()
-    return model
+    return with_memory(stage_cases.model_of(device, config), device)
 
 
-def batch_of(rows: int, tokens: int, device: Device) -> tuple[Tensor, Tensor]:
-    inputs, targets = torch.zeros(2, rows, tokens, dtype=torch.long, device=device.torch_device)
-    return inputs, targets
-
-
-def packed_batch(rows: int, tokens: int, document: int, device: Device) -> PackedBatch:
-    """Rows of documents of `document` tokens each."""
-    zeros = torch.zeros(rows, tokens, dtype=torch.long)
-    numbers = (torch.arange(tokens) // document).expand(rows, tokens).contiguous()
-    return PackedBatch(zeros, zeros, Segments.from_numbers(numbers), zeros).to(device)
-
-
-def join(ranks: int) -> None:
-    """Become rank 0 of this many; hccl.c waits for no other here."""
-    if ranks > 1 and not dist.is_initialized():
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
-        torch.npu.set_device(0)
-        dist.init_process_group("hccl", store=dist.HashStore(), rank=0, world_size=ranks)
-
-
-def step(depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, **changes: Any) -> dict[str, int]:
+def step(
+    depth: int, rows: int, tokens: int, ranks: int = 1, document: int = 0, parallel: Any = "ddp", **changes: Any
+) -> dict[str, int]:
     """A step of training, the second, as rank 0 of `ranks`; the allocator's peaks in it.
 
     `document`: the rows are packed with documents of so many tokens.
     """
-    join(ranks)
-    device = devices.init("npu", "bfloat16")
-    model = model_of(depth, tokens, device, **changes)
-    rates = scaling.rates(model.config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
-    optimizer = make_optimizer(model, rates, device, layout=lay_out(device))
-    batch: Any = packed_batch(rows, tokens, document, device) if document else batch_of(rows, tokens, device)
-    loss_fn = masked_loss if document else next_token_loss
-    train_step(model, optimizer, [batch], loss_fn, device=device)
-    torch.npu.reset_peak_memory_stats()
-    name = "packed step" if document else "step"
-    with section(name):
-        stats = train_step(model, optimizer, [batch], loss_fn, device=device)
-    meter = Meter(Progress(step=1), device)
-    with section(f"log line of a {name}"):
-        meter.read(stats)
+
+    def batch(device: Device, model: GPT) -> Any:
+        return packed(device, rows, tokens, document) if document else batch_of(rows, tokens, device)
+
+    config = dataclasses.replace(scaling.model_config(depth, 32768, tokens), **changes)
+    name, loss_fn = ("packed step", masked_loss) if document else ("step", next_token_loss)
+    layout_of = functools.partial(lay_out, parallel=parallel)
+    stage_cases.step(
+        name, batch, loss_fn, ranks, layout_of=layout_of, micro_batches=1, max_grad_norm=None, config=config
+    )
     return {"allocated": torch.npu.max_memory_allocated(), "reserved": torch.npu.max_memory_reserved()}
 
 
 def adapters_step(rows: int, tokens: int, rank: int, micro_batches: int = 1) -> None:
     """A step, the second, that trains adapters on all matrices of a model in the shape of Qwen3 0.6B."""
-    device = devices.init("npu", "bfloat16")
     sizes = {"width": 1024, "n_head": 16, "n_kv_head": 8, "head_dim": 128, "mlp_width": 3072}
     shape = {**tiny.SHAPES["qwen3"], **sizes, "vocab_size": 151936, "sequence_len": tokens, "n_layer": 28}
-    config = GPTConfig(**shape)
-    with torch.device("meta"):
-        model = GPT(config, device.kernels)
-        lora.attach(model.to(device.dtype), lora.Lora(rank, targets=lora.choose_targets("all", rank, config)))
-    model.to_empty(device=device.torch_device).fill_rotary()
-    optimizer = make_adamw(model, 1e-4, device)
-    batches = [batch_of(rows, tokens, device)] * micro_batches
-    train_step(model, optimizer, batches, next_token_loss, device=device)
-    with section(f"step of adapters, {micro_batches}"):
-        train_step(model, optimizer, batches, next_token_loss, device=device)
+    stage_cases.step(
+        f"step of adapters, {micro_batches}", lambda device, _: batch_of(rows, tokens, device), next_token_loss,
+        adapted={"rank": rank}, micro_batches=micro_batches, max_grad_norm=None, config=GPTConfig(**shape),
+    )  # fmt: skip
 
 
 def counted(
-    depth: int,
-    rows: int,
-    tokens: int,
-    ranks: int = 1,
-    dtype: str = "bfloat16",
-    parallel: Any = "ddp",
-    activation_checkpointing: bool = False,
-    lora_rank: int = 0,
-    micro_batches: int = 1,
-    vocab: int = 32768,
+    depth: int, rows: int, tokens: int, ranks: int = 1, dtype: str = "bfloat16", parallel: Any = "ddp",
+    activation_checkpointing: bool = False, lora_rank: int = 0, micro_batches: int = 1, vocab: int = 32768,
     offload: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """A step as `step` takes it, and the same one counted by --dry_run: the allocator's peak, and the count."""
     join(ranks)
     device = devices.init("npu", dtype)
@@ -132,24 +89,15 @@ def counted(
     peak = 0
     for is_counted in (False, True):
         forget()
-        config = scaling.model_config(depth, vocab, tokens)
-        with torch.device("meta"):
-            model = GPT(config, device.kernels)
-            if lora_rank:
-                targets = lora.choose_targets("all", lora_rank, config)
-                lora.attach(model.to(device.dtype), lora.Lora(lora_rank, targets=targets))
+        adapted = {"rank": lora_rank} if lora_rank else None
+        model = stage_cases.model_of(device, scaling.model_config(depth, vocab, tokens), adapted)
         if activation_checkpointing:
             model.recompute_activations()
         layout.shard(model, device)
         ledger = begin_ledger(device, model) if is_counted else None
         if ledger is None:
-            model.to_empty(device=device.torch_device)
-            model.fill_rotary()
-        if lora_rank:
-            optimizer = make_adamw(model, 1e-4, device, layout=layout, kept_as=kept_as)
-        else:
-            rates = scaling.rates(config, ranks * rows * tokens, 1000 * ranks * rows * tokens)
-            optimizer = make_optimizer(model, rates, device, layout=layout, kept_as=kept_as)
+            with_memory(model, device)
+        optimizer = optimizer_of(model, device, layout, adapted, kept_as=kept_as)
         batches = [full_rows(rows, tokens, device)] * micro_batches
         if ledger is not None:
             sizes = ledger.count_step(model, optimizer, batches, masked_loss)
@@ -176,13 +124,13 @@ def kept(depth: int, tokens: int, **changes: Any) -> float:
     return (held[1] - held[0]) / tokens
 
 
-def token(depth: int, tokens: int, graphs: Literal["on", "off"] = "off", **sampling: Any) -> None:
+def token(depth: int, tokens: int, graphs: Literal["on", "off"] = "off") -> None:
     """A decoded token of one row, sampled; with graphs also the first one, whose launches are recorded."""
     device = devices.init("npu", "bfloat16")
     engine = Engine(model_of(depth, tokens, device).eval(), tiny.tiny_tokenizer(), device, graphs)
     engine.stop_ids = set()
     # The shortest cache has 64 places for each key head, the first recording reads them all.
-    stream = engine.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7, **sampling))
+    stream = engine.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7))
     with section("first token"):
         next(stream)
     for _ in range(3):

@@ -11,7 +11,7 @@ whose output's shape depends on data, and control flow that depends on it, are n
     python tests/simnpu/adapters.py calls.jsonl                       # prints the sections, or:
     for record in adapters.sections("calls.jsonl")["step"]: ...
 
-What a call costs below its name is CANN's affair and follows rules, written down once: `copied_inputs`, `on_ai_cpu`.
+What a call costs below its name is CANN's affair and follows rules, written down once: `copied_inputs`, cann_rules.py.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-# aclDataType, from the wheel's acl_base.h
-DTYPES = {
-    0: "float32", 1: "float16", 2: "int8", 3: "int32", 4: "uint8", 6: "int16", 9: "int64", 11: "float64", 12: "bool",
-    27: "bfloat16",
-}  # fmt: skip
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+from simnpu import tomllib
+
+DTYPES = tomllib.loads(Path(__file__).with_name("torch_npu.toml").read_text("utf-8"))["types"]
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def _argument(value: Any) -> Any:
         return tuple(map(_argument, value))
     if isinstance(value, dict) and "shape" in value:
         place = (tuple(value["shape"]), tuple(value["strides"]), tuple(value["storage"]))
-        return Tensor(*place, value["offset"], DTYPES.get(value["dtype"], str(value["dtype"])), value["at"])
+        return Tensor(*place, value["offset"], DTYPES.get(str(value["dtype"]), str(value["dtype"])), value["at"])
     return value
 
 
@@ -173,42 +173,14 @@ def transposed_gradients(records: list[Record]) -> tuple[int, int]:
     return casts, sum(target.is_contiguous and source.is_transposed for target, source in copies)
 
 
-# What the AI cores of a 910B or 910C can write by index from several cores at once; what they can read by index.
-WRITTEN = {"float32", "float16", "bfloat16", "int32", "int8", "bool"}
-READ = {*WRITTEN, "int64", "uint8"}
-
-
-def on_ai_cpu(record: Record) -> bool:
-    """Whether an operator by index leaves the AI cores of a 910B or 910C for the AI CPU, which takes 100 us and more.
-
-    Source: github.com/hicann/ops-nn, check_index_aicore in index/index/op_api/aclnn_index.cpp and IsAiCPUSupport in
-    index/index_put_v2/op_api/aclnn_index_put_impl.cpp (of 2026). What CANN has no tiling for at all (more than 40
-    million indices) is left out, and so are operators other than these two.
-    """
-    if record.what not in ("aclnnIndex", "aclnnIndexPutImpl"):
-        return False
-    writes = record.what == "aclnnIndexPutImpl"
-    target, indices = record.arguments[:2]
-    defined = [index for index in indices if index.numel]
-    # True where the index is given: x[rows, :, columns] is True, False, True, and its indices are not adjacent.
-    given = "".join("x" if index.numel else "-" for index in indices)
-    if not defined or "x-x" in re.sub("-+", "-", given):
-        return True
-    if any(index.dtype not in ("int32", "int64") or index.shape != defined[0].shape for index in defined):
-        return True
-    if not writes:
-        return target.dtype not in READ
-    tail = math.prod(target.shape[len(indices) :])
-    many = defined[0].numel > 100 or tail > 128
-    return target.dtype not in READ or (target.dtype not in WRITTEN and many)
-
-
 def main() -> None:
     """Print the sections of a log: what was called how often, and what CANN makes of it."""
+    from simnpu.cann_rules import RELEASES, where  # which imports this file
+
     for name, records in sections(sys.argv[1]).items():
         called = Counter(f"{record.kind} {record.what}" for record in records)
         copied = Counter(f"{record.kind} {record.what}" for record in records for _ in copied_inputs(record))
-        slow = Counter(f"{record.kind} {record.what}" for record in records if on_ai_cpu(record))
+        slow = Counter(f"{record.kind} {record.what}" for record in records if where(record, RELEASES[0]) == "AI CPU")
         print(f"{name or 'outside of sections'}: {sum(record.launches for record in records)} launches, ", end="")
         print(f"{copied.total()} inputs copied first, {slow.total()} on the AI CPU")
         for what, count in called.most_common():

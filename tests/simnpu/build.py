@@ -42,14 +42,9 @@ class Unavailable(Exception):
 
 
 def environment(
-    *,
-    devices: int = 1,
-    memory: str = DEFAULT_MEMORY,
-    soc: str = DEFAULT_SOC,
-    hccl_fail: str | None = None,
-    hccl_hang: str | None = None,
-    adapters: str | None = None,
-) -> dict[str, str]:
+    *, devices: int = 1, memory: str = DEFAULT_MEMORY, soc: str = DEFAULT_SOC, hccl_fail: str | None = None,
+    hccl_hang: str | None = None, adapters: str | None = None,
+) -> dict[str, str]:  # fmt: skip
     """Environment variables to set for a simulated process; builds what is not built yet.
 
     `memory` is bytes a device, with KiB, MiB or GiB. The faults are OPERATION:N@RANK. With `adapters`, a file to append

@@ -113,19 +113,15 @@ static _Thread_local Context *current;
 static _Thread_local aclmdlRICaptureMode capture_mode = ACL_MODEL_RI_CAPTURE_MODE_GLOBAL;
 static _Thread_local char message[1024];
 
-/* Read and called by kernels.py and counts.py through ctypes. */
+/* Read and called by kernels.py through ctypes. */
 int simnpu_captures;                                       /* graphs being captured now */
-static void (*on_wait)(const char *what);                  /* the host waits */
-static void (*on_launch)(const char *what);                /* libhccl has something to run */
 static void (*on_capture)(uint32_t graph, int begins);     /* a capture begins (1), ends (0) or has failed (-1) */
 static int (*on_replay)(uint32_t graph);                   /* run a captured graph */
 static void (*on_destroy)(uint32_t graph);                 /* forget it */
 static int (*on_operator)(const char *name, void **arguments, int count); /* run one of the operators below */
 
-void simnpu_hooks(void (*wait)(const char *), void (*launch)(const char *), void (*capture)(uint32_t, int),
-                  int (*replay)(uint32_t), void (*destroy)(uint32_t), int (*operator)(const char *, void **, int)) {
-    on_wait = wait;
-    on_launch = launch;
+void simnpu_hooks(void (*capture)(uint32_t, int), int (*replay)(uint32_t), void (*destroy)(uint32_t),
+                  int (*operator)(const char *, void **, int)) {
     on_capture = capture;
     on_replay = replay;
     on_destroy = destroy;
@@ -196,10 +192,7 @@ void simnpu_log(const char *kind, const char *what, const char *more, ...) {
 /* For libhccl: the text of its last error, and a collective to count. */
 void simnpu_explain(const char *text) { snprintf(message, sizeof message, "%s", text); }
 
-void simnpu_launched(const char *what) {
-    simnpu_log("collective", what, "");
-    if (on_launch) on_launch(what);
-}
+void simnpu_launched(const char *what) { simnpu_log("collective", what, ""); }
 
 /* For the stubs that build.py writes. */
 aclError simnpu_missing(const char *name) {
@@ -748,7 +741,6 @@ static aclError forbidden_in_capture(Graph *graph, const char *what) {
 
 static aclError wait_for(Stream *stream, uint64_t before, const char *what) {
     simnpu_log("wait", what, "");
-    if (on_wait) on_wait(what);
     pthread_mutex_lock(&lock);
     int count = complete(stream, before);
     pthread_mutex_unlock(&lock);
@@ -812,7 +804,6 @@ aclError aclrtSynchronizeDeviceWithTimeout(int32_t timeout) {
     aclError error = forbidden_in_capture(NULL, "waiting for a device");
     if (error) return error;
     simnpu_log("wait", "device", "");
-    if (on_wait) on_wait("device");
     int device = here(), count = 0;
     pthread_mutex_lock(&lock);
     count += complete(&default_streams[device], UINT64_MAX);

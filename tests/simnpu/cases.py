@@ -8,8 +8,10 @@ import gc
 import importlib
 import inspect
 import io
+import tempfile
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import tiny
@@ -22,6 +24,7 @@ from nanochat import engine, scaling
 from nanochat.adapters import lora
 from nanochat.adapters.nf4 import NF4Linear
 from nanochat.attention import Segments
+from nanochat.cross_entropy import linear_cross_entropy
 from nanochat.engine import Engine, SamplingParams
 from nanochat.experts.layer import grouped_product
 from nanochat.gpt import GPT, AddNorm, GPTConfig, Norm
@@ -99,6 +102,22 @@ def train_losses(
         read = meter.read(stats)
         figures += [read["loss"], read["grad_norm"]]
     return figures + [parameter.detach().cpu().double().sum().item() for parameter in model.parameters()]
+
+
+def vocabulary_loss(device: str, dtype: str, cap: float) -> dict[str, list[float]]:
+    """The losses of 64 tokens over 32,768 logits, and sums of squares of the gradients, as the device's model computes
+    them."""
+    found = devices.init(device, dtype)
+    generator = torch.Generator().manual_seed(5)
+    drawn = [torch.randn(64, 128, generator=generator), torch.randn(32768, 128, generator=generator) / 8]
+    hidden, weight = (one.to(found.torch_device).requires_grad_() for one in drawn)
+    targets = found.to_device(torch.randint(0, 32768, (64,), generator=generator))
+    sizes = (cap, 32, None, found.kernels.loss_in_fp32)
+    losses = linear_cross_entropy(hidden.to(found.dtype), weight, targets, *sizes, "none")
+    total = linear_cross_entropy(hidden.to(found.dtype), weight, targets, *sizes)
+    total.backward()
+    squares = [one.grad.float().square().sum(dim=1).tolist() for one in (hidden, weight)]
+    return {"losses": [total.item(), *losses.tolist()], "hidden": squares[0], "weight": [sum(squares[1])]}
 
 
 def adapter_losses(
@@ -222,6 +241,29 @@ def served_tokens(device: str, graphs: str = "off") -> list[list[int]]:
     replies = [[token for chunk in stream for token in chunk.token_ids] for stream in streams]
     scheduler.close()
     return replies
+
+
+def service_session(device: str) -> list[Any]:
+    """A session of the tinker client with the training service: losses of three steps, then a sample's tokens and
+    their log probabilities."""
+    from service_clients import IDS, NAME, base_model, client_of, datum, lora_client, serving, tinker
+
+    from scripts.train_server import Config, open_service
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = str(base_model().source)
+        service = open_service(Config(source=source, device=device, dtype="float32", name=NAME, folder=Path(folder)))
+        with serving(service) as address:
+            training = lora_client(client_of(address))
+            losses = []
+            for _ in range(3):
+                gradients = training.forward_backward([datum(ids) for ids in IDS], "cross_entropy")
+                training.optim_step(tinker.AdamParams(learning_rate=1e-2)).result()
+                losses.append(gradients.result().metrics["loss:sum"])
+            sampler = training.save_weights_and_get_sampling_client().result()
+            params = tinker.SamplingParams(max_tokens=8, temperature=0.8, seed=3)
+            (sequence,) = sampler.sample(tinker.ModelInput.from_ints(IDS[0]), 1, params).result().sequences
+    return [losses, list(sequence.tokens), list(sequence.logprobs)]
 
 
 def replies_of_one_engine(device: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Run several scripts one behind the other in one process, as their command lines would; each argument is a command.
 
-python tests/simnpu/chain.py "base_train --depth 1" "chat_cli -p hello" "-c 'print(1)'"
+python tests/simnpu/chain.py "base_train --depth 1" "chat_cli -p hello"
 """
 
 import importlib
@@ -19,9 +19,6 @@ leave = device.shutdown
 for place, command in enumerate(sys.argv[1:], start=2):
     print(f"== {command}", flush=True)
     script, *arguments = shlex.split(command)
-    if script == "-c":
-        exec(arguments[0], {})
-        continue
     module = importlib.import_module(f"scripts.{script}")
     # torchrun's store keeps what an earlier process group said, so that one group must do for all commands
     device.shutdown = leave if place == len(sys.argv) else lambda found: found.world_size > 1 and dist.barrier()

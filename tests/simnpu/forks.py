@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", "tests/core", "tests/parallel", "tests/experts")]
+ROOMS = ("core", "parallel", "experts", "serve", "train_service")
+sys.path[:0] = [str(ROOT / folder) for folder in ("", "tests", *(f"tests/{room}" for room in ROOMS))]
 
 import tiny  # noqa: E402
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler  # noqa: E402
@@ -70,14 +71,9 @@ def _server(adapters: bool, is_simulated: bool) -> socket.socket:
 
 
 def start(
-    command: Sequence[str],
-    streams: Sequence[int],
-    devices: int = 1,
-    ranks: int = 1,
-    env: dict[str, str] | None = None,
-    cwd: Path = ROOT,
-    **options: Any,
-) -> Running:
+    command: Sequence[str], streams: Sequence[int], devices: int = 1, ranks: int = 1,
+    env: dict[str, str] | None = None, cwd: Path = ROOT, **options: Any,
+) -> Running:  # fmt: skip
     """Begin a command of Python's, a script or -m MODULE or -c CODE, with these files as its standard streams.
 
     The options are those of `build.environment`; `env` adds variables."""

@@ -20,60 +20,28 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from . import counts
+from . import tomllib
 from .operators import OPERATORS
 
 CPU = torch.device("cpu")
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-REFUSED = {
-    torch.float64: "DT_DOUBLE",
-    torch.complex32: "DT_COMPLEX32",
-    torch.complex64: "DT_COMPLEX64",
-    torch.complex128: "DT_COMPLEX128",
-}
-HALVES = {torch.float16: "DT_FLOAT16", torch.bfloat16: "DT_BFLOAT16"}
-# Chips before the 910B1, by the numbers of torch_npu's SocVersion: they have none of the operators of operators.py, and
-# compute nothing in bfloat16. (A 310P has some of them, for inference; here it has none.)
-OLD_CHIPS = _words(
-    """Ascend910PremiumA Ascend910ProA Ascend910A Ascend910ProB Ascend910B
-    Ascend310P1 Ascend310P2 Ascend310P3 Ascend310P4 Ascend310P5 Ascend310P7"""
+FACTS = tomllib.loads(Path(__file__).with_name("torch_npu.toml").read_text("utf-8"))
+KEPT, WAITING, SCALARS, RANDOM, NOT_RECORDED, OLD_CHIPS = (
+    frozenset(FACTS[name].split()) for name in ("kept", "waiting", "scalars", "random", "not_recorded", "old_chips")
 )
-# Further types that an operator (by its name without overload) does not take; torch_npu's documentation.
-LIMITS = {
-    "multinomial": HALVES,
-    "logsumexp": HALVES,
-    "lerp": {torch.bfloat16: "DT_BFLOAT16"},
-    "lerp_": {torch.bfloat16: "DT_BFLOAT16"},
-}
 
-# What allocates or describes without computing stays torch_npu's own, and so does what only calls other operators.
-# (Views too: they are told by their schemas.)
-KEPT = _words(
-    """empty empty_like empty_strided new_empty_strided empty_with_format unsafe_empty_with_format
-    empty_with_swapped_memory resize_ resize_as_ set_ is_set_to is_pinned _pin_memory record_stream as_strided_
-    _to_copy _fused_sdp_choice scaled_dot_product_attention _lazy_clone npu_change_data_ptr get_npu_format
-    get_storage_size npu_format_cast npu_format_cast_ _npu_format_cast"""
-)
-# Operators whose output's shape, or whose answer, depends on data: the host waits for it.
-WAITING = _words("nonzero masked_select _unique _unique2 unique_dim unique_consecutive equal bincount")
-# Operators that take a tensor of no dimensions on the host as a number. Source: op-plugin, IsCPUScalar.
-SCALARS = _words(
-    """add sub mul div eq ne lt le gt ge fmod remainder floor_divide atan2 xlogy where masked_fill fill
-    logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor"""
-)
-# Random operators whose schema names no generator.
-RANDOM = {"native_dropout", "_npu_dropout", "randperm"}
-# Operators that the vendor's pages exclude from captured graphs.
-NOT_RECORDED = {"npu_fusion_attention"}
+
+def _by_dtype(names: dict[str, str]) -> dict[torch.dtype, str]:
+    return {getattr(torch, name): label for name, label in names.items()}
+
+
+REFUSED = _by_dtype(FACTS["refused"])
+LIMITS = {operator: _by_dtype(names) for operator, names in FACTS["limits"].items()}
 POISON = 0xFF  # in each byte: NaN, -1
 OFFSET_STEP = 12  # what a random operator advances a generator by: torch_npu's 10, in fours
 
@@ -120,9 +88,7 @@ def _check(error: int, what: str) -> None:
 
 def _host_waits(what: str) -> None:
     """The host waits for the current stream: unfinished copies there arrive."""
-    counts.wait()
-    with counts.quiet():
-        _check(_library.aclrtSynchronizeStream(_stream()), what)
+    _check(_library.aclrtSynchronizeStream(_stream()), what)
 
 
 # ---- graphs ----
@@ -148,9 +114,8 @@ def _on_capture(identity: int, begins: int) -> None:
 
 def _on_replay(identity: int) -> int:
     graph = _graphs[identity]
-    counts.launch()
     try:
-        with counts.quiet(), torch.inference_mode():  # the tensors may be an inference's
+        with torch.inference_mode():  # the tensors may be an inference's
             for run in graph:
                 run()
     except Exception as error:  # an exception cannot pass through C
@@ -217,7 +182,6 @@ class Kernel:
         converted = {name: call.converted(name, value) for name, value in given.items()}
         if self._waits_for(given):
             _host_waits(self.label)
-        counts.launch()
         device = call.device or _current_device()
         graph = _capturing()
         if graph is not None and self.name in NOT_RECORDED:
@@ -387,7 +351,6 @@ class Call:
         if device.type == "cpu":
             if not (name == "indices" and kernel.name.startswith(("index", "_index"))):
                 raise RuntimeError(f"{kernel.label}: {name} is not on the same device as the other tensors")
-            counts.launch()  # torch_npu moves indices over
             _host_waits(f"{kernel.label}: indices on the host")
             return value
         if self.device is None:
@@ -409,7 +372,6 @@ def _memory_copy(target: torch.Tensor, source: torch.Tensor, to_host: bool, non_
     size = target.numel() * target.element_size()
     kind = 2 if to_host else 1
     host = target if to_host else source
-    counts.launch()
     graph = _capturing()
     if graph is not None and non_blocking:
         if not host.is_pinned():
@@ -460,7 +422,6 @@ def _copy_on_device(target: torch.Tensor, source: torch.Tensor) -> None:
             _host_waits("copy between devices")
         with npu.device(source.device):
             _host_waits("copy between devices")
-    counts.launch()
     storages: dict[int, Any] = {}
     to, from_ = alias(target, storages), alias(source, storages)
     graph = _capturing()
@@ -492,7 +453,6 @@ def _copy_from_and_resize(source: torch.Tensor, target: torch.Tensor) -> torch.T
 
 
 def _local_scalar_dense(tensor: torch.Tensor) -> Any:
-    counts.launch()
     with npu.device(tensor.device):
         _host_waits("item")
     return alias(tensor).item()
@@ -551,7 +511,7 @@ class _Tensor(ctypes.Structure):
     ]
 
     def alias(self) -> torch.Tensor:
-        dtype = TYPES[self.type]
+        dtype = getattr(torch, FACTS["types"][str(self.type)])
         sizes, strides = self.sizes[: self.dimensions], self.strides[: self.dimensions]
         extent = self.offset + 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         storage = torch._C._construct_storage_from_data_pointer(self.data or 0, CPU, max(extent, 0) * dtype.itemsize)
@@ -560,12 +520,6 @@ class _Tensor(ctypes.Structure):
 
 class _Integers(ctypes.Structure):
     _fields_ = [("count", ctypes.c_uint64), ("items", ctypes.POINTER(ctypes.c_int64))]
-
-
-TYPES = {
-    **{0: torch.float32, 1: torch.float16, 2: torch.int8, 3: torch.int32, 4: torch.uint8, 6: torch.int16},
-    **{9: torch.int64, 11: torch.float64, 12: torch.bool, 27: torch.bfloat16},
-}
 
 
 def _inplace_copy(target: Any, source: Any) -> Callable[[], Any]:
@@ -584,7 +538,6 @@ CALLED_BY_NAME = {"aclnnInplaceCopy": _inplace_copy, "aclnnConstantPadNd": _zero
 
 
 def _on_operator(name: bytes, arguments: Any, count: int) -> int:
-    counts.launch()
     try:
         with torch.no_grad():
             run = CALLED_BY_NAME[name.decode()](*arguments[:count])
@@ -700,18 +653,8 @@ def _hook_up() -> None:
     capture = ctypes.CFUNCTYPE(None, ctypes.c_uint32, ctypes.c_int)(_on_capture)
     replay = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(_on_replay)
     destroy = ctypes.CFUNCTYPE(None, ctypes.c_uint32)(lambda identity: _on_capture(identity, -1))
-    heard = ctypes.CFUNCTYPE(None, ctypes.c_char_p)
-    wait = heard(lambda what: counts.wait())
-    launch = heard(lambda what: counts.launch())
-    none = heard()
     operator = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int)
     run = operator(_on_operator)
-    _keep.extend([capture, replay, destroy, wait, launch, none, run])
-
-    def hear(wanted: bool) -> None:
-        # without counting, what C++ does need not ask for Python's lock
-        _library.simnpu_hooks(wait if wanted else none, launch if wanted else none, capture, replay, destroy, run)
-
-    counts.hooks.append(hear)
-    hear(False)
-    atexit.register(_library.simnpu_hooks, none, none, capture, replay, None, run)  # graphs outlive Python
+    _keep.extend([capture, replay, destroy, run])
+    _library.simnpu_hooks(capture, replay, destroy, run)
+    atexit.register(_library.simnpu_hooks, capture, replay, None, run)  # graphs outlive Python

@@ -1,5 +1,5 @@
 """What each rank of `sharded_worker.py FOLDER` does for test_sharded.py: the training step under each
-layout over the real HCCL process group, its waits and its memory; written to FOLDER/<rank>.json."""
+layout over the real HCCL process group; written to FOLDER/<rank>.json."""
 
 import json
 import sys
@@ -9,17 +9,11 @@ from typing import Any
 
 import torch
 from test_context import kept_and_sent, packed_steps
-from test_parallel import RATES, VARIANTS, make_run, rows_of_rank, steps, trained
-from test_train import make_batch
-from tiny import tiny_config
+from test_parallel import make_run, steps, trained
 
 from nanochat import device as devices
-from nanochat.gpt import GPT
 from nanochat.ground.sharding import local
 from nanochat.optim import StateFormat
-from nanochat.ranks import lay_out
-from nanochat.train import make_optimizer, next_token_loss, train_step
-from simnpu import counts
 
 STEPS = 2
 LAYOUTS = {"ddp": ("ddp", 1), "fsdp": ("fsdp", 1), "hybrid": ("fsdp", 2)}
@@ -45,53 +39,6 @@ def offloads(device: devices.Device, how: str) -> bool:
     return "cpu" in where and all(torch.equal(kept[name], tensor) for name, tensor in expected.items())
 
 
-def waits(device: devices.Device, how: Any, replicate: int, context_ranks: int = 1) -> int:
-    """The host's waits in a step of two micro-batches in bfloat16."""
-    device = replace(device, dtype=torch.bfloat16, context_ranks=context_ranks)
-    run = make_run(device, how, replicate)
-    steps(run, device, 1)
-    batches = [[device.to_device(part) for part in make_batch(i)] for i in range(2)]
-    return waits_of(run, batches, device)
-
-
-def waits_of(run: Any, batches: list[Any], device: devices.Device) -> int:
-    with counts.counted() as seen:
-        train_step(*run, batches, next_token_loss, device=device)
-    return seen.waits
-
-
-def expert_waits(device: devices.Device, expert_parallel: bool) -> int:
-    """The same with experts."""
-    device = replace(device, dtype=torch.bfloat16)
-    run = make_run(device, "fsdp", expert_parallel=expert_parallel, **VARIANTS[EXPERTS])
-    train_step(*run, rows_of_rank(device, 1), next_token_loss, device=device)
-    return waits_of(run, rows_of_rank(device, 3), device)
-
-
-def memory(device: devices.Device) -> dict[str, int]:
-    """Bytes: the most that this rank's allocator held from the empty model to the end of two steps, and what the
-    whole model's parameters, gradients and optimizer state are."""
-    config = tiny_config(n_layer=12, width=128, n_head=4, n_kv_head=4, vocab_size=1024, sequence_len=16)
-    device.module.empty_cache()
-    device.module.reset_peak_memory_stats()
-    begin = device.module.memory_allocated()
-    layout = lay_out(device, "fsdp")
-    with torch.device("meta"):
-        model = GPT(config, device.kernels)
-    layout.shard(model, device)
-    model.to_empty(device=device.torch_device)
-    model.init_weights()
-    optimizer = make_optimizer(model, RATES, device, layout=layout)
-    for step in range(2):
-        tokens = torch.randint(0, 1024, (1, 17), generator=torch.Generator().manual_seed(step))
-        batch = device.to_device(tokens[:, :-1].contiguous()), device.to_device(tokens[:, 1:].contiguous())
-        train_step(model, optimizer, [batch], next_token_loss, device=device)
-    device.synchronize()
-    weights = sum(p.numel() for p in model.parameters())
-    whole = 4 * (2 * weights + sum(t.numel() for t in optimizer.state_dict().values()))
-    return {"peak": device.module.max_memory_allocated() - begin, "whole": whole}
-
-
 def main(folder: Path) -> None:
     device = devices.init("npu", "float32")
     from nanochat.kernels.npu import compressed_mask  # imports torch_npu
@@ -108,10 +55,7 @@ def main(folder: Path) -> None:
             name: packed_steps(replace(device, context_ranks=context_ranks), how, STEPS)
             for name, (how, _, context_ranks) in SHARED.items()
         },
-        "waits": {name: waits(device, *layout) for name, layout in (LAYOUTS | SHARED).items()},
         "experts": {case: one["stats"] for case, one in experts.items()},
-        "expert waits": [expert_waits(device, is_parallel) for is_parallel in (True, False)],
-        "memory": memory(device),
         "offloads": offloads(device, "fsdp"),
     }
     (folder / f"{device.rank}.json").write_text(json.dumps(results))

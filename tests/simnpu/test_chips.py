@@ -6,21 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from simnpu import cases
+from simnpu import cases, tomllib
 from simnpu.conftest import computing
 
-# What fails on such a chip, each with what its message names.
-REFUSED = {
-    "torch_npu.npu_rms_norm(x, x[0], epsilon=1e-6)": "npu_rms_norm",
-    "torch_npu.npu_swiglu(x)": "npu_swiglu",
-    "torch_npu.npu_fusion_attention(x[None], x[None], x[None], 1, 'BSH')": "npu_fusion_attention",
-    "x.bfloat16() @ x.bfloat16()": "DT_BFLOAT16",
-}
-FUSED = ("Ascend910B1", "Ascend910B4-1", "Ascend910B2C", "Ascend910_9362", "Ascend950DT_9571", "Ascend970A")
-PLAIN = (
-    *("Ascend910A", "Ascend910B", "Ascend910ProA", "Ascend910ProB", "Ascend910PremiumA", "Ascend910"),
-    *("Ascend310P1", "Ascend310P7", "Ascend310B4"),
-)
+CHIPS = tomllib.loads(Path(__file__).with_name("chips.toml").read_text("utf-8"))
+FUSED, PLAIN, REFUSED = CHIPS["fused"], CHIPS["plain"], CHIPS["refused"]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built")]
 
 
@@ -41,7 +31,7 @@ def test_an_old_chip_computes_what_a_cpu_does_without_fused_operators_and_bfloat
 
 
 def test_the_name_chooses_the_kernels():
-    """Ascend910B without a number is of the first generation. A name that is not known is newer than this test."""
+    """A name that is not known is newer than this test."""
     with computing("cases", soc="Ascend950PR_9579") as compute:
         assert compute("refusals", device="npu:0", expressions=[*REFUSED][::3])[0] == [None, None]
         chosen = compute("kernels", device="npu:0", names=[*FUSED, *PLAIN])

@@ -13,22 +13,12 @@ from typing import Any
 
 import pytest
 
-from simnpu import cases
+from simnpu import cases, tomllib
 from simnpu.conftest import WORKER
 
 ROOT = Path(__file__).resolve().parents[2]
 READ = ("TASK_QUEUE_ENABLE", "PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "ASCEND_LAUNCH_BLOCKING")
-SPLIT = "max_split_size_mb:128,garbage_collection_threshold:0.8"
-EXPORTED = [  # and the level of the task queue that torch_npu then reports
-    ({"ASCEND_LAUNCH_BLOCKING": "1", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}, 0),
-    ({"TASK_QUEUE_ENABLE": "1", "PYTORCH_NPU_ALLOC_CONF": SPLIT}, 1),
-    ({"TASK_QUEUE_ENABLE": "2", "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:False"}, 2),
-]
-HCCL = {
-    "HCCL_CONNECT_TIMEOUT": "1800", "HCCL_EXEC_TIMEOUT": "1800", "HCCL_BUFFSIZE": "120", "HCCL_IF_BASE_PORT": "61000",
-    "HCCL_SOCKET_IFNAME": "lo", "HCCL_WHITELIST_DISABLE": "1", "HCCL_DETERMINISTIC": "true",
-    "HCCL_OP_EXPANSION_MODE": "AIV", "HCCL_ASYNC_ERROR_HANDLING": "0",
-}  # fmt: skip
+EXPORTED = tomllib.loads(Path(__file__).with_name("exported_variables.toml").read_text("utf-8"))
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built")]
 
 
@@ -42,10 +32,11 @@ def check(found: dict[str, Any]) -> None:
     assert found["replies"] == on_cpu()["replies"]
 
 
-@pytest.mark.parametrize(("exported", "level"), EXPORTED, ids=["blocking", "level 1", "level 2"])
-def test_training_and_decoding_run_with_what_users_export(exported: dict[str, str], level: int):
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_training_and_decoding_run_with_what_users_export(level: int):
     """A torch_npu before 2.13 cannot lower its queue and refuses to record at the second level. If a user has exported
     that, replies are decoded launch by launch, and the run prints it once, however many replies there are."""
+    exported = EXPORTED["levels"][level]
     kept = {name: value for name, value in os.environ.items() if name not in READ}
     kept |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **exported}
     command = [sys.executable, str(ROOT / "tests/simnpu/run")]
@@ -71,7 +62,7 @@ def test_two_ranks_with_exported_hccl_variables(simulated: Callable[..., Any]):
     """Both ranks train on the same rows, so their losses are a single CPU's."""
     # The newline ends a line that other output may have begun.
     program = r"import json; from simnpu import cases; print('\nfound', json.dumps(cases.under_the_environment('npu')))"
-    done = simulated(["-c", program], ranks=2, env=HCCL)
+    done = simulated(["-c", program], ranks=2, env=EXPORTED["hccl"])
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("found ")]
     assert len(lines) == 2, done.stdout[-2000:]

@@ -1,6 +1,5 @@
 """The table of memory in docs/finetune.md, counted again: a few of its cells, on a simulated NPU."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = [(cards, tokens) for cards in (1, 4, 8) for tokens in (1024, 8192, 32768)]
-# Qwen2.5 as published.
-QWEN_7B = {
-    "model_type": "qwen2", "vocab_size": 152064, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6, "tie_word_embeddings": False, "num_hidden_layers": 28, "hidden_size": 3584,
-    "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-}  # fmt: skip
+QWEN_7B = Path(__file__).with_name("qwen2.5_7b.json").read_text()  # as published
 
 
 def cells() -> dict[tuple[str, str], list[str]]:
@@ -29,7 +23,7 @@ def cells() -> dict[tuple[str, str], list[str]]:
 @pytest.mark.parametrize(("flags", "cards"), [("--lora_rank 16", 1), ("--learning_rate 1e-5", 8)])
 def test_a_cell_is_what_a_dry_run_counts(simulated: Any, tmp_path: Path, flags: str, cards: int):
     tokens = 8192
-    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    (tmp_path / "config.json").write_text(QWEN_7B)
     command = f"-m scripts.chat_sft --device npu --source {tmp_path} --dry_run --device_batch_size 1 {flags}"
     command += f" --activation_checkpointing --gradient_accumulation_steps 1 --max_seq_len {tokens}"
     if cards > 1:

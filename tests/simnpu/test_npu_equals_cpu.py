@@ -119,6 +119,14 @@ def test_the_scheduler_serves_the_same_tokens_replayed_or_not(simulated: On, gra
     assert simulated("served_tokens", graphs=graphs) == by_cpu("served_tokens")
 
 
+@pytest.mark.slow
+def test_a_client_of_the_training_service_has_the_cpus_numbers(simulated: On):
+    pytest.importorskip("tinker", reason="the extra `dev` brings tinker")
+    (losses, tokens, logprobs), on_npu = by_cpu("service_session"), simulated("service_session")
+    assert losses[-1] < losses[0] and on_npu[1] == tokens
+    assert on_npu[0] == pytest.approx(losses, rel=1e-5) and on_npu[2] == pytest.approx(logprobs, abs=1e-4)
+
+
 def test_greedy_replies_in_bfloat16(simulated: On):
     """Rounding may part a reply late."""
     settings = {"dtype": "bfloat16", "shape": "ungrouped", "max_tokens": 40}
