@@ -89,6 +89,7 @@ def offset_masks(tokens: Tensor, segments: Segments | None, head_dim: int, dtype
     quarter = head_dim // 4
     own = F.pad(torch.ones(2, quarter, dtype=dtype, device=tokens.device), (0, quarter)).flatten()
     if segments is None:  # each row is one document
+        # The padding: a fast quarter before each slow one, and a row's first token.
         B, T = tokens.shape
         slow = torch.ones(B, T - 1, 1, 2, quarter, dtype=dtype, device=tokens.device)
         return own, F.pad(slow, (quarter, 0, 0, 0, 0, 0, 1, 0)).flatten(-2)

@@ -192,7 +192,7 @@ def fit_prompt(
     The system message and the last message always stay; if they are longer than that, the reply gets the rest.
     """
     # 3/8 are 192 of the demo's 512 tokens: 99 of 100 stories are shorter. With an eighth 7 of 12 second stories in a
-    # chat ended in mid-sentence (2026-11-22); with half the first one was forgotten one question earlier.
+    # chat ended in mid-sentence (2026-11-22); with half it forgets its first one 64 tokens earlier.
     room = min(reply_tokens or context, 3 * context // 8)
     return chat_format(tokenizer).shorten(messages, context - room, settings, tools)
 

@@ -61,7 +61,7 @@ NEUTRAL = {field.name: field.default for field in fields(SamplingParams) if fiel
 
 # The default settings of replies. Training saves them with the checkpoint ("sampling" in meta.json), where the API, the
 # page, the terminal chat and the evaluation read them. Plain sampling at a temperature keeps the long tail of unlikely
-# tokens. Of the demo's stories 74% hold together with min_p 0.05, 82% with 0.2, 79% with 0.3, where they become alike:
+# tokens. Of the demo's stories 74% hold together with min_p 0.05, 82% with 0.2, 80% with 0.3, where they become alike:
 # 0.74, 0.71 and 0.68 of their 4-grams are distinct (400 or more stories each, Xeon with AMX, 2026-11-30).
 CHAT_SAMPLING = SamplingParams(temperature=0.8, min_p=0.2)
 

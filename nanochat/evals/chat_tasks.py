@@ -53,7 +53,7 @@ class Settings:
     batch_rows: int  # prompts at once
     max_examples: int | None = None
     samples: int = 1  # replies to each question
-    max_tokens: int = 512  # of a reply
+    max_tokens: int = 512  # the longest reply
 
 
 @dataclass(frozen=True)

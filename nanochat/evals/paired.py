@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-DRAWS = 2000  # of a bootstrap, and of a test by random signs
+DRAWS = 2000  # for a bootstrap, and for a test by random signs
 LEVEL = 0.05  # how often a stage that changed nothing may have any mark
 Z = 1.96  # standard errors from the middle of a 95% interval to an end
 
@@ -55,8 +55,8 @@ def paired(before: Mapping[str, float], after: Mapping[str, float]) -> Differenc
     differences = np.array([after[question] - before[question] for question in questions])
     change = float(differences.mean())
     if np.isin(differences, (-1, 0, 1)).all():
-        # Right and wrong. Of the questions that only one of two equal models has right, each has half: the exact test
-        # of McNemar 1947. The interval is that of Bonett and Price 2012, which counts one more of either kind.
+        # Right and wrong. Where only one of two equal models is right, it is either one with probability 1/2: McNemar's
+        # exact test (1947). The interval is Bonett and Price's (2012), which adds one question to each side.
         rose, fell = int((differences > 0).sum()), int((differences < 0).sum())
         tail = sum(math.comb(rose + fell, more) for more in range(max(rose, fell), rose + fell + 1))
         middle = (rose - fell) / (count + 2)

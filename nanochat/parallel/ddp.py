@@ -123,8 +123,8 @@ class DdpShare(Share):
 
     def send_gradient(self) -> None:
         # The parameter drops its gradient before the next one is sent, so that only a few are in memory at once; where
-        # weights are cast together (kernels/casts.py), those of a bucket. A gradient that no loss reached is sent as
-        # zeros: the other ranks wait for it.
+        # weights are cast together (kernels/casts.py), a bucket's. A gradient that no loss reached is sent as zeros:
+        # the other ranks wait for it.
         self.take_gradient()
         if self.is_part:
             # 5 rows on 2 ranks: padded to 6, summed over the ranks, 3 to each rank. The last row is padding.

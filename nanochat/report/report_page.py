@@ -33,7 +33,7 @@ class Cell:
     text: str = ""
     detail: str = ""
     share: float | None = None  # from 0 to 1: a bar under the number
-    name: str = ""  # of the share, in a sentence
+    name: str = ""  # what a sentence calls the share
     difference: Difference | None = None  # since the stage before
     verdict: str = ""  # it "rose" or "fell" beyond chance, or "chance"
 
@@ -88,7 +88,7 @@ def score_table(summary: RunSummary) -> tuple[Table, dict[str, list[Cell]]]:
     rows = [numbers("bits per byte", "held out", "val_bpb"), numbers("bits per byte", "training", "train_bpb")]
     keys = dict.fromkeys(chain.from_iterable(stage.scores for stage in stages))
     for task in dict.fromkeys(task for task, _ in keys):
-        chance = max(stage.scores.get((task, "accuracy"), {}).get("baseline", 0) for stage in stages)  # of guessing
+        chance = max(stage.scores.get((task, "accuracy"), {}).get("baseline", 0) for stage in stages)  # by guessing
         detail = f"chance {chance:.0%}" if chance else ""
         rows.append([Cell(task, detail), *_score_cells(stages, (task, "accuracy"), task)])
         rows.append([Cell(PLACES, task), *(Cell(stage.places.get(task, "")) for stage in stages)])
@@ -134,7 +134,9 @@ def _mark_changes(table: Table) -> dict[str, list[Cell]]:
         changes.sort(key=lambda change: -abs(change[0].change))
         beyond = beyond_chance([difference.chance for difference, _ in changes])
         for (difference, cell), is_beyond in zip(changes, beyond, strict=True):
-            cell.verdict = "chance" if not is_beyond else "rose" if difference.change > 0 else "fell"
+            cell.verdict = "chance"
+            if is_beyond:
+                cell.verdict = "rose" if difference.change > 0 else "fell"
         found[stage] = [cell for _, cell in changes]
     return found
 

@@ -36,7 +36,7 @@ def all_reduce(device: Device) -> None:
 def training(
     device: Device, parallel: Any = "ddp", expert_parallel: bool = False, experts: int = 0
 ) -> dict[str, float]:
-    """Three steps of a small model on rows of all ranks: the losses must be those of one CPU, and fall."""
+    """Three steps of a small model on rows of all ranks: the losses must fall, and be as on one CPU."""
     # An odd number of matrices, so that Muon's shares are uneven.
     config = replace(scaling.model_config(4, 1024, 128, head_dim=64), n_layer=3)
     if experts:
