@@ -27,7 +27,7 @@ from nanochat.ground.cli import Positive, UserError, run
 from nanochat.ground.untrusted import CONTROL, printable
 from nanochat.sampling import SamplingParams
 from nanochat.serve.decoding_flags import DecodingFlags, SamplingFlags
-from nanochat.serve.terminal import WordWrap, line_editor, notice
+from nanochat.serve.terminal import line_editor, notice
 from nanochat.tokenizer import replace_surrogates
 
 
@@ -162,11 +162,10 @@ class Chat:
         self.reply: list[int] = []  # tokens of the last reply
         self.is_complete = False  # whether the model ended the last reply itself
         self.is_cut = False  # whether the last prompt left out the oldest turns
-        on_terminal = sys.stdout.isatty()
-        colours = on_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        # A terminal shows a call as [2+3 -> 5]. A file or a pipe receives only the text.
+        self.on_terminal = sys.stdout.isatty()
+        colours = self.on_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self.dim, self.plain = ("\x1b[2m", "\x1b[0m") if colours else ("", "")
-        # A terminal shows a call as [2+3 -> 5] and breaks lines at spaces. A file or a pipe receives only the text.
-        self.terminal = WordWrap() if on_terminal else None
         self.marks = {
             engine.call_start: " [",
             engine.call_end: "",
@@ -272,12 +271,9 @@ class Chat:
     def show(self, text: str, aside: bool = False) -> None:
         """Print without control characters. `aside` marks text that is not part of the reply; it is dim."""
         text = CONTROL.sub("", text)
-        if self.terminal is None:
-            print("" if aside else text, end="", flush=True)
-        elif aside:
-            self.terminal.write(text, self.dim, self.plain)
-        else:
-            self.terminal.write(text)
+        if aside:
+            text = f"{self.dim}{text}{self.plain}" if self.on_terminal else ""
+        print(text, end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -271,31 +271,6 @@ def test_tab_completes_a_command(talk, sums, prompts):
     assert "one" not in prompts.text(1) and len(prompts) == 2 and output[-1] == ""
 
 
-def wrapped(capsys: pytest.CaptureFixture[str], *pieces: str) -> str:
-    """What a terminal of ten columns receives."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "10")
-        lines = terminal.WordWrap()
-        for piece in pieces:
-            lines.write(piece)
-        lines.write("\n")
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("one two three four", "one two \nthree four\n"),
-        ("one 01234567890123 two", "one \n0123456789\n0123 two\n"),  # a word longer than a line
-        ("a\tb c", "a\tb \nc\n"),  # up to column 8
-        ("从前有一只小猫", "从前有一只\n小猫\n"),  # two columns each, and a line may end anywhere
-        ("cafe\u0301 cafe\u0301", "cafe\u0301 cafe\u0301\n"),  # an accent takes no column
-    ],
-)
-def test_lines_break_between_words(capsys, text, expected):
-    assert wrapped(capsys, text) == wrapped(capsys, *text) == expected  # as a whole, and character by character
-
-
 # ---------------------------------------------------------------------- commands
 
 
