@@ -23,14 +23,12 @@ runs on other threads. The text of users is never logged.
 import asyncio
 import contextlib
 import functools
-import json
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, disable_created_metrics, generate_latest
-from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import PlainTextResponse, Response
 
@@ -44,7 +42,6 @@ from nanochat.serve.replies import ChunkQueue, Reply, Waker, make_serializer
 from nanochat.serve.state import LoadedModel, ServerState, closing_at_signals
 
 INLINE_BYTES = 4096  # a longer body is parsed and tokenized off the event loop
-BODIES = (schema.ChatBody, schema.CompletionBody, schema.TokenizeBody, schema.DetokenizeBody, schema.UpdateWeightsBody)
 Result = TypeVar("Result")
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 
@@ -108,8 +105,8 @@ async def _not_found(request: Request, error: Exception) -> Response:
 def _add_page(app: FastAPI, files: Mapping[str, StaticFile]) -> None:
     """The chat page and its libraries; `files` has them by their path."""
 
-    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-    @app.api_route("/vendor/{name:path}", methods=["GET", "HEAD"], include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"])
+    @app.api_route("/vendor/{name:path}", methods=["GET", "HEAD"])
     async def page_file(request: Request) -> Response:
         file = files.get(request.scope["path"])
         if file is None:
@@ -120,13 +117,13 @@ def _add_page(app: FastAPI, files: Mapping[str, StaticFile]) -> None:
 def _add_server_routes(app: FastAPI, state: ServerState) -> None:
     """Routes about the server itself."""
 
-    @app.head("/health", include_in_schema=False)
+    @app.head("/health")
     @app.get("/health")
     async def health() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
-    @app.head("/ready", include_in_schema=False)
+    @app.head("/ready")
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         """All models are loaded and take requests; 503 otherwise."""
@@ -137,19 +134,6 @@ def _add_server_routes(app: FastAPI, state: ServerState) -> None:
     async def read_metrics() -> Response:
         """The metrics, for Prometheus."""
         return Response(generate_latest(state.registry), media_type=CONTENT_TYPE_LATEST)
-
-    @functools.cache  # making it takes 0.1 s, on the event loop
-    def description() -> bytes:
-        description = app.openapi()
-        _, schemas = models_json_schema(
-            [(body, "validation") for body in BODIES], ref_template="#/components/schemas/{model}"
-        )
-        description.setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
-        return json.dumps(description).encode()
-
-    @app.get("/openapi.json", include_in_schema=False)
-    async def openapi() -> Response:
-        return Response(description(), media_type="application/json")
 
 
 def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
@@ -164,11 +148,11 @@ def _add_openai_routes(app: FastAPI, state: ServerState) -> None:
     async def get_model(model: str) -> dict[str, Any]:
         return _model_object(prompts.choose_model(state.ready_model(), model))
 
-    @app.post("/v1/chat/completions", openapi_extra=_describe(schema.ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
         return await _generate(request, state, schema.ChatBody)
 
-    @app.post("/v1/completions", openapi_extra=_describe(schema.CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await _generate(request, state, schema.CompletionBody)
 
@@ -225,12 +209,12 @@ async def _generate(
 def _add_engine_routes(app: FastAPI, state: ServerState) -> None:
     """Routes of vLLM and SGLang."""
 
-    @app.post("/tokenize", openapi_extra=_describe(schema.TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         """A route of vLLM: the token ids of a text."""
         return await _answer(request, state, schema.TokenizeBody, prompts.tokenize)
 
-    @app.post("/detokenize", openapi_extra=_describe(schema.DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         """A route of vLLM: the text of token ids, which lm-eval's tokenizer asks for."""
         return await _answer(request, state, schema.DetokenizeBody, prompts.detokenize)
@@ -243,7 +227,7 @@ def _add_engine_routes(app: FastAPI, state: ServerState) -> None:
         bos, eos = (tokenizer.decode([token]) for token in (tokenizer.get_bos_token_id(), model.end))
         return {"bos_token": bos, "eos_token": eos}
 
-    @app.post("/update_weights_from_disk", openapi_extra=_describe(schema.UpdateWeightsBody))
+    @app.post("/update_weights_from_disk")
     async def update_weights(request: Request) -> dict[str, Any]:
         """A route of SGLang: a trainer (chat_rl) hands over weights for sampling, as a folder on this machine."""
         body = schema.read_body(schema.UpdateWeightsBody, await read_limited(request, is_closing=lambda: state.closing))
@@ -273,10 +257,3 @@ async def _parsed(state: ServerState, content: bytes, parse: Callable[[], Result
             return await asyncio.to_thread(parse)
     except UserError as error:
         raise schema.ApiError(400, str(error), code="invalid_value") from error
-
-
-def _describe(body: type[schema.Strict]) -> dict[str, Any]:
-    """The description in /openapi.json of a route that reads its body itself."""
-    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
-    errors = {str(status): {"description": "an error, in OpenAI's form"} for status in (400, 401, 404, 413, 429, 503)}
-    return {"requestBody": {"required": True, "content": content}, "responses": errors}
