@@ -34,7 +34,6 @@ from nanochat.serve.middleware import AccessMiddleware, http_error, read_limited
 from nanochat.serve.schema import ApiError, Strict, read_body
 from nanochat.serve.state import closing_at_signals
 from nanochat.train_service import bodies, wire
-from nanochat.train_service.jobs import FAILED
 from nanochat.train_service.service import SCHEME, Model, Service, iso
 from nanochat.train_service.tenants import Trained
 
@@ -322,15 +321,6 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
     @app.get("/api/v1/training_runs/{model_id}")
     def get_model(request: Request, model_id: str) -> dict[str, Any]:
         return _run_of(service, service.find_model(_owner(request), model_id))
-
-    @app.delete("/api/v1/training_runs/{model_id}")
-    async def delete_model(request: Request, model_id: str) -> Response:
-        """Of this server only: the client has no such method."""
-        job = await asyncio.to_thread(service.delete_model, _owner(request), model_id)
-        result = await asyncio.wrap_future(job.result)
-        if result.startswith(FAILED):
-            raise ApiError(503, json.loads(result)["error"], code="not_deleted")
-        return Response(status_code=204)
 
     @app.get("/api/v1/checkpoints")
     def list_all_checkpoints(request: Request) -> dict[str, Any]:

@@ -24,7 +24,6 @@ class Limits:
     batch_tokens: int = 8192  # tokens of a micro-batch
     models: int = 8  # in memory at once
     snapshot_steps: int = 20  # optimizer steps between two snapshots
-    owner_bytes: int = 0  # the disk for the weights of an owner, above which nothing new is saved; 0: any
 
 
 def _started_future() -> "Future[bytes]":
@@ -130,7 +129,7 @@ class Model:
     live: TrainedModel | None = None
     used: float = 0.0
     saved_steps: int = 0  # optimizer steps that the snapshot covers
-    stopped: str = ""  # why it takes no more requests: its files are damaged, or it was deleted
+    stopped: str = ""  # why it takes no more requests: its files are damaged
 
     @property
     def settings(self) -> Trained:
@@ -142,9 +141,6 @@ class Model:
 
 def as_json(content: dict[str, Any]) -> bytes:
     return json.dumps(content).encode()
-
-
-FAILED = b'{"error"'  # begins the result of a request that failed
 
 
 def failure(error: Exception) -> bytes:

@@ -161,9 +161,6 @@ class Service:
             "with its folder from a backup, or create a training client from a saved state"
         )
         warn(model.stopped)
-        self._refuse_early(model)
-
-    def _refuse_early(self, model: Model) -> None:
         with self.lock:
             for job in model.early.values():
                 self._finish(job, failure(UserError(model.stopped)))
@@ -180,10 +177,9 @@ class Service:
         model_id = f"{session}:train:{number}"
         with self.lock:
             if model_id not in self.models:
-                self._require_disk(owner)
                 self._require_room(owner)
                 if sum(model.owner == owner for model in self.models.values()) >= MAX_MODELS:
-                    message = f"this key has {MAX_MODELS:,} models: delete some first"
+                    message = f"this key has {MAX_MODELS:,} models, the most that there may be: use another key"
                     raise ApiError(400, message, code="too_many_models")
                 self._row("models", id=model_id)  # the start has passed a damaged one over: it becomes no new one
                 model = Model(
@@ -211,42 +207,6 @@ class Service:
         with self.lock:
             models = [model for model in self.models.values() if model.owner == owner]
         return sorted(models, key=lambda model: -model.facts["created"])
-
-    def _require_disk(self, owner: str) -> None:
-        """Raises ApiError: 400 when the weights of the owner's models fill their quota."""
-        if self.limits.owner_bytes:
-            used = self.store.used_bytes(owner)
-            if used >= self.limits.owner_bytes:
-                message = f"the models of this key take {used:,} of {self.limits.owner_bytes:,} bytes on the server's "
-                raise ApiError(400, message + "disk: delete checkpoints or models first", code="disk_quota")
-
-    def delete_model(self, owner: str, model_id: str) -> Job:
-        """Queue the deletion of a model with all its checkpoints; it takes no requests from now on."""
-        with self.lock:
-            model = self.find_model(owner, model_id)
-            model.stopped = f"model {model.id} was deleted"
-            self._refuse_early(model)
-            job = Job(f"{model.id}:deletion", owner)
-            job.slices = self._delete(model, job)
-            self._enqueue(job)
-        return job
-
-    def _delete(self, model: Model, job: Job) -> Slices[None]:
-        yield from ()  # it is one slice
-        model.live = None
-
-        def change() -> None:
-            self.store.delete("models", id=model.id)
-            for table in ("requests", "runs", "checkpoints"):
-                self.store.delete(table, model=model.id)
-            self.store.delete("outcomes", bucket=model.id)
-
-        self.store.forget(change)
-        self.engine.cache_clear()  # its names may come again
-        with self.lock:
-            self.models.pop(model.id, None)  # it may be deleted twice
-            self.store.kept.pop(model.id, None)
-            self._finish(job, as_json({}))
 
     def find_model(self, owner: str, model_id: str) -> Model:
         """Raises ApiError: 404, also for a model of another key."""
@@ -451,22 +411,18 @@ class Service:
     def _run_slice(self, job: Job) -> None:
         """Run a request, or its part up to the next pause."""
         assert job.slices is not None
-        model = self.models.get(job.model_id)  # None: it was deleted twice
+        model = self.models[job.model_id]
         mistake = ""
-        if self.running.pop(job.model_id, None):
-            if model is not None and model.stopped:
-                mistake = model.stopped
-            elif job.is_cancelled:
-                mistake = "the request was cancelled"
+        if self.running.pop(job.model_id, None) and job.is_cancelled:
+            mistake = "the request was cancelled"
         try:
             if _has_more(job.slices, mistake):
                 self.running[job.model_id] = job
                 with self.lock:
                     self.queue.put_back(job)
         except Exception as error:  # any kind: this thread serves all clients
-            if model is not None:  # in memory it may be another one than on the disk
-                model.live = None
-                self._stop(model, f"the server failed ({type(error).__name__})")
+            model.live = None  # in memory it may be another one than on the disk
+            self._stop(model, f"the server failed ({type(error).__name__})")
             self._finish(job, failure(error))
 
     def _sample(self, jobs: Sequence[Job]) -> Slices[None]:
@@ -654,7 +610,6 @@ class Service:
         uri = f"{SCHEME}{model.id}/{kind}/{name}"
         if self._row("checkpoints", **key) and not body["overwrite"]:
             raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
-        self._require_disk(model.owner)
         folder, size = self._write(model, f"{kind}/{name}.{number}", trained, with_optimizer=kind == "weights")
         answer = {"type": request_kind, "path": uri}
         session = model.id.partition(":")[0]
