@@ -168,7 +168,7 @@ def _add_client_routes(app: FastAPI, service: Service) -> None:
 
     @post("client/dynamic_config", bodies.ClientConfigBody)
     def client_dynamic_config(owner: str, body: bodies.ClientConfigBody) -> dict[str, Any]:
-        return {"refresh_interval_sec": 3600, "sample_cancel_enabled": True}
+        return {"refresh_interval_sec": 3600, "sample_cancel_enabled": False}
 
     @app.post("/api/v1/telemetry")
     async def telemetry(request: Request) -> dict[str, str]:
@@ -303,11 +303,6 @@ def _add_promise_routes(app: FastAPI, service: Service) -> None:
         # A result is a JSON object, or a message with another first byte.
         media_type = "application/json" if content.startswith(b"{") else wire.CONTENT_TYPE
         return Response(content, media_type=media_type)
-
-    @_poster(app, service)("cancel_future", bodies.CancelBody)
-    def cancel_future(owner: str, body: bodies.CancelBody) -> dict[str, Any]:
-        service.cancel(owner, body.request_id)
-        return {}
 
 
 def _add_model_routes(app: FastAPI, service: Service) -> None:

@@ -233,10 +233,6 @@ class FutureBody(Strict):
     allow_metadata_only: bool = False
 
 
-class CancelBody(Strict):
-    request_id: str
-
-
 def require_tokens(tokens: "Sequence[int] | np.ndarray", vocab_size: int, what: str) -> None:
     """Raises ApiError: 400 when a token is not in the model's vocabulary."""
     ids = np.asarray(tokens, dtype=object if isinstance(tokens, list) else None)  # a list may hold any whole number

@@ -52,7 +52,6 @@ class Job:
     sample: SampleJob | None = None
     size: int = 0  # bytes of the request's body
     is_queued: bool = False  # False: it came before its turn
-    is_cancelled: bool = False
 
     @property
     def model_id(self) -> str:
@@ -83,12 +82,6 @@ class Queue:
     def put_back(self, job: Job) -> None:
         """Queue the rest of a request whose slice has run: all other owners come first."""
         self._of[job.owner] = [*self._of.pop(job.owner, []), job]
-
-    def remove(self, job: Job) -> None:
-        """Remove a request, if it waits."""
-        jobs = self._of.get(job.owner, [])
-        if job in jobs:
-            jobs.remove(job)
 
     def take(self, may_run: Callable[[Job], bool]) -> list[Job]:
         """The first request of the next owner that may run now. Of a sample, the owner's samples of the same weights,

@@ -44,7 +44,6 @@ class SampleJob:
     prompt_logprobs: bool = False
     prompt_topk: int = 0
     prompt_last: int = 0  # score only the last tokens of the prompt; 0: all
-    is_cancelled: bool = False  # set at any time, by another thread
 
     @property
     def numbers(self) -> int:
@@ -73,8 +72,7 @@ class _Sample:
 def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[list[bytes]]:
     """The results of all jobs, in the form of the wire, with pauses.
 
-    Yields an empty list every SLICE_SECONDS, when others may use the device, and the results at last. A job that is
-    cancelled meanwhile ends at the next pause, with the tokens that it has.
+    Yields an empty list every SLICE_SECONDS, when others may use the device, and the results at last.
     """
     # Every sample is a row of the decoder. Samples of one prompt are neighbours, so its tokens are read once.
     waiting: deque[Row] = deque()
@@ -102,8 +100,6 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[li
                 if time.monotonic() >= pause:
                     yield []
                     pause = time.monotonic() + SLICE_SECONDS
-                    waiting = deque(row for row in waiting if not samples[row.number].job.is_cancelled)
-                    decoder.release({row for row in decoder.rows if samples[row.number].job.is_cancelled})
 
     # Each job's samples, and the requested data about its prompt.
     results = []
@@ -112,7 +108,7 @@ def sample(engine: Engine, jobs: Sequence[SampleJob], slots: int) -> Iterator[li
         own = samples[first : first + job.num_samples]
         first += job.num_samples
         response = messages().SampleResponse(sequences=[_finished(one) for one in own])
-        if (job.prompt_logprobs or job.prompt_topk) and not job.is_cancelled:
+        if job.prompt_logprobs or job.prompt_topk:
             yield []
             score_prompt(engine.model, job, response)
         results.append(response.SerializeToString())

@@ -264,8 +264,7 @@ class Service:
 
     def _finish(self, job: Job, result: bytes) -> None:
         with self.lock:
-            if not job.result.done():  # it may be cancelled
-                job.result.set_result(result)
+            job.result.set_result(result)
             self.promises.pop(job.id, None)
 
     def promise(self, owner: str, request_id: str) -> Job:
@@ -364,21 +363,6 @@ class Service:
                 self._enqueue(self.promises[request_id])
         return request_id
 
-    def cancel(self, owner: str, request_id: str) -> None:
-        """End a sample that waits, and at its next pause a request that runs."""
-        with self.lock:
-            job = self.promises.get(request_id)
-            if job is None or job.owner != owner:
-                return
-            job.is_cancelled = True
-            if job.sample is not None:
-                result = failure(UserError("the sample was cancelled"))
-                with _full_disk(), self.store.transaction():
-                    self.store.settle(job.id, owner, owner, result)
-                job.sample.is_cancelled = True
-                self.queue.remove(job)
-                self._finish(job, result)
-
     # ------------------------------------------------------------------ the worker
 
     def _work(self) -> None:
@@ -412,11 +396,9 @@ class Service:
         """Run a request, or its part up to the next pause."""
         assert job.slices is not None
         model = self.models[job.model_id]
-        mistake = ""
-        if self.running.pop(job.model_id, None) and job.is_cancelled:
-            mistake = "the request was cancelled"
+        self.running.pop(job.model_id, None)
         try:
-            if _has_more(job.slices, mistake):
+            if _has_more(job.slices):
                 self.running[job.model_id] = job
                 with self.lock:
                     self.queue.put_back(job)
@@ -433,14 +415,11 @@ class Service:
             for results in sample(self.engine(jobs[0].sampler), wanted, self.limits.slots):
                 if not results:
                     yield
-                if all(job.result.done() for job in jobs):  # they are cancelled
-                    return
         except Exception as error:  # any kind: it must not end this thread or another client's request
             results = [failure(error)]
         if len(results) < len(jobs):  # one of them has failed: each again, without the others
             for job in jobs:
-                if not job.result.done():
-                    yield from self._sample([job])
+                yield from self._sample([job])
             return
         try:
             self._record(jobs, results)
@@ -467,9 +446,8 @@ class Service:
                     with self.store.transaction():
                         unused = change()
                         for job, result in zip(jobs, results, strict=True):
-                            if not job.result.done():
-                                bucket = job.id.rpartition(":")[0] if job.sample is None else job.owner
-                                self.store.settle(job.id, job.owner, bucket, result)
+                            bucket = job.id.rpartition(":")[0] if job.sample is None else job.owner
+                            self.store.settle(job.id, job.owner, bucket, result)
                     for job, result in zip(jobs, results, strict=True):
                         self._finish(job, result)
                 for path in unused:
@@ -685,13 +663,10 @@ def _sampler_of(session: str, number: int, uri: str | None) -> str:
     return f"{session}:sample:{number}" + (f":{uri.removeprefix(SCHEME)}" if uri else "")
 
 
-def _has_more(slices: Slices[None], mistake: str = "") -> bool:
-    """Run a slice, or end with a mistake where the last one paused; returns whether there are more."""
+def _has_more(slices: Slices[None]) -> bool:
+    """Run a slice; returns whether there are more."""
     try:
-        if mistake:
-            slices.throw(UserError(mistake))
-        else:
-            next(slices)
+        next(slices)
     except StopIteration:
         return False
     return True

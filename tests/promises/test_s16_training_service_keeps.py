@@ -720,24 +720,6 @@ def test_a_server_that_ends_while_it_repeats_requests_keeps_them(start, killed, 
     assert_same(weights_of(last, client.model_id), client.weights())
 
 
-def test_a_long_batch_ends_at_its_next_pause(start, killed, computed):
-    service = start(batch_tokens=1)
-    client = Client(service)
-    client.train()
-    expected = client.weights()
-    computed.clear()
-    computed.after[1] = lambda: service.cancel("bob", f"{client.model_id}:3")  # not bob's
-    computed.after[3] = lambda: service.cancel(OWNER, f"{client.model_id}:3")
-    assert "cancel" in client.run("forward_backward", times=3)["error"] and len(computed) == 3
-    # It was answered as failed, and is never run.
-    assert "failed" in client.run("optim_step", **ADAM)["error"]
-    assert_same(client.weights(), expected)
-    client.train(shift=5)
-    again = start(killed(), batch_tokens=1)
-    assert [b"error" in result_of(again, client.model_id, number) for number in (3, 4, 5)] == [True, True, False]
-    assert_same(weights_of(again, client.model_id), client.weights())
-
-
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each token takes a hundredth of a second, and slices are short."""
@@ -751,7 +733,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "SLICE_SECONDS", 0.02)
 
 
-def test_a_long_sample_holds_up_no_one_else_and_can_be_cancelled(start, slow):
+def test_a_long_sample_holds_up_no_one_else(start, slow):
     service = start()
     alice, bob = Client(service), Client(service, owner="bob")
     sampler = service.create_sampler(OWNER, alice.session, 1, None)
@@ -766,17 +748,6 @@ def test_a_long_sample_holds_up_no_one_else_and_can_be_cancelled(start, slow):
     short = service.sample("bob", mine, 0, SampleJob([5, 6], 2, 3, SamplingParams(), frozenset()))
     assert not service.promise("bob", short).result.result(30).startswith(b"{")
     assert not any(result.done() for result in results)
-    # One key cannot cancel the samples of another. The owner's are over at once.
-    service.cancel("bob", running[0])
-    assert not results[0].done()
-    running.append(service.sample(OWNER, sampler, 3, jobs[0]))  # it waits for the others
-    for one in running:
-        service.cancel(OWNER, one)
-        assert b"cancelled" in service.promise(OWNER, one).result.result(0)
-    assert len(service.queue) == 0  # their prompts take no memory
-    alice.train()
-    while service.sampling:
-        time.sleep(0.001)
 
 
 def test_what_waits_and_what_is_kept_is_bounded_in_bytes(start, killed, monkeypatch):
