@@ -1,7 +1,6 @@
 """The socket on which a server listens, and uvicorn's server for an app."""
 
 import contextlib
-import errno
 import ipaddress
 import socket
 import sys
@@ -32,8 +31,6 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         listener = socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, UnicodeError) as error:
         hint = "name an address of this machine and a free port, 0 for any"
-        if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
-            hint = f"--port {free_port(host, port, family)} is free"
         raise UserError(f"--host {host} --port {port}: {error}; {hint}") from error
     with listener:
         # Connections inherit both. With a small buffer the server notices sooner that a client stopped reading; after
@@ -42,14 +39,6 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2000 * STALL_SECONDS))
         yield listener
-
-
-def free_port(host: str, port: int, family: socket.AddressFamily) -> int:
-    """A port after this one that is free now; 0, which stands for any, if the next hundred are taken."""
-    for other in range(port + 1, min(port + 100, 1 << 16)):
-        with contextlib.suppress(OSError), socket.create_server((host, other), family=family):
-            return other
-    return 0
 
 
 def address_of(host: str, listener: socket.socket) -> str:
