@@ -56,12 +56,10 @@ class Vocabulary:
     """A tokenizer's tokens in the form for llguidance. `end` is the token that ends a reply."""
 
     def __init__(self, tokenizer: Tokenizer, end: int):
-        try:
-            import llguidance  # here, because few requests need it
+        import llguidance  # here, because few requests need it
 
-            from nanochat.serve import grammar_trial
-        except ImportError as error:
-            raise SchemaError("replies that follow a schema need llguidance: pip install -e '.[serve]'") from error
+        from nanochat.serve import grammar_trial
+
         self._trial = grammar_trial
         self._recent: dict[tuple[str, int, bool], Grammar] = {}
         # The attributes that llguidance's wrapper reads. Text never becomes a special token: llguidance treats a token

@@ -521,18 +521,10 @@ class Reply(Response):
 
 
 def usage_of(streams: Sequence[Stream], prompt_tokens: Sequence[int]) -> dict[str, Any]:
-    """The sum of the tokens of all prompts and their choices, which are neighbours in `streams`."""
+    """The sum of the tokens of all prompts, whatever the number of their choices, and of all `streams`."""
     prompt = sum(prompt_tokens)
     generated = sum(stream.completion_tokens for stream in streams)
-    # A prompt counts once, whatever the number of its choices. It is cached if even its first choice did not read it.
-    first_choices = streams[:: len(streams) // len(prompt_tokens)]
-    cached = sum(stream.cached_tokens for stream in first_choices)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
 
 
 def _opened(name: str, fields: dict[str, Any]) -> bytes:

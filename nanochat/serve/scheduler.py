@@ -106,7 +106,6 @@ class Stream:
 
     def __init__(self, wake: Callable[[], None], on_chunk: Callable[[Chunk], None] | None = None):
         self.completion_tokens = 0
-        self.cached_tokens = 0  # tokens of the prompt that were copied from an equal one instead of read
         self.cancelled = False
         self._wake = wake
         self._chunks: SimpleQueue[Chunk] = SimpleQueue()
@@ -595,7 +594,6 @@ class Scheduler:
         for other in others:
             if other.group is row.group and other.prompt == row.prompt and not (other.unread or row.is_scored):
                 row.filled = len(row.prompt) - 1
-                row.stream.cached_tokens = row.filled
                 self.slots.copy(other.slot, slot, row.filled)
                 break
         return True

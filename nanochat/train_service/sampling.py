@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from nanochat.device import Device
-from nanochat.engine import Engine, NewToken, Row
+from nanochat.engine import Engine, NewToken, Row, logprob_table
 from nanochat.gpt import GPT
 from nanochat.ground.cli import UserError
 from nanochat.sampling import SamplingParams
@@ -164,12 +163,11 @@ def score_prompt(model: GPT, job: SampleJob, response: Any) -> None:
     for start in range(first, T, SCORED_AT_ONCE):
         assert hidden is not None
         part = slice(start, min(start + SCORED_AT_ONCE, T))
-        table: Tensor = model.logits(hidden[part.start - 1 : part.stop - 1]).log_softmax(dim=-1)  # (n, V)
-        logprobs[part] = table.gather(1, tokens[part, None])[:, 0].cpu().numpy()
-        if k:
-            best = table.topk(k, dim=-1)
-            ids[part] = best.indices.cpu().numpy()
-            values[part] = best.values.cpu().numpy()
+        logits = model.logits(hidden[part.start - 1 : part.stop - 1])  # (n, V)
+        table = logprob_table(logits, tokens[part], k).cpu().numpy()
+        logprobs[part] = table[:, 0]
+        values[part] = table[:, 1 : 1 + k]
+        ids[part] = table[:, 1 + k :]
     if np.isnan(logprobs[first:]).any():
         raise UserError(NOT_FINITE)
     if job.prompt_logprobs:

@@ -375,14 +375,6 @@ def test_lm_eval_itself(port: int, engine: Engine, as_ids: bool, monkeypatch: py
         assert is_greedy == all(exact[place - 1].argmax() == ids[place] for place in range(first, len(ids)))
 
 
-def test_tokens_of_a_prompt_that_was_read_for_another_one_are_cached(client: Any):
-    usage = complete(client, prompt=["the other"] * 2, n=2, max_tokens=2).usage
-    alone = complete(client, prompt="the other", n=2, max_tokens=2).usage
-    assert alone.prompt_tokens_details.cached_tokens == 0
-    assert usage.prompt_tokens == 2 * alone.prompt_tokens
-    assert usage.prompt_tokens_details.cached_tokens == alone.prompt_tokens - 1
-
-
 def test_the_stable_name_and_the_fingerprint(client: Any):
     for answer in (chat(client, model="nanochat"), complete(client, model="nanochat")):
         assert (answer.model, answer.system_fingerprint) == (MODEL, "fp_0123")
