@@ -47,7 +47,6 @@ class Config:
 
 
 COMMANDS = {
-    "/continue": "go on with a reply that was cut off or stopped",
     "/new": "start a new conversation",
     "/save FILE.jsonl": "append the conversation to a file to train on",
     "/help": "show this list",
@@ -99,8 +98,6 @@ def main(config: Config) -> None:
                 return
             if command == "/new":
                 chat.turns = []
-            elif command == "/continue" and chat.turns:
-                chat.go_on()
             elif command.split(" ")[0] == "/save":
                 print(printable(chat.save(command.removeprefix("/save").strip())))
             elif command == "/help":
@@ -159,8 +156,6 @@ class Chat:
         if config.system:
             self.system = [{"role": "system", "content": replace_surrogates(config.system)}]
         self.turns: list[Message] = []
-        self.reply: list[int] = []  # tokens of the last reply
-        self.is_complete = False  # whether the model ended the last reply itself
         self.is_cut = False  # whether the last prompt left out the oldest turns
         # A terminal shows a call as [2+3 -> 5]. A file or a pipe receives only the text.
         self.on_terminal = sys.stdout.isatty()
@@ -180,21 +175,10 @@ class Chat:
         """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
         # A base model continues the text, so the text itself is shown first.
-        self.reply, stopped = self.stream(self.prompt(turns), lead="" if self.has_turns else text)
+        reply, stopped = self.stream(self.prompt(turns), lead="" if self.has_turns else text)
         if self.has_turns:
-            self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, self.reply)}]
+            self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, reply)}]
         return not stopped
-
-    def go_on(self) -> None:
-        """Stream the continuation of the last reply, and add it to that reply.
-
-        Raises UserError: when the model has ended the reply.
-        """
-        if self.is_complete:
-            raise UserError("/continue: the reply is complete; /continue is for one that was cut off or stopped")
-        more, _ = self.stream(self.prompt(self.turns))
-        self.reply += more
-        self.turns[-1] = {"role": "assistant", "content": parse_reply(self.tokenizer, self.reply)}
 
     def stream(self, ids: list[int], lead: str = "") -> tuple[list[int], bool]:
         """Show `lead`, then the reply as it is generated; returns the new tokens, and whether Ctrl-C stopped it."""
@@ -222,7 +206,6 @@ class Chat:
                 in_call = in_call and new.id != self.engine.answer_end
         except KeyboardInterrupt:
             stopped = True
-        self.is_complete = finish_reason == "stop"
 
         # Complete the output: half a character, an open call, the line.
         self.show(lead + decoder.decode(b"", final=True), in_call)
@@ -233,7 +216,7 @@ class Chat:
         self.show("\n")
         if finish_reason == "length" and self.has_turns:
             at = "--max_tokens" if len(made) == self.config.max_tokens else "the end of the context"
-            self.show(f"(cut off at {at}: /continue goes on)\n", aside=True)
+            self.show(f"(cut off at {at})\n", aside=True)
         self.sampling = replace(self.sampling, seed=self.sampling.seed + 1)
         return made, stopped
 

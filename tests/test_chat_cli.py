@@ -80,7 +80,7 @@ def table_model(*rows: list[int], anything: bool = False, context: int = 512) ->
     return model
 
 
-CUT = "(cut off at --max_tokens: /continue goes on)\n"
+CUT = "(cut off at --max_tokens)\n"
 
 
 def add_checkpoint(stage: str, model: GPT, tag: str = "tiny", step: int = 3) -> Path:
@@ -319,14 +319,9 @@ def test_the_settings_are_the_flags(talk, sums, prompts):
     assert {**prompts[3], **asdict(SamplingParams(0.6, 7))} == prompts[3]
 
 
-def test_a_reply_that_was_cut_off_goes_on(talk, prompts):
+def test_a_reply_names_the_limit_that_has_cut_it(talk):
     add_checkpoint("sft", table_model(ids("assistant_start", b"abcdefgh.", "assistant_end")))
-    output = talk("/continue", "x", "/continue", "/continue", "/continue", "y", flags=("--max_tokens=4",))
-    assert output[1].count("\n") == 1 and "/continue" in output[1]  # there is no reply yet
-    assert output[2:5] == [f"abcd\n{CUT}", f"efgh\n{CUT}", ".\n"]
-    assert output[5].startswith("error: /continue") and output[5].count("\n") == 1 and len(prompts) == 4
-    assert prompts.text(2).endswith("x<|user_end|><|assistant_start|>abcdefgh")
-    assert f"{prompts.text(2)}.<|assistant_end|><|user_start|>y<" in prompts.text(3)
+    assert talk("x", flags=("--max_tokens=4",))[1] == f"abcd\n{CUT}"
     # The context's end is another limit than the user's.
     add_checkpoint("sft", table_model(ids("assistant_start", b"abcdefgh.", "assistant_end"), context=8))
     assert talk("x")[1].startswith("abc\n(") and talk("x")[1] != f"abc\n{CUT}"
