@@ -24,7 +24,7 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -35,9 +35,8 @@ from starlette.responses import PlainTextResponse, Response
 from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.ground.cli import UserError
 from nanochat.sampling import NEUTRAL
-from nanochat.serve import prompts, schema
+from nanochat.serve import page, prompts, schema
 from nanochat.serve.middleware import CLIENT_LEFT, AccessMiddleware, http_error, read_limited
-from nanochat.serve.page import StaticFile, content_policy, load_page
 from nanochat.serve.replies import ChunkQueue, Reply, Waker, make_serializer
 from nanochat.serve.state import LoadedModel, ServerState, closing_at_signals
 
@@ -61,7 +60,6 @@ def create_app(
     """
     disable_created_metrics()  # drops the creation time of each metric
     state = ServerState(load, on_failure)
-    files = load_page()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -82,12 +80,12 @@ def create_app(
         api_key=api_key,
         hosts=tuple(hosts),
         origins=tuple(origins),
-        open_paths=("/health", "/ready", *files),
-        content_policy=content_policy(files["/"].content.decode()),
+        open_paths=("/health", "/ready", *page.page_paths()),
+        content_policy=page.content_policy(page.PAGE.read_text(encoding="utf-8")),
     )
     app.add_exception_handler(HTTPException, http_error)
     app.add_exception_handler(404, _not_found)
-    _add_page(app, files)
+    app.router.routes += page.page_routes()
     _add_server_routes(app, state)
     _add_openai_routes(app, state)
     _add_engine_routes(app, state)
@@ -100,18 +98,6 @@ async def _not_found(request: Request, error: Exception) -> Response:
         where = "this server replies at /v1/chat/completions and /v1/completions"
         error = schema.ApiError(404, f"Not Found: {request.url.path[:100]}; {where}")
     return await http_error(request, error)
-
-
-def _add_page(app: FastAPI, files: Mapping[str, StaticFile]) -> None:
-    """The chat page and its libraries; `files` has them by their path."""
-
-    @app.api_route("/", methods=["GET", "HEAD"])
-    @app.api_route("/vendor/{name:path}", methods=["GET", "HEAD"])
-    async def page_file(request: Request) -> Response:
-        file = files.get(request.scope["path"])
-        if file is None:
-            raise schema.ApiError(404, "the page has no such file")
-        return file.response(request)
 
 
 def _add_server_routes(app: FastAPI, state: ServerState) -> None:

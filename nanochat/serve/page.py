@@ -1,63 +1,47 @@
 """The chat page and its libraries. The server sends them to a browser that has no key yet."""
 
 import base64
-import gzip
 import hashlib
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route, request_response
+from starlette.staticfiles import StaticFiles
 
 PAGE = Path(__file__).parent / "ui.html"
 VENDOR = Path(__file__).parent / "vendor"
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".woff2": "font/woff2",
-}
 
 
-@dataclass(frozen=True)
-class StaticFile:
-    """A file in memory, also compressed: on a phone's network the size decides the time to the first paint."""
+class PageFiles(StaticFiles):
+    """The page may change with each start of the server, so a browser asks whether its copy is still right. A library's
+    folder is named after its version, so its files never change."""
 
-    content: bytes
-    compressed: bytes
-    media_type: str
-    cache_control: str
-    etag: str
-
-    @classmethod
-    def read(cls, path: Path, cache_control: str) -> "StaticFile":
-        content = path.read_bytes()
-        etag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
-        return cls(content, gzip.compress(content, mtime=0), MEDIA_TYPES[path.suffix], cache_control, etag)
-
-    def response(self, request: Request) -> Response:
-        """The file, or 304 without it for a browser that still has it."""
-        headers = {"cache-control": self.cache_control, "etag": self.etag, "vary": "accept-encoding"}
-        if self.etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(self.content, media_type=self.media_type, headers=headers)
-        return Response(self.compressed, media_type=self.media_type, headers={**headers, "content-encoding": "gzip"})
+    def file_response(self, full_path: Any, *arguments: Any, **options: Any) -> Response:
+        response = super().file_response(full_path, *arguments, **options)
+        is_page = Path(full_path) == PAGE
+        response.headers["cache-control"] = "no-cache" if is_page else "public, max-age=31536000, immutable"
+        return response
 
 
-def load_page() -> dict[str, StaticFile]:
-    """Path below the server's address -> the file: the page at "/", and its libraries.
+def page_routes() -> list[BaseRoute]:
+    """The page at "/", and its libraries. Compressed: on a phone's network the size decides the time to the first
+    paint."""
+    files = PageFiles(directory=VENDOR)
 
-    The page may change with each start of the server, so a browser asks whether its copy is still right. A library's
-    folder is named after its version, so its files never change.
-    """
-    files = {"/": StaticFile.read(PAGE, "no-cache")}
-    for path in sorted(VENDOR.glob("*/*")):
-        if path.suffix in MEDIA_TYPES:  # not the licences
-            address = f"/vendor/{path.relative_to(VENDOR).as_posix()}"
-            files[address] = StaticFile.read(path, "public, max-age=31536000, immutable")
-    return files
+    async def page(request: Request) -> Response:
+        return files.file_response(PAGE, PAGE.stat(), request.scope)
+
+    whole = GZipMiddleware(request_response(page))
+    return [Route("/", whole, methods=["GET", "HEAD"]), Mount("/vendor", GZipMiddleware(files))]
+
+
+def page_paths() -> list[str]:
+    """The path of the page, and of each file of its libraries."""
+    return ["/", *(f"/vendor/{file.relative_to(VENDOR).as_posix()}" for file in VENDOR.glob("*/*"))]
 
 
 def content_policy(page: str) -> str:

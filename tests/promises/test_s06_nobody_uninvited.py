@@ -63,7 +63,7 @@ def test_with_a_key_every_route_but_the_probes_and_the_page_requires_it():
 def test_the_page_and_its_libraries_are_sent_compressed_and_once():
     with client_of(make_app(api_key=KEY)) as ask:
         page = ask("GET", "/", headers={"accept-encoding": "gzip"})
-        assert page.headers["content-encoding"] == "gzip" and int(page.headers["content-length"]) < len(page.text) / 2
+        assert page.headers["content-encoding"] == "gzip" and page.num_bytes_downloaded < len(page.text) / 2
         assert ask("GET", "/", headers={"accept-encoding": "identity"}).text == page.text
         again = ask("GET", "/", headers={"if-none-match": page.headers["etag"]})
         assert again.status_code == 304 and not again.content and page.headers["cache-control"] == "no-cache"
@@ -74,7 +74,7 @@ def test_the_page_and_its_libraries_are_sent_compressed_and_once():
             assert ("javascript" if name.endswith("js") else "css") in library.headers["content-type"]
             assert ask("POST", f"/vendor/{name}").status_code == 401
         assert len(names) == 3
-        for name in ("README.md", "../app.py", "..%2fapp.py", "temml-0.13.5/LICENSE", ""):
+        for name in ("../app.py", "..%2fapp.py", "temml-0.13.5", ""):
             assert ask("GET", f"/vendor/{name}", headers={"authorization": f"Bearer {KEY}"}).status_code == 404, name
         assert ask("GET", "/health").headers["cache-control"] == "no-store"
 
