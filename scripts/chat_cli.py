@@ -46,12 +46,17 @@ class Config:
     decoding: Annotated[DecodingFlags, tyro.conf.arg(name="")] = DecodingFlags()
 
 
-COMMANDS = {
-    "/new": "start a new conversation",
-    "/save FILE.jsonl": "append the conversation to a file to train on",
-    "/help": "show this list",
-    "/quit": "leave, as Ctrl-D does",
-}
+COMMANDS = ("/new", "/save", "/help", "/quit")
+HELP = """\
+  any text          a message, to which the model replies; a base model continues it
+  /new              start a new conversation
+  /save FILE.jsonl  append the conversation to a file to train on
+  /help             show this list
+  /quit             leave, as Ctrl-D does
+  Ctrl-C            stop a reply
+  Up, Down          earlier messages
+  Tab               complete a command
+  a space, then /   a text that begins with /"""
 HINT = "/help lists what you can type, /quit or Ctrl-D leaves, Ctrl-C stops a reply"
 
 
@@ -87,7 +92,7 @@ def main(config: Config) -> None:
         return
 
     # ------------------------------------------------------------------ a dialogue
-    session = line_editor([command.split()[0] for command in COMMANDS])
+    session = line_editor(COMMANDS)
     hint = "" if chat.has_turns else "type the beginning of a text; an empty line leaves, too; "
     print(printable(f"{stage}: {meta['folder']}\n{hint}{HINT}"))
     while True:
@@ -101,7 +106,7 @@ def main(config: Config) -> None:
             elif command.split(" ")[0] == "/save":
                 print(printable(chat.save(command.removeprefix("/save").strip())))
             elif command == "/help":
-                print(help_text(chat.has_turns))
+                print(HELP)
             elif text.startswith("/"):
                 print(printable(f"no such command as {text.split()[0]}: {HINT}; a space before it makes it a text"))
             elif text.strip() or not chat.has_turns:
@@ -115,22 +120,6 @@ def main(config: Config) -> None:
 
 
 # ---------------------------------------------------------------------- the terminal
-
-
-def help_text(has_turns: bool) -> str:
-    """What a person may type in a dialogue, one thing a line."""
-    if has_turns:
-        lines = {"any text": "a message, to which the model replies"}
-    else:
-        lines = {"any text": "its beginning, which the model continues", "an empty line": "leave"}
-    lines |= COMMANDS | {
-        "Ctrl-C": "stop a reply",
-        "Up, Down": "earlier messages",
-        "Tab": "complete a command",
-        "a space, then /": "a text that begins with /",
-    }
-    width = max(map(len, lines))
-    return "\n".join(f"  {what:{width}}  {effect}" for what, effect in lines.items())
 
 
 def piped_in() -> str:

@@ -333,7 +333,6 @@ def test_help_and_other_commands(talk, sums, prompts):
         assert line.count("\n") == 1 and command in line and "/help" in line and "/help" in banner
     assert all(f"\n  {what} " in f"\n{answer}" for what in (*chat_cli.COMMANDS, "Ctrl-C", "any text"))
     assert "one" in prompts.text(1) and len(prompts) == 2  # the conversation goes on
-    assert chat_cli.help_text(has_turns=False) != chat_cli.help_text(has_turns=True)
 
 
 # ---------------------------------------------------------------------- Ctrl-C

@@ -1,5 +1,6 @@
 """The terminal of a chat: a line editor, and a notice while something is loading."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from nanochat.ground.log import warn
@@ -13,7 +14,7 @@ def notice(text: str) -> Any:
     return Console(stderr=True).status(text)
 
 
-def line_editor(commands: list[str]) -> Any:
+def line_editor(commands: Sequence[str]) -> Any:
     """A prompt that edits what is typed.
 
     It takes a paste of several lines as one message, completes `commands` with Tab, and remembers the messages of
@@ -35,7 +36,7 @@ def line_editor(commands: list[str]) -> Any:
         history = InMemoryHistory()
     return PromptSession(
         history=history,
-        completer=WordCompleter(commands, sentence=True),
+        completer=WordCompleter(list(commands), sentence=True),
         complete_while_typing=False,
         complete_style=CompleteStyle.READLINE_LIKE,  # the other styles reserve lines for a menu
         style=Style.from_dict({"": "ansicyan"}),  # colours the user's text; the model's text has the terminal's colour
