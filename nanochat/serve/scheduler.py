@@ -215,8 +215,7 @@ class _RequestRow(Row):
         self.filled = 0  # tokens of the prompt in the cache
         self.is_scored = request.echo > 0 and request.logprobs >= 0  # its prompt is read for the logprobs
         self.kind = "text"  # the kind of its last token
-        self.held: list[tuple[TokenLogprob, str]] = []  # tokens that are not shown yet, with their text
-        self.shown = 0  # number of shown characters of the first of these tokens
+        self.held: tuple[TokenLogprob, ...] = ()  # of the first tokens, as long as they may begin a thought
         self.open_call: list[Chunk] = []  # a call that is held back until it is complete; see `_hand_out`
         thoughts = None if request.in_thought is None else ThoughtReader(request.in_thought)
         self.out = TextOut(tokens, request.stop, request.strips_space, request.spelled, thoughts)
@@ -636,37 +635,36 @@ class Scheduler:
         if new.finish_reason == "stop":
             # A client that measures a text by echo (lm-eval) expects an entry for every token that the model chose.
             if row.request.echo and row.request.logprobs >= 0:
-                row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), ""))
+                row.stream.put(Chunk(logprobs=(_logprob(new.id, new.logprobs, row.request.logprobs),)))
             return "stop"
 
         # At the end of one kind of text, its held-back rest goes out first.
         if new.kind != row.kind:
             text = row.out.flush()
-            logprobs = self._shown(row, text, is_end=True)
             row.hand_out_call("python")
-            if text or logprobs:
-                row.stream.put(Chunk((), text, row.kind, logprobs))
+            if text:
+                row.stream.put(Chunk((), text, row.kind))
             if row.out.stopped:
                 return "stop"
             row.kind = new.kind
 
         # Stop strings count in the reply's text only, not in a thought, a call or its answer.
-        own_text = text = row.out.plain(new.id)
+        text = row.out.plain(new.id)
         if row.out.thoughts is not None:
-            thought, text = row.out.thoughts.add(own_text)
+            thought, text = row.out.thoughts.add(text)
             if row.out.thoughts.place in ("thought", "after thought"):
-                row.held.clear()  # tokens that turned out to begin a thought
+                row.held = ()
                 row.stream.put(Chunk((new.id,), thought, "thought"))
                 return new.finish_reason
             if thought:  # its last part is in the token with which the text begins
                 row.stream.put(Chunk((), thought, "thought"))
-            own_text = own_text[-len(text) :] if text else own_text
         if new.kind == "text":
             text = row.out.cut(text)
+        if new.by_model and row.request.logprobs >= 0 and (text or not row.out.stopped):
+            row.held += (_logprob(new.id, new.logprobs, row.request.logprobs),)
         logprobs: tuple[TokenLogprob, ...] = ()
-        if new.by_model and row.request.logprobs >= 0:
-            row.held.append((_logprob(new.id, new.logprobs, row.request.logprobs), own_text))
-            logprobs = self._shown(row, text, is_end=False)
+        if row.out.thoughts is None or row.out.thoughts.place != "beginning":
+            logprobs, row.held = row.held, ()
         chunk = Chunk((new.id,), text, new.kind, logprobs)
         # A call is handed out when it is complete. If the reply ends earlier, the part of the call is text: otherwise a
         # client that shows only a reply's text would show nothing.
@@ -678,27 +676,6 @@ class Scheduler:
             return "tool_calls"  # the client answers it
         return "stop" if row.out.stopped else new.finish_reason
 
-    def _shown(self, row: _RequestRow, text: str, is_end: bool) -> tuple[TokenLogprob, ...]:
-        """The logprobs of a text: one for each token that it completes. At the end of a text they are all the remaining
-        ones, except for tokens that a stop string has cut off."""
-        row.shown += len(text)
-        count = 0
-        for _, own_text in row.held:
-            if len(own_text) > row.shown:
-                break
-            row.shown -= len(own_text)
-            count += 1
-        if row.out.stopped and row.shown:
-            count += 1  # a part of this token is shown
-        elif is_end and not row.out.stopped:
-            count = len(row.held)
-        logprobs = tuple(one for one, _ in row.held[:count])
-        del row.held[:count]
-        if row.out.stopped or is_end:
-            row.held.clear()
-            row.shown = 0
-        return logprobs
-
     def _finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "", *, is_clients: bool = False) -> None:
         """End requests in any state; running ones have already been released."""
         for row in rows:
@@ -708,12 +685,11 @@ class Scheduler:
                 self.requests.remove(row)
                 self.changed.notify_all()
             text = row.out.flush()
-            logprobs = self._shown(row, text, is_end=True)
             if row.open_call:
                 row.hand_out_call("text" if row.tool_call is not None else "python")
                 row.kind = "text"
             limit = row.request.limit if reason == "length" else ""
-            row.stream.put(Chunk((), text, row.kind, logprobs, reason, error, limit, is_clients))
+            row.stream.put(Chunk((), text, row.kind, row.held, reason, error, limit, is_clients))
 
 
 def _fit_one_pass(rows: Sequence[_RequestRow], most: int) -> bool:
