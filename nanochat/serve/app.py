@@ -217,7 +217,8 @@ def _add_engine_routes(app: FastAPI, state: ServerState) -> None:
     async def update_weights(request: Request) -> dict[str, Any]:
         """A route of SGLang: a trainer (chat_rl) hands over weights for sampling, as a folder on this machine."""
         body = schema.read_body(schema.UpdateWeightsBody, await read_limited(request, is_closing=lambda: state.closing))
-        updated = await asyncio.to_thread(state.update, body.model_path)
+        async with state.updates:
+            updated = await asyncio.to_thread(state.update, body.model_path)
         return {"success": True, "message": f"{updated.name} has the weights {updated.fingerprint}"}
 
 

@@ -289,7 +289,7 @@ def start_schedulers(engines: Sequence[Engine], slots: int, context: int = 0) ->
         size = sum(Slots.bytes_per_slot(one.model.config, one.device.dtype) for one in engines)
         gib = slots * size / 2**30
         raise UserError(f"--slots {slots}: a cache of {gib:,.1f} GiB does not fit; lower it") from error
-    thread.start()
+    thread.thread.start()
     return schedulers
 
 
@@ -307,10 +307,6 @@ class DeviceThread:
         self.closing = False  # accepts no more requests
         self.killed = False  # ends the present requests
 
-    def start(self) -> None:
-        """Start it, once all schedulers are made."""
-        self.thread.start()
-
     def close(self, grace: float) -> None:
         """See `Scheduler.close`."""
         with self.changed:
@@ -327,13 +323,13 @@ class DeviceThread:
         return [scheduler for scheduler in self.schedulers if scheduler.requests]
 
     def _run(self) -> None:
-        reason = "error"
+        reason, problem = "error", "the device failed"
         try:
             while True:
                 with self.changed:
                     self.changed.wait_for(lambda: self._busy() or self.killed)
                 if self.killed:
-                    reason = "cancelled"
+                    reason, problem = "cancelled", ""
                     return
                 for scheduler in self._busy():
                     scheduler.take_turn()
@@ -343,7 +339,7 @@ class DeviceThread:
             with self.changed:
                 self.closing = True
             for scheduler in self.schedulers:
-                scheduler.end_all(reason, "the device failed" if reason == "error" else "")
+                scheduler.finish(list(scheduler.requests), reason, problem)
 
 
 class Scheduler:
@@ -393,7 +389,7 @@ class Scheduler:
 
     def start(self) -> None:
         """Start the thread that owns the device, if no other scheduler shares it."""
-        self._device_thread.start()
+        self.thread.start()
 
     def submit(self, request: Request) -> Stream:
         """Queue a request; the stream returns its chunks. Raises the errors of `submit_all`."""
@@ -469,11 +465,7 @@ class Scheduler:
             log_failure("generation failed: the requests in the slots end, later ones are served", error)
             failed = self._with_slot()
             self.slots.reset()
-            self._finish(failed, "error", f"generation failed: {type(error).__name__}")
-
-    def end_all(self, reason: str, error: str = "") -> None:
-        """End the requests in any state, because the thread ends."""
-        self._finish(list(self.requests), reason, error)
+            self.finish(failed, "error", f"generation failed: {type(error).__name__}")
 
     def _turn(self) -> None:
         """One decoded token for all running rows, and what has to happen before it."""
@@ -484,7 +476,7 @@ class Scheduler:
         with self.changed:
             cancelled = [row for row in self.requests if row.stream.cancelled]
         self.slots.release(cancelled)
-        self._finish(cancelled, "cancelled")
+        self.finish(cancelled, "cancelled")
 
         # 2. Either a piece of a new prompt is read, or requests whose prompts are read begin to run. While rows are
         #    running, a turn never does both.
@@ -492,7 +484,7 @@ class Scheduler:
         others_wait = bool(self.slots.rows)
         if not (others_wait and (self._rows("read") or self.owed > 0)):
             computed = self._read_prompts()
-        self._finish([row for row in self._rows("read") if not row.max_tokens], "length")
+        self.finish([row for row in self._rows("read") if not row.max_tokens], "length")
         joining = self._rows("read")
         if joining and not (self.slots.rows and computed):
             self.slots.admit(joining)
@@ -620,9 +612,9 @@ class Scheduler:
             self.slots.shrink(max((len(row.prompt) + row.made for row in left), default=0))
         for row, reason in ended.items():
             if reason == "error" and row.request.grammar is not None:
-                self._finish([row], reason, f"the schema is too complex: {row.request.grammar.error}", is_clients=True)
+                self.finish([row], reason, f"the schema is too complex: {row.request.grammar.error}", is_clients=True)
             else:
-                self._finish([row], reason)
+                self.finish([row], reason)
 
     def _hand_out(self, row: _RequestRow, new: NewToken) -> str | None:
         """Put a token and its text into the stream; returns the reason where the request ends with it."""
@@ -676,7 +668,7 @@ class Scheduler:
             return "tool_calls"  # the client answers it
         return "stop" if row.out.stopped else new.finish_reason
 
-    def _finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "", *, is_clients: bool = False) -> None:
+    def finish(self, rows: Sequence[_RequestRow], reason: str, error: str = "", *, is_clients: bool = False) -> None:
         """End requests in any state; running ones have already been released."""
         for row in rows:
             self.metrics.finished.labels(reason).inc()

@@ -86,7 +86,7 @@ class ServerState:
         self.closing = False
         self.failed = ""  # why there will be no more replies
         self.updating = False  # other weights are being loaded
-        self._updates = threading.Lock()  # one update at a time
+        self.updates = asyncio.Lock()  # one update at a time
         self.parsing = asyncio.Lock()  # one long body at a time
         self.compiling = asyncio.Lock()  # one grammar at a time,
         # for which each client sends one of its requests: otherwise one with many would keep the others out.
@@ -130,19 +130,14 @@ class ServerState:
     def update(self, path: str) -> LoadedModel:
         """Load the weights in a folder. Running replies finish with the old ones; new requests are refused meanwhile.
 
-        Raises ApiError: 403 if the weights never change, 400 if the folder does not fit, 503 if another update runs.
+        Raises ApiError: 403 if the weights never change, 400 if the folder does not fit.
         """
         model = self.ready_model()
         if model.read_update is None:
             message = "the weights of this server stay: --for_rl lets a trainer replace them"
             raise ApiError(403, message, code="not_for_rl")
-        if not self._updates.acquire(blocking=False):
-            raise ApiError(503, "another update is under way", code="not_ready", headers={"retry-after": "1"})
-        try:
-            with ThreadPoolExecutor(1) as thread:  # a thread that ends, as in `load`
-                return thread.submit(self._update, model, model.read_update, path).result()
-        finally:
-            self._updates.release()
+        with ThreadPoolExecutor(1) as thread:  # a thread that ends, as in `load`
+            return thread.submit(self._update, model, model.read_update, path).result()
 
     def _update(self, model: LoadedModel, read: ReadUpdate, path: str) -> LoadedModel:
         try:

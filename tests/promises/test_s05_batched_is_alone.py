@@ -119,7 +119,7 @@ def test_models_on_one_device_take_turns_and_close_together(running: Any) -> Non
     engines = [make_engine(), make_engine("qwen3")]
     thread = DeviceThread()
     schedulers = [Scheduler(engine, slots=2, prefill_chunk=16, device_thread=thread) for engine in engines]
-    thread.start()
+    thread.thread.start()
     prompt = prompt_of(10)
     order: list[int] = []
 
