@@ -28,12 +28,12 @@ class Config(EpochFlags):
     num_iterations: Positive = 100  # steps
     device_batch_size: Annotated[int, Range(2)] = 8  # rows a device computes at once; the replies of a pair share one
     # loss
-    loss: Frozen[str] = "dpo"  # dpo, ipo, simpo, cpo, orpo; reward: train a reward model (stage rm)
+    loss: Frozen[str] = "dpo"  # dpo, simpo, orpo; reward: train a reward model (stage rm)
     # A smaller value allows a larger distance from the reference. orpo: the odds ratio's weight. Default 0.1; simpo 2.
     beta: Frozen[Annotated[float, Range(1e-6, 100)] | None] = None
     gamma: Frozen[Annotated[float, Range(0, 100)] | None] = None  # by how much the chosen reply should lead (simpo: 1)
     label_smoothing: Frozen[Annotated[float, Range(0, 0.5)] | None] = None  # share of pairs that are wrong (dpo: 0)
-    # Weight of the chosen reply's cross-entropy. Default 0, for cpo and orpo 1.
+    # Weight of the chosen reply's cross-entropy. Default 0, for orpo 1.
     sft_weight: Frozen[Annotated[float, Range(0, 100)] | None] = None
     # optimizer
 

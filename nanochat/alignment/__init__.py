@@ -14,9 +14,7 @@ PLUGS = {
     },
     "pair losses": {
         "dpo": "nanochat.alignment.pair_losses:DPO",
-        "ipo": "nanochat.alignment.pair_losses:IPO",
         "simpo": "nanochat.alignment.pair_losses:SIMPO",
-        "cpo": "nanochat.alignment.pair_losses:CPO",
         "orpo": "nanochat.alignment.pair_losses:ORPO",
         "reward": "nanochat.alignment.reward_model:REWARD",
     },

@@ -6,9 +6,7 @@ their number, g(c) = log p(c) - log q(c) the gain over the reference model q, an
 
     loss    formula for a pair                                           reference    beta
     dpo     -log s(beta (g(c) - g(r)))                                   yes          0.1
-    ipo     (g(c) / |c| - g(r) / |r| - 1 / (2 beta))^2                   yes          0.1
     simpo   -log s(beta (log p(c) / |c| - log p(r) / |r|) - gamma)       no           2
-    cpo     -log s(beta (log p(c) - log p(r))) - log p(c) / |c|          no           0.1
     orpo    -beta log s(log odds(c) - log odds(r)) - log p(c) / |c|      no           0.1
 
 reward_model.py has the loss of a reward model.
@@ -18,9 +16,7 @@ reference the replies have 1/16 and 1/4. So log p = -3 ln 2 for both; the gains 
 -3/2 ln 2 and -ln 2. With the betas of the table:
 
     dpo     -log s(0.1 x 2 ln 2)                        = 0.626
-    ipo     (ln 2 / 2 + ln 2 / 3 - 5)^2                 = 19.557
     simpo   -log s(2 x (-1.5 ln 2 + ln 2) - 1)          = 1.862
-    cpo     -log s(0) + 1.5 ln 2                        = 1.733
     orpo    -0.1 log s(ln 0.547 - ln 1) + 1.5 ln 2      = 1.144     odds = p / (1 - p) of p = 2^-1.5 and 2^-1
 
 Legend: N rows, T tokens a row, P pairs, R replies of a batch.
@@ -152,21 +148,6 @@ def dpo_loss(
     return sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
 
 
-def ipo_loss(
-    model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 0.0, stats: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(difference of the gains - 1 / (2 beta))^2; a gain, and so the rewards in `stats`, is a mean over the reply's
-    tokens here."""
-    logp = reply_logp(model, batch)
-    assert batch.reference_logp is not None
-    # A mean, because one margin applies to all pairs: the sum of a long reply would be far from any margin.
-    gains = (logp - batch.reference_logp) / reply_targets(batch).clamp(min=1)  # (P, 2)
-    # A regression to a margin of 5 at beta = 0.1. DPO rewards a larger margin without limit, and overfits pairs whose
-    # order is certain. Here a margin beyond the target increases the loss again.
-    losses = (gains[:, 0] - gains[:, 1] - 1 / (2 * beta)).square()
-    return sum_over_pairs(losses, beta * gains, logp, batch, sft_weight, stats)
-
-
 def simpo_loss(
     model: Any,
     batch: PairBatch,
@@ -183,19 +164,6 @@ def simpo_loss(
     # learning rate and the length of the run keep the model close to its source.
     rewards = beta * logp / reply_targets(batch).clamp(min=1)  # (P, 2)
     losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1] - gamma)
-    return sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
-
-
-def cpo_loss(
-    model: Any, batch: PairBatch, *, beta: float = 0.1, sft_weight: float = 1.0, stats: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """-log sigmoid(beta x (log p of chosen reply - log p of rejected reply)) + the chosen reply's cross-entropy."""
-    logp = reply_logp(model, batch)
-    # DPO with a reference that gives all replies the same probability, which cancels out: no second model is needed.
-    # Instead of the reference, the second term keeps the chosen reply likely. A sum over the tokens favours short
-    # replies.
-    rewards = beta * logp  # (P, 2)
-    losses = -torch.nn.functional.logsigmoid(rewards[:, 0] - rewards[:, 1])
     return sum_over_pairs(losses, rewards, logp, batch, sft_weight, stats)
 
 
@@ -218,10 +186,5 @@ def orpo_loss(
 
 
 DPO = PairLoss(dpo_loss, "Rafailov et al. 2023, DPO", has_reference=True)
-IPO = PairLoss(
-    ipo_loss, "Azar et al. 2023, A General Theoretical Paradigm to Understand Learning from Preferences",
-    has_reference=True,
-)  # fmt: skip
 SIMPO = PairLoss(simpo_loss, "Meng et al. 2024, SimPO")
-CPO = PairLoss(cpo_loss, "Xu et al. 2024, Contrastive Preference Optimization")
 ORPO = PairLoss(orpo_loss, "Hong et al. 2024, ORPO")

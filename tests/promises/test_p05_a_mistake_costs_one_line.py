@@ -78,8 +78,8 @@ LATER = [
     ("chat_dpo --source=base --device_batch_size=1", "--device_batch_size 1: at least 2"),
     ("chat_dpo --source=base --beta=0", "--beta"),
     ("chat_dpo --source=base --label_smoothing=0.6", "--label_smoothing 0.6: at most 0.5"),
-    ("chat_dpo --source=base --loss=ipo --label_smoothing=0.1", "--label_smoothing 0.1"),
-    ("chat_dpo --source=base --loss=reward --sft_weight=1", "--sft_weight 1.0.*dpo, ipo, "),
+    ("chat_dpo --source=base --loss=orpo --label_smoothing=0.1", "--label_smoothing 0.1"),
+    ("chat_dpo --source=base --loss=reward --sft_weight=1", "--sft_weight 1.0.*dpo, simpo, "),
     ("chat_dpo --source=base --weight_decay=0.1", "--weight_decay 0.1 needs --learning_rate"),
     ("chat_rl", "no sft checkpoint"),
     # The flags of RL are compared before a model is looked for, which is not there.
