@@ -28,7 +28,7 @@ class Config:
     source: str = "auto"  # a stage, a folder (ours, Hugging Face's or peft's) or hf:ORG/NAME; auto: the furthest stage
     source_tag: str | None = None  # tag of the source; default: the tag written last
     max_seq_len: Count = 0  # tokens of a row, as in the stage; 0: the model's context
-    rope_scaling: Literal["auto", "yarn", "linear", "theta"] = "auto"  # as in the stage
+    rope_scaling: Literal["auto", "yarn"] = "auto"  # as in the stage
     chat_template: str | None = None  # a Jinja file, as in the stage
     stage: Literal["sft", "dpo"] = "sft"  # chat_sft learns conversations, chat_dpo preference pairs
     tasks: str = ""  # as in the stage; default: the stage's default

@@ -72,7 +72,7 @@ class StageFlags(TrainFlags):
     source_tag: str | None = None  # tag of the source; default: --model_tag, or else the tag written last
     max_seq_len: Frozen[Annotated[int, Range(0, 10**7)]] = 0  # tokens of a row; 0: the model's whole context
     # How to reach a longer context than the source's; auto: by the source's method, if it has one.
-    rope_scaling: Frozen[Literal["auto", "yarn", "linear", "theta"]] = "auto"
+    rope_scaling: Frozen[Literal["auto", "yarn"]] = "auto"
     # data
     tasks: Frozen[str] = ""  # NAME[=PATH][:WEIGHT],..., PATH, ORG/NAME, FILE.py:CLASS; default: by what the base read
     columns: str = ""  # columns that have other names: question=COLUMN,answer=COLUMN; also system, messages, chosen

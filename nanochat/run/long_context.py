@@ -12,7 +12,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.ground.cli import UserError
 from nanochat.rotary import RopeScaling
 
-ContextMethod = Literal["auto", "yarn", "linear", "theta"]
+ContextMethod = Literal["auto", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
         raise UserError(f"--max_seq_len {context}: the model's context has {trained} tokens, the most that it takes")
     if method == "auto" and scaled is None:
         raise UserError(
-            f"--max_seq_len {context}: the model's context has {trained} tokens; --rope_scaling yarn (linear, theta) "
+            f"--max_seq_len {context}: the model's context has {trained} tokens; --rope_scaling yarn "
             "reaches further, by other positions of all tokens: train on rows of that length then"
         )
     factor = context / trained
@@ -75,13 +75,6 @@ def with_context(config: GPTConfig, context: int, trained: int, method: ContextM
             )
         gain = scaled.gain + (_yarn_gain(factor) - 1 if scaled.kind == "yarn" else 0.0)
         return replace(longer, rope_scaling=replace(scaled, factor=scaled.factor * factor, gain=gain))
-    if method == "theta":
-        # A larger base slows the slowest pair by the factor and leaves the fastest as it is (sources: bloc97 2023,
-        # NTK-aware scaling; Roziere et al. 2023, Code Llama).
-        D = config.head_dim
-        return replace(longer, rope_theta=config.rope_theta * factor ** (D / max(D - 2, 1)))
-    if method == "linear":
-        return replace(longer, rope_scaling=RopeScaling("linear", factor))
     # 1 and 32 turns are the values that Peng et al. found for Llama, and the usual defaults for folders without values.
     scaling = RopeScaling("yarn", factor, trained, fewest_turns=1.0, most_turns=32.0, gain=_yarn_gain(factor))
     return replace(longer, rope_scaling=scaling)

@@ -69,7 +69,7 @@ LATER = [
     ("chat_sft --source=base --num_epochs=1 --tasks=addition:2,identity", "leave the weights out"),
     ("chat_sft --source=base --gradient_accumulation_steps=2 --target_examples_per_step=8", "leave one of them out"),
     ("chat_sft --source=base --lora_base=nf4", "--lora_base needs --lora_rank"),
-    ("chat_sft --source=base --rope_scaling=linear", "--rope_scaling linear .* --max_seq_len"),
+    ("chat_sft --source=base --rope_scaling=yarn", "--rope_scaling yarn .* --max_seq_len"),
     ("chat_sft --source=base --tasks=addition --max_seq_len=3", "leave nothing to learn"),
     (f"chat_sft --source=base --num_iterations={10**400}", "at most 1,000,000,000,000"),
     ("chat_dpo", "no sft checkpoint"),
