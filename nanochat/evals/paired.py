@@ -23,7 +23,7 @@ class Difference:
     low: float  # the 95% interval
     high: float
     chance: float  # the probability that equal models differ by as much: a p-value
-    questions: int = 0  # that both answered; 0: unpaired
+    questions: int  # that both answered
 
 
 def wilson_interval(correct: float, total: float) -> tuple[float, float]:
@@ -32,18 +32,6 @@ def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     middle = (share + Z * Z / (2 * total)) / (1 + Z * Z / total)
     reach = Z / (1 + Z * Z / total) * math.sqrt(share * (1 - share) / total + Z * Z / (4 * total * total))
     return max(middle - reach, 0.0), min(middle + reach, 1.0)
-
-
-def unpaired(before: Mapping[str, float], after: Mapping[str, float]) -> Difference | None:
-    """From two scores with `accuracy`, `low` and `high`; None where one has no interval. Source: Newcombe 1998,
-    "Interval Estimation for the Difference between Independent Proportions", method 10."""
-    if not {"low", "high"} <= before.keys() & after.keys():
-        return None
-    change = after["accuracy"] - before["accuracy"]
-    down = math.hypot(after["accuracy"] - after["low"], before["high"] - before["accuracy"])
-    up = math.hypot(after["high"] - after["accuracy"], before["accuracy"] - before["low"])
-    towards_zero = max(down if change > 0 else up, 1e-9)
-    return Difference(change, change - down, change + up, math.erfc(Z * abs(change) / towards_zero / math.sqrt(2)))
 
 
 def paired(before: Mapping[str, float], after: Mapping[str, float]) -> Difference | None:

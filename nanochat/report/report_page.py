@@ -20,7 +20,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
-from nanochat.evals.paired import Difference, beyond_chance, paired, unpaired
+from nanochat.evals.paired import Difference, beyond_chance, paired
 from nanochat.ground.paths import SCRIPTS
 from nanochat.ground.screen import duration
 from nanochat.report.summary import PLACES, Chat, Pairs, Points, RunSummary, Score, Stage, label_of
@@ -118,8 +118,6 @@ def _score_cells(stages: list[Stage], key: Score, name: str) -> list[Cell]:
         cell = Cell(f"{score['accuracy']:.1%}", detail, score["accuracy"], name)
         if before and answers and key in before.by_question:
             cell.difference = paired(before.by_question[key], answers)
-        elif before:  # chat_eval did not always keep the scores of questions
-            cell.difference = unpaired(before.scores[key], score)
         cells.append(cell)
         before = stage
     return cells

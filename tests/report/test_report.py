@@ -86,10 +86,15 @@ def metrics(steps: int, seconds: float, **further) -> list[dict]:
     return lines
 
 
+def by_question(**shares: float) -> dict:
+    """Shares of 100 questions, the first ones right."""
+    return {name: {f"{n}:abc": float(n < round(100 * share)) for n in range(100)} for name, share in shares.items()}
+
+
 def chat_evaluation(accuracy: float, answer: str, chatcore: float) -> dict:
     def score(value: float, baseline: float) -> dict:
         return {"accuracy": value, "low": value - 0.05, "high": value + 0.05, "baseline": baseline,
-                "kind": "choice", "places": [[3, 4], [1, 8], [0, 0]]}  # fmt: skip
+                "places": [[3, 4], [1, 8], [0, 0]], "scores": by_question(accuracy=value)}  # fmt: skip
 
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "6 * 7?"}]
     question = [{"role": "user", "content": parts if accuracy == 0.5 else "What is 6 * 7?"}]  # one question, two forms
@@ -218,7 +223,9 @@ def test_the_tables_hold_what_the_files_hold(whole):
     assert scores["holds together", "stories"][0] == report_page.Cell("68.5%", "", 0.685, "stories holds together")
     arithmetic = scores["arithmetic", ""]
     assert [cell.text for cell in arithmetic] == ["", "20.0%", "50.0%", "60.0%", "90.0%"]
-    assert [cell.verdict for cell in arithmetic] == ["", "", "rose", "rose", "rose"] and arithmetic[4].detail == "85–95"
+    assert [cell.verdict for cell in arithmetic] == ["", "", "rose", "rose", "rose"] and arithmetic[
+        4
+    ].detail == "85–95 of 100"
     assert [cell.text for cell in scores[report.PLACES, "arc"]] == ["", *["75% / 12% / -"] * 4]
     assert [cell.text for cell in scores["arc", "chance 25%"]] == ["", "10.0%", "25.0%", "30.0%", "45.0%"]
     assert scores["ChatCORE", ""][4].text == "0.3000" and scores["CORE", ""][0].text == "0.1771"
@@ -228,33 +235,30 @@ def stories(accuracy: float, order: float, together: float) -> dict[str, float]:
     """A task with further shares."""
     score = {"accuracy": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "baseline": 0.0}
     score |= {"order_followed": order, "order_followed_low": order - 0.05, "order_followed_high": order + 0.05}
+    score["scores"] = by_question(accuracy=accuracy, order_followed=order, holds_together=together)
     return score | {"holds_together": together, "holds_together_low": together - 0.01, "distinct_4grams": 0.72,
                     "holds_together_high": together + 0.01}  # fmt: skip
 
 
 def test_further_shares_of_a_task_have_rows_and_a_skill_that_fell_is_marked(base):
     write(base, "base", "eval.json", {"val_bpb": 1.0, "stories": 100, "stories_passed": 80})
-    plain = {"accuracy": 0.9, "low": 0.8, "high": 0.905, "baseline": 0.0}
-    lower = {"accuracy": 0.87, "low": 0.865, "high": 0.95, "baseline": 0.0}
-    before = {"stories": stories(0.45, 0.5, 0.88), "sums": plain, "differences": lower}
-    after = {"stories": stories(0.5, 0.25, 0.85), "sums": lower, "differences": plain}
-    write(base, "sft", "chat_eval.json", {"tasks": before})
-    write(base, "rl", "chat_eval.json", {"tasks": after})
+    plain = {"accuracy": 0.9, "low": 0.8, "high": 0.95, "baseline": 0.0, "scores": by_question(accuracy=0.9)}
+    lower = {"accuracy": 0.87, "low": 0.8, "high": 0.9, "baseline": 0.0, "scores": by_question(accuracy=0.87)}
+    write(base, "sft", "chat_eval.json", {"tasks": {"stories": stories(0.45, 0.5, 0.88), "sums": plain}})
+    write(base, "rl", "chat_eval.json", {"tasks": {"stories": stories(0.5, 0.25, 0.75), "sums": lower}})
     summary = report.collect(TAG)
     rows = {(row[0].text, row[0].detail): row[1:] for row in report_page.score_table(summary)[0].rows}
     order = rows["order followed", "stories"]
-    assert [f"{cell.text} {cell.detail}" for cell in order] == [" ", "50.0% 45–55", "25.0% 20–30"]
-    assert [cell.text for cell in rows["holds together", "stories"]] == ["80.0%", "88.0%", "85.0%"]
+    assert [f"{cell.text} {cell.detail}" for cell in order] == [" ", "50.0% 45–55 of 100", "25.0% 20–30 of 100"]
+    assert [cell.text for cell in rows["holds together", "stories"]] == ["80.0%", "88.0%", "75.0%"]
     assert [cell.text for cell in rows["stories", ""]] == ["", "45.0%", "50.0%"]  # what base does is no accuracy
     assert rows["distinct 4-grams", "stories"][2].text == "72.0%"
-    # -25 and -3 are beyond chance where intervals are 5 and 1 wide on either side. Two others overlap more.
     fell = {name for (name, _), cells in rows.items() if any(cell.verdict == "fell" for cell in cells)}
     assert fell == {"order followed", "holds together"}
     text = Page(report_page.to_html(summary)).text
-    assert text.count("fell to ▼") == 2 and text.count("within chance ≈") == 3
-    beyond = "stories order followed -25.0 (-32.1 to -17.9, unpaired), stories holds together -3.0 (-4.4 to -1.6, "
-    within = "stories +5.0 (-2.1 to +12.1, unpaired), sums -3.0 (-3.7 to +9.8, unpaired), differences +3.0 ("
-    assert f"rl: {beyond}unpaired) beyond chance; within it: {within}" in text
+    assert text.count("fell to ▼") == 2 and text.count("within chance ≈") == 2
+    beyond = "stories order followed -25.0 (-33.3 to -15.7, n 100), stories holds together -13.0 ("
+    assert f"rl: {beyond}" in text and ") beyond chance; within it: stories +5.0 (" in text
 
 
 @pytest.mark.parametrize("samples", [1, 8])
@@ -281,7 +285,7 @@ def test_the_page_is_whole_and_requests_nothing(whole):
     # Facts of the run and texts of models; the numbers of the tables are tested above.
     for text in ("0.25 → 0.73", "5,049,216", "256 tokens", "0123abc", "torch 2.9.0", "Hello, rl!", "It is 85."):
         assert text in page.text, text
-    assert "dpo: arithmetic +10.0 (+2.9 to +17.1, unpaired) beyond chance; within it: arc +5.0 (" in page.text
+    assert "dpo: arithmetic +10.0 (+3.4 to +16.2, n 100) beyond chance; within it: arc +5.0 (" in page.text
     for text in ("0.9375", "11m22s", "85–95", "A frog sang."):
         assert text in page.text, text
     assert "8 × Abacus 9000 (beads, bfloat16)" in page.text and "python -m scripts.mid_train --seed 7" in page.text
