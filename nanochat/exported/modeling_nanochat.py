@@ -9,8 +9,6 @@ Legend: B batch, T new tokens, S cached and new tokens, C width, H query heads, 
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -39,14 +37,6 @@ class NanochatConfig(PretrainedConfig):
         for name in ("width", "n_layer", "n_head", "n_kv_head", "sequence_len", "mlp_width"):
             setattr(self, name, settings.pop(name, 0))
         super().__init__(**{"tie_word_embeddings": False, **settings})  # here a tied head is the embedding itself
-        self.final_logit_softcapping = settings.get("logit_cap") or None  # TRL looks for the cap under this name
-
-
-@dataclass
-class NanochatOutput(CausalLMOutputWithPast):
-    """The output, with the hidden states before the head: TRL computes log probabilities from these."""
-
-    last_hidden_state: Tensor | None = None
 
 
 class Norm(nn.Module):
@@ -204,42 +194,11 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Head(nn.Module):
-    """Hidden states to logits, by the rows of a table that are tokens.
-
-    Other programs read `weight` and `bias` as in an nn.Linear. Padding among them would be tokens.
-    """
-
-    bias = None
-
-    def __init__(self, table: Any, vocab_size: int):
-        super().__init__()
-        self.table = [table]  # in a list, or the weights would have a second name
-        self.vocab_size = vocab_size
-
-    @property
-    def weight(self) -> Tensor:
-        return self.table[0].weight[: self.vocab_size]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
-
-
-def documents_of(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """The number of each token's document in packed rows, (B, T): one begins where positions do not grow."""
-    real = torch.ones_like(position_ids) if attention_mask is None else attention_mask.long()
-    # Compare each token with the last one before it that is not padding.
-    places = torch.arange(position_ids.size(1), device=position_ids.device) * real
-    previous = places.cummax(dim=1).values.roll(1, dims=1)
-    return ((position_ids <= position_ids.gather(1, previous)) * real).cumsum(dim=1)
-
-
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = NanochatConfig
     base_model_prefix = ""
     _no_split_modules = ["Block"]
-    supports_gradient_checkpointing = True
-    gradient_checkpointing = False  # transformers sets it, and `_gradient_checkpointing_func`
+    accepts_loss_kwargs = False  # transformers' Trainer divides the loss of a micro-batch by their number
 
     def __init__(self, config):
         super().__init__(config)
@@ -249,7 +208,6 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = Norm(config, config.width)
         self.head = None if config.tied_head else nn.Embedding(rows, config.width)  # only for its weight
-        self.logits = Head(self.embedding if self.head is None else self.head, config.vocab_size)
         self.value_embeddings = nn.ModuleDict()
         for layer in range(config.n_layer):
             if has_value_embedding(config, layer):
@@ -262,39 +220,24 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.embedding
 
-    def get_output_embeddings(self):
-        return self.logits
-
-    def resize_token_embeddings(self, new_num_tokens=None, *options, **more):
-        if new_num_tokens not in (None, self.config.vocab_size):
-            raise ValueError(
-                f"this model has {self.config.vocab_size} tokens, not {new_num_tokens}: modeling_nanochat.py cannot "
-                "resize its tables; use the tokenizer of its folder as it is"
-            )
-        return self.embedding
-
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, labels=None, use_cache=None,
-        logits_to_keep=0, cache=None, num_items_in_batch=None, shift_labels=None, **others,
+        logits_to_keep=0, cache=None, **others,
     ):  # fmt: skip
         """Logits (B, T, V) of tokens (B, T); `attention_mask` (B, S) is 0 under padding, left of shorter rows.
 
-        A row may hold several documents, each with `position_ids` from 0 on: they do not attend to each other.
-
-        The loss is the mean over the targets, or their sum divided by `num_items_in_batch`. transformers' Trainer adds
-        up the losses of a step's micro-batches, and gives this number of targets in all of them. `shift_labels` are
-        targets as they are, `labels` are the tokens whose next ones are the targets.
+        The loss is the mean over `labels`, the tokens whose next ones are the targets. A row is one document.
 
         Raises ValueError: when the mask is longer than the cached and new tokens. Then the call has a cache under
-        another name, whose tokens would get no attention. And for packed rows that are described in another way.
+        another name, whose tokens would get no attention. And for rows of several documents.
         """
         c = self.config
         cache = past_key_values if cache is None else cache
-        is_checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        if use_cache and cache is None and not is_checkpointed:  # the backward pass would fill the cache once more
+        if use_cache and cache is None:
             cache = DynamicCache()
-        if position_ids is None and not others.keys().isdisjoint(("seq_idx", "cu_seq_lens_q", "cu_seqlens")):
-            raise ValueError("modeling_nanochat.py separates packed documents by position_ids: pass them, too")
+        is_packed = self.training and position_ids is not None and bool((position_ids.diff() < 0).any())
+        if is_packed or not others.keys().isdisjoint(("seq_idx", "cu_seq_lens_q", "cu_seqlens")):
+            raise ValueError("modeling_nanochat.py does not separate the documents of packed rows: pad them instead")
         seen = 0 if cache is None else cache.get_seq_length()
         B, T = input_ids.shape
         if attention_mask is not None and attention_mask.shape[1:] != (seen + T,):
@@ -303,9 +246,6 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
                 f"({B}, {seen + T}): modeling_nanochat.py does not know how this call caches"
             )
         places = torch.arange(seen + T, device=input_ids.device)
-        documents = None
-        if position_ids is not None and seen == 0:
-            documents = documents_of(position_ids.expand(B, T), attention_mask)  # (B, T)
         if position_ids is None:
             position_ids = places[seen:].expand(B, T)
             if attention_mask is not None:  # counted without the padding
@@ -313,12 +253,10 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
         x = self.embedding(input_ids)
         cos, sin = self._angles(position_ids, x.dtype)
-        masks = self._masks(places, seen, attention_mask, documents)
+        masks = self._masks(places, seen, attention_mask)
         begins = (places == 0)[None]  # (B or 1, S), the first token of each row
         if attention_mask is not None:
             begins = begins | (attention_mask.roll(1, dims=1) == 0)
-        if documents is not None:
-            begins = begins | (documents.roll(1, dims=1) != documents)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         first = x
@@ -328,23 +266,18 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             value = None
             if str(layer) in self.value_embeddings:
                 value = self.value_embeddings[str(layer)](input_ids)
-            inputs = (x, value, cos, sin, masks[c.windows[layer]], begins[:, None, :, None], cache)
-            x = self._gradient_checkpointing_func(block.__call__, *inputs) if is_checkpointed else block(*inputs)
+            x = block(x, value, cos, sin, masks[c.windows[layer]], begins[:, None, :, None], cache)
         x = self.norm(x)
         if isinstance(logits_to_keep, int) and logits_to_keep:
             x = x[:, -logits_to_keep:]
-        logits = self.logits(x).float()
+        table = self.embedding if self.head is None else self.head
+        logits = F.linear(x, table.weight[: c.vocab_size]).float()  # the other rows are padding
         if c.logit_cap:
             logits = c.logit_cap * torch.tanh(logits / c.logit_cap)
         loss = None
-        if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels[:, 1:], (0, 1), value=-100)
-        if shift_labels is not None:
-            reduction = "mean" if num_items_in_batch is None else "sum"
-            loss = F.cross_entropy(logits.flatten(0, 1), shift_labels.flatten(), reduction=reduction)
-            if num_items_in_batch is not None:
-                loss = loss / torch.as_tensor(num_items_in_batch, device=loss.device)
-        output = NanochatOutput(loss=loss, logits=logits, last_hidden_state=x)
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
         if cache is not None:
             output[OUTPUT_CACHE] = cache
         return output
@@ -356,16 +289,12 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         angles = torch.cat((angles, angles), dim=-1)[:, :, None]  # (B, T, 1, D)
         return (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)
 
-    def _masks(
-        self, places: Tensor, seen: int, attention_mask: Tensor | None, documents: Tensor | None
-    ) -> dict[int, Tensor]:
+    def _masks(self, places: Tensor, seen: int, attention_mask: Tensor | None) -> dict[int, Tensor]:
         """A mask (B or 1, 1, T, S) for each window, True where the query may attend to the key."""
         distance = places[seen:, None] - places  # (T, S)
         masks = {}
         for window in set(self.config.windows):
             mask = (distance >= 0) & ((distance < window) if window else True)
-            if documents is not None:
-                mask = mask & (documents[:, :, None] == documents[:, None])
             if attention_mask is not None:
                 # A padding token attends to itself: a softmax over no key is NaN.
                 mask = mask & attention_mask[:, None, : len(places)].bool() | (distance == 0)

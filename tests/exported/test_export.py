@@ -6,7 +6,6 @@ That transformers computes the same from it is shown in tests/promises/test_p08_
 import json
 from dataclasses import asdict
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +14,11 @@ import torch
 from runs import call, mistake, refused
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import cpu_device, lively_model, save_checkpoint, tiny_config, tiny_tokenizer
+from tiny import lively_model, save_checkpoint, tiny_config, tiny_tokenizer
 
 from nanochat.checkpoint_manager import load_model
 from nanochat.gpt import GPTConfig
 from nanochat.ground import cli, paths
-from nanochat.losses import masked_loss
-from nanochat.packing import pack_sequences
-from nanochat.train import make_adamw, train_step
 from scripts import export
 
 
@@ -107,92 +103,6 @@ def test_a_part_that_the_modeling_file_does_not_compute_is_named(base, capsys, m
     call("export", "--to=hf", "--source=sft/tiny", f"--out={base / 'out'}")  # which has no such part
 
 
-STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def learned(tmp_path_factory) -> SimpleNamespace:
-    """An exported model of our own shape, eight conversations, and what our loop makes of the two in 20 steps."""
-    folder = tmp_path_factory.mktemp("learned")
-    config = tiny_config(vocab_size=tiny_tokenizer().vocab_size, sequence_len=256, key_offset=True)
-    ours = lively_model(config).train()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NANOCHAT_BASE_DIR", str(folder))
-        save_checkpoint(paths.checkpoint_dir("sft", "own"), 1, ours, tiny_tokenizer(), {"stage": "sft"})
-        call("export", "--to=hf", "--source=sft", f"--out={folder / 'out'}")
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    for length in (24, 17, 9, 30, 12, 28, 21, 14):  # of different lengths: a mean of means would be another loss
-        tokens = torch.randint(config.vocab_size, (length,), generator=generator)
-        labels = tokens.where(torch.arange(length) > length // 3, -100)
-        rows.append({"input_ids": tokens.tolist(), "labels": labels.tolist()})
-    masks = [[int(label != -100) for label in row["labels"]] for row in rows]
-    packed = pack_sequences([row["input_ids"] for row in rows], masks, 64)
-    device = cpu_device()
-    optimizer = make_adamw(ours, 1e-3, device)
-    losses = []
-    for _ in range(STEPS):
-        batches = packed.micro_batches(1, device)
-        losses.append(float(train_step(ours, optimizer, batches, masked_loss, device=device).loss))
-    assert losses[-1] < losses[0] - 0.5
-    return SimpleNamespace(folder=folder, rows=rows, losses=losses, weights=ours.state_dict())
-
-
-def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows of the length of the longest, as transformers' collators make them."""
-    batch = {}
-    for name, value in (("input_ids", 0), ("labels", -100)):
-        values = [torch.tensor(row[name]) for row in rows]
-        batch[name] = torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=value)
-    return batch
-
-
-@pytest.mark.parametrize("packing", ["padded", "packed"])
-@pytest.mark.parametrize(
-    ("program", "accumulation"), [("Trainer", 1), ("Trainer", 8), pytest.param("TRL", 4, marks=pytest.mark.slow)]
-)
-def test_other_trainers_learn_what_our_loop_learns(learned, monkeypatch, program, accumulation, packing):
-    """However a step accumulates its eight conversations, and whether they are padded or share rows."""
-    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(learned.folder / "modules"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        learned.folder / "out", trust_remote_code=True, dtype=torch.float32
-    )
-    settings: dict[str, Any] = {
-        "output_dir": str(learned.folder / "trained"), "per_device_train_batch_size": 8 // accumulation,
-        "gradient_accumulation_steps": accumulation, "max_steps": STEPS, "learning_rate": 1e-3, "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant", "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no",
-        "disable_tqdm": True,
-    }  # fmt: skip
-    trainer: Any
-    if program == "TRL":
-        trl = pytest.importorskip("trl", reason="the extra `dev` brings trl")
-        datasets = pytest.importorskip("datasets", reason="the extra `dev` brings datasets")
-        settings |= {"padding_free": packing == "packed", "max_length": None}
-        arguments = trl.SFTConfig(**settings, dataset_kwargs={"skip_prepare_dataset": True})
-        tokenizer = transformers.AutoTokenizer.from_pretrained(learned.folder / "out")
-        data = datasets.Dataset.from_list(learned.rows)
-        trainer = trl.SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer)
-    else:
-        collate = transformers.DataCollatorWithFlattening() if packing == "packed" else padded
-        trainer = transformers.Trainer(model, transformers.TrainingArguments(**settings), collate, learned.rows)
-    losses = []
-    training_step = trainer.training_step
-
-    def recorded(*inputs: Any, **options: Any) -> torch.Tensor:
-        loss = training_step(*inputs, **options)
-        losses.append(loss)
-        return loss
-
-    monkeypatch.setattr(trainer, "training_step", recorded)
-    trainer.train()
-    sums = torch.stack(losses).view(STEPS, accumulation).sum(dim=1)
-    assert sums.tolist() == pytest.approx(learned.losses, rel=1e-5)
-    for name, weight in model.state_dict().items():
-        assert (weight - learned.weights[name]).abs().max() < 1e-5, name
-    assert model.gradient_checkpointing == (program == "TRL")  # TRL's default
-
-
 def exported_model(**shape: Any) -> tuple[Any, Any]:
     """A model of ours, and the same as the modeling file computes it."""
     from nanochat.exported.modeling_nanochat import NanochatConfig, NanochatForCausalLM
@@ -205,61 +115,31 @@ def exported_model(**shape: Any) -> tuple[Any, Any]:
     return ours, model
 
 
-@pytest.mark.parametrize("shape", [tiny.SHAPES["fast"], tiny.SHAPES["ungrouped"], {"tied_head": True}])
-def test_documents_of_a_row_do_not_attend_to_each_other(shape):
-    """Their `position_ids` divide a row, also one that begins, ends or is interrupted by padding."""
-    pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
+@pytest.mark.parametrize("shape", [tiny.SHAPES["fast"], {"tied_head": True}])
+def test_transformers_trainer_learns_padded_rows(tmp_path, shape):
+    """A loss for each micro-batch, divided by their number: a mean of means. Packed rows are refused."""
+    transformers = pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
     ours, model = exported_model(**shape)
-    generator = torch.Generator().manual_seed(0)
-    documents = [torch.randint(ours.config.vocab_size, (length,), generator=generator) for length in (13, 1, 1, 17)]
-    padding = torch.zeros(2, dtype=torch.long)
-    for pieces in (
-        [*documents],
-        [padding, *documents],
-        [*documents, padding],
-        [documents[0], padding, *documents[1:]],
-    ):
-        row = torch.cat(pieces)[None]
-        positions = torch.cat([torch.arange(len(piece)) for piece in pieces])[None]
-        mask = torch.cat([torch.full_like(piece, piece is not padding) for piece in pieces])[None]
-        for arguments in ({}, {"attention_mask": mask}):
-            found = model(row, position_ids=positions, **arguments).logits[0].split([len(piece) for piece in pieces])
-            for piece, logits in zip(pieces, found, strict=True):
-                if piece is not padding:
-                    assert (logits - ours(piece[None])[0]).abs().max() < 1e-5
-    # One document with a gap, as `generate` counts its positions.
-    mask = torch.ones(1, 17, dtype=torch.long)
-    mask[0, 5:8] = 0
-    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
-    found = model(documents[3][None], position_ids=positions, attention_mask=mask).logits[mask == 1]
-    expected = model(documents[3][None], attention_mask=mask).logits[mask == 1]
-    assert torch.equal(found, expected)
-    with pytest.raises(ValueError, match="position_ids"):
-        model(row, seq_idx=positions)
-
-
-def test_the_output_head_is_the_vocabulary_without_padding():
-    """As programs take it: TRL multiplies with its weight, peft leaves it out of `all-linear`, none may resize it."""
-    pytest.importorskip("transformers", reason="the extra `dev` brings transformers")
-    peft = pytest.importorskip("peft", reason="the extra `dev` brings peft")
-    for shape in ({}, {"tied_head": True}):
-        ours, model = exported_model(**shape)
-        tokens = torch.arange(12)[None]
-        head = model.get_output_embeddings()
-        output = model(tokens)
-        cap = model.config.final_logit_softcapping
-        assert torch.equal(cap * torch.tanh(output.last_hidden_state @ head.weight.T / cap), output.logits)
-        assert len(head.weight) == ours.config.vocab_size and head.bias is None
-        with pytest.raises(ValueError, match="cannot resize"):
-            model.resize_token_embeddings(128)
-        targets = output.logits.roll(-1, dims=1).argmax(dim=-1)
-        labels = targets.roll(1, dims=1)
-        loss = model(tokens, labels=labels).loss
-        assert torch.equal(loss, model(tokens, shift_labels=targets.index_fill(1, torch.tensor([11]), -100)).loss)
-        adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
-        adapted(tokens, labels=labels).loss.backward()
-        trained = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-        assert trained and all(parameter.grad is not None for parameter in trained.values())
+    tokens = torch.randint(ours.config.vocab_size, (4, 16), generator=torch.Generator().manual_seed(0))
+    labels = tokens.where(torch.arange(16) > 4, -100)
+    expected = ours(tokens)[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(expected, labels[:, 1:].flatten())
+    assert model(tokens, labels=labels).loss.item() == pytest.approx(loss.item(), rel=1e-5)
+    rows = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "max_steps": 1}
+    settings |= {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+    }
+    trainer = transformers.Trainer(model, transformers.TrainingArguments(**settings), train_dataset=rows)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(loss.item(), abs=1e-3)
+    positions = torch.tensor([[*range(9), *range(7)]])
+    for arguments in ({"position_ids": positions}, {"seq_idx": positions}):
+        with pytest.raises(ValueError, match="packed"):
+            model(tokens[:1], **arguments)
 
 
 def test_a_cache_under_either_name_and_no_other():

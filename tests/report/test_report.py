@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from runs import refused
@@ -231,11 +231,11 @@ def test_the_tables_hold_what_the_files_hold(whole):
     assert scores["ChatCORE", ""][4].text == "0.3000" and scores["CORE", ""][0].text == "0.1771"
 
 
-def stories(accuracy: float, order: float, together: float) -> dict[str, float]:
+def stories(accuracy: float, order: float, together: float) -> dict[str, Any]:
     """A task with further shares."""
-    score = {"accuracy": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "baseline": 0.0}
+    score: dict[str, Any] = {"accuracy": accuracy, "low": accuracy - 0.05, "high": accuracy + 0.05, "baseline": 0.0}
     score |= {"order_followed": order, "order_followed_low": order - 0.05, "order_followed_high": order + 0.05}
-    score["scores"] = by_question(accuracy=accuracy, order_followed=order, holds_together=together)
+    score |= {"scores": by_question(accuracy=accuracy, order_followed=order, holds_together=together)}
     return score | {"holds_together": together, "holds_together_low": together - 0.01, "distinct_4grams": 0.72,
                     "holds_together_high": together + 0.01}  # fmt: skip
 
