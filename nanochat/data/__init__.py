@@ -7,7 +7,6 @@ PLUGS = {
     },
     "file formats": {
         ".parquet": "nanochat.data.parquet:ParquetFile",
-        ".arrow": "nanochat.data.arrow:ArrowFile",
         ".jsonl.gz": "nanochat.data.formats:GzipFile",
         ".csv": "nanochat.data.formats:CsvFile",
         ".tsv": "nanochat.data.formats:CsvFile",

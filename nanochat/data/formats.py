@@ -1,6 +1,6 @@
 """The formats of text and records that ground/text_files.py does not read.
 
-.parquet    rows of the wanted columns (parquet.py), and .arrow (arrow.py)
+.parquet    rows of the wanted columns (parquet.py)
 .jsonl.gz   one JSON value a line; the file is unpacked into a temporary file when it is opened
 .json       a list, of which each item is a row, also in an object: {"data": [...]}; or one JSON value after the other
 .csv, .tsv  UTF-8, or UTF-16 as Excel writes it, with a header; each row is an object of texts

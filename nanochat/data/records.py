@@ -33,7 +33,7 @@ from nanochat.ground.text_files import (
 
 FEWEST_ROWS = 100  # a smaller file is needed whole: nothing is held out by default
 HELD_OUT_ROWS = 200  # more than these make a validation slow, and little more exact
-RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".arrow", ".csv", ".tsv", ".json")
+RECORD_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".csv", ".tsv", ".json")
 
 
 def open_records(paths: Iterable[str | Path], fields: Fields | None = None, columns: Columns = None) -> Records:

@@ -45,7 +45,7 @@ HIGH_BYTES = re.compile(rb"[\x80-\xff]+")
 # Files of the `datasets` library that describe others.
 LFS_POINTER = b"version https://git-lfs"
 SETTINGS = ("dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
-SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")  # the formats in which --data reads text
+SUFFIXES = (".txt", ".jsonl", ".jsonl.gz", ".json", ".parquet")  # the formats in which --data reads text
 
 T = TypeVar("T")
 Fields = Mapping[str, type]  # the fields that each record must have, with their types
@@ -247,12 +247,8 @@ def list_files(path: Path, suffixes: Sequence[str], flag: str = "") -> list[Path
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a file, by its path in a data set, does not belong to it: hidden, or made by an archiver, or what
-    `datasets` keeps of a `map` of the rows."""
-    parts = path.split("/")
-    name = parts[-1]
-    is_cache = name.startswith("cache-") and name.endswith(".arrow")
-    return is_cache or any(part.startswith((".", "__MACOSX")) for part in parts)
+    """Whether a file, by its path in a data set, does not belong to it: hidden, or made by an archiver."""
+    return any(part.startswith((".", "__MACOSX")) for part in path.split("/"))
 
 
 def refuse_links_out(folder: Path, files: Iterable[Path]) -> None:

@@ -1,6 +1,5 @@
 """records.py: any record of any format in any order, splits found in folders, and damage reported in one line."""
 
-import contextlib
 import csv
 import gzip
 import json
@@ -14,9 +13,7 @@ import pytest
 from tiny import complaint
 
 from nanochat.data import formats, parquet
-from nanochat.data.records import find_split, open_part, open_records, open_split
-from nanochat.ground.cli import UserError
-from nanochat.ground.text_files import open_texts
+from nanochat.data.records import find_split, open_records, open_split
 
 WANTED = [{"question": f"What is {n}? é€😀", "answer": n, "list": [{"a": str(n)}] * (n % 3)} for n in range(1000)]
 
@@ -95,45 +92,6 @@ def test_paths_that_cannot_be(tmp_path):
     opened = open_records([write(tmp_path / "a.parquet", WANTED)], {"answer": int, "list": list})
     assert opened[7] == {"answer": 7, "list": [{"a": "7"}]}  # only the wanted fields are read
     assert len(open_records([tmp_path])) == 1000
-
-
-@pytest.mark.parametrize("form", ["stream", "file"])
-def test_the_rows_of_a_folder_that_datasets_saved(tmp_path, capsys, form):
-    folder = tmp_path / "saved"
-    for name in ("state.json", "dataset_info.json"):
-        write(folder / name, [{}])
-    rows = [{"list": [{"a": str(n)} if n % 3 else {"a": None, "b": n}], "text": f"row {n}"} for n in range(300)]
-    path = folder / "train" / "data-00000-of-00001.arrow"
-    path.parent.mkdir()
-    table = pyarrow.Table.from_pylist(rows)
-    kind = pyarrow.ipc.new_stream if form == "stream" else pyarrow.ipc.new_file
-    with kind(path, table.schema) as writer:
-        writer.write_table(table, max_chunksize=70)
-    write(folder / "test" / "data-00000-of-00001.jsonl", rows[:2])
-    (path.parent / "cache-0123456789abcdef.arrow").write_bytes(path.read_bytes())  # by `map`
-    opened = open_part(str(folder), "train", "hf")
-    assert opened[299] == rows[299] and opened[150] == {"list": [{"b": 150}], "text": "row 150"}
-    assert "warning" not in capsys.readouterr().err
-    only = open_records([path], columns=["text"])
-    assert len(only) == 300 and only[7] == {"text": "row 7"}
-    train, _ = open_texts("saved", [path], False, "text")
-    assert train.read_block(0)[0] == "row 0"
-    data = path.read_bytes()
-    damaged = folder / "damaged.arrow"
-    random_bytes = random.Random(1)
-    for _ in range(60):  # a line, or rows that Arrow has validated
-        place = random_bytes.randrange(len(data))
-        damaged.write_bytes(data[:place] + bytes([random_bytes.randrange(256)]) + data[place + 1 :])
-        with contextlib.suppress(UserError):
-            records = open_records([damaged])
-            assert all(isinstance(records[n], dict) for n in range(len(records)))
-    damaged.write_bytes(data[: len(data) // 2])
-    assert "damaged Arrow file" in complaint(lambda: open_records([damaged])[0])
-    packed = pyarrow.ipc.IpcWriteOptions(compression="zstd")
-    body = pyarrow.Table.from_pylist([{"text": "a" * 1_000_000}] * 70)
-    with pyarrow.ipc.new_stream(damaged, body.schema, options=packed) as writer:
-        writer.write_table(body)
-    assert "bomb" in complaint(lambda: open_records([damaged]))
 
 
 def test_a_column_with_one_prompt_in_every_row_is_no_bomb(tmp_path):
