@@ -202,6 +202,10 @@ class KVCache:
     # Where the four quarters of a key are written, counted in quarters from the start of its place: 0, 5, 2, 7. The
     # second and the last hold slow channels and go to the next place. None: no key offset.
     quarters: Tensor | None = None
+    # What layers without keys keep of each row, (layers, B, ...) each (deltanet/layer.py).
+    states: tuple[Tensor, ...] = ()
+    # (B,): how many of the new tokens are real, where others are padding. None: all.
+    lengths: Tensor | None = None
 
     @classmethod
     def empty(
@@ -247,6 +251,7 @@ class KVCache:
             values=self.values[:, first * row : end * row],
             position=self.position[first:end],
             heads=self.heads[: end - first],  # counted in the view's own keys
+            states=tuple(memory[:, first:end] for memory in self.states),
         )
 
     def by_head(self, memory: Tensor) -> Tensor:
@@ -256,12 +261,14 @@ class KVCache:
         return used.view(*memory.shape[:-2], B, K, self.stride, -1)
 
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
-        """Copy the first `tokens` keys and values of the rows `sources` (B,) to the rows `targets` (B,); both may
-        overlap."""
+        """Copy the first `tokens` keys and values of the rows `sources` (B,) to the rows `targets` (B,), and all of
+        their states; both may overlap."""
         tokens += self.spare
         # Indexing gathers the right side into new memory first, so a row may be both source and target.
         for memory in (self.by_head(self.keys), self.by_head(self.values)):
             memory[:, targets, :, :tokens] = memory[:, sources, :, :tokens]
+        for memory in self.states:
+            memory[:, targets] = memory[:, sources]
 
     def positions(self, tokens: int) -> Tensor:
         """(B, T): the positions of the next `tokens` tokens of each row."""

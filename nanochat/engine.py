@@ -134,7 +134,8 @@ class Engine:
         self.tempered_logprobs = False
         self.device = device or devices.init(str(model.device))
         # Tokens are dealt out to experts by operators that nobody has recorded on a card yet.
-        records = self.device.runtime.records(graphs) and not model.config.experts
+        # A recording would also advance the states of slots whose prompts are still being read.
+        records = self.device.runtime.records(graphs) and not model.config.experts and not model.config.has_states
         # Makes an accelerator's decoders (kernels/decoding.py); None: they are `Slots`, as it is here.
         self.decoders = self.device.runtime.decoders(records)
         self.tokenizer = tokenizer
@@ -384,9 +385,10 @@ class Slots:
         self.prefill_chunk = prefill_chunk
         self.rows: list[Row] = []
         self.cache = KVCache.empty(
-            config.n_layer, size, round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim, device,
-            engine.device.dtype, config.key_offset,
+            len(config.attention_layers), size, round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim,
+            device, engine.device.dtype, config.key_offset,
         )  # fmt: skip
+        self.cache.states = engine.model.kernels.row_states(config, size, device, engine.device.dtype)
         # Padding never lands on a position that counts: the last token of a full row is never fed.
         self.cache.max_position = capacity - 1
         # The state of each row, on the device. So a step needs nothing from the host except its launches.
@@ -407,8 +409,9 @@ class Slots:
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
         # Twice, for keys and values; one vector of head_dim per layer, token and key head.
         places = KVCache.places_for(round_up(c.sequence_len, CACHE_STEP), c.key_offset)
-        values = 2 * c.n_layer * places * c.n_kv_head * c.head_dim
-        return values * dtype.itemsize
+        values = 2 * len(c.attention_layers) * places * c.n_kv_head * c.head_dim
+        states = devices.runtime_of("cpu").kernels(dtype, "").row_states(c, 1, "meta", dtype)
+        return values * dtype.itemsize + sum(state.nbytes for state in states)
 
     # ---- prompts
 
@@ -465,8 +468,9 @@ class Slots:
         cache = self.cache.view(slot, slot + len(pieces))
         cache.attended_len = attended_len
         cache.position.fill_(filled)
+        cache.lengths = self.engine.device.to_device(lengths)
         hidden = self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
-        cache.position.add_(self.engine.device.to_device(lengths))
+        cache.position.add_(cache.lengths)
         return hidden
 
     @torch.inference_mode()

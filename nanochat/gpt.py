@@ -11,7 +11,7 @@ Legend: B batch, T time, C width, H query heads, K key/value heads, D head dim, 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -55,16 +55,23 @@ class GPTConfig:
     experts: int = 0  # MLPs in each block, of which a router chooses some for each token (experts/); 0: one MLP for all
     experts_per_token: int = 2
     shared_experts: int = 0  # the number of experts that every token takes in addition
+    shared_gate: bool = False  # whether a gate per token weighs their sum
     router: Literal["softmax", "sigmoid"] = "sigmoid"  # its scores; with sigmoid a bias balances the experts
     router_normalized: bool = True  # whether the weights of a token's experts add up to 1
     # One letter per layer, repeated: S attends to sequence_len / 4 tokens, L to all. Short windows save attention work
     # (source: Beltagy et al. 2020, Longformer). The last layer is always L: the prediction can use the whole context.
+    # D keeps a state of fixed size in the place of keys and values (deltanet/), with these heads and channels.
     window_pattern: str = "L"
+    state_key_heads: int = 0
+    state_value_heads: int = 0
+    state_key_dim: int = 0
+    state_value_dim: int = 0
     # Tokens of a short window; 0: as above. Models of other families have a fixed number, in the last layer too if the
     # pattern says so (Mistral).
     window_tokens: int = 0
     # Base of the rotary wavelengths: the slowest pair of channels turns once in about 2 pi theta tokens.
     rope_theta: float = 100_000.0
+    rotary_dims: int = 0  # the first channels of a head, which alone are rotated; 0: all
     # Stretches the model to a longer context than it was first trained with (run/long_context.py); None: a new model.
     rope_scaling: RopeScaling | None = None
     # An RMSNorm on q and k bounds their products, so that attention cannot saturate at high learning rates
@@ -77,6 +84,7 @@ class GPTConfig:
     norm_eps: float = 1e-6
     # Biases on q, k and v, as in Qwen2. The preset has no bias anywhere.
     attention_bias: bool = False
+    attention_gate: bool = False  # whether each head's result is multiplied by a gate, which is computed with its query
     # How many heads of the first layer begin by looking back, by biases on their q and k: the first head at the last
     # token, the next head at the token before it. With such heads later layers continue what occurred earlier in the
     # text (source: Olsson et al. 2022, In-context Learning and Induction Heads); a model takes a while to learn them.
@@ -117,6 +125,8 @@ class GPTConfig:
         # Refuse impossible shapes.
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if self.has_states and (not self.state_key_heads or self.state_value_heads % self.state_key_heads):
+            raise ValueError(f"{self.state_value_heads} state_value_heads for {self.state_key_heads} state_key_heads")
         if self.lookback_heads > self.n_kv_head:
             raise ValueError(f"lookback_heads {self.lookback_heads} are more than the {self.n_kv_head} key heads")
         if self.head_dim % 2:
@@ -126,7 +136,8 @@ class GPTConfig:
             )
         if self.key_offset and self.head_dim % 4:
             raise ValueError(f"key_offset divides channels into four quarters, and head_dim is {self.head_dim}")
-        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+        letters = "SLD" if self.has_states else "SL"
+        if not self.window_pattern or set(self.window_pattern) - set(letters):
             raise ValueError(f"--window_pattern {self.window_pattern!r}: letters S (short) and L (long), e.g. SSSL")
 
     @property
@@ -139,12 +150,24 @@ class GPTConfig:
         """How many tokens a token of this layer attends to, itself included; 0 for all."""
         # SSSL with 12 layers and rows of 2,048: 512, 512, 512, 0, three times over. Information from beyond 512 tokens
         # arrives through the L layers, and layer by layer through the S layers.
-        letter = self.window_pattern[layer % len(self.window_pattern)]
+        letter = self.letter(layer)
         if self.window_tokens:
             return self.window_tokens if letter == "S" else 0
-        if letter == "L" or layer == self.n_layer - 1:
+        if letter != "S" or layer == self.n_layer - 1:
             return 0
         return max(self.sequence_len // 4, 1)
+
+    def letter(self, layer: int) -> str:
+        return self.window_pattern[layer % len(self.window_pattern)]
+
+    @property
+    def has_states(self) -> bool:
+        return self.state_value_heads > 0
+
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers that attend, and so have keys and values in a cache."""
+        return [layer for layer in range(self.n_layer) if self.letter(layer) != "D"]
 
     def has_value_embedding(self, layer: int) -> bool:
         # Every other layer, which halves the memory. The last layer always has one.
@@ -214,15 +237,16 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, kernels: TorchKernels):
         super().__init__()
         self.config = config
-        self.layer = layer
+        self.cache_layer = config.attention_layers.index(layer)
         self.window = config.window(layer)
         self.kernels = kernels
         H = config.n_head
         K = config.n_kv_head
         D = config.head_dim
         # q, k and v in one product: one launch instead of three.
-        linear = kernels.qkv_linear(has_equal_heads=H == K and not config.attention_bias) or Linear
-        self.qkv = linear(config.width, (H + 2 * K) * D, kernels, bias=config.attention_bias)
+        queries = 2 * H if config.attention_gate else H
+        linear = kernels.qkv_linear(has_equal_heads=queries == K and not config.attention_bias) or Linear
+        self.qkv = linear(config.width, (queries + 2 * K) * D, kernels, bias=config.attention_bias)
         # This mixes the results of the heads, and writes them to the residual stream.
         self.output = Linear(H * D, config.width, kernels)
         has_norm = config.qk_norm != "none"
@@ -242,6 +266,38 @@ class Attention(nn.Module):
             gain *= config.rope_scaling.gain**2
         self.scale = gain / math.sqrt(D)
 
+    def init_weights(self, uniform: Callable[[Tensor, float], None], std: float) -> None:
+        """Draw the initial weights; `GPT.init_weights` says why so."""
+        uniform(self.qkv.weight, std)
+        if self.qkv.bias is not None:
+            self.qkv.bias.zero_()
+        if self.lookback is not None:
+            fill(self.lookback, self._lookback())
+        if self.value_gate is not None:
+            # Every gate starts at 3 sigmoid(0) = 1.5, half open for every token.
+            self.value_gate.weight.zero_()
+        self.output.weight.zero_()
+
+    def _lookback(self) -> Tensor:
+        """The initial biases of q and k, by which the first heads of a layer look back: ((H + K) D,)."""
+        c = self.config
+        D = c.head_dim
+        # The rotation turns pair i of a query at position t by t f_i, and of a key at position s by s f_i. If the key's
+        # bias is ahead of the query's by d f_i, the two point in one direction where s = t - d: in all pairs there, and
+        # nowhere else. A quarter of the channels take part, the fastest pairs: they tell neighbours apart. The biases
+        # are twice as large as the products (sqrt(D)): they decide where to look, and the tokens have a small say.
+        pairs = max(D // 8, 1)
+        frequencies = c.rope_theta ** (-2 * torch.arange(pairs) / D)
+        size = 2 * math.sqrt(D / pairs)
+        queries = torch.zeros(c.n_kv_head, c.n_head // c.n_kv_head, D)  # grouped by the key head that they share
+        keys = torch.zeros(c.n_kv_head, D)
+        for head in range(c.lookback_heads):
+            angles = (head + 1) * frequencies
+            queries[head, :, :pairs] = size
+            keys[head, :pairs] = size * angles.cos()
+            keys[head, D // 2 : D // 2 + pairs] = size * angles.sin()
+        return torch.cat((queries.flatten(), keys.flatten()))
+
     def forward(self, x: Tensor, value: Tensor | None, context: ForwardContext) -> Tensor:
         """x (B, T, C), with `value` (B, T, K x D) this layer's value embeddings -> (B, T, C)."""
         c = self.config
@@ -253,6 +309,11 @@ class Attention(nn.Module):
         # Queries (what each token looks for), keys (how it is found) and values (what it passes on). The norm and the
         # rotation treat queries and keys alike. Both stay in one tensor, qk, so that each operator is one launch.
         qkv = self.qkv(x)
+        gate = None
+        if c.attention_gate:  # each query is followed by the gate of its head
+            queries, keys_and_values = qkv.split((2 * H * D, 2 * K * D), dim=-1)
+            q, gate = queries.view(B, T, H, 2, D).unbind(3)
+            qkv = torch.cat((q.flatten(2), keys_and_values), dim=-1)
         if isinstance(qkv, tuple):  # `kernels.qkv_linear`: q, k and v lie one after the other in memory
             qk = qkv[0].view(2, B, T, H, D)
             v = qkv[1].view(B, T, K, D)
@@ -266,7 +327,8 @@ class Attention(nn.Module):
         # The operator takes (rows, T, heads, D) and T angles. With a cache, whose rows are at different positions, all
         # tokens form one row and have B T angles.
         rows = qk.view(-1, len(context.cos), *qk.shape[-2:])
-        qk = self.kernels.rotate(rows, context.cos, context.sin).view(qk.shape)
+        turned = self.kernels.rotate(rows[..., : context.cos.size(-1)], context.cos, context.sin)
+        qk = (turned if not c.rotary_dims else torch.cat((turned, rows[..., c.rotary_dims :]), dim=-1)).view(qk.shape)
         if c.qk_norm == "after_rotary":
             qk = self._norm_heads(qk)
         q, k = self._heads(qk)  # q (B, T, H, D), k and v (B, T, K, D)
@@ -274,8 +336,8 @@ class Attention(nn.Module):
         # The value embedding enters through a gate per head, between 0 and 3: the token's state decides how much of
         # the token's identity its values carry.
         if value is not None and self.value_gate is not None:
-            gate = torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
-            v = torch.addcmul(v, gate.unsqueeze(-1), value.view(B, T, K, D), value=3)  # v + 3 gate value
+            value_gate = torch.sigmoid(self.value_gate(x[..., : self.value_gate.in_features]))  # (B, T, K)
+            v = torch.addcmul(v, value_gate.unsqueeze(-1), value.view(B, T, K, D), value=3)  # v + 3 gate value
 
         # The new tokens attend to each other, and with a cache to the tokens before them.
         if context.cache is None:
@@ -286,12 +348,14 @@ class Attention(nn.Module):
             # The cache receives the new keys and values first, so that a token finds itself there. Then the queries
             # attend to everything that the cache holds of their rows.
             assert context.indices is not None
-            context.cache.write(self.layer, k, v, context.indices)
-            keys, values = context.cache.read(self.layer)  # (B, K, S, D)
+            context.cache.write(self.cache_layer, k, v, context.indices)
+            keys, values = context.cache.read(self.cache_layer)  # (B, K, S, D)
             q = q.to(keys.dtype)
             kernels = self.kernels
             attend = kernels.recorded_attention if context.cache.is_recorded else kernels.cached_attention
             y = attend(q, keys, values, scale=self.scale, mask=context.masks[self.window])
+        if gate is not None:
+            y = y * torch.sigmoid(gate)
         return self.output(y.reshape(B, T, H * D))  # y (B, T, H, D)
 
     def _norm_heads(self, qk: Tensor) -> Tensor:
@@ -332,7 +396,8 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, kernels: TorchKernels):
         super().__init__()
         self.attention_norm = Norm(config.width, config, kernels)
-        self.attention = Attention(config, layer, kernels)
+        attends = config.letter(layer) != "D"
+        self.attention: Any = Attention(config, layer, kernels) if attends else kernels.state_layer(config, layer)
         self.mlp_norm = AddNorm(config.width, config, kernels)
         self.mlp: Any = kernels.experts(config) if config.experts else MLP(config, kernels)
         self.is_recomputed = False  # see GPT.recompute_activations
@@ -462,7 +527,9 @@ class GPT(nn.Module):
         self.extension: Any = None
         # The rotary tables are computed from the config, so checkpoints do not hold them.
         self.rotary: Tensor  # (2, sequence_len, D): cosines and sines
-        self.register_buffer("rotary", torch.empty(2, config.sequence_len, config.head_dim), persistent=False)
+        self.register_buffer(
+            "rotary", torch.empty(2, config.sequence_len, config.rotary_dims or config.head_dim), persistent=False
+        )
         self.fill_rotary()
 
     @property
@@ -491,7 +558,7 @@ class GPT(nn.Module):
         """Compute the rotary tables, once the model has left the meta device."""
         if not self.rotary.is_meta:
             c = self.config
-            self.rotary.copy_(rotary_tables(c.sequence_len, c.head_dim, c.rope_theta, c.rope_scaling))
+            self.rotary.copy_(rotary_tables(c.sequence_len, c.rotary_dims or c.head_dim, c.rope_theta, c.rope_scaling))
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
@@ -525,18 +592,10 @@ class GPT(nn.Module):
             uniform(embedding.weight, std)
         for block in self.blocks:
             assert isinstance(block, Block)
-            # Uniform, not normal, where Muon updates: it has no outliers at the same standard deviation.
-            uniform(block.attention.qkv.weight, std)
-            if block.attention.qkv.bias is not None:
-                block.attention.qkv.bias.zero_()
-            if block.attention.lookback is not None:
-                fill(block.attention.lookback, self._lookback())
-            if block.attention.value_gate is not None:
-                # Every gate starts at 3 sigmoid(0) = 1.5, half open for every token.
-                block.attention.value_gate.weight.zero_()
-            # Output projections of zero: every block starts as the identity, at any depth (source: Zhang et al. 2019,
-            # Fixup), and the gradient reaches the embeddings undisturbed.
-            block.attention.output.weight.zero_()
+            # Uniform, not normal, where Muon updates: it has no outliers at the same standard deviation. Output
+            # projections of zero: every block starts as the identity, at any depth (source: Zhang et al. 2019, Fixup),
+            # and the gradient reaches the embeddings undisturbed.
+            block.attention.init_weights(uniform, std)
             # Smaller, because the square in relu2 makes large inputs larger still.
             uniform(block.mlp.input.weight, 0.4 * std)
             block.mlp.output.weight.zero_()
@@ -552,26 +611,6 @@ class GPT(nn.Module):
             fill(self.residual_scales, 1.15 - 0.10 * depth)
             fill(self.embedding_scales, 0.20 - 0.15 * depth)
         self.fill_rotary()
-
-    def _lookback(self) -> Tensor:
-        """The initial biases of q and k, by which the first heads of a layer look back: ((H + K) D,)."""
-        c = self.config
-        D = c.head_dim
-        # The rotation turns pair i of a query at position t by t f_i, and of a key at position s by s f_i. If the key's
-        # bias is ahead of the query's by d f_i, the two point in one direction where s = t - d: in all pairs there, and
-        # nowhere else. A quarter of the channels take part, the fastest pairs: they tell neighbours apart. The biases
-        # are twice as large as the products (sqrt(D)): they decide where to look, and the tokens have a small say.
-        pairs = max(D // 8, 1)
-        frequencies = c.rope_theta ** (-2 * torch.arange(pairs) / D)
-        size = 2 * math.sqrt(D / pairs)
-        queries = torch.zeros(c.n_kv_head, c.n_head // c.n_kv_head, D)  # grouped by the key head that they share
-        keys = torch.zeros(c.n_kv_head, D)
-        for head in range(c.lookback_heads):
-            angles = (head + 1) * frequencies
-            queries[head, :, :pairs] = size
-            keys[head, :pairs] = size * angles.cos()
-            keys[head, D // 2 : D // 2 + pairs] = size * angles.sin()
-        return torch.cat((queries.flatten(), keys.flatten()))
 
     def cast_weights(self) -> AbstractContextManager[None]:
         """A context for a training step, in which no weight changes: products may share one cast of all weights."""
@@ -662,7 +701,7 @@ class GPT(nn.Module):
             context.offset_masks = offset_masks(tokens, segments, self.config.head_dim, dtype)
         if cache is not None and positions is not None:
             context.indices = cache.indices(positions)
-            windows = [self.config.window(layer) for layer in range(self.config.n_layer)]
+            windows = [self.config.window(layer) for layer in self.config.attention_layers]
             for window, mask in cache.masks(positions, windows).items():
                 context.masks[window] = self.kernels.prepare_mask(mask)
         return context
@@ -690,7 +729,7 @@ class GPT(nn.Module):
                 role = part.removesuffix("s")  # these parts give their roles the name
             elif part == "scalar_head":
                 role = "head"
-            elif parameter.ndim < 2 or any(part.endswith("_gate") for part in name.split(".")):
+            elif parameter.ndim != 2 or any(part.endswith("_gate") for part in name.split(".")):
                 # A gate is a matrix too, but too small for Muon.
                 role = "vector"
             elif ".qkv." in name:

@@ -106,6 +106,14 @@ class TorchKernels:
         """The module that takes the place of the MLP in a model with experts."""
         raise NotImplementedError
 
+    def state_layer(self, config: Any, layer: int) -> Any:
+        """The module that takes the place of attention in a layer D (`GPTConfig.window_pattern`)."""
+        raise NotImplementedError
+
+    def row_states(self, config: Any, rows: int, device: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The memory that a cache of this many rows holds for all such layers, (layers, rows, ...) each."""
+        return ()
+
     # ------------------------------------------------------------------ attention
 
     def qkv_linear(self, has_equal_heads: bool) -> Any:

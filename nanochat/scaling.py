@@ -97,7 +97,8 @@ def scaling_parameters(config: GPTConfig) -> int:
     """
     # At depth 12, in millions: a layer has 1.77 (q, k, v) + 0.59 (output) + 4.72 (MLP) = 7.08, and 12 layers have 84.9.
     # The head has 25.2. Together N = 110.1.
-    qkv = config.width * config.head_dim * (config.n_head + 2 * config.n_kv_head)
+    queries = 2 * config.n_head if config.attention_gate else config.n_head
+    qkv = config.width * config.head_dim * (queries + 2 * config.n_kv_head)
     attention_output = config.width * config.head_dim * config.n_head
     mlp_matrices = 3 if config.mlp == "swiglu" else 2
     mlp = mlp_matrices * config.width * config.mlp_width
@@ -105,7 +106,12 @@ def scaling_parameters(config: GPTConfig) -> int:
         mlp *= config.experts_per_token + config.shared_experts
         mlp += config.width * config.experts
     head = config.width * config.vocab_size
-    return config.n_layer * (qkv + attention_output + mlp) + head
+    # A layer with a state: queries, keys and values; a gate and an output as wide as the values; two numbers a head.
+    values = config.state_value_heads * config.state_value_dim
+    state = 2 * config.state_key_heads * config.state_key_dim + 3 * values + 2 * config.state_value_heads
+    attending = len(config.attention_layers)
+    mixing = attending * (qkv + attention_output) + (config.n_layer - attending) * config.width * state
+    return mixing + config.n_layer * mlp + head
 
 
 def flops_per_token(config: GPTConfig, is_frozen: bool = False) -> int:
@@ -119,7 +125,7 @@ def flops_per_token(config: GPTConfig, is_frozen: bool = False) -> int:
     # again 6 each. Keys that causality masks count as well: the convention of the paper, so that MFU compares.
     T = config.sequence_len
     keys = 0  # over all layers
-    for layer in range(config.n_layer):
+    for layer in config.attention_layers:
         window = config.window(layer)  # 0: all of the row
         keys += min(window or T, T)
     return (4 if is_frozen else 6) * scaling_parameters(config) + 12 * config.n_head * config.head_dim * keys

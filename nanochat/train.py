@@ -135,7 +135,8 @@ def make_optimizer(
     betas = (0.8, 0.9) if matrices == "muon" else (0.9, 0.95)
     # One parameter holds the projections to queries, keys and values, and Muon orthogonalises each of the three
     # separately. Likewise gate and up of a gated MLP, and the matrices of experts.
-    qkv_rows = (c.n_head * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
+    queries = 2 * c.n_head if c.attention_gate else c.n_head
+    qkv_rows = (queries * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
     splits: dict[str, tuple[int, ...]] = {name: qkv_rows for name, _ in roles["qkv"]}
     for name, parameter in roles["matrix"]:
         stacked = 2 if c.mlp == "swiglu" and name.endswith(".input.weight") else 1

@@ -88,10 +88,10 @@ def main(config: Config) -> None:
         dtype = getattr(torch, config.dtype, None) or stored_dtype(source)
         family = None
         if config.to == "hf":
-            require_exported(model.config)
             family = meta.get("pretraining", {}).get("family")  # the family of the folder from which the source came
             if family not in hf.FAMILIES or not hf.computes(family, model.config):
                 family = hf.family_of(model.config)
+            require_exported(model.config, family)
         with saver.new_folder(out, parameter_counts(model)["total"] * dtype.itemsize) as folder:
             if family is None:
                 write_as_ours(folder, model, tokenizer, meta, dtype, for_transformers=config.to == "hf")
@@ -102,8 +102,10 @@ def main(config: Config) -> None:
         print0(f"exported {source} to {out}: {size:,} bytes, weights in {dtype_name(dtype)}{shape}")
 
 
-def require_exported(config: "GPTConfig") -> None:
-    """Raises UserError: when the model has a part that modeling_nanochat.py does not compute."""
+def require_exported(config: "GPTConfig", family: str | None) -> None:
+    """Raises UserError: when no family has the model, and modeling_nanochat.py does not compute a part of it."""
+    if family is not None:
+        return
     # The fields that its code reads, as config.width, c.width or getattr(c, "key_offset", False).
     read = set(re.findall(r"\b(?:config|c)(?:\.|, \")(\w+)", MODELING.read_text(encoding="utf-8")))
     read |= {"scalar_head", *DERIVED}  # the head is not in the logits
@@ -172,12 +174,17 @@ def write_as_family(
     from nanochat.exported.tokenizer_files import tokenizer_files
     from nanochat.families import hf
     from nanochat.ground.sharding import whole_weights
+    from nanochat.ground.untrusted import read_json
 
-    hf.write_weights(folder, model.config, whole_weights(model), dtype, family=family)
+    whole_model = hf.find_whole_model(meta)
+    hf.write_weights(folder, model.config, whole_weights(model), dtype, family=family, whole_model=whole_model)
     settings = {**hf.from_config(model.config, family), "dtype": dtype_name(dtype), **text_ends(tokenizer)}
     context = meta.get("pretraining", {}).get("context")  # before a stage has trained with shorter rows
     if isinstance(context, int) and context > model.config.sequence_len:
         settings["max_position_embeddings"] = context
+    if whole_model is not None:
+        whole = read_json(whole_model / "config.json")
+        settings = {**whole, "text_config": {**whole["text_config"], **settings}}
     contents = tokenizer_files(tokenizer, model.config.sequence_len, for_others=True)
     contents["generation_config.json"] = generation_settings(meta["sampling"], tokenizer)
     contents["config.json"] = settings

@@ -60,7 +60,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {**PLAIN, "qk_norm": "before_rotary", "head_dim": 16, "tied_head": True},
     "qwen2": {**PLAIN, "qk_norm": "none", "attention_bias": True, "tied_head": True},
     "llama": {**PLAIN, "qk_norm": "none"},
-}
+    "qwen3_5": {
+        **PLAIN, "qk_norm": "before_rotary", "head_dim": 16, "rotary_dims": 8, "attention_gate": True,
+        "window_pattern": "LDD", "state_key_heads": 2, "state_value_heads": 4, "state_key_dim": 8,
+        "state_value_dim": 8, "norm_eps": 1e-3,  # a norm of a sum that cancels to nearly 0 would amplify rounding
+    },
+}  # fmt: skip
 
 
 LIVELY_ADAPTERS = lora.Lora(4, 8.0)
@@ -68,6 +73,13 @@ FOUR_EXPERTS: dict[str, Any] = {"experts": 4, "experts_per_token": 2, "mlp_width
 EXPERT_SHAPES: dict[str, dict[str, Any]] = {
     "experts": {**FOUR_EXPERTS, "shared_experts": 1},
     "qwen3_moe": {**SHAPES["qwen3"], **FOUR_EXPERTS, "router": "softmax"},
+    "qwen3_5_moe": {
+        **SHAPES["qwen3_5"],
+        **FOUR_EXPERTS,
+        "router": "softmax",
+        "shared_experts": 1,
+        "shared_gate": True,
+    },
 }
 
 

@@ -348,6 +348,11 @@ LLAMA3_POSITIONS = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 96, "rope_theta": 1000.0}
 LINEAR = {"rope_type": "linear", "factor": 3.0, "rope_theta": 10_000.0}
 EXPERTS = {"moe_intermediate_size": 20, "head_dim": 10, "norm_topk_prob": True}
+STATES = {
+    "head_dim": 24, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "rms_norm_eps": 1e-3,  # a norm of what a head has read amplifies rounding where that cancels to nearly 0
+}  # fmt: skip
 # What a model of each name has in its config.json besides: the model's type is the name's first word.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
@@ -361,6 +366,20 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe window": {
         **EXPERTS, "num_experts": 8, "num_experts_per_tok": 8, "use_sliding_window": True, "sliding_window": 16,
     },
+    "qwen3_5_text": {**STATES, "linear_num_value_heads": 6, "tie_word_embeddings": True},
+    "qwen3_5_text own rotary": {
+        **STATES, "num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
+    "qwen3_5_moe_text": {
+        **STATES, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 24, "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    "qwen2_moe": {
+        "moe_intermediate_size": 20, "shared_expert_intermediate_size": 60, "num_experts": 6, "num_experts_per_tok": 2,
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24},
+    "seed_oss": {"head_dim": 10, "tie_word_embeddings": True},
     "llama": {"num_key_value_heads": 8},
     "llama 3": {"head_dim": 18, "rope_parameters": LLAMA3_POSITIONS, "tie_word_embeddings": True},
     "llama linear": {"num_key_value_heads": 1, "rope_parameters": LINEAR},
@@ -383,9 +402,10 @@ def make_oracle(name: str) -> Any:
     with torch.no_grad():
         for weight_name, parameter in model.named_parameters():
             if "norm" in weight_name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).copy_(parameter.bfloat16())  # as in files: 1 + w is exact in fp32
             else:
-                parameter.normal_(0, 0.3 if parameter.ndim == 1 else 0.15)
+                spread = 0.08 if "qwen3_5" in name else 0.15
+                parameter.normal_(0, spread if parameter.ndim == 2 else 0.3)
     return model.float().eval()
 
 

@@ -36,7 +36,7 @@ from nanochat.adapters.nf4 import NF4Experts, NF4Linear, dequantize, quantize
 from nanochat.checkpoint_manager import Preparation
 from nanochat.device import Device
 from nanochat.experts.layer import ExpertLinear, grouped_product
-from nanochat.families.matrices import stacked_matrices
+from nanochat.families.matrices import matrices_of, stacked_matrices
 from nanochat.gpt import GPT, SCALAR_HEAD, GPTConfig
 from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import fill, local, whole
@@ -51,7 +51,10 @@ class Lora:
     rank: int
     alpha: float = 32.0
     dropout: float = 0.0  # dropout on the input of A, in training
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    targets: tuple[str, ...] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj",
+        "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
     base_format: Literal["plain", "nf4"] = "plain"  # the frozen matrices of the blocks: as they are, or in 4 bits
 
     @property
@@ -68,8 +71,11 @@ def choose_targets(text: str, rank: int, config: GPTConfig) -> tuple[str, ...]:
     Raises UserError: when the model has no such matrix, or one that is too small for the rank.
     """
     rows = {name: count for stacked in stacked_matrices(config).values() for name, count in stacked.items()}
-    names = tuple(rows) if text == "all" else tuple(name.strip() for name in text.split(","))
+    names = tuple(name.strip() for name in text.split(","))
+    if text == "all":  # two matrices have one row per head: adapters would be larger than they are
+        names = tuple(name for name in rows if name not in ("in_proj_b", "in_proj_a"))
     inputs = {"o_proj": config.n_head * config.head_dim, "down_proj": config.mlp_width}
+    inputs["out_proj"] = config.state_value_heads * config.state_value_dim
     for name in names:
         if name not in rows:
             raise UserError(f"--lora_targets {name}: this model has {', '.join(rows)}; name some of them, or all")
@@ -174,7 +180,7 @@ def attach(model: GPT, lora: Lora) -> None:
         # It has nothing to adapt: it is trained, and saved, with the adapters.
         model.scalar_head.float().requires_grad_(True)
     for block in model.blocks:
-        for path, parts in stacked_matrices(model.config).items():
+        for path, parts in matrices_of(block, model.config).items():
             linear: Any = block.get_submodule(path)
             adapted: Any = None
             if set(parts) & set(lora.targets):
@@ -405,7 +411,7 @@ class Attached:
         """A context in which the adapters' products share one cast of all their weights."""
         found: list[LinearAdapters] = []
         for path in stacked_matrices(model.config):
-            layers = [block.get_submodule(path) for block in model.blocks]
+            layers = [block.get_submodule(path) for block in model.blocks if path in matrices_of(block, model.config)]
             alike: list[Any] = [layer.adapters for layer in layers if hasattr(layer, "adapters")]
             alike = [adapters for adapters in alike if not isinstance(adapters, ExpertAdapters)]
             found += alike

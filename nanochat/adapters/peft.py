@@ -26,6 +26,8 @@ from nanochat.model_folder import MAX_NAME, find_folder, format_of
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
+ROUTED = ("mlp.input", "mlp.output")  # the modules that hold the matrices of all experts
+
 # Settings of peft that give the stored numbers another meaning, or store further ones.
 VARIANTS = (
     "use_dora", "use_qalora", "use_bdlora", "velora_config", "monteclora_config", "arrow_config", "kasa_config",
@@ -93,10 +95,12 @@ def names(config: GPTConfig) -> dict[str, tuple[str, str, int]]:
     found = {}
     for layer in range(config.n_layer):
         for path in stacked_matrices(config):
+            if path.startswith("attention") and ("state" in path) != (layer not in config.attention_layers):
+                continue
             for theirs, _ in hf.theirs_of(f"blocks.{layer}.{path}.weight", config, 0):
                 module = theirs.removesuffix(".weight")
                 target = module.rpartition(".")[2]
-                expert = int(module.split(".")[-2]) if config.experts and path.startswith("mlp.") else 0
+                expert = int(module.split(".")[-2]) if config.experts and path in ROUTED else 0
                 for side in ("lora_A", "lora_B"):
                     ours = f"blocks.{layer}.{path}.adapters.{target}.{side}"
                     found[f"base_model.model.{module}.{side}.weight"] = (ours, target, expert)
@@ -108,7 +112,7 @@ def write(folder: Path, adapters: Adapters, config: GPTConfig, base: str) -> Non
     tensors = {}
     for theirs, (ours, _, expert) in names(config).items():
         if ours in adapters.tensors:
-            experts = config.experts if config.experts and ".mlp." in ours else 1
+            experts = config.experts if config.experts and ours.split(".adapters")[0].endswith(ROUTED) else 1
             tensors[theirs] = adapters.tensors[ours].chunk(experts)[expert]
     storage.write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     lora = adapters.lora

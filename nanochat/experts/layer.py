@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nanochat.experts.router import Router, read_loads, take_biases
-from nanochat.gpt import MLP, GPTConfig
+from nanochat.gpt import MLP, GPTConfig, Linear
 from nanochat.ground.cli import UserError
 from nanochat.ground.sharding import is_dtensor
 from nanochat.kernels.grouped import Groups, loop_product
@@ -84,6 +84,7 @@ class Experts(nn.Module):
         self.shared = None
         if config.shared_experts:
             self.shared = MLP(replace(config, mlp_width=config.shared_experts * config.mlp_width), kernels)
+        self.shared_gate = Linear(config.width, 1, kernels) if config.shared_gate else None
 
     def init_weights(self, uniform: Callable[[Tensor, float], None], std: float) -> None:
         """Draw what an MLP does not have; `GPT.init_weights` draws the input and the output of the experts."""
@@ -93,6 +94,8 @@ class Experts(nn.Module):
         if self.shared is not None:
             uniform(self.shared.input.weight, 0.4 * std)
             self.shared.output.weight.zero_()
+        if self.shared_gate is not None:
+            self.shared_gate.weight.zero_()  # half open
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)"""
@@ -108,7 +111,10 @@ class Experts(nn.Module):
         rows = _FromExperts.apply(rows, pairs, places).view(*chosen.shape, -1)  # (N, K, C)
         weights = weights.to(x.dtype).unsqueeze(1)  # (N, 1, K); only a CPU multiplies N tiny matrices quickly
         y = (torch.bmm(weights, rows) if rows.is_cpu else (weights.mT * rows).sum(dim=1)).view_as(x)
-        return y if self.shared is None else y + self.shared(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        return y + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(x)))
 
     def compute(self, rows: Tensor, groups: Groups) -> Tensor:
         """The experts' MLPs over rows that are sorted by expert: (rows, C) -> (rows, C).

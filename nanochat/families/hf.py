@@ -31,7 +31,7 @@ from nanochat.families.imported_tokenizer import ImportedTokenizer, read_tokeniz
 from nanochat.families.matrices import stacked_matrices
 from nanochat.gpt import SCALAR_HEAD, GPTConfig
 from nanochat.ground import storage
-from nanochat.ground.log import warn
+from nanochat.ground.log import print0, warn
 from nanochat.ground.untrusted import read_json, require_file
 from nanochat.rotary import RopeScaling
 from nanochat.sampling import CHAT_SAMPLING, NEUTRAL, read_settings, saved_settings
@@ -58,14 +58,33 @@ LAYER_NAMES = {
     "attention.k_norm.weight": "self_attn.k_norm.weight",
     "mlp_norm.weight": "post_attention_layernorm.weight",
     "mlp.router.weight": "mlp.gate.weight",
+    "mlp.shared_gate.weight": "mlp.shared_expert_gate.weight",
+    "attention.convolution": "linear_attn.conv1d.weight",
+    "attention.log_rate": "linear_attn.A_log",
+    "attention.rate_bias": "linear_attn.dt_bias",
+    "attention.norm_weight": "linear_attn.norm.weight",
 }
 # And its matrices and their biases: attention.qkv.bias -> self_attn.q_proj.bias, self_attn.k_proj.bias and so on, the
 # parts that matrices.py lists, in the order in which their rows are stacked in ours.
-MODULES = {"attention": "self_attn", "mlp": "mlp"}
+MODULES = {
+    "attention.qkv": "self_attn", "attention.output": "self_attn",
+    "attention.state_input": "linear_attn", "attention.state_output": "linear_attn",
+    "mlp.input": "mlp", "mlp.output": "mlp", "mlp.shared.input": "mlp.shared_expert",
+    "mlp.shared.output": "mlp.shared_expert",
+}  # fmt: skip
 # Phi's files hold them stacked, in the same order.
 STACKED = {"attention.qkv": "self_attn.qkv_proj", "mlp.input": "mlp.gate_up_proj"}
+# And these the matrices of all experts, also in the same order.
+STACKED_EXPERTS = {"mlp.input": "mlp.experts.gate_up_proj", "mlp.output": "mlp.experts.down_proj"}
+MIXTRAL_NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
+# Norms of models with states: their files hold w where the model multiplies by 1 + w.
+CENTRED = re.compile(r"norm\.weight|blocks\.\d+\.(attention_norm|mlp_norm|attention\.[qk]_norm)\.weight")
 # Tables that older files hold although they follow from the config, and a tied head, which is the embedding.
-IGNORED = re.compile(r"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+")
+# Parts that we do not compute: those that see, and those that guess several tokens at once. In a model with them the
+# language model is below another name.
+SEEING_PREFIX = "model.language_model."
+LEFT_OUT = re.compile(r"(model\.visual|mtp)\..+")
+IGNORED = re.compile(rf"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+|{LEFT_OUT.pattern}")
 # Parts of names that a wrapper leaves when the model is saved inside of it: the wrapper, and what to save instead.
 WRAPPERS = {
     "_orig_mod": "torch.compile: save the model that was compiled, model._orig_mod",
@@ -80,9 +99,11 @@ WRAPPERS = {
 WRAPPED = re.compile(rf"(?:^|\.)({'|'.join(map(re.escape, WRAPPERS))})\.")
 
 
-def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False) -> list[tuple[str, int]]:
+def theirs_of(
+    name: str, config: GPTConfig, rows: int, is_stacked: bool = False, stacks_experts: bool = False
+) -> list[tuple[str, int]]:
     """The tensors that our parameter of `rows` rows is stacked from, and the rows of each; with `is_stacked` a file's
-    matrices are stacked as ours are.
+    matrices are stacked as ours are, with `stacks_experts` only those of experts.
 
     Raises ValueError: for a parameter that no other family has.
     """
@@ -94,9 +115,11 @@ def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False)
         module, _, kind = block[2].rpartition(".")
         if is_stacked and module in STACKED:
             return [(f"{layer}.{STACKED[module]}.{kind}", rows)]
+        if stacks_experts and module in STACKED_EXPERTS:
+            return [(f"{layer}.{STACKED_EXPERTS[module]}", rows)]
         parts = stacked_matrices(config).get(module)
         if parts is not None:
-            theirs = MODULES[module.partition(".")[0]]
+            theirs = MODULES[module]
             if theirs == "mlp" and config.experts:  # all matrices of the first expert, then of the second one
                 experts = [f"{layer}.mlp.experts.{expert}" for expert in range(config.experts)]
                 return [(f"{expert}.{part}.{kind}", count) for expert in experts for part, count in parts.items()]
@@ -104,6 +127,13 @@ def theirs_of(name: str, config: GPTConfig, rows: int, is_stacked: bool = False)
         if block[2] in LAYER_NAMES:
             return [(f"{layer}.{LAYER_NAMES[block[2]]}", rows)]
     raise ValueError(f"Hugging Face's families have no {name}")
+
+
+def as_mixtral(name: str) -> str:
+    """Mixtral's name of a tensor; only its experts have names of their own."""
+    for theirs, its in MIXTRAL_NAMES.items():
+        name = name.replace(theirs, its)
+    return name
 
 
 # ---------------------------------------------------------------------- config.json
@@ -119,8 +149,15 @@ class Family:
     qkv_bias: bool = False
     is_stacked: bool = False  # see STACKED
     has_experts: bool = False
+    has_shared: bool = False  # an expert for every token, weighed by a gate
+    has_states: bool = False
 
 
+ALWAYS_NORMALIZED = ("mixtral", "qwen3_5_moe")  # the weights of a token's experts add up to 1
+STATES = {
+    "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 32}, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}, qk_norm=True),
@@ -129,6 +166,41 @@ FAMILIES = {
         {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
         qk_norm=True,
         has_experts=True,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        {
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        qkv_bias=True,
+        has_experts=True,
+        has_shared=True,
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
+        has_experts=True,
+    ),
+    "seed_oss": Family("SeedOssForCausalLM", {"num_key_value_heads": 8, "head_dim": 128}, qkv_bias=True),
+    "qwen3_5": Family("Qwen3_5ForCausalLM", STATES, qk_norm=True, has_states=True),
+    "qwen3_5_moe": Family(
+        "Qwen3_5MoeForCausalLM",
+        {
+            **STATES,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        qk_norm=True,
+        has_experts=True,
+        has_shared=True,
+        has_states=True,
     ),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),
@@ -140,7 +212,6 @@ REFUSED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("hidden_act", (None, "silu", "swish"), "an activation other than silu"),
     ("attention_bias", (None, False), "a bias on the attention's output"),
     ("mlp_bias", (None, False), "biases in the MLP"),
-    ("partial_rotary_factor", (None, 1, 1.0), "rotary positions in a part of the channels"),
     ("quantization_config", (None,), "quantized weights"),
     ("mlp_only_layers", (None, []), "layers without experts between layers with experts"),
     ("decoder_sparse_step", (None, 1), "layers without experts between layers with experts"),
@@ -160,7 +231,7 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
     """Our config of the same model. Raises ValueError: when our model cannot compute it."""
     if theirs.get("model_type") == "nanochat":
         raise ValueError("it is a model of ours without its manifest.json: export it again")
-    name = str(theirs.get("model_type"))[:80]
+    name = str(theirs.get("model_type"))[:80].removesuffix("_text")
     family = FAMILIES.get(name)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -168,15 +239,19 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
             f"model_type {name} is not read: one of {known} (docs/finetune.md says what others would need)"
         )
     for key, harmless, meaning in REFUSED:
+        if key == "attention_bias" and name == "seed_oss":  # there it has no say on the output
+            key = "attention_out_bias"
         if theirs.get(key) not in harmless:
             raise ValueError(f"config.json has {key} {str(theirs[key])[:80]}: {meaning}, which this model has not")
     # transformers 5 writes the number of Qwen's experts under another name.
     experts = theirs.get("num_experts", theirs.get("num_local_experts"))
     if experts and not family.has_experts:
         raise ValueError(f"config.json has num_experts {str(experts)[:80]}: a mixture of experts, which {name} has not")
-    theirs = {**family.defaults, **theirs}
+    theirs = {**family.defaults, **theirs, "model_type": name}
     if experts:
         theirs["num_experts"] = experts
+    if name == "mixtral":
+        theirs |= {"num_experts": theirs["num_local_experts"], "moe_intermediate_size": theirs.get("intermediate_size")}
 
     def size(key: str, default: int | None = None) -> int:
         value = default if theirs.get(key) is None else theirs[key]
@@ -188,15 +263,31 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
     width = size("hidden_size")
     layers = size("num_hidden_layers")
     context = size("max_position_embeddings")
-    theta, scaling = _rope(theirs, context)
+    theta, scaling, rotary = _rope(theirs, context)
     pattern, window = _windows(theirs, layers)
+    head_dim = size("head_dim", width // heads)
     mixture: dict[str, Any] = {}
-    if family.has_experts:
+    if family.has_states:
+        if size("linear_conv_kernel_dim") != 4:
+            raise ValueError(f"config.json: linear_conv_kernel_dim {theirs['linear_conv_kernel_dim']}: only 4 is known")
         mixture = {
+            "attention_gate": True,
+            "state_key_heads": size("linear_num_key_heads"),
+            "state_value_heads": size("linear_num_value_heads"),
+            "state_key_dim": size("linear_key_head_dim"),
+            "state_value_dim": size("linear_value_head_dim"),
+        }
+    if family.has_shared:
+        shared, remainder = divmod(size("shared_expert_intermediate_size"), size("moe_intermediate_size"))
+        if remainder:
+            raise ValueError("config.json: shared_expert_intermediate_size is not a multiple of moe_intermediate_size")
+        mixture |= {"shared_experts": shared, "shared_gate": True}
+    if family.has_experts:
+        mixture |= {
             "experts": size("num_experts"),
             "experts_per_token": size("num_experts_per_tok"),
             "router": "softmax",
-            "router_normalized": theirs.get("norm_topk_prob") is True,
+            "router_normalized": theirs.get("norm_topk_prob", name in ALWAYS_NORMALIZED) is True,
         }
         if mixture["experts"] > MAX_EXPERTS or mixture["experts_per_token"] > mixture["experts"]:
             raise ValueError(
@@ -210,13 +301,14 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
         width=width,
         n_head=heads,
         n_kv_head=size("num_key_value_heads", heads),
-        head_dim=size("head_dim", width // heads),
+        head_dim=head_dim,
         mlp="swiglu",
         mlp_width=size("moe_intermediate_size" if family.has_experts else "intermediate_size"),
         window_pattern=pattern,
         window_tokens=window,
         rope_theta=theta,
         rope_scaling=scaling,
+        rotary_dims=0 if rotary == 1 else int(head_dim * rotary),
         qk_norm="before_rotary" if family.qk_norm else "none",
         qk_scale=1.0,
         norm_weight=True,
@@ -238,8 +330,8 @@ def _number(values: dict[str, Any], key: str, default: float | None = None) -> f
     return float(value)
 
 
-def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | None]:
-    """The base of the wavelengths, and how they are scaled."""
+def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | None, float]:
+    """The base of the wavelengths, how they are scaled, and the part of the channels that is rotated."""
     # One object since transformers 5, a number and an object before that.
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -251,20 +343,25 @@ def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
         raise ValueError(f"config.json: rotary settings by layer type ({names}): this model has one for all layers")
     theta = _number({"rope_theta": rope.get("rope_theta", theirs.get("rope_theta"))}, "rope_theta", 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0) or "mrope_section" in rope:
-        raise ValueError("config.json: rotary positions in a part of the channels or several dimensions (mrope)")
+    has_states = FAMILIES[theirs["model_type"]].has_states
+    if "mrope_section" in rope and not has_states:  # for text these have the same positions in all dimensions
+        raise ValueError("config.json: rotary positions in several dimensions (mrope)")
+    key = "partial_rotary_factor"
+    part = _number({key: rope.get(key, theirs.get(key))}, key, 0.25 if has_states else 1.0)
+    if part > 1 or (part < 1 and not has_states):
+        raise ValueError(f"config.json: partial_rotary_factor {part}: rotary positions in a part of the channels")
     if kind == "default":
-        return theta, None
+        return theta, None, part
     if kind not in ("linear", "llama3", "yarn"):
         raise ValueError(f"config.json: rope_type {str(kind)[:80]} is not known: one of default, linear, llama3, yarn")
     factor = _number(rope, "factor")
     if kind == "linear":
-        return theta, RopeScaling("linear", factor)
+        return theta, RopeScaling("linear", factor), part
     original = theirs.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings", context)
     original = int(_number({"original_max_position_embeddings": original}, "original_max_position_embeddings"))
     if kind == "llama3":
         turns = (_number(rope, "low_freq_factor"), _number(rope, "high_freq_factor"))
-        return theta, RopeScaling("llama3", factor, original, *turns)
+        return theta, RopeScaling("llama3", factor, original, *turns), part
     # The gain of YaRN: 0.1 ln(factor) + 1, unless the folder says otherwise.
     gain = rope.get("attention_factor")
     if gain is None and rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -273,7 +370,7 @@ def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
         gain = _yarn_gain(factor, 1.0)
     turns = (_number(rope, "beta_slow", 1.0), _number(rope, "beta_fast", 32.0))
     gain = _number({"attention_factor": gain}, "attention_factor")
-    return theta, RopeScaling("yarn", factor, original, *turns, gain, rope.get("truncate", True) is True)
+    return theta, RopeScaling("yarn", factor, original, *turns, gain, rope.get("truncate", True) is True), part
 
 
 def _yarn_gain(factor: float, scale: float) -> float:
@@ -287,26 +384,32 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
     first = theirs.get("max_window_layers", 28)  # the first layer of Qwen's with a window
     if theirs["model_type"].startswith("qwen"):  # where it is switched on
         window = (window or 4096) if theirs.get("use_sliding_window") is True else None
-    if theirs["model_type"] in ("mistral", "phi3", "qwen3_moe"):  # all layers alike
+    if theirs["model_type"] in ("mistral", "mixtral", "phi3", "qwen3_moe"):  # all layers alike
         kinds = None
         first = 0
-    if theirs["model_type"] == "llama" or window is None:
+    letters = {"full_attention": "L", "sliding_attention": "S"}
+    if FAMILIES[theirs["model_type"]].has_states:
+        letters = {"full_attention": "L", "linear_attention": "D"}
+        every = int(_number(theirs, "full_attention_interval", 4))
+        kinds = kinds or [
+            "linear_attention" if layer % every < every - 1 else "full_attention" for layer in range(layers)
+        ]
+    elif theirs["model_type"] == "llama" or window is None:
         return "L", 0
     if kinds is None:
         kinds = ["full_attention" if layer < first else "sliding_attention" for layer in range(layers)]
-    letters = {"full_attention": "L", "sliding_attention": "S"}
     if not isinstance(kinds, list) or len(kinds) != layers or not all(str(kind) in letters for kind in kinds):
         raise ValueError(f"config.json: layer_types is not a list of {layers}, each one of {', '.join(letters)}")
     pattern = "".join(letters[kind] for kind in kinds)
     if "S" not in pattern:
-        return "L", 0
+        return pattern if "D" in pattern else "L", 0
     tokens = int(_number({"sliding_window": window}, "sliding_window"))
     return pattern if "L" in pattern else "S", tokens
 
 
 def computes(family: str, config: GPTConfig) -> bool:
     """Whether a family's config.json can express everything in this config, except for a scalar head."""
-    if FAMILIES[family].has_experts != (config.experts > 0):
+    if FAMILIES[family].has_experts != (config.experts > 0) or FAMILIES[family].has_states != config.has_states:
         return False
     if family == "phi3" and config.rope_scaling is not None:
         return False  # it has only longrope
@@ -349,15 +452,31 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
         theirs["norm_topk_prob"] = config.router_normalized
         theirs["decoder_sparse_step"] = 1  # experts in every layer
         theirs["mlp_only_layers"] = []
-    if family in ("llama", "qwen3", "qwen3_moe"):
+    if config.has_states:
+        theirs["model_type"] = f"{family}_text"
+        kinds = {"L": "full_attention", "D": "linear_attention"}
+        theirs["layer_types"] = [kinds[config.letter(layer)] for layer in range(config.n_layer)]
+        theirs["linear_num_key_heads"] = config.state_key_heads
+        theirs["linear_num_value_heads"] = config.state_value_heads
+        theirs["linear_key_head_dim"] = config.state_key_dim
+        theirs["linear_value_head_dim"] = config.state_value_dim
+        theirs["linear_conv_kernel_dim"] = 4
+        theirs["partial_rotary_factor"] = config.rotary_dims / config.head_dim if config.rotary_dims else 1.0
+    if family in ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"):
         theirs["attention_bias"] = False
     if family == "llama":
         theirs["mlp_bias"] = False
-    if family in ("mistral", "phi3"):
+    if family == "mixtral":
+        theirs["num_local_experts"] = config.experts
+    if family == "seed_oss":
+        theirs |= {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.0}
+    if config.shared_experts:
+        theirs["shared_expert_intermediate_size"] = config.shared_experts * config.mlp_width
+    if family in ("mistral", "mixtral", "phi3"):
         theirs["sliding_window"] = windows[0] or None
     if family == "phi3":
         theirs["pad_token_id"] = None  # its default is a token of Phi-3, whose embedding would then not learn
-    if family in ("qwen2", "qwen3", "qwen3_moe"):
+    if family in ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"):
         theirs["use_sliding_window"] = any(windows)
         if any(windows):
             theirs["sliding_window"] = max(windows)
@@ -467,7 +586,11 @@ class FamilyWeights(model_folder.Weights):
         self.stored = index(folder)
         self.config = config
         self.files = sorted({tensor.path for tensor in self.stored.values()})
+        sees = any(name.startswith(SEEING_PREFIX) for name in self.stored)
+        self.prefix = SEEING_PREFIX if sees else "model."
         self.is_stacked = any(name.endswith(".qkv_proj.weight") for name in self.stored)
+        self.is_mixtral = any(".block_sparse_moe." in name for name in self.stored)
+        self.stacks_experts = any(name.endswith(".mlp.experts.gate_up_proj") for name in self.stored)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -477,10 +600,14 @@ class FamilyWeights(model_folder.Weights):
 
     def theirs_of(self, name: str, rows: int) -> list[tuple[str, int]]:
         """The folder's tensors that are stacked in our parameter `name`, with their rows; a family may override it."""
-        return theirs_of(name, self.config, rows, self.is_stacked)
+        found = theirs_of(name, self.config, rows, self.is_stacked, self.stacks_experts)
+        if self.is_mixtral:
+            found = [(as_mixtral(theirs), count) for theirs, count in found]
+        return [(re.sub(r"^model\.", self.prefix, theirs), count) for theirs, count in found]
 
     def layers(self) -> int:
-        return len({name.split(".")[2] for name in self.stored if name.startswith("model.layers.")})
+        names = [name.removeprefix(self.prefix) for name in self.stored]
+        return len({name.split(".")[1] for name in names if name.startswith("layers.")})
 
     def holds(self, name: str) -> bool:
         return name != SCALAR_HEAD
@@ -492,11 +619,17 @@ class FamilyWeights(model_folder.Weights):
                 shape = [rows, *ours[1:]]
                 if theirs not in self.stored:
                     raise ValueError(f"the weights have no {theirs}, which config.json asks for")
-                if self.stored[theirs].shape != shape:
+                if _rows_first(self.stored[theirs].shape, len(shape)) != shape:
                     raise ValueError(f"{theirs} is {self.stored[theirs].shape}, config.json asks for {shape}")
                 if self.stored[theirs].dtype not in DTYPES:
                     raise ValueError(f"{theirs} is stored as {self.stored[theirs].dtype}: one of {', '.join(DTYPES)}")
                 unknown.discard(theirs)
+        unseen = sorted(name for name in unknown if LEFT_OUT.fullmatch(name))
+        if unseen:
+            parts = " and ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in unseen}))
+            print0(
+                f"{self.files[0].parent}: only its text is read; --to hf writes {parts} again ({len(unseen)} tensors)"
+            )
         unknown = {name for name in unknown if not IGNORED.fullmatch(name)}
         if unknown:
             raise ValueError(f"the weights have {sorted(unknown)[0][:200]}, which config.json does not ask for")
@@ -508,20 +641,37 @@ class FamilyWeights(model_folder.Weights):
             begin = max(start, first)
             stop = min(start + count, end)
             if begin < stop:
-                _read_part(self.stored[theirs].path, theirs, begin - start, target[begin - first : stop - first])
+                _read_part(self.stored[theirs], theirs, begin - start, target[begin - first : stop - first])
             start += count
+        if self.config.has_states and CENTRED.fullmatch(name):
+            target.add_(1)
         # The remaining rows are padding of the vocabulary. Nothing reads them; set them to zero instead of old memory.
         target[max(start - first, 0) :].zero_()
 
 
-def _read_part(path: Path, name: str, first: int, target: Tensor) -> None:
+def _rows_first(shape: list[int], axes: int) -> list[int]:
+    """A shape with this many axes: the matrices of all experts as rows of one."""
+    return [shape[0] * shape[1], *shape[2:]] if len(shape) == axes + 1 else shape
+
+
+def _read_part(stored: Stored, name: str, first: int, target: Tensor) -> None:
     """Fill a target with rows of a tensor, from row `first` on."""
+    if len(stored.shape) > target.ndim:  # each expert's matrix by itself
+        end = first + len(target)
+        rows = stored.shape[1]
+        for expert in range(first // rows, -(-end // rows)):
+            begin = max(first, expert * rows)
+            stop = min(end, (expert + 1) * rows)
+            with safe_open(stored.path, framework="pt") as file:
+                part = file.get_slice(name)[expert, begin - expert * rows : stop - expert * rows]
+                target[begin - first : stop - first].copy_(part)
+        return
     # A mapped file's pages count as this process's memory until the mapping ends, so open it again for each piece.
     # That costs a look at the header; a whole file, mapped once, would double the memory of a load.
     step = max(1, PIECE_BYTES // (4 * max(1, target[0].numel())))
     for row in range(0, len(target), step):
         part = target[row : row + step]
-        with safe_open(path, framework="pt") as file:
+        with safe_open(stored.path, framework="pt") as file:
             part.copy_(file.get_slice(name)[first + row : first + row + len(part)])
 
 
@@ -567,7 +717,11 @@ class FolderFormat(model_folder.FolderFormat):
         settings = read_json(folder / "config.json")
         if not isinstance(settings, dict):
             raise ValueError("config.json is not an object")
-        return settings
+        text = settings.get("text_config")
+        if not isinstance(text, dict):
+            return settings
+        # A model that also sees: its text, with what is said only once.
+        return {"tie_word_embeddings": settings.get("tie_word_embeddings"), **text}
 
     def check(self, folder: Path, without_weights: bool = False) -> None:
         """Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found."""
@@ -585,7 +739,10 @@ class FolderFormat(model_folder.FolderFormat):
             config = replace(config, tied_head=False)
         # It has read the web: that decides about the default tasks (mixture.py). Family and context are for an export
         # after stages that may have shortened the context.
-        pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": str(settings.get("model_type"))}
+        family = str(settings.get("model_type")).removesuffix("_text")
+        pretraining = {"data": "web", "tokens": 0, "document_mask": True, "family": family}
+        if "text_config" in read_json(folder / "config.json"):
+            pretraining["whole_model"] = str(folder.absolute())
         return config, {
             "model": asdict(config),
             "step": 0,
@@ -613,6 +770,17 @@ FORMAT = FolderFormat()
 # ---------------------------------------------------------------------- weights out
 
 
+def find_whole_model(meta: dict[str, Any]) -> Path | None:
+    """The folder of the model that also sees, from whose text a checkpoint's training began; None: there is none."""
+    named = meta.get("pretraining", {}).get("whole_model")
+    if named is None:
+        return None
+    if (Path(named) / "config.json").is_file():
+        return Path(named)
+    warn(f"{named} is not there any more: the parts of it that were left out are missing from the export")
+    return None
+
+
 def write_weights(
     folder: Path,
     config: GPTConfig,
@@ -620,23 +788,35 @@ def write_weights(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
     family: str = "",
+    whole_model: Path | None = None,
 ) -> dict[str, Any]:
     """Write weights by our names under Hugging Face's, in several files where they are large; all families but Phi
-    have the same names.
+    have the same names. `whole_model` is the folder of a model that also sees: what we left out of it is copied.
 
     Returns the facts of each file for a manifest. Raises ValueError: for a model that no family computes.
     """
     is_stacked = family in FAMILIES and FAMILIES[family].is_stacked
     shards: list[dict[str, Tensor]] = [{}]
+
+    def add(theirs: str, part: Tensor) -> None:
+        held = sum(tensor.numel() for tensor in shards[-1].values()) * dtype.itemsize
+        if shards[-1] and held + part.numel() * dtype.itemsize > shard_bytes:
+            shards.append({})
+        shards[-1][theirs] = part
+
     for name, weight in weights:
         start = 0
+        if config.has_states and CENTRED.fullmatch(name):
+            weight = weight.float() - 1
         for theirs, rows in theirs_of(name, config, weight.shape[0], is_stacked):
-            held = sum(tensor.numel() for tensor in shards[-1].values()) * dtype.itemsize
-            part = weight[start : start + rows]
-            if shards[-1] and held + part.numel() * dtype.itemsize > shard_bytes:
-                shards.append({})
-            shards[-1][theirs] = part
+            if family == "mixtral":
+                theirs = as_mixtral(theirs)
+            add(re.sub(r"^model\.", SEEING_PREFIX, theirs) if whole_model else theirs, weight[start : start + rows])
             start += rows
+    for theirs, stored in sorted(index(whole_model).items()) if whole_model else ():
+        if LEFT_OUT.fullmatch(theirs):
+            with safe_open(stored.path, framework="pt") as file:
+                add(theirs, file.get_tensor(theirs))
     files = {}
     weight_map = {}
     total = 0
@@ -644,7 +824,9 @@ def write_weights(
         name = "model.safetensors"
         if len(shards) > 1:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        converted = {theirs: part.to(dtype) for theirs, part in tensors.items()}  # one file at a time
+        converted = {  # one file at a time
+            theirs: part if LEFT_OUT.fullmatch(theirs) else part.to(dtype) for theirs, part in tensors.items()
+        }
         files[name] = storage.write_tensors(folder / name, converted, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += sum(tensor.nbytes for tensor in converted.values())

@@ -74,6 +74,18 @@ class WrittenKernels(TorchKernels):
 
         return Experts(config, self)
 
+    def state_layer(self, config: GPTConfig, layer: int) -> Any:
+        from nanochat.deltanet.layer import GatedDeltaNet  # likewise
+
+        return GatedDeltaNet(config, layer, self)
+
+    def row_states(self, config: GPTConfig, rows: int, device: Any, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        if not config.state_value_heads:
+            return ()
+        from nanochat.deltanet.layer import row_states
+
+        return row_states(config, rows, device, dtype)
+
 
 class StackedLinear(Linear):
     """Three linear layers of one input and one shape: x (..., inputs) -> the first two (2, ..., outputs), and the third

@@ -60,6 +60,9 @@ def eager_reason(
     elif config.experts:  # the sizes of their products differ from pass to pass
         obstacle = "a model with experts"
         fix = "a model with experts is not compiled, leave it out"
+    elif config.has_states:  # their loop over chunks is not compiled in reasonable time
+        obstacle = "a model with states"
+        fix = "a model with states (Qwen3.5) is not compiled, leave it out"
     if obstacle is not None and mode == "on":
         raise UserError(f"--compile on: {fix}")
     if obstacle is None and mode == "auto":

@@ -116,6 +116,8 @@ def share_rows(device: Device, layout: Any) -> SharedRows:
 
 
 def _require_divisible(config: GPTConfig, R: int) -> None:
+    if config.has_states:
+        raise UserError("--context_parallel: a layer with a state (Qwen3.5) reads whole rows, so leave it out")
     if config.n_head % R:
         fitting = [count for count in range(2, config.n_head + 1) if config.n_head % count == 0]
         advice = f"use {' or '.join(map(str, fitting))}" if fitting else "leave it out"

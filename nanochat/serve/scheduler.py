@@ -581,8 +581,9 @@ class Scheduler:
         self.metrics.tokens_prompt.inc(len(row.prompt))
         if row.request.echo:
             self._echo_text(row)
-        # Choices of one request share their prompt: copy it from one that has read it. For logprobs it is read again.
-        for other in others:
+        # Choices of one request share their prompt: copy it from one that has read it. For logprobs it is read again,
+        # and where the other's state has moved on with its reply.
+        for other in others if not self.slots.cache.states else ():
             if other.group is row.group and other.prompt == row.prompt and not (other.unread or row.is_scored):
                 row.filled = len(row.prompt) - 1
                 self.slots.copy(other.slot, slot, row.filled)

@@ -326,8 +326,11 @@ def test_keys_and_values_have_the_same_bits_however_a_prompt_is_read(shape: str)
             filled += size
         cache = slots.cache
         found.append([cache.by_head(memory)[:, slot, :, :45] for memory in (cache.keys, cache.values)])
-    for keys, values in found[1:]:
-        assert torch.equal(keys, found[0][0]) and torch.equal(values, found[0][1])
+        found[-1] += [memory[:, slot] for memory in cache.states]
+    # A state adds up chunks of 64 tokens from the start of a piece, so its last digits depend on the pieces.
+    tolerance = 1e-5 if slots.cache.states else 0.0
+    for memories in found[1:]:
+        torch.testing.assert_close(memories, found[0], rtol=tolerance, atol=tolerance)
     assert found[0][0].abs().sum() > 0
 
 

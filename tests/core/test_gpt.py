@@ -98,7 +98,7 @@ def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
     return c.logit_cap * torch.tanh(logits / c.logit_cap) if c.logit_cap else logits
 
 
-@shapes
+@pytest.mark.parametrize("shape", [name for name in SHAPES if name != "qwen3_5"])  # transformers is its reference
 @pytest.mark.parametrize("T", [1, 32])
 def test_the_model_is_what_its_config_says(shape: str, T: int) -> None:
     model = lively_model(tiny_config(**{"lookback_heads": 1, **SHAPES[shape]}, norm_eps=1e-3))
@@ -127,6 +127,7 @@ def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tu
     cache = KVCache.empty(
         c.n_layer, len(prompt), c.sequence_len, c.n_kv_head, c.head_dim, "cpu", torch.float32, c.key_offset
     )
+    cache.states = model.kernels.row_states(c, len(prompt), "cpu", torch.float32)
     out: list[Tensor] = []
     for tokens in prompt.split(chunks, dim=1):
         last = model(tokens, cache=cache)[:, -1]

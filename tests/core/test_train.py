@@ -78,10 +78,11 @@ def numbers(stats: StepStats) -> tuple[float, float, float, float]:
 
 # The matrices in a block's MLP that are updated each by itself: gate and up, and those of each expert.
 PARTS_OF_MLPS = {
-    **dict.fromkeys(("qwen3", "qwen2", "llama"), {"mlp.input.weight": (48, 48)}),
+    **dict.fromkeys(("qwen3", "qwen2", "llama", "qwen3_5"), {"mlp.input.weight": (48, 48)}),
     "experts": {"mlp.input.weight": (24,) * 4, "mlp.output.weight": (32,) * 4},
     "qwen3_moe": {"mlp.input.weight": (24,) * 8, "mlp.output.weight": (32,) * 4},
 }
+PARTS_OF_MLPS["qwen3_5_moe"] = PARTS_OF_MLPS["qwen3_moe"] | {"mlp.shared.input.weight": (24, 24)}
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *EXPERT_SHAPES])
@@ -93,7 +94,8 @@ def test_the_optimizer_takes_every_parameter_by_its_role(shape: str) -> None:
     assert found.keys() == dict(model.named_parameters()).keys()
     # 4 query heads, and 2 or 4 key heads and as many value heads, are matrices of their own.
     keys = model.config.n_kv_head * model.config.head_dim
-    parts = {"attention.qkv.weight": (4 * model.config.head_dim, keys, keys), **PARTS_OF_MLPS.get(shape, {})}
+    queries = 8 if model.config.attention_gate else 4
+    parts = {"attention.qkv.weight": (queries * model.config.head_dim, keys, keys), **PARTS_OF_MLPS.get(shape, {})}
     for role, parameters in model.parameter_groups().items():
         for name, _ in parameters:
             matrix = role in ("matrix", "qkv")

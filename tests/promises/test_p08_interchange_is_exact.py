@@ -8,6 +8,7 @@ its gradients and the way back.
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from runs import call
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import (
     SHAPES,
     adapt,
@@ -74,7 +75,7 @@ def test_logits_are_transformers_in_both_directions(tmp_path, name):
     assert (logits_of(model, TOKENS) - expected).abs().max() < 1e-4
     assert expected.std() > 0.1  # or anything would be close
     family = meta["pretraining"]["family"]
-    assert (meta["stage"], meta["step"], family) == ("hf", 0, name.split()[0])
+    assert (meta["stage"], meta["step"], family) == ("hf", 0, name.split()[0].removesuffix("_text"))
 
     # Back: the weights are the same bits, in one file and in several, and transformers reads them as before.
     theirs = hf.from_config(model.config, family)
@@ -96,7 +97,7 @@ def test_logits_are_transformers_in_both_directions(tmp_path, name):
     assert_same_weights(load_model(str(out), "cpu")[0].state_dict(), model.state_dict())
 
 
-@pytest.mark.parametrize("name", ["qwen2 window", "qwen3", "qwen3_moe", "llama 3"])
+@pytest.mark.parametrize("name", ["qwen2 window", "qwen3", "qwen3_moe", "llama 3", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_256_greedy_tokens_are_transformers(name):
     model, _, _ = load_model(str(oracle_folder(name)), "cpu")
     prompt = TOKENS[0, :40]
@@ -151,25 +152,28 @@ def test_yarn_of_a_folder_reaches_its_factor_times_the_original_context(tmp_path
         assert (logits_of(model, tokens) - logits_of(oracle_of(folder), tokens)).abs().max() < 1e-4
 
 
-def test_training_is_that_of_transformers():
-    """Two steps of AdamW on the same tokens."""
-    ours, _, _ = load_model(str(oracle_folder("qwen3")), "cpu")
-    theirs = oracle_of(oracle_folder("qwen3")).train()
+@pytest.mark.parametrize(
+    ("name", "steps", "rate"), [("qwen3", 2, 1e-3), ("qwen3_5_text", 20, 1e-4), ("qwen3_5_moe_text", 5, 1e-4)]
+)
+def test_training_is_that_of_transformers(name, steps, rate):
+    """Steps of AdamW on the same tokens."""
+    ours, _, _ = load_model(str(oracle_folder(name)), "cpu")
+    theirs = oracle_of(oracle_folder(name)).train()
     ids = torch.randint(300, (2, 65), generator=torch.Generator().manual_seed(0))
     inputs = ids[:, :-1].contiguous()
     targets = ids[:, 1:].contiguous()
     device = cpu_device()
-    optimizer = make_adamw(ours.train(), 1e-3, device)
-    their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, betas=(0.9, 0.999), weight_decay=0)
+    optimizer = make_adamw(ours.train(), rate, device)
+    their_optimizer = torch.optim.AdamW(theirs.parameters(), lr=rate, betas=(0.9, 0.999), weight_decay=0)
     losses: list[list[float]] = [[], []]
-    for _ in range(2):
+    for _ in range(steps):
         losses[0].append(float(train_step(ours, optimizer, [[inputs, targets]], next_token_loss, device=device).loss))
         loss = theirs(inputs, labels=targets, shift_labels=targets, use_cache=False).loss
         loss.backward()
         their_optimizer.step()
         their_optimizer.zero_grad()
         losses[1].append(loss.item())
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][1] < losses[0][0]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
 
 
 def loaded_rows(device, folder: str) -> dict[str, torch.Tensor]:
@@ -189,14 +193,15 @@ def test_every_rank_reads_its_rows():
         assert_same_weights(weights, model.state_dict())
 
 
-def test_peft_reads_our_adapters(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+def test_peft_reads_our_adapters(tmp_path, name):
     peft = pytest.importorskip("peft", reason="the extra `dev` brings peft")
-    model, _, _ = load_model(str(oracle_folder("qwen3")), "cpu")
+    model, _, _ = load_model(str(oracle_folder(name)), "cpu")
     adapted = adapt(model)
     assert adapted.extension.lora is not None
     trained = {name: parameter.detach() for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     peft_folders.write(tmp_path, Adapters(adapted.extension.lora, trained), adapted.config, "somewhere")
-    plain = oracle_of(oracle_folder("qwen3"))
+    plain = oracle_of(oracle_folder(name))
     before = logits_of(plain, TOKENS)
     expected = logits_of(peft.PeftModel.from_pretrained(plain, str(tmp_path)).eval(), TOKENS)
     assert (logits_of(adapted, TOKENS) - expected).abs().max() < 1e-4
@@ -256,6 +261,43 @@ def test_an_imported_models_pretraining_is_continued(base):
     assert meta["pretraining"]["data"] == "web,demo:0.5,pydoc:0.5" and meta["pretraining"]["family"] == "qwen3"
     tokens = torch.tensor([tokenizer.encode("从前 a small boat ") * 60])[:, :700]
     assert (logits_of(oracle_of(base / "out"), tokens) - logits_of(model, tokens)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_the_parts_that_see_are_written_again(base, name, capsys):
+    """A model that also sees, trained on text and exported: the parts that were not read have the same bits."""
+    source = shutil.copytree(oracle_folder(name), base / "source")
+    text = load_file(source / "model.safetensors")
+    whole = {re.sub(r"^model\.", "model.language_model.", key): tensor for key, tensor in text.items()}
+    unseen = {key: torch.randn(3, 5).bfloat16() for key in ("model.visual.blocks.0.attn.qkv.weight", "mtp.norm.weight")}
+    if "moe" in name:  # as the hub has it: the matrices of all experts in one tensor
+        for kind, parts in {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.items():
+            for layer in range(4):
+                place = f"model.language_model.layers.{layer}.mlp.experts."
+                experts = [torch.cat([whole.pop(f"{place}{e}.{part}.weight") for part in parts]) for e in range(5)]
+                whole[place + kind] = torch.stack(experts)
+    save_file(whole | unseen, source / "model.safetensors")
+    settings = json.loads((source / "config.json").read_text())
+    nested = {
+        "model_type": "qwen3_5",
+        "text_config": {**settings, "mtp_num_hidden_layers": 1},
+        "vision_config": {"a": 1},
+    }
+    (source / "config.json").write_text(json.dumps(nested))
+    chats = base / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 8)
+    flags = ("--max_seq_len", "64", "--device_batch_size", "1", "--num_iterations", "1", "--eval_every", "0")
+    call("chat_sft", "--source", str(source), "--tasks", str(chats), *flags)
+    assert "--to hf writes mtp and visual again (2 tensors)" in capsys.readouterr().out
+    call("export", "--to", "hf", "--source", "sft", "--out", str(base / "out"), "--dtype", "float32")
+    written = load_file(base / "out" / "model.safetensors")
+    assert_same_weights({key: written[key] for key in unseen}, unseen)
+    assert set(written) == {re.sub(r"^model\.", "model.language_model.", key) for key in text} | set(unseen)
+    out = json.loads((base / "out" / "config.json").read_text())
+    assert out["vision_config"] == {"a": 1} and out["text_config"]["mtp_num_hidden_layers"] == 1
+    learned = logits_of(load_model("sft", "cpu")[0], TOKENS[:, :64])
+    assert torch.equal(logits_of(load_model(str(base / "out"), "cpu")[0], TOKENS[:, :64]), learned)
+    assert not torch.equal(logits_of(load_model(str(source), "cpu")[0], TOKENS[:, :64]), learned)
 
 
 @pytest.mark.parametrize("family", ["phi3", "llama"])

@@ -124,10 +124,10 @@ def kept(depth: int, tokens: int, **changes: Any) -> float:
     return (held[1] - held[0]) / tokens
 
 
-def token(depth: int, tokens: int, graphs: Literal["on", "off"] = "off") -> None:
+def token(depth: int, tokens: int, graphs: Literal["on", "off"] = "off", **changes: Any) -> None:
     """A decoded token of one row, sampled; with graphs also the first one, whose launches are recorded."""
     device = devices.init("npu", "bfloat16")
-    engine = Engine(model_of(depth, tokens, device).eval(), tiny.tiny_tokenizer(), device, graphs)
+    engine = Engine(model_of(depth, tokens, device, **changes).eval(), tiny.tiny_tokenizer(), device, graphs)
     engine.stop_ids = set()
     # The shortest cache has 64 places for each key head, the first recording reads them all.
     stream = engine.stream([[5, 6, 7]], max_tokens=8, sampling=SamplingParams(temperature=0.7))

@@ -37,6 +37,10 @@ ROWS, TOKENS, WIDTH, VOCAB = 4, 128, 256, 32768
 QWEN3: dict[str, Any] = tiny.SHAPES["qwen3"] | {
     "head_dim": 64, "mlp_width": 1024, "key_offset": False, "lookback_heads": 0,
 }  # fmt: skip
+QWEN3_5: dict[str, Any] = tiny.SHAPES["qwen3_5"] | {
+    "head_dim": 64, "mlp_width": 1024, "key_offset": False, "lookback_heads": 0, "state_key_dim": 64,
+    "state_value_dim": 64, "n_layer": 3,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "mlp_width": 256}
 
 
@@ -143,6 +147,9 @@ def stages() -> None:
     step("base", tokens_only, next_token_loss)
     step("packed SFT")
     step("packed SFT of Qwen3", **QWEN3)
+    step("packed SFT of Qwen3.5", **QWEN3_5)
+    step("Qwen3.5 with experts", tokens_only, next_token_loss, **QWEN3_5 | EXPERTS, router="softmax", shared_experts=1,
+         shared_gate=True)  # fmt: skip
     step("LoRA", tokens_only, next_token_loss, adapted={"rank": 8, "dropout": 0.1})
     step("NF4", adapted={"rank": 8, "base_format": "nf4"}, **QWEN3)
     for name, loss in tiny.all_losses("pair losses").items():
@@ -193,22 +200,27 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def decoding() -> None:
     """Three rows, one of them greedy: their prompts, a token, one with logprobs and a bias, and the rows' release."""
     device = devices.init("npu", "bfloat16")
-    model = with_memory(model_of(device, vocab_size=280), device)
+    for name, settings in SETTINGS.items():
+        decode(name, settings, device)
+    decode("Qwen3.5", {}, device, **QWEN3_5)
+
+
+def decode(name: str, settings: dict[str, Any], device: Device, **changes: Any) -> None:
+    model = with_memory(model_of(device, vocab_size=280, **changes), device)
     engine = Engine(model.eval(), tiny.tiny_tokenizer(), device, "off")
     engine.stop_ids = set()
-    for name, settings in SETTINGS.items():
-        sampling = [SamplingParams(**settings), SamplingParams(**settings), SamplingParams(temperature=0.0)]
-        with engine.slots(3, 64) as slots:
-            with section(f"{name}: prompts"):
-                slots.fill([Row([5, 6, 7], 9, one, logit_bias={3: 1.0}) for one in sampling])
-            slots.decode(2)
+    sampling = [SamplingParams(**settings), SamplingParams(**settings), SamplingParams(temperature=0.0)]
+    with engine.slots(3, 64) as slots:
+        with section(f"{name}: prompts"):
+            slots.fill([Row([5, 6, 7], 9, one, logit_bias={3: 1.0}) for one in sampling])
+        slots.decode(2)
+        slots.decode()
+        with section(f"{name}: a token"):
             slots.decode()
-            with section(f"{name}: a token"):
-                slots.decode()
-            with section(f"{name}: a token with logprobs"):
-                slots.decode(2)
-            with section(f"{name}: release"):
-                slots.release([slots.rows[0]])
+        with section(f"{name}: a token with logprobs"):
+            slots.decode(2)
+        with section(f"{name}: release"):
+            slots.release([slots.rows[0]])
 
 
 def evaluations() -> None:

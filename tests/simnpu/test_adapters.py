@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 
 from simnpu import adapters
@@ -87,6 +88,24 @@ def test_launches_of_a_step_of_adapters(measure):
     assert launches(log["step of adapters, 1"]) <= 2264 and waits(log["step of adapters, 1"]) == 0
     # A second micro-batch casts no adapters again; it adds its gradients to those of the first, one by one.
     assert launches(log["step of adapters, 2"]) - launches(log["step of adapters, 1"]) <= 2538
+
+
+# The sizes of Qwen3.5 0.8B but for its vocabulary, whose tables would be most of a step.
+QWEN3_5 = tiny.SHAPES["qwen3_5"] | {
+    "width": 1024, "n_head": 8, "n_kv_head": 2, "head_dim": 256, "rotary_dims": 64, "mlp_width": 3584,
+    "window_pattern": "DDDL", "state_key_heads": 16, "state_value_heads": 16, "state_key_dim": 128,
+    "state_value_dim": 128, "lookback_heads": 0, "key_offset": False,
+}  # fmt: skip
+
+
+def test_launches_of_layers_with_a_state(measure):
+    """Four layers, three of them with a state. A row of 2,048 tokens is 32 chunks, each of which takes the state on."""
+    calls = [call("step", depth=4, rows=1, tokens=tokens, **QWEN3_5) for tokens in (1024, 2048)]
+    short, long = (measure(one)[1]["step"] for one in calls)
+    _, log = measure(call("token", depth=4, tokens=128, **QWEN3_5))
+    assert launches(long) <= 2513 and waits(long) == 0
+    assert launches(long) - launches(short) <= 13 * 16 * 3, "launches of a chunk, forward and backward"
+    assert launches(log["token"]) <= 210 and waits(log["token"]) == 1
 
 
 def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measure):

@@ -31,7 +31,7 @@ def close(ours: list[float], theirs: list[float], relative: float) -> bool:
     return len(ours) == len(theirs) and ours == pytest.approx(theirs, rel=relative, abs=relative)
 
 
-SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama", "experts", "qwen3_moe")
+SHAPES = ("fast", "ungrouped", "qwen3", "qwen2", "llama", "qwen3_5", "experts", "qwen3_moe")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,8 @@ def test_training_in_fp32_is_the_cpus(simulated: On, shape: str, packed: bool):
 
 
 @pytest.mark.parametrize(
-    ("shape", "base_format"), [("ungrouped", "plain"), ("qwen3", "nf4"), ("qwen3_moe", "plain"), ("qwen3_moe", "nf4")]
+    ("shape", "base_format"),
+    [("ungrouped", "plain"), ("qwen3", "nf4"), ("qwen3_5", "nf4"), ("qwen3_moe", "plain"), ("qwen3_moe", "nf4")],
 )
 def test_adapters_learn_as_on_the_cpu(simulated: On, shape: str, base_format: str):
     on_cpu = by_cpu("adapter_losses", shape=shape, base_format=base_format)
