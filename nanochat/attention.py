@@ -15,8 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Extra places at the end of each head's cache when keys have an offset. One is needed; 16 keep lengths aligned.
-SPARE_PLACES = 16
 # Queries per block in `blockwise_attention`. Blocks of 128 compute fewer scores but add up the gradients of the keys in
 # more parts: 315 instead of 210 ms for 2 rows of 2,048 in bf16 (one thread of an Intel Xeon with AMX, 2026-11-22).
 BLOCK = 256
@@ -60,11 +58,6 @@ class Segments:
         """Copy the segments to another device: `move` copies one tensor (`Device.to_device`)."""
         return Segments(move(self.numbers), self.ends, move(self.bounds))
 
-    @property
-    def follows(self) -> Tensor:
-        """(B, T): whether the previous token belongs to the same document."""
-        return F.pad(self.numbers[:, 1:] == self.numbers[:, :-1], (1, 0))  # padded by False
-
     def first_key(self, start: int) -> int:
         """The earliest token of a row that its queries from `start` on may attend to, in any of the rows."""
         # Places count through all rows. With ends of 3, 6, 10, 12 and rows of 6, query 4 of row 1 is at place 10. Three
@@ -76,24 +69,6 @@ class Segments:
             begin = self.ends[document - 1] if document else 0
             earliest = min(earliest, begin - row_start)
         return earliest
-
-
-def offset_masks(tokens: Tensor, segments: Segments | None, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The two masks of `TorchKernels.offset_keys` for tokens (B, T): 1 where a key keeps its own channel, (D,), and 1
-    where it takes the channel of the previous token, (B, T, 1, D).
-
-    Both are 0 in the slow channels of a document's first token.
-    """
-    # The rotation turns pairs of channels i and i + D/2, the fast pairs first. So the channels in four quarters are
-    # fast, slow, fast, slow. They are computed on the device, because a copy from the host would wait.
-    quarter = head_dim // 4
-    own = F.pad(torch.ones(2, quarter, dtype=dtype, device=tokens.device), (0, quarter)).flatten()
-    if segments is None:  # each row is one document
-        # The padding: a fast quarter before each slow one, and a row's first token.
-        B, T = tokens.shape
-        slow = torch.ones(B, T - 1, 1, 2, quarter, dtype=dtype, device=tokens.device)
-        return own, F.pad(slow, (quarter, 0, 0, 0, 0, 0, 1, 0)).flatten(-2)
-    return own, segments.follows.expand(len(tokens), -1)[..., None, None] * (1 - own)
 
 
 def causal_mask(
@@ -167,10 +142,6 @@ def blockwise_attention(
 #
 # So a head's keys are one matrix (S, D), which products read where it lies, and one number per head names the place of
 # a new token: row 1 writes to 16 + 2 and 24 + 2.
-#
-# With `GPTConfig.key_offset` the slow channels of a key come from the previous token. Decoding needs no other state for
-# this: a token writes its fast channels to its own place and its slow channels to the next place, where the next token
-# adds its fast ones. In place 0 the slow channels are zero. A row of n tokens then takes n + 1 places.
 
 
 @dataclass
@@ -199,9 +170,6 @@ class KVCache:
     # Later positions are clamped to this, and to a head's last place for a token: a padded piece of a prompt writes its
     # padding there, a slot without a row what a recording computes for it. None: positions are never later.
     max_position: int | None = None
-    # Where the four quarters of a key are written, counted in quarters from the start of its place: 0, 5, 2, 7. The
-    # second and the last hold slow channels and go to the next place. None: no key offset.
-    quarters: Tensor | None = None
     # What layers without keys keep of each row, (layers, B, ...) each (deltanet/layer.py).
     states: tuple[Tensor, ...] = ()
     # (B,): how many of the new tokens are real, where others are padding. None: all.
@@ -210,35 +178,23 @@ class KVCache:
     @classmethod
     def empty(
         cls, layers: int, batch: int, capacity: int, kv_heads: int, head_dim: int,
-        device: torch.device | str, dtype: torch.dtype, key_offset: bool = False,
+        device: torch.device | str, dtype: torch.dtype,
     ) -> "KVCache":  # fmt: skip
-        places = cls.places_for(capacity, key_offset)
-        shape = (layers, batch * kv_heads * places, head_dim)
+        shape = (layers, batch * kv_heads * capacity, head_dim)
         return cls(
             keys=torch.zeros(shape, device=device, dtype=dtype),
             values=torch.zeros(shape, device=device, dtype=dtype),
             position=torch.zeros(batch, device=device, dtype=torch.long),
             heads=torch.arange(batch * kv_heads, device=device).view(batch, kv_heads),
-            places=torch.arange(places, device=device),
-            stride=places,
-            attended_len=places,
-            quarters=torch.tensor([0, 5, 2, 7], device=device) if key_offset else None,
+            places=torch.arange(capacity, device=device),
+            stride=capacity,
+            attended_len=capacity,
         )
-
-    @staticmethod
-    def places_for(capacity: int, key_offset: bool) -> int:
-        """How many places a head needs for `capacity` tokens."""
-        return capacity + SPARE_PLACES if key_offset else capacity
 
     @property
     def capacity(self) -> int:
-        """The number of places per head. With a key offset the last ones hold no token."""
+        """The number of places per head."""
         return len(self.places)
-
-    @property
-    def spare(self) -> int:
-        """How many places a row needs beyond its tokens."""
-        return 0 if self.quarters is None else 1
 
     def view(self, first: int, end: int) -> "KVCache":
         """The rows `first` to `end` (exclusive), in this cache's memory, until it is laid out anew."""
@@ -263,7 +219,6 @@ class KVCache:
     def copy_rows(self, sources: Tensor, targets: Tensor, tokens: int) -> None:
         """Copy the first `tokens` keys and values of the rows `sources` (B,) to the rows `targets` (B,), and all of
         their states; both may overlap."""
-        tokens += self.spare
         # Indexing gathers the right side into new memory first, so a row may be both source and target.
         for memory in (self.by_head(self.keys), self.by_head(self.values)):
             memory[:, targets, :, :tokens] = memory[:, sources, :, :tokens]
@@ -276,7 +231,7 @@ class KVCache:
         if tokens > 1:  # for one token this saves two launches
             positions = positions + torch.arange(tokens, device=self.position.device)
         if self.max_position is not None:
-            positions = positions.clamp(max=min(self.max_position, self.stride - 1 - self.spare))
+            positions = positions.clamp(max=min(self.max_position, self.stride - 1))
         return positions
 
     def masks(self, positions: Tensor, windows: list[int]) -> dict[int, Tensor]:
@@ -287,27 +242,17 @@ class KVCache:
         # Layers of the same window share one mask.
         return {window: causal & (distance < window) if window else causal for window in set(windows)}
 
-    def indices(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Where the keys and the values of tokens at `positions` (B, T) go in the memory of every layer: (B, T, K)
-        each, or for keys with an offset (B, T, K, 4), one index for each quarter."""
-        places = torch.add(positions[:, :, None], self.heads[:, None], alpha=self.stride)  # position + head S
-        if self.quarters is None:
-            return places, places
-        return torch.add(self.quarters, places.unsqueeze(-1), alpha=4), places
+    def indices(self, positions: Tensor) -> Tensor:
+        """Where the keys and values of tokens at `positions` (B, T) go in the memory of every layer: (B, T, K)."""
+        return torch.add(positions[:, :, None], self.heads[:, None], alpha=self.stride)  # position + head S
 
-    def write(self, layer: int, k: Tensor, v: Tensor, indices: tuple[Tensor, Tensor]) -> None:
+    def write(self, layer: int, k: Tensor, v: Tensor, indices: Tensor) -> None:
         """Store k and v (B, T, K, D) at their `indices`."""
         # index_put_ takes 0.04 ms; scatter_, which copies the whole cache, takes 1.3 ms (64 rows at depth 4, AMD EPYC,
         # 2026-11-20). One index for one axis: with indices for axes that are apart, an NPU writes on its slow AI CPU
         # (source: CANN's aclnnIndexPutImpl), 24 times a token at depth 12.
-        keys = self.keys[layer]
-        k = k.to(keys.dtype)
-        if self.quarters is not None:
-            keys = keys.view(-1, keys.size(-1) // 4)
-            k = k.unflatten(-1, (4, -1))
-        key_indices, value_indices = indices
-        keys.index_put_((key_indices,), k)
-        self.values[layer].index_put_((value_indices,), v.to(self.values.dtype))
+        self.keys[layer].index_put_((indices,), k.to(self.keys.dtype))
+        self.values[layer].index_put_((indices,), v.to(self.values.dtype))
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """The first `attended_len` keys and values of a layer, (B, K, attended_len, D) each."""

@@ -386,7 +386,7 @@ class Slots:
         self.rows: list[Row] = []
         self.cache = KVCache.empty(
             len(config.attention_layers), size, round_up(capacity, CACHE_STEP), config.n_kv_head, config.head_dim,
-            device, engine.device.dtype, config.key_offset,
+            device, engine.device.dtype,
         )  # fmt: skip
         self.cache.states = engine.model.kernels.row_states(config, size, device, engine.device.dtype)
         # Padding never lands on a position that counts: the last token of a full row is never fed.
@@ -408,8 +408,7 @@ class Slots:
     @staticmethod
     def bytes_per_slot(c: GPTConfig, dtype: torch.dtype) -> int:
         # Twice, for keys and values; one vector of head_dim per layer, token and key head.
-        places = KVCache.places_for(round_up(c.sequence_len, CACHE_STEP), c.key_offset)
-        values = 2 * len(c.attention_layers) * places * c.n_kv_head * c.head_dim
+        values = 2 * len(c.attention_layers) * round_up(c.sequence_len, CACHE_STEP) * c.n_kv_head * c.head_dim
         states = devices.runtime_of("cpu").kernels(dtype, "").row_states(c, 1, "meta", dtype)
         return values * dtype.itemsize + sum(state.nbytes for state in states)
 

@@ -1,8 +1,8 @@
 """The model: a decoder-only transformer, written by hand. Every architectural choice is a field of GPTConfig.
 
 Tokens go in; logits come out, or with targets the summed cross-entropy. The defaults are the fast from-scratch preset
-(source: nanochat and modded-nanogpt, unless a line names another), except `lookback_heads` and `key_offset`. Qwen and
-Llama shapes are other values of the same fields. `scaling.py` turns a depth into a config.
+(source: nanochat and modded-nanogpt, unless a line names another), except `lookback_heads`. Qwen and Llama shapes are
+other values of the same fields. `scaling.py` turns a depth into a config.
 
 How a token becomes a loss, in `hidden` and `forward`: embedding -> blocks (attention, MLP, each added to the residual
 stream) -> norm -> head -> cross-entropy.
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nanochat import device as devices
-from nanochat.attention import KVCache, Segments, offset_masks
+from nanochat.attention import KVCache, Segments
 from nanochat.cross_entropy import linear_cross_entropy, soft_cap
 from nanochat.ground.sharding import fill, is_dtensor
 from nanochat.operators import TorchKernels
@@ -89,10 +89,6 @@ class GPTConfig:
     # token, the next head at the token before it. With such heads later layers continue what occurred earlier in the
     # text (source: Olsson et al. 2022, In-context Learning and Induction Heads); a model takes a while to learn them.
     lookback_heads: int = 0
-    # Take half of each key's channels, the slow ones that the rotation hardly turns, from the key of the previous
-    # token. A query that looks for its own token there finds what followed that token the last time, in any layer
-    # (source: modded-nanogpt, pull request 169). Otherwise this takes a head that looks back, in an earlier layer.
-    key_offset: bool = False
     # One table for embedding and head (source: Press and Wolf 2017). Untied, each has its own scale and learning rate:
     # 0.3 and 0.008 at depth 12 (scaling.py).
     tied_head: bool = False
@@ -134,8 +130,6 @@ class GPTConfig:
                 f"--head_dim {self.head_dim} is odd, and rotary positions turn pairs of channels: use an even number, "
                 f"such as {self.head_dim + 1}"
             )
-        if self.key_offset and self.head_dim % 4:
-            raise ValueError(f"key_offset divides channels into four quarters, and head_dim is {self.head_dim}")
         letters = "SLD" if self.has_states else "SL"
         if not self.window_pattern or set(self.window_pattern) - set(letters):
             raise ValueError(f"--window_pattern {self.window_pattern!r}: letters S (short) and L (long), e.g. SSSL")
@@ -182,9 +176,8 @@ class ForwardContext:
     cos: Tensor
     sin: Tensor
     segments: Segments | None = None
-    offset_masks: tuple[Tensor, Tensor] | None = None  # for `row_attention`, if the config has a key_offset
     cache: KVCache | None = None
-    indices: tuple[Tensor, Tensor] | None = None  # where the new keys and values go in the cache
+    indices: Tensor | None = None  # where the new keys and values go in the cache
     masks: dict[int, Tensor] = field(default_factory=dict)  # by window; empty: attend to the new tokens only
 
 
@@ -341,9 +334,7 @@ class Attention(nn.Module):
 
         # The new tokens attend to each other, and with a cache to the tokens before them.
         if context.cache is None:
-            y = self.kernels.row_attention(
-                q, k, v, context.offset_masks, scale=self.scale, window=self.window, segments=context.segments
-            )
+            y = self.kernels.attention(q, k, v, scale=self.scale, window=self.window, segments=context.segments)
         else:
             # The cache receives the new keys and values first, so that a token finds itself there. Then the queries
             # attend to everything that the cache holds of their rows.
@@ -697,8 +688,6 @@ class GPT(nn.Module):
         # cos and sin of each position, with an axis that all heads share.
         cos, sin = rotary.to(dtype).unsqueeze(-2)
         context = ForwardContext(cos, sin, segments=segments, cache=cache)
-        if cache is None and self.config.key_offset:
-            context.offset_masks = offset_masks(tokens, segments, self.config.head_dim, dtype)
         if cache is not None and positions is not None:
             context.indices = cache.indices(positions)
             windows = [self.config.window(layer) for layer in self.config.attention_layers]

@@ -125,10 +125,6 @@ class TorchKernels:
         (low, high) -> (low cos - high sin, high cos + low sin)."""
         raise NotImplementedError
 
-    def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
-        """Keys (B, T, K, D) with their slow channels taken from the previous token, by the masks of `offset_masks`."""
-        raise NotImplementedError
-
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, segments: Segments | None = None
     ) -> Tensor:
@@ -137,14 +133,6 @@ class TorchKernels:
         H is a multiple of K. With `segments` the documents of a row do not attend to each other.
         """
         raise NotImplementedError
-
-    def row_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, offset_masks: tuple[Tensor, Tensor] | None, **options: Any
-    ) -> Tensor:
-        """`attention` with these options, after `offset_keys` if there are masks."""
-        if offset_masks is not None:
-            k = self.offset_keys(k, offset_masks)
-        return self.attention(q, k, v, **options)
 
     def prepare_mask(self, mask: Tensor) -> Tensor:
         """The mask in the form for `cached_attention`; called once per forward pass and window, not once per layer."""

@@ -74,7 +74,6 @@ def model_config(
             mlp=mlp,
             mlp_width=mlp_width,
             lookback_heads=min(2, max(0, n_head - 2)),  # at least two heads begin free
-            key_offset=head_dim % 4 == 0,  # the offset divides the channels into quarters
         )
     except ValueError as error:  # it names the flag
         raise UserError(str(error)) from error

@@ -106,7 +106,7 @@ def require_exported(config: "GPTConfig", family: str | None) -> None:
     """Raises UserError: when no family has the model, and modeling_nanochat.py does not compute a part of it."""
     if family is not None:
         return
-    # The fields that its code reads, as config.width, c.width or getattr(c, "key_offset", False).
+    # The fields that its code reads, as config.width, c.width or getattr(config, "experts", 0).
     read = set(re.findall(r"\b(?:config|c)(?:\.|, \")(\w+)", MODELING.read_text(encoding="utf-8")))
     read |= {"scalar_head", *DERIVED}  # the head is not in the logits
     for field in fields(config):

@@ -55,7 +55,7 @@ PLAIN = {
     "norm_weight": True, "embedding_norm": False, "value_embeddings": False, "residual_scales": False, "logit_cap": 0.0,
 }  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "fast": {"key_offset": True},
+    "fast": {},
     "ungrouped": {"n_kv_head": 4, "norm_weight": True, "lookback_heads": 3},
     "qwen3": {**PLAIN, "qk_norm": "before_rotary", "head_dim": 16, "tied_head": True},
     "qwen2": {**PLAIN, "qk_norm": "none", "attention_bias": True, "tied_head": True},
@@ -121,10 +121,6 @@ class ReferenceKernels(WrittenKernels):
 
     def relu_squared(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
-
-    def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
-        own, before = masks
-        return k * own + k.roll(1, dims=1) * before
 
 
 def lively_model(config: GPTConfig, seed: int = 0, kernels: TorchKernels | None = None) -> GPT:

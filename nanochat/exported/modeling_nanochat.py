@@ -67,7 +67,7 @@ class Attention(nn.Module):
         if config.qk_norm == "after_rotary":
             self.scale *= config.rotary_gain**2
 
-    def forward(self, x, value, cos, sin, mask, begins, cache):
+    def forward(self, x, value, cos, sin, mask, cache):
         c = self.config
         B, T, _ = x.shape
         q, k, v = (
@@ -89,31 +89,9 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)  # (B, K, S, D)
-        if getattr(c, "key_offset", False):
-            y = offset_attention(q, k, v, mask, begins, self.scale)
-        else:
-            grouped = c.n_head != c.n_kv_head
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
+        grouped = c.n_head != c.n_kv_head
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale, enable_gqa=grouped)
         return self.output(y.transpose(1, 2).reshape(B, T, -1))
-
-
-def offset_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, begins: Tensor, scale: float) -> Tensor:
-    """Attention whose keys take their slow channels from the previous token: q (B, H, T, D), k and v (B, K, S, D).
-
-    `begins` (B or 1, 1, S, 1) is True for the first token of each row.
-    """
-    B, H, T, D = q.shape
-    K = k.size(1)
-    slow = torch.arange(D, device=k.device) // (D // 4) % 2 == 1  # fast, slow, fast, slow
-    if T > 1:
-        k = torch.where(slow, k.roll(1, dims=2).masked_fill(begins, 0), k)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=H != K)
-    # Decoding: shift the query's products with the slow channels, instead of all cached keys for every new token.
-    q = q.view(B, K, H // K, D)
-    moved = ((q * slow) @ k.mT).roll(1, dims=-1).masked_fill(begins.mT, 0)  # (B, K, H / K, S)
-    scores = ((q * ~slow) @ k.mT + moved).float() * scale
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
-    return (weights.to(v.dtype) @ v).view(B, H, T, D)
 
 
 def has_value_embedding(config, layer: int) -> bool:
@@ -189,8 +167,8 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config, config.width)
         self.mlp = Experts(config) if getattr(config, "experts", 0) else MLP(config, config.mlp_width)
 
-    def forward(self, x, value, cos, sin, mask, begins, cache):
-        x = x + self.attention(self.attention_norm(x), value, cos, sin, mask, begins, cache)
+    def forward(self, x, value, cos, sin, mask, cache):
+        x = x + self.attention(self.attention_norm(x), value, cos, sin, mask, cache)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -254,9 +232,6 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         x = self.embedding(input_ids)
         cos, sin = self._angles(position_ids, x.dtype)
         masks = self._masks(places, seen, attention_mask)
-        begins = (places == 0)[None]  # (B or 1, S), the first token of each row
-        if attention_mask is not None:
-            begins = begins | (attention_mask.roll(1, dims=1) == 0)
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
         first = x
@@ -266,7 +241,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             value = None
             if str(layer) in self.value_embeddings:
                 value = self.value_embeddings[str(layer)](input_ids)
-            x = block(x, value, cos, sin, masks[c.windows[layer]], begins[:, None, :, None], cache)
+            x = block(x, value, cos, sin, masks[c.windows[layer]], cache)
         x = self.norm(x)
         if isinstance(logits_to_keep, int) and logits_to_keep:
             x = x[:, -logits_to_keep:]

@@ -1,7 +1,7 @@
 """Decoding on an accelerator: the launches of a token are recorded once and replayed as one.
 
 In eager mode the host launches each operator separately, and a small model's operators are shorter than their launches.
-A simulated NPU counts 241 launches for a decoded token at depth 12, and 9 with a recording (2026-11-27).
+A simulated NPU counts 240 launches for a decoded token at depth 12, and 9 with a recording (2026-11-30).
 
 Legend: B rows, V vocab.
 """
@@ -171,7 +171,7 @@ class AcceleratorSlots(Slots):
             return super()._attended_len(tokens)
         if records:
             tokens += 1  # a place after a prompt for what a recording writes to its slot, see `_step`
-        rounded = _power_of_two(round_up(tokens + self.cache.spare, CACHE_STEP))
+        rounded = _power_of_two(round_up(tokens, CACHE_STEP))
         rounded = min(rounded, self.cache.capacity)
         if not reads_whole_cache:
             return rounded
@@ -198,14 +198,12 @@ def lay_out(cache: KVCache, stride: int, kept: int) -> None:
     """
     B, K = cache.heads.shape
     if kept:
-        kept = min(kept + cache.spare, cache.stride, stride)
+        kept = min(kept, cache.stride, stride)
     for memory in (cache.keys, cache.values):
         for layer in memory if kept else ():  # one at a time: it is copied, because old and new places overlap
             tokens = cache.by_head(layer)[:, :, :kept].clone()
             layer[: B * K * stride].view(B, K, stride, -1)[:, :, :kept] = tokens
     cache.stride = cache.attended_len = stride
-    if cache.quarters is not None and not kept:
-        cache.by_head(cache.keys)[..., 0, :] = 0  # no token writes the slow channels here
 
 
 def _power_of_two(tokens: int) -> int:

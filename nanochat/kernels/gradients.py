@@ -29,9 +29,6 @@ class WrittenKernels(TorchKernels):
     def qkv_linear(self, has_equal_heads: bool) -> Any:
         return StackedLinear if has_equal_heads else None
 
-    def offset_keys(self, k: Tensor, masks: tuple[Tensor, Tensor]) -> Tensor:
-        return apply(_OffsetKeys, k, *masks)  # type: ignore[no-any-return]
-
     def relu_squared(self, x: Tensor) -> Tensor:
         return apply(_ReluSquared, x)  # type: ignore[no-any-return]
 
@@ -262,28 +259,6 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     to_low.addcmul_(high, half, value=-sign)
     to_high.addcmul_(low, half, value=sign)
     return out
-
-
-class _OffsetKeys(torch.autograd.Function):
-    """`TorchKernels.offset_keys`. The backward pass shifts the other way."""
-
-    @staticmethod
-    def forward(ctx, k: Tensor, own: Tensor, before: Tensor) -> Tensor:
-        ctx.save_for_backward(own, before)
-        return _add_shifted(k, own, before, slice(1, None), slice(-1))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads: Tensor):
-        return _add_shifted(grads[0], *ctx.saved_tensors, targets=slice(-1), sources=slice(1, None)), None, None
-
-
-def _add_shifted(x: Tensor, own: Tensor, before: Tensor, targets: slice, sources: slice) -> Tensor:
-    # All rows as one: the first token of each takes nothing from before, so nothing gets from one row to another.
-    tokens = x.flatten(0, 1)
-    out = tokens * own
-    out[targets].addcmul_(tokens[sources], before.flatten(0, 1)[1:])
-    return out.view(x.shape)
 
 
 class _Mix(torch.autograd.Function):

@@ -62,17 +62,9 @@ class RowPart:
     # It reaches attention inside the model's own arguments, so that recomputed activations find it, too. It is not a
     # dataclass: FSDP would search its fields for gradients.
 
-    def __init__(self, start: int, documents: Segments | None, tokens: Tensor):
+    def __init__(self, start: int, documents: Segments | None):
         self.start = start
         self.documents = documents  # the documents of whole rows; None: each row is one document
-        self.tokens = tokens  # (B, T), of whole rows
-
-    @property
-    def follows(self) -> Tensor:
-        """`Segments.follows` of the whole rows, which are what attention reads."""
-        if self.documents is None:
-            return torch.arange(self.tokens.size(1), device=self.tokens.device)[None] > 0
-        return self.documents.follows
 
 
 @dataclass(frozen=True)
@@ -145,7 +137,7 @@ def _forward(
     assert T % row.ranks == 0, f"{row.ranks} ranks share rows of {T} tokens"
     start = row.rank * T // row.ranks
     end = start + T // row.ranks
-    part: Any = RowPart(start, segments, tokens)
+    part: Any = RowPart(start, segments)
     tokens = tokens[:, start:end].contiguous()
     if targets is not None:
         targets = targets[:, start:end].contiguous()
@@ -164,31 +156,30 @@ class SharedRowsKernels:
         self._to_heads = functools.partial(to_heads, row)
         self._to_tokens = functools.partial(to_tokens, row)
 
-    def __getattr__(self, name: str) -> Any:  # everything but `row_attention` is unchanged
+    def __getattr__(self, name: str) -> Any:  # everything but `attention` is unchanged
         return getattr(self._kernels, name)
 
-    def row_attention(
+    def attention(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        offset_masks: tuple[Tensor, Tensor] | None,
         *,
         scale: float,
         window: int = 0,
         segments: Segments | RowPart | None = None,
     ) -> Tensor:
         """q (B, T/R, H, D), k and v (B, T/R, K, D) -> (B, T/R, H, D), as the operator of the device computes it."""
-        attend = functools.partial(self._kernels.row_attention, scale=scale, window=window)
+        attend = functools.partial(self._kernels.attention, scale=scale, window=window)
         if not isinstance(segments, RowPart):
-            return attend(q, k, v, offset_masks, segments=segments)
+            return attend(q, k, v, segments=segments)
         # 6 query heads on 6 ranks with 2 key heads: each rank needs one key head, so each key head travels 3 times.
         K = k.size(2)
         copies = math.lcm(K, self._row.ranks) // K
         if copies > 1:
             k, v = (x.unsqueeze(3).expand(-1, -1, -1, copies, -1).flatten(2, 3) for x in (k, v))
         q, k, v = Travel.apply(self._to_heads, self._to_tokens, q, k, v)
-        y = attend(q, k, v, offset_masks, segments=segments.documents)  # (B, T, H/R, D)
+        y = attend(q, k, v, segments=segments.documents)  # (B, T, H/R, D)
         return Travel.apply(self._to_tokens, self._to_heads, y)[0]
 
 

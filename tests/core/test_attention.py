@@ -35,12 +35,6 @@ def random_qkv(B: int, T: int, H: int, K: int, D: int = 4) -> tuple[Tensor, Tens
     return torch.randn(B, T, H, D), torch.randn(B, T, K, D), torch.randn(B, T, K, D)
 
 
-def with_offset(k: Tensor) -> Tensor:
-    """Keys (B, T, K, 4) with their slow channels, the second and the last, from the previous token; 0 for the first."""
-    before = torch.cat((torch.zeros_like(k[:, :1]), k[:, :-1]), dim=1)
-    return torch.stack((k[..., 0], before[..., 1], k[..., 2], before[..., 3]), dim=-1)
-
-
 # ---------------------------------------------------------------------- whole rows
 
 
@@ -184,13 +178,11 @@ def test_decoding_in_bf16_is_right_on_every_processor(has_amx: bool) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("chunks", [[12], [5, *[1] * 7], [4, 4, 4], [1] * 12, [2, 1, 6, 3]])
-@pytest.mark.parametrize("key_offset", [False, True], ids=["own_keys", "key_offset"])
-def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int, key_offset: bool) -> None:
+def test_cache_in_any_chunks_equals_whole_rows(chunks: list[int], window: int) -> None:
     q, k, v = random_qkv(2, 12, 4, 2)
-    cache = KVCache.empty(2, 2, 12, 2, 4, "cpu", torch.float32, key_offset)
+    cache = KVCache.empty(2, 2, 12, 2, 4, "cpu", torch.float32)
     parts = list(zip(*(x.split(chunks, dim=1) for x in (q, k, v)), strict=True))
     out = torch.cat([cached_attention(cache, *part, window, layer=1) for part in parts], dim=1)
-    k = with_offset(k) if key_offset else k
     torch.testing.assert_close(out, reference(q, k, v, 0.7, window), **CLOSE)
     assert cache.position.tolist() == [12, 12]
     assert not cache.keys[0].any(), "the other layer was written"
@@ -210,29 +202,28 @@ def test_keys_beyond_attended_len_are_not_read() -> None:
 def test_a_cache_that_is_laid_out_anew_reads_the_same() -> None:
     """For more and for fewer tokens, in the same memory, with a token between; what no longer fits is lost."""
     q, k, v = random_qkv(3, 9, 4, 2)
-    cache = KVCache.empty(2, 3, 16, 2, 4, "cpu", torch.float32, key_offset=True)
+    cache = KVCache.empty(2, 3, 16, 2, 4, "cpu", torch.float32)
     cache.keys.fill_(9.0)  # what earlier rows left there
     memory = cache.keys.data_ptr(), cache.values.data_ptr()
     outs = []
     for stride, first, end in ((6, 0, 4), (6, 4, 5), (16, 5, 7), (8, 7, 8), (12, 8, 9)):
-        stride += cache.spare
         lay_out(cache, stride, kept=first)
         assert cache.by_head(cache.keys).shape == (2, 3, 2, stride, 4) and cache.attended_len == stride
         outs.append(cached_attention(cache, *(x[:, first:end] for x in (q, k, v)), 0, layer=1))
         assert cache.read(1)[0].is_contiguous()  # one matrix after the other: nothing is copied to multiply it
-    torch.testing.assert_close(torch.cat(outs, dim=1), reference(q, with_offset(k), v, 0.7), **CLOSE)
+    torch.testing.assert_close(torch.cat(outs, dim=1), reference(q, k, v, 0.7), **CLOSE)
     assert (cache.keys.data_ptr(), cache.values.data_ptr()) == memory
 
 
 def test_padding_does_not_reach_the_keys_of_other_heads_and_rows() -> None:
-    """It lands on the last positions that no token of the row has; its slow channels go one place further."""
-    cache = KVCache.empty(1, 2, 8, 2, 4, "cpu", torch.float32, key_offset=True)
+    """It lands on the last positions that no token of the row has."""
+    cache = KVCache.empty(1, 2, 8, 2, 4, "cpu", torch.float32)
     lay_out(cache, 8, kept=0)
     cache.max_position = 40
     cache.position.fill_(4)
     _, k, v = random_qkv(2, 6, 4, 2)
     positions = cache.positions(6)
-    assert positions.tolist() == [[4, 5, 6, 6, 6, 6]] * 2
+    assert positions.tolist() == [[4, 5, 6, 7, 7, 7]] * 2
     cache.write(0, k, v, cache.indices(positions))
     assert not cache.by_head(cache.keys)[..., :4, :].any()
 

@@ -145,7 +145,7 @@ def test_a_run_that_cannot_have_its_folder_moves_nothing(folder):
 
 
 SAVED = {
-    "model": {"n_layer": 2, "key_offset": False}, "tokenizer": "", "source": None, "config": {"tasks": ""},
+    "model": {"n_layer": 2, "tied_head": False}, "tokenizer": "", "source": None, "config": {"tasks": ""},
     "fingerprints": {"tokens a step": 256},
 }  # fmt: skip
 
@@ -156,7 +156,7 @@ CHANGES = [
     ({"fingerprints": {"tokens a step": 512}}, "--total_batch_size .*256.*512"),
     ({"fingerprints": {"what --data names": "text"}}, "--data .*text"),
     # The weights have the same shapes, so that nothing else would say that the model is another one.
-    ({"model": {"n_layer": 2, "key_offset": True}}, "key_offset False.*True"),
+    ({"model": {"n_layer": 2, "tied_head": True}}, "tied_head False.*True"),
 ]
 
 

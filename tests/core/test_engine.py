@@ -373,7 +373,7 @@ def accelerated(shape: str = "fast", whole_cache: bool = True, records: bool = T
 @pytest.mark.parametrize(("context", "whole_cache"), [(63, True), (64, True), (64, False), (65, False)])
 def test_a_prompt_as_long_as_the_context_is_read_exactly(context: int, whole_cache: bool) -> None:
     """Its padding has no places after it."""
-    engine = accelerated(whole_cache=whole_cache, records=False, sequence_len=context)  # a model with key_offset
+    engine = accelerated(whole_cache=whole_cache, records=False, sequence_len=context)
     prompt = prompt_of(context)
     with torch.no_grad():
         exact = engine.model(torch.tensor([prompt]))[0].log_softmax(dim=-1)

@@ -69,10 +69,6 @@ def slow_logits(model: GPT, tokens: Tensor) -> Tensor:
         q, k = turn(q), turn(k)
         if c.qk_norm == "after_rotary":
             q, k = norm(q, f"{block}attention.q_norm.weight"), norm(k, f"{block}attention.k_norm.weight")
-        if c.key_offset:  # the second and the last quarter of the channels come from the previous token
-            k = k.clone()
-            for slow in (slice(D // 4, D // 2), slice(3 * D // 4, D)):
-                k[..., slow] = torch.cat((torch.zeros_like(k[:, :1, :, slow]), k[:, :-1, :, slow]), dim=1)
         if c.qk_norm != "none":
             q, k = c.qk_scale * q, c.qk_scale * k
         if c.value_embeddings and (c.n_layer - 1 - i) % 2 == 0:
@@ -124,9 +120,7 @@ def greedy(model: GPT, prompt: Tensor, new: int) -> tuple[Tensor, Tensor]:
 def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tuple[Tensor, Tensor]:
     """The same against a cache; the prompt goes in by `chunks`."""
     c = model.config
-    cache = KVCache.empty(
-        c.n_layer, len(prompt), c.sequence_len, c.n_kv_head, c.head_dim, "cpu", torch.float32, c.key_offset
-    )
+    cache = KVCache.empty(c.n_layer, len(prompt), c.sequence_len, c.n_kv_head, c.head_dim, "cpu", torch.float32)
     cache.states = model.kernels.row_states(c, len(prompt), "cpu", torch.float32)
     out: list[Tensor] = []
     for tokens in prompt.split(chunks, dim=1):
@@ -142,9 +136,9 @@ def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tu
 
 
 HEADS_AND_WINDOWS: dict[str, dict[str, Any]] = {
-    "one key head": {"key_offset": True, "n_kv_head": 1},
-    "short windows": {"key_offset": True, "window_pattern": "S"},
-    "lookback": {"key_offset": True, "lookback_heads": 2},
+    "one key head": {"n_kv_head": 1},
+    "short windows": {"window_pattern": "S"},
+    "lookback": {"lookback_heads": 2},
 }
 
 
@@ -167,7 +161,7 @@ def test_cached_greedy_decoding_is_exact(changes: dict[str, Any], chunks: list[i
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), CpuKernels()], ids=["reference", "cpu"])
 def test_documents_of_a_row_are_as_each_alone(kernels: TorchKernels) -> None:
     """Including documents of one token at the beginning, in the middle and at the end of a row."""
-    model = lively_model(tiny_config(lookback_heads=1, key_offset=True), kernels=kernels)
+    model = lively_model(tiny_config(lookback_heads=1), kernels=kernels)
     lengths = ((1, 9, 1, 20, 1), (17, 3, 12))
     tokens = random_tokens(model, 2, 32)
     numbers = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
@@ -212,7 +206,7 @@ def test_loss_is_the_cross_entropy_of_the_logits(shape: str) -> None:
 @pytest.mark.slow
 def test_the_compiler_sees_one_graph() -> None:
     """The loss of packed rows, forward and backward, traced without generating code."""
-    model = lively_model(tiny_config(key_offset=True, n_layer=2))
+    model = lively_model(tiny_config(n_layer=2))
     tokens, targets = random_tokens(model, 3, 20), random_tokens(model, 3, 20, seed=1)
     targets[0, :5] = IGNORE
     segments = Segments.from_numbers(torch.arange(20).expand(3, 20) // 6)
@@ -434,7 +428,6 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"n_head": 4, "n_kv_head": 3}, "n_head 4 .* n_kv_head 3"),
     ({"head_dim": 7}, "head_dim 7"),
     ({"lookback_heads": 3}, "lookback_heads 3 .* 2 key heads"),
-    ({"head_dim": 6, "key_offset": True}, "head_dim is 6"),
     ({"window_pattern": "SXL"}, "--window_pattern 'SXL'"),
     ({"window_pattern": ""}, "--window_pattern ''"),
 ]
@@ -465,7 +458,7 @@ def test_a_row_longer_than_the_context_is_refused() -> None:
 def test_plain_operators_compute_what_the_written_out_ones_do(norm: Any, options: dict[str, Any]) -> None:
     """Loss and every gradient of whole models: separate queries and keys against joined ones, and autograd's gradients
     against those that are written out for every device and for a CPU."""
-    config = tiny_config(qk_norm=norm, lookback_heads=1, key_offset=True, norm_eps=0.1, **options)
+    config = tiny_config(qk_norm=norm, lookback_heads=1, norm_eps=0.1, **options)
     tokens = torch.randint(100, (2, 24), generator=torch.Generator().manual_seed(0))
     found = []
     for kernels in (ReferenceKernels(), WRITTEN, CpuKernels()):

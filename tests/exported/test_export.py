@@ -94,11 +94,11 @@ def test_a_mistake_costs_one_line(base, capsys, argv, code, words):
 def test_a_part_that_the_modeling_file_does_not_compute_is_named(base, capsys, monkeypatch):
     """Its logits would be other ones, without an error."""
     older = base / "modeling_nanochat.py"
-    older.write_text(export.MODELING.read_text().replace("key_offset", "other_field"))
+    older.write_text(export.MODELING.read_text().replace("lookback_heads", "other_field"))
     monkeypatch.setattr(export, "MODELING", older)
-    save(paths.checkpoint_dir("sft", "offset"), key_offset=True)
-    code, line = mistake(capsys, "export", "--to=hf", "--source=sft/offset", f"--out={base / 'out'}")
-    assert code == 1 and "GPTConfig.key_offset" in line
+    save(paths.checkpoint_dir("sft", "lookback"), lookback_heads=1)
+    code, line = mistake(capsys, "export", "--to=hf", "--source=sft/lookback", f"--out={base / 'out'}")
+    assert code == 1 and "GPTConfig.lookback_heads" in line
     assert not list(base.glob("out*"))
     call("export", "--to=hf", "--source=sft/tiny", f"--out={base / 'out'}")  # which has no such part
 

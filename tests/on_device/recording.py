@@ -10,11 +10,10 @@ from nanochat import scaling
 from nanochat.attention import Segments
 from nanochat.device import Device
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.operators import TorchKernels
 from nanochat.train import make_optimizer, next_token_loss, train_step
 
 # The operators of a device (nanochat/kernels/). They are functions, not modules, and the first suspects on a new card.
-WATCHED = ("rms_norm", "add_rms_norm", "rotate", "offset_keys", "attention", "swiglu")
+WATCHED = ("rms_norm", "add_rms_norm", "rotate", "attention", "swiglu")
 # Relative to a tensor's norm. In bf16 the gradient of a single number, such as a scale, is off by up to 5% on a
 # simulated NPU; a wrong operator changes a tensor by about its norm.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.15}
@@ -28,8 +27,6 @@ class WatchedKernels:
     def __init__(self, kernels: Any):
         self.kernels = kernels
         self.report: Callable[[str, Any], None] = lambda name, output: None
-
-    row_attention: Any = TorchKernels.row_attention  # it calls offset_keys and attention here, where they are watched
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self.kernels, name)

@@ -30,7 +30,7 @@ from nanochat.train import next_token_loss, train_step
 
 slow = pytest.mark.slow
 # Windows, documents, grouped heads, value embeddings and recomputed activations together.
-PACKED = tiny_config(sequence_len=16, lookback_heads=2, key_offset=True)
+PACKED = tiny_config(sequence_len=16, lookback_heads=2)
 LONG = tiny_config(sequence_len=256, window_pattern="L")
 
 

@@ -314,7 +314,7 @@ def test_the_command_writes_a_folder_of_its_own_family(base, family):
 # ---------------------------------------------------------------------- models of our own
 
 OUR_SHAPES: dict[str, dict[str, Any]] = {
-    "fast": {"norm_weight": False, "lookback_heads": 1, "key_offset": True},
+    "fast": {"norm_weight": False, "lookback_heads": 1},
     # With a context that was extended from 16 tokens.
     "gated": {
         **SHAPES["qwen3"],

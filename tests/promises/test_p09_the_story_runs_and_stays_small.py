@@ -30,8 +30,7 @@ EXEMPT = {
     "between processes": "device.shutdown optim.Optimizer.before_backward",
     "in what a run costs": """
         device.Device.peak_memory device.Runtime.start gpt.Embedding.reset_parameters attention.KVCache.capacity
-        attention.KVCache.places_for attention.KVCache.spare operators.TorchKernels.loss_tokens engine.round_up
-        scaling.flops_per_token
+        operators.TorchKernels.loss_tokens engine.round_up scaling.flops_per_token
     """,
     "in models of other families": """
         gpt.Norm.gain tokenizer.Tokenizer.encode_continuation tokenizer.Tokenizer.with_chat_template

@@ -34,12 +34,9 @@ from nanochat.train_service.losses import TOKEN_LOSSES, TokenLoss
 from simnpu.adapters import section
 
 ROWS, TOKENS, WIDTH, VOCAB = 4, 128, 256, 32768
-QWEN3: dict[str, Any] = tiny.SHAPES["qwen3"] | {
-    "head_dim": 64, "mlp_width": 1024, "key_offset": False, "lookback_heads": 0,
-}  # fmt: skip
+QWEN3: dict[str, Any] = tiny.SHAPES["qwen3"] | {"head_dim": 64, "mlp_width": 1024, "lookback_heads": 0}
 QWEN3_5: dict[str, Any] = tiny.SHAPES["qwen3_5"] | {
-    "head_dim": 64, "mlp_width": 1024, "key_offset": False, "lookback_heads": 0, "state_key_dim": 64,
-    "state_value_dim": 64, "n_layer": 3,
+    "head_dim": 64, "mlp_width": 1024, "lookback_heads": 0, "state_key_dim": 64, "state_value_dim": 64, "n_layer": 3,
 }  # fmt: skip
 EXPERTS: dict[str, Any] = {"experts": 8, "experts_per_token": 2, "mlp_width": 256}
 
@@ -49,7 +46,7 @@ def model_of(
 ) -> GPT:
     """A model on the meta device, so that a layout can shard it; with such adapters on all matrices."""
     sizes = {"vocab_size": VOCAB, "sequence_len": TOKENS, "width": WIDTH, "n_head": 4, "n_kv_head": 4, "n_layer": 2}
-    preset = {"head_dim": 64, "mlp_width": 1024, "window_pattern": "SL", "lookback_heads": 2, "key_offset": True}
+    preset = {"head_dim": 64, "mlp_width": 1024, "window_pattern": "SL", "lookback_heads": 2}
     with torch.device("meta"):
         model = GPT(config or tiny.tiny_config(**{**sizes, **preset, **changes}), device.kernels)
         if adapted:

@@ -74,10 +74,10 @@ def waits(records: list[Record]) -> int:
 
 def test_launches_and_waits(depth_12: Measured):
     results, log = depth_12
-    assert launches(log["step"]) <= 898 and waits(log["step"]) == 0
+    assert launches(log["step"]) <= 846 and waits(log["step"]) == 0
     assert waits(log["log line of step"]) == 1
-    assert launches(log["token"]) <= 241 and waits(log["token"]) == 1
-    assert results[2] <= 395 * 1024, "bytes kept for the backward pass of a token"
+    assert launches(log["token"]) <= 240 and waits(log["token"]) == 1
+    assert results[2] <= 377 * 1024, "bytes kept for the backward pass of a token"
     assert all(record.what.startswith("aclnn") for record in log["step"])  # one process: no copy, no collective
 
 
@@ -94,7 +94,7 @@ def test_launches_of_a_step_of_adapters(measure):
 QWEN3_5 = tiny.SHAPES["qwen3_5"] | {
     "width": 1024, "n_head": 8, "n_kv_head": 2, "head_dim": 256, "rotary_dims": 64, "mlp_width": 3584,
     "window_pattern": "DDDL", "state_key_heads": 16, "state_value_heads": 16, "state_key_dim": 128,
-    "state_value_dim": 128, "lookback_heads": 0, "key_offset": False,
+    "state_value_dim": 128, "lookback_heads": 0,
 }  # fmt: skip
 
 
@@ -113,7 +113,7 @@ def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measur
     _, log = depth_12
     attention = [record for record in log["packed step"] if "FlashAttention" in record.what]
     assert len(attention) == 24 and all("VarLen" in record.what or "Unpadding" in record.what for record in attention)
-    assert launches(log["packed step"]) <= launches(log["step"]) + 3 and waits(log["packed step"]) == 0
+    assert launches(log["packed step"]) <= launches(log["step"]) and waits(log["packed step"]) == 0
     results, _ = measure(
         call("step", depth=2, rows=8, tokens=2048), call("step", depth=2, rows=8, tokens=2048, document=128)
     )
@@ -190,7 +190,7 @@ def by_formula(depth: int, rows: int, ranks: int) -> float:
     tokens = rows * 2048
     matrices = 12 * depth * width**2
     tables = (2 + depth // 2) * 32768 * width  # embedding, head, and value embeddings in every other layer
-    size = 44 * depth * width * tokens + (6 + 4 / ranks) * matrices + (4 + 8 / ranks) * tables
+    size = 42 * depth * width * tokens + (6 + 4 / ranks) * matrices + (4 + 8 / ranks) * tables
     return (size + 4 * 32768 * width + 0.9e9) / GIB
 
 
@@ -204,7 +204,7 @@ def test_the_table_of_memory_is_by_the_formula(page: str):
         assert cells.replace("|", "").split() == wanted
 
 
-@pytest.mark.parametrize(("ranks", "allocated", "reserved"), [(1, 45, 47), (8, 41, 42)])
+@pytest.mark.parametrize(("ranks", "allocated", "reserved"), [(1, 44, 46), (8, 39, 40)])
 def test_peak_memory_at_depth_20(measure, ranks: int, allocated: int, reserved: int):
     """16 rows of 2,048 tokens. Less what CANN takes for itself: a card of 64 GB has some 61 GiB for both."""
     ((peak,), log) = measure(call("step", depth=20, rows=16, tokens=2048, ranks=ranks))
