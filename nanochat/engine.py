@@ -467,6 +467,8 @@ class Slots:
         cache = self.cache.view(slot, slot + len(pieces))
         cache.attended_len = attended_len
         cache.position.fill_(filled)
+        for memory in cache.states if filled == 0 else ():  # a slot keeps what its last row left there
+            memory.zero_()
         cache.lengths = self.engine.device.to_device(lengths)
         hidden = self.engine.model.hidden(self.engine.device.to_device(tokens), cache)
         cache.position.add_(cache.lengths)
@@ -509,6 +511,8 @@ class Slots:
         # The repetition penalty counts the prompt's tokens too; the slot's last row may have left its own.
         for slot, row in enumerate(rows, first):
             row.slot = slot
+            for memory in self.cache.states if len(row.prompt) == 1 else ():  # nothing was read
+                memory[:, slot] = 0
             if row.sampling.repetition_penalty != 1:
                 self.seen[slot] = False
                 self.seen[slot, to_device(torch.tensor(row.prompt))] = True

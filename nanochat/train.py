@@ -138,7 +138,12 @@ def make_optimizer(
     queries = 2 * c.n_head if c.attention_gate else c.n_head
     qkv_rows = (queries * c.head_dim, c.n_kv_head * c.head_dim, c.n_kv_head * c.head_dim)
     splits: dict[str, tuple[int, ...]] = {name: qkv_rows for name, _ in roles["qkv"]}
+    keys = c.state_key_heads * c.state_key_dim
+    values = c.state_value_heads * c.state_value_dim
+    state_rows = (keys, keys, values, values, c.state_value_heads, c.state_value_heads)
     for name, parameter in roles["matrix"]:
+        if name.endswith(".state_input.weight"):
+            splits[name] = state_rows
         stacked = 2 if c.mlp == "swiglu" and name.endswith(".input.weight") else 1
         if c.experts and name.endswith((".mlp.input.weight", ".mlp.output.weight")):
             stacked *= c.experts

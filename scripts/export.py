@@ -73,7 +73,7 @@ def main(config: Config) -> None:
         peft.require_same_modules(model_folder.lineage(source)[-1], "--to peft")
         shape, _, meta = checkpoint_manager.load_config(source)
         adapters = folders.read_adapters(source, shape)
-        peft.require_whole_experts(adapters.lora, shape)
+        peft.require_whole_experts(adapters.lora, shape, meta.get("pretraining", {}).get("family", ""))
         base = peft.base_of(source) if peft.is_folder(source) else str(meta["adapter"]["base"])
         with saver.new_folder(out) as folder:
             peft.write(folder, adapters, shape, base)
@@ -184,7 +184,8 @@ def write_as_family(
         settings["max_position_embeddings"] = context
     if whole_model is not None:
         whole = read_json(whole_model / "config.json")
-        settings = {**whole, "text_config": {**whole["text_config"], **settings}}
+        shared = {key: settings[key] for key in ("dtype", "tie_word_embeddings")}
+        settings = {**whole, **shared, "text_config": {**whole["text_config"], **settings}}
     contents = tokenizer_files(tokenizer, model.config.sequence_len, for_others=True)
     contents["generation_config.json"] = generation_settings(meta["sampling"], tokenizer)
     contents["config.json"] = settings

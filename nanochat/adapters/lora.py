@@ -70,7 +70,10 @@ def choose_targets(text: str, rank: int, config: GPTConfig) -> tuple[str, ...]:
 
     Raises UserError: when the model has no such matrix, or one that is too small for the rank.
     """
-    rows = {name: count for stacked in stacked_matrices(config).values() for name, count in stacked.items()}
+    rows: dict[str, int] = {}
+    for parts in stacked_matrices(config).values():
+        for name, count in parts.items():  # a shared expert may be wider than the others
+            rows[name] = min(count, rows.get(name, count))
     names = tuple(name.strip() for name in text.split(","))
     if text == "all":  # two matrices have one row per head: adapters would be larger than they are
         names = tuple(name for name in rows if name not in ("in_proj_b", "in_proj_a"))
@@ -410,8 +413,9 @@ class Attached:
     def cast_weights(self, model: GPT, dtype: torch.dtype) -> Iterator[None]:
         """A context in which the adapters' products share one cast of all their weights."""
         found: list[LinearAdapters] = []
+        paths_of = {block: matrices_of(block, model.config) for block in model.blocks}
         for path in stacked_matrices(model.config):
-            layers = [block.get_submodule(path) for block in model.blocks if path in matrices_of(block, model.config)]
+            layers = [block.get_submodule(path) for block, paths in paths_of.items() if path in paths]
             alike: list[Any] = [layer.adapters for layer in layers if hasattr(layer, "adapters")]
             alike = [adapters for adapters in alike if not isinstance(adapters, ExpertAdapters)]
             found += alike

@@ -26,6 +26,7 @@ from nanochat.model_folder import MAX_NAME, find_folder, format_of
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
+UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe", "mixtral")  # peft 0.21 ignores adapters on theirs, without a word
 ROUTED = ("mlp.input", "mlp.output")  # the modules that hold the matrices of all experts
 
 # Settings of peft that give the stored numbers another meaning, or store further ones.
@@ -78,8 +79,13 @@ def require_same_modules(base: Path, flag: str) -> None:
         )
 
 
-def require_whole_experts(lora: Lora, config: GPTConfig) -> None:
-    """Raises UserError: for adapters on a part of the experts' matrices that peft does not read."""
+def require_whole_experts(lora: Lora, config: GPTConfig, family: str = "") -> None:
+    """Raises UserError: for adapters on experts' matrices that peft does not read."""
+    if set(lora.targets) & {"gate_proj", "up_proj", "down_proj"} and family in UNREAD_EXPERTS:
+        raise UserError(
+            f"--to peft: peft reads no adapters on the experts of {family}: export the merged model with --to hf, or "
+            "train others (--lora_targets q_proj,k_proj,v_proj,o_proj)"
+        )
     # peft 0.21 stacks gate and up of all experts. It refuses one of the two, and without down it ignores both.
     targets = [name for name in ("gate_proj", "up_proj", "down_proj") if config.experts and name in lora.targets]
     if targets and targets != ["down_proj"] and len(targets) < 3:
@@ -147,14 +153,15 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
     parts: dict[str, dict[int, Tensor]] = {}
     targets = set()
     with safe_open(folder / WEIGHTS, framework="pt") as file:
-        for theirs in file.keys():  # noqa: SIM118
+        for stored in file.keys():  # noqa: SIM118
+            theirs = stored.replace(hf.SEEING_PREFIX, "model.")  # of a model that also sees
             if theirs not in known:
                 raise UserError(
                     f"{folder} holds adapters for another model, or on other matrices than {', '.join(Lora.targets)}: "
                     f"{theirs[:200]}; name the base that they were trained on"
                 )
             ours, target, expert = known[theirs]
-            part = file.get_tensor(theirs).to(torch.float32, copy=True)  # the file may change
+            part = file.get_tensor(stored).to(torch.float32, copy=True)  # the file may change
             parts.setdefault(ours, {})[expert] = part
             targets.add(target)
     tensors = {ours: torch.cat([part for _, part in sorted(experts.items())]) for ours, experts in parts.items()}

@@ -85,10 +85,8 @@ class GatedDeltaNet(nn.Module):
         if cache is None:
             inputs = F.pad(mixed, (0, 0, TAPS - 1, 0))  # (B, 3 + T, channels)
         else:
-            # A row at position 0 begins with an empty memory, whatever its slot held before.
             windows, states = (memory[self.state_layer] for memory in cache.states)
-            has_begun = (cache.position > 0).to(x.dtype).view(-1, 1, 1)
-            inputs = torch.cat((windows * has_begun, mixed), dim=1)
+            inputs = torch.cat((windows, mixed), dim=1)
             lengths = cache.lengths
         q, k, v = self._heads(self._convolve(inputs, numbers))
         # The logarithm of the decay is below 0: -exp(log_rate) softplus(rate + bias).
@@ -103,11 +101,11 @@ class GatedDeltaNet(nn.Module):
         if cache is None:
             y, _ = chunked(q, k, v, log_decay, strength, None, numbers)
         elif T == 1:
-            decay = log_decay[:, 0].exp() * has_begun
+            decay = log_decay[:, 0].exp()
             y = step(q[:, 0], k[:, 0], v[:, 0], decay, strength[:, 0], states)[:, None]
             windows.copy_(inputs[:, 1:])
         else:
-            y, state = chunked(q, k, v, log_decay, strength, states * has_begun[..., None, None], None)
+            y, state = chunked(q, k, v, log_decay, strength, states, None)
             states.copy_(state)
             windows.copy_(_last_inputs(inputs, lengths))
         # Norm each head, and let its gate decide how much of it enters the stream.

@@ -9,7 +9,7 @@ All families share one model: Qwen, Llama, Mistral and Phi are values of GPTConf
 each rank its own rows, from files that are mapped and never unpickled. The author of the folder may be hostile, so the
 sizes in config.json are compared with the headers of the weights before anything is built.
 
-Source: the configuration and modeling files of transformers 5.23, which is the oracle of tests/families/test_hf.py.
+Source: the configuration and modeling files of transformers 5.24, which is the oracle of tests/families/test_hf.py.
 """
 
 import hashlib
@@ -79,11 +79,11 @@ STACKED_EXPERTS = {"mlp.input": "mlp.experts.gate_up_proj", "mlp.output": "mlp.e
 MIXTRAL_NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 # Norms of models with states: their files hold w where the model multiplies by 1 + w.
 CENTRED = re.compile(r"norm\.weight|blocks\.\d+\.(attention_norm|mlp_norm|attention\.[qk]_norm)\.weight")
-# Tables that older files hold although they follow from the config, and a tied head, which is the embedding.
 # Parts that we do not compute: those that see, and those that guess several tokens at once. In a model with them the
 # language model is below another name.
 SEEING_PREFIX = "model.language_model."
 LEFT_OUT = re.compile(r"(model\.visual|mtp)\..+")
+# What is not read from files: tables of older ones that follow from the config, a tied head, and these parts.
 IGNORED = re.compile(rf"lm_head\.weight|model\.(layers\.\d+\.self_attn\.)?rotary_emb\.\w+|{LEFT_OUT.pattern}")
 # Parts of names that a wrapper leaves when the model is saved inside of it: the wrapper, and what to save instead.
 WRAPPERS = {
@@ -308,7 +308,7 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
         window_tokens=window,
         rope_theta=theta,
         rope_scaling=scaling,
-        rotary_dims=0 if rotary == 1 else int(head_dim * rotary),
+        rotary_dims=0 if rotary == 1 else max(1, int(head_dim * rotary)),  # GPTConfig refuses odd ones
         qk_norm="before_rotary" if family.qk_norm else "none",
         qk_scale=1.0,
         norm_weight=True,
@@ -348,7 +348,9 @@ def _rope(theirs: dict[str, Any], context: int) -> tuple[float, RopeScaling | No
         raise ValueError("config.json: rotary positions in several dimensions (mrope)")
     key = "partial_rotary_factor"
     part = _number({key: rope.get(key, theirs.get(key))}, key, 0.25 if has_states else 1.0)
-    if part > 1 or (part < 1 and not has_states):
+    if part > 1:
+        raise ValueError(f"config.json: {key} {part}: at most 1")
+    if part < 1 and not has_states:
         raise ValueError(f"config.json: partial_rotary_factor {part}: rotary positions in a part of the channels")
     if kind == "default":
         return theta, None, part
@@ -390,7 +392,7 @@ def _windows(theirs: dict[str, Any], layers: int) -> tuple[str, int]:
     letters = {"full_attention": "L", "sliding_attention": "S"}
     if FAMILIES[theirs["model_type"]].has_states:
         letters = {"full_attention": "L", "linear_attention": "D"}
-        every = int(_number(theirs, "full_attention_interval", 4))
+        every = max(1, int(_number(theirs, "full_attention_interval", 4)))
         kinds = kinds or [
             "linear_attention" if layer % every < every - 1 else "full_attention" for layer in range(layers)
         ]
@@ -461,7 +463,10 @@ def from_config(config: GPTConfig, family: str) -> dict[str, Any]:
         theirs["linear_key_head_dim"] = config.state_key_dim
         theirs["linear_value_head_dim"] = config.state_value_dim
         theirs["linear_conv_kernel_dim"] = 4
-        theirs["partial_rotary_factor"] = config.rotary_dims / config.head_dim if config.rotary_dims else 1.0
+        part = config.rotary_dims / config.head_dim if config.rotary_dims else 1.0
+        if int(part * config.head_dim) < config.rotary_dims:  # rounded down; transformers cuts the rest off
+            part = (config.rotary_dims + 0.5) / config.head_dim
+        theirs["partial_rotary_factor"] = part
     if family in ("llama", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"):
         theirs["attention_bias"] = False
     if family == "llama":
@@ -617,9 +622,11 @@ class FamilyWeights(model_folder.Weights):
         for name, ours in shapes.items():
             for theirs, rows in self.theirs_of(name, ours[0]):
                 shape = [rows, *ours[1:]]
+                if theirs.endswith(tuple(STACKED_EXPERTS.values())):
+                    shape = [self.config.experts, rows // self.config.experts, *ours[1:]]
                 if theirs not in self.stored:
                     raise ValueError(f"the weights have no {theirs}, which config.json asks for")
-                if _rows_first(self.stored[theirs].shape, len(shape)) != shape:
+                if self.stored[theirs].shape != shape:
                     raise ValueError(f"{theirs} is {self.stored[theirs].shape}, config.json asks for {shape}")
                 if self.stored[theirs].dtype not in DTYPES:
                     raise ValueError(f"{theirs} is stored as {self.stored[theirs].dtype}: one of {', '.join(DTYPES)}")
@@ -627,9 +634,8 @@ class FamilyWeights(model_folder.Weights):
         unseen = sorted(name for name in unknown if LEFT_OUT.fullmatch(name))
         if unseen:
             parts = " and ".join(sorted({name.removeprefix("model.").partition(".")[0] for name in unseen}))
-            print0(
-                f"{self.files[0].parent}: only its text is read; --to hf writes {parts} again ({len(unseen)} tensors)"
-            )
+            again = "--to hf writes them again" if self.prefix == SEEING_PREFIX else "an export has none of them"
+            print0(f"{self.files[0].parent}: only its text is read, not {parts}: {again} ({len(unseen)} tensors)")
         unknown = {name for name in unknown if not IGNORED.fullmatch(name)}
         if unknown:
             raise ValueError(f"the weights have {sorted(unknown)[0][:200]}, which config.json does not ask for")
@@ -647,11 +653,6 @@ class FamilyWeights(model_folder.Weights):
             target.add_(1)
         # The remaining rows are padding of the vocabulary. Nothing reads them; set them to zero instead of old memory.
         target[max(start - first, 0) :].zero_()
-
-
-def _rows_first(shape: list[int], axes: int) -> list[int]:
-    """A shape with this many axes: the matrices of all experts as rows of one."""
-    return [shape[0] * shape[1], *shape[2:]] if len(shape) == axes + 1 else shape
 
 
 def _read_part(stored: Stored, name: str, first: int, target: Tensor) -> None:
@@ -682,7 +683,9 @@ def _has_other_head(folder: Path) -> bool:
         stored = index(folder)
     except ValueError:  # without weights, as for --dry_run, or damaged: their reader says so
         return False
-    head, embedding = (stored.get(NAMES[name]) for name in ("head.weight", "embedding.weight"))
+    embedding_name = NAMES["embedding.weight"]
+    embedding = stored.get(embedding_name) or stored.get(embedding_name.replace("model.", SEEING_PREFIX))
+    head = stored.get(NAMES["head.weight"])
     if head is None or embedding is None:
         return False
     if head.shape != embedding.shape or len(head.shape) != 2:
@@ -718,10 +721,12 @@ class FolderFormat(model_folder.FolderFormat):
         if not isinstance(settings, dict):
             raise ValueError("config.json is not an object")
         text = settings.get("text_config")
-        if not isinstance(text, dict):
+        family = FAMILIES.get(str(settings.get("model_type")))
+        if family is None or not family.has_states or not isinstance(text, dict):
             return settings
-        # A model that also sees: its text, with what is said only once.
-        return {"tie_word_embeddings": settings.get("tie_word_embeddings"), **text}
+        # A model that also sees: its text, and what counts for all of it.
+        outer = ("model_type", "tie_word_embeddings", "quantization_config")
+        return {**text, **{key: settings[key] for key in outer if key in settings}}
 
     def check(self, folder: Path, without_weights: bool = False) -> None:
         """Such a folder has no sums to compare with. Its headers are read: a file that is cut short is found."""
@@ -791,7 +796,8 @@ def write_weights(
     whole_model: Path | None = None,
 ) -> dict[str, Any]:
     """Write weights by our names under Hugging Face's, in several files where they are large; all families but Phi
-    have the same names. `whole_model` is the folder of a model that also sees: what we left out of it is copied.
+    and Mixtral have the same names. `whole_model` is the folder of a model that also sees: what we left out of it is
+    copied.
 
     Returns the facts of each file for a manifest. Raises ValueError: for a model that no family computes.
     """

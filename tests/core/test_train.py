@@ -96,6 +96,7 @@ def test_the_optimizer_takes_every_parameter_by_its_role(shape: str) -> None:
     keys = model.config.n_kv_head * model.config.head_dim
     queries = 8 if model.config.attention_gate else 4
     parts = {"attention.qkv.weight": (queries * model.config.head_dim, keys, keys), **PARTS_OF_MLPS.get(shape, {})}
+    parts["attention.state_input.weight"] = (16, 16, 32, 32, 4, 4)  # q, k, v, gate, strength, rate
     for role, parameters in model.parameter_groups().items():
         for name, _ in parameters:
             matrix = role in ("matrix", "qkv")
