@@ -56,8 +56,9 @@ def _model(device: devices.Device, shape: str, kernels: TorchKernels | None = No
 
 
 def _engine(found: devices.Device, shape: str = "fast", graphs: Any = "off", stops: bool = False) -> Engine:
-    model = _model(found, shape, vocab_size=280, sequence_len=160).eval()
-    made = Engine(model, tiny.tiny_tokenizer(), found, graphs)
+    tokenizer = tiny.tiny_tokenizer()
+    model = _model(found, shape, vocab_size=tokenizer.vocab_size, sequence_len=160).eval()
+    made = Engine(model, tokenizer, found, graphs)
     if not stops:
         made.stop_ids = set()
         made.call_start = made.call_end = -1  # the model writes them at random
