@@ -163,10 +163,13 @@ class Chat:
         The next reply uses the next seed.
         """
         turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
-        # A base model continues the text, so the text itself is shown first.
-        reply, stopped = self.stream(self.prompt(turns), lead="" if self.has_turns else text)
+        ids = self.prompt(turns)
+        # The prompt of a thinking model opens the thought, which belongs to the reply. A base model continues the text,
+        # so the text itself is shown first.
+        begun = ids[-2:] if self.tokenizer.decode(ids[-2:]) == "<think>\n" else []
+        made, stopped = self.stream(ids, lead=self.tokenizer.decode(begun) if self.has_turns else text)
         if self.has_turns:
-            self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, reply)}]
+            self.turns = [*turns, {"role": "assistant", "content": parse_reply(self.tokenizer, begun + made)}]
         return not stopped
 
     def stream(self, ids: list[int], lead: str = "") -> tuple[list[int], bool]:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from prompt_toolkit.input import DummyInput, create_pipe_input
 from prompt_toolkit.output import DummyOutput
 from runs import call
 from tiny import save_checkpoint, tiny_tokenizer
+from tiny_families import published, save_family
 
 from nanochat.conversation import render
 from nanochat.engine import Engine, SamplingParams
@@ -35,6 +37,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.ground import paths
 from nanochat.serve import terminal
 from nanochat.tasks.conversations import Conversations, messages_of
+from nanochat.tokenizer import Tokenizer
 from scripts import chat_cli
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -325,6 +328,29 @@ def test_a_reply_names_the_limit_that_has_cut_it(talk):
     # The context's end is another limit than the user's.
     add_checkpoint("sft", table_model(ids("assistant_start", b"abcdefgh.", "assistant_end"), context=8))
     assert talk("x")[1].startswith("abc\n(") and talk("x")[1] != f"abc\n{CUT}"
+
+
+def test_a_thought_that_the_prompt_begins_belongs_to_the_reply(tmp_path, capsys):
+    """Later turns have what the template keeps of it."""
+    tokenizer = Tokenizer.load(save_family(tmp_path, "qwen3_5", chat_template=published("qwen3_8")))
+    pieces = ["hm\n</think>\n\nso", "and"]
+    prompts = []
+
+    def stream(ids: list[list[int]], **_: Any) -> Iterator[Any]:
+        prompts.append(tokenizer.decode(ids[0]))
+        made = tokenizer.encode(pieces[len(prompts) - 1])
+        for number, token in enumerate(made, 1):
+            yield SimpleNamespace(id=token, kind="text", finish_reason="length" if number == len(made) else None)
+
+    model = SimpleNamespace(config=SimpleNamespace(sequence_len=4096))
+    engine = SimpleNamespace(tokenizer=tokenizer, model=model, stream=stream)
+    for name in ("call_start", "call_end", "answer_start", "answer_end"):
+        setattr(engine, name, -1)
+    chat = chat_cli.Chat(engine, chat_cli.Config(), SamplingParams(), has_turns=True)
+    chat.send("why")
+    assert capsys.readouterr().out.startswith("<think>\nhm\n</think>\n\nso\n")
+    chat.send("and")
+    assert f"{prompts[0]}hm\n</think>\n\nso<|im_end|>\n<|im_start|>user\nand<" in prompts[1]
 
 
 def test_help_and_other_commands(talk, sums, prompts):

@@ -257,6 +257,9 @@ def _build(family: str) -> tuple[Tokenizer, dict[str, Any], list[str]]:
         return library, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}, ["</s>"]
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"]
     pattern = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    if family == "qwen3_5":
+        special += ["<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+        pattern = pattern.replace(r"\p{L}+", r"[\p{L}\p{M}]+")
     library = _byte_level(special, pattern, ignore_merges=False)
     library.normalizer = normalizers.NFC()
     for name in ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"):
@@ -267,15 +270,18 @@ def _build(family: str) -> tuple[Tokenizer, dict[str, Any], list[str]]:
 
 def _byte_level(special: list[str], words: str, ignore_merges: bool) -> Tokenizer:
     library = Tokenizer(models.BPE(ignore_merges=ignore_merges))
-    pattern = words + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    has_marks = r"\p{M}" in words
+    letters = r"\p{L}\p{M}" if has_marks else r"\p{L}"
+    pattern = words + rf"| ?[^\s{letters}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     library.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    corpus = CORPUS + ["नमस्ते दुनिया"] * 3 * has_marks
     library.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
+        corpus, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False)
     )
     library.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in special])
     return library

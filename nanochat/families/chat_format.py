@@ -6,18 +6,18 @@ A model learns the text that it would write after a prompt, with the token that 
 import bisect
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from nanochat.conversation import ChatFormat, Message, Part, Prompt, Rendered, Settings, UnrenderableChat, text_of
 from nanochat.families.chat_template import ChatTemplate, RenderedText
-from nanochat.families.reply_spans import Conversation, Text
+from nanochat.families.reply_spans import THOUGHT, Conversation, Text, thought_of
 from nanochat.families.tool_calls import THOUGHT_SEPARATOR, CallForm, find_form, opens_thought
 from nanochat.ground.cli import UserError
 
-THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
+THINKING = {"enable_thinking": True}  # as a client asks for a thought
 CALL_ID = "000000000"  # the id of a tool call, in the form that Mistral's templates check
 
 
@@ -56,12 +56,15 @@ class TemplateFormat(ChatFormat):
             if message["role"] != "assistant" or not any(parts) or not message.get("train", True):
                 continue
             count += 1
-            reply = conversation.reply(number)
-            alone = None if reply is None or self._lacks(conversation, reply, text) else self._encoded(reply)
-            if reply is None or alone is None:
+            reply = self._learned(conversation, number)
+            if reply is None and thought_of(text):
+                # The prompts of the small models of Qwen3.5 close the thought, unless a client turns thoughts on.
+                whole_thinking = self.template.render(plain, tools, settings=THINKING)
+                reply = self._learned(replace(conversation, whole=whole_thinking, settings=THINKING), number)
+            if reply is None:
                 lost.append("".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part))
             else:
-                learned.append((reply, alone))
+                learned.append(reply)
         found = self._together(whole, learned)
         lost_tokens = sum(len(self.tokenizer.encode(text)) + 1 for text in lost)  # and the end of the turn
         known = sum(one.target_count for one in found)
@@ -99,11 +102,15 @@ class TemplateFormat(ChatFormat):
         pattern = "|".join(map(re.escape, sorted(self.tokenizer.special_ids, key=len, reverse=True)))
         return [(found.start(), found.end(), found[0]) for found in re.finditer(pattern, text)]
 
-    def _encoded(self, reply: Text) -> Rendered | None:
-        """A reply behind its prompt; None: these are not the tokens that serving would read before it."""
+    def _learned(self, conversation: Conversation, number: int) -> tuple[Text, Rendered] | None:
+        """Message `number` behind its prompt, as text and as tokens; None: it is not what serving would read and
+        write."""
+        reply = conversation.reply(number)
+        if reply is None or self._lacks(conversation, reply, conversation.messages[number]):
+            return None
         ids, mask = self.tokenizer.encode_rendered(reply.rendered, reply.spans)
         prompt, _ = self.tokenizer.encode_rendered(reply.prompt)
-        return Rendered(ids, mask) if ids[: len(prompt)] == prompt else None
+        return (reply, Rendered(ids, mask)) if ids[: len(prompt)] == prompt else None
 
     def _together(self, whole: RenderedText, learned: Sequence[tuple[Text, Rendered]]) -> list[Rendered]:
         """One rendering of all replies that have the same tokens before them in `whole`, and one of each other reply.
@@ -220,14 +227,13 @@ class TemplateFormat(ChatFormat):
         text = self.tokenizer.decode(tokens)
         return [{"type": "text", "text": text}] if text else []
 
-    def _lacks(self, conversation: Conversation, reply: Text, message: dict[str, Any]) -> bool:
+    def _lacks(self, conversation: Conversation, reply: Text, message: Mapping[str, Any]) -> bool:
         """Whether a template left out a call of a message, or its thought: it would be learned to reply without it."""
         if conversation.marked is not None:  # the template has said what is learned
             return False
         written = reply.rendered.text[len(reply.prompt.text) :]
         needed = [call.get("function", {}).get("name", "") for call in message.get("tool_calls") or []]
-        found = THOUGHT.match(message["content"])
-        needed.append(found[1] if found else message.get(self.template.thought_field or "") or "")
+        needed.append(thought_of(message))
         return not all(text.strip() in written for text in needed)
 
     def _as_texts(self, messages: Sequence[Message]) -> list[dict[str, Any]]:

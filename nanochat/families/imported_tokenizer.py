@@ -143,7 +143,9 @@ class ImportedTokenizer(Tokenizer):
         # A list of ids or one id, in generation_config.json or, of older models, config.json.
         ends = _optional(folder / "generation_config.json").get("eos_token_id")
         if ends is None:
-            ends = _optional(folder / "config.json").get("eos_token_id")
+            model = _optional(folder / "config.json")
+            # A model that also reads images has the settings of its text model apart.
+            ends = {**model, **model.get("text_config", {})}.get("eos_token_id")
         ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
         added = config.pop("added_tokens_decoder", {})
         content = _with_added(content, added, config, ends)
@@ -360,6 +362,11 @@ def _with_added(
         if name in marks or index in ends:
             tokens[index] = {"id": index, "content": name, **plain, **tokens.get(index, {}), "special": True}
     in_order = sorted(tokens.values(), key=lambda one: one["id"])
+    # Qwen3.5's pattern for words is in its config: tokenizer.json may have the one of Qwen2, which divides at marks.
+    pattern = config.get("pretokenize_regex")
+    for part in _parts(content.get("pre_tokenizer")):
+        if part.get("type") == "Split" and isinstance(pattern, str):
+            part["pattern"] = {"Regex": pattern}
     # A file may have been saved with a limit of the length, or with the padding of a batch.
     return {**content, "added_tokens": in_order, "truncation": None, "padding": None}
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from nanochat.conversation import Settings
 from nanochat.families.chat_template import THOUGHT_FIELDS, ChatTemplate, Messages, RenderedText, Span, TemplateError
 
 # Characters of the private planes 15 and 16, which no text has in practice: leaf number n is between the n-th of each.
@@ -26,7 +27,7 @@ BEGINS = 0xF0000
 ENDS = 0x100000
 MAX_LEAVES = 0xFFFD
 MARK = re.compile("[\U000f0000-\U0010ffff]")
-THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)  # at the beginning of a reply
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)  # at the beginning of a reply
 THOUGHT_TAG = re.compile("(</?think>)")  # templates divide a reply there
 OPENED_THOUGHT = re.compile(r"<think>\s*\Z")  # at the end of a prompt
 CLOSED = "</think>"
@@ -51,6 +52,7 @@ class Conversation:
     messages: Messages
     tools: Sequence[Any] | None
     ends: Collection[str]
+    settings: Settings | None = None  # variables of the template, as a client sets them
 
     @cached_property
     def marked(self) -> dict[int, list[Span]] | None:
@@ -61,10 +63,10 @@ class Conversation:
     def places(self) -> "Places | None":
         return Places.of(self)
 
-    def prompt(self, messages: Messages) -> RenderedText | None:
-        """The prompt that serving renders for a reply to these messages; None: the template refuses one of them."""
+    def rendered(self, messages: Messages, is_prompt: bool = False) -> RenderedText | None:
+        """These messages, or the prompt that serving renders for a reply to them; None: the template refuses one."""
         try:
-            return self.template.render(messages, self.tools, add_generation_prompt=True)
+            return self.template.render(messages, self.tools, is_prompt, self.settings)
         except TemplateError:
             return None
 
@@ -81,14 +83,11 @@ class Conversation:
         return replace(text, spans=self.marked[number])
 
     def _alone(self, number: int) -> Text | None:
-        prompt = self.prompt(self.messages[:number])
-        if prompt is None:
+        prompt = self.rendered(self.messages[:number], is_prompt=True)
+        written = self.rendered(self.messages[: number + 1])
+        if prompt is None or written is None:
             return None
-        try:
-            written = self.template.render(self.messages[: number + 1], self.tools)
-        except TemplateError:
-            return None
-        turn = Conversation(self.template, written, self.messages[: number + 1], self.tools, self.ends)
+        turn = replace(self, whole=written, messages=self.messages[: number + 1])
         #     the prompt     <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n
         #     the turn       <|im_start|>user\n2+3?<|im_end|>\n<|im_start|>assistant\n5.<|im_end|>\n
         #     learned                                                               5.<|im_end|>
@@ -185,10 +184,8 @@ class Places:
         whole = conversation.whole
         if MARK.search(whole.text) or len(leaves) > MAX_LEAVES:
             return None
-        try:
-            text = conversation.template.render(marked, conversation.tools).text
-        except TemplateError:
-            return None
+        rendered = conversation.rendered(marked)
+        text = "" if rendered is None else rendered.text
         if MARK.sub("", text) != whole.text:
             return None
         begins: list[list[int]] = [[] for _ in leaves]
@@ -228,7 +225,7 @@ class Places:
             #     its prompt        <|im_end|>\n<|im_start|>assistant\n
             #     R1                <|Assistant|>                                         less than the prompt
             #     its prompt        <|Assistant|><think>\n
-            prompt = self.conversation.prompt(self.marked[:number])
+            prompt = self.conversation.rendered(self.marked[:number], is_prompt=True)
             _, mark, opening = (prompt.text if prompt else "").rpartition(chr(ENDS + before[1]))
             is_plain = mark and not MARK.search(opening)  # no other text comes between
             if is_plain and self.conversation.whole.text.startswith(opening, before[0], first):

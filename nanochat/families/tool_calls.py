@@ -291,24 +291,45 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}  # templates in Jinj
 
 def _read_xml(text: str, at: int, parameters: Any) -> tuple[dict[str, Any] | None, int]:
     """The arguments of a call in XML, and where it ends; None where it does not."""
-    properties = (parameters or {}).get("properties")
+    root = parameters if isinstance(parameters, dict) else {}
+    properties = root.get("properties")
     arguments = {}
     while begin := XML_PARAMETER.match(text, at):
         end = XML_VALUE_END.search(text, begin.end())
         if end is None:
             return None, at
         schema = properties.get(begin[1]) if isinstance(properties, dict) else None
-        arguments[begin[1]] = _value(text[begin.end() : end.start()].removesuffix("\n"), schema)
+        arguments[begin[1]] = _value(text[begin.end() : end.start()].removesuffix("\n"), _types(schema, root))
         at = end.end()
     ending = XML_END.match(text, at)
     return (None, at) if ending is None else (arguments, ending.end())
 
 
-def _value(text: str, schema: Any) -> Any:
-    """The value of an argument in XML: a text where its schema allows one, otherwise JSON."""
-    types = json.dumps(schema)
-    is_text = '"string"' in types and '"array"' not in types and '"object"' not in types
-    if is_text and not (text == "null" and '"null"' in types):
+def _types(schema: Any, root: dict[str, Any]) -> set[str]:
+    """The types that an argument's schema names, also in a union, or where it refers into the whole schema, `root`."""
+    types: set[str] = set()
+    waiting = [schema]
+    seen: set[int] = set()  # a reference may lead back
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        named = part.get("type")
+        types.update(map(str, named if isinstance(named, list) else [named]))
+        for union in (part.get("anyOf"), part.get("oneOf"), part.get("allOf")):
+            waiting += union if isinstance(union, list) else []
+        found: Any = root
+        for name in str(part.get("$ref")).removeprefix("#/").split("/"):
+            found = found.get(name) if isinstance(found, dict) else None
+        waiting.append(found)
+    return types
+
+
+def _value(text: str, types: set[str]) -> Any:
+    """The value of an argument in XML: a text where its types allow one, otherwise JSON."""
+    is_null = "null" in types and text in ("null", "None")
+    if "string" in types and not types & {"array", "object"} and not is_null:
         return text
     try:
         return json.loads(text)

@@ -1,5 +1,6 @@
 """How much of the replies in a data set SFT learns, for its log and for the preview."""
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -7,7 +8,7 @@ from nanochat.conversation import Rendered
 from nanochat.ground.log import counted, doubt, print0
 from nanochat.tokenizer import Tokenizer
 
-EMPTY_THOUGHT = re.compile(r"<think>\s*</think>")
+EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>")  # a prompt may have its first mark
 LEARNED_SHARE = 0.9  # the least share of replies and of their tokens that is learned without a warning
 
 
@@ -30,7 +31,9 @@ def report_learned(rendered: Sequence[Rendered], tokenizer: Tokenizer, strict_da
     ends = 0
     for one in rendered:
         learned = [token for token, is_target in zip(one.ids, one.mask, strict=True) if is_target]
-        empty += len(EMPTY_THOUGHT.findall(tokenizer.decode(learned)))
+        for is_learned, pairs in itertools.groupby(zip(one.ids, one.mask, strict=True), key=lambda pair: pair[1]):
+            reply = tokenizer.decode([token for token, _ in pairs]) if is_learned else ""
+            empty += EMPTY_THOUGHT.match(reply) is not None
         ends += sum(token in tokenizer.reply_ends for token in learned)
     if not ends and token_share > 0:
         problem = "no reply is learned with a token that ends it (eos_token_id): the model would not learn to stop"

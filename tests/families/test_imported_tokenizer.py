@@ -6,11 +6,12 @@ tests/promises/test_p08_interchange_is_exact.py compares ids and texts with tran
 import base64
 import json
 import pickle
+import random
 import shutil
 
 import pytest
 from tiny import complaint
-from tiny_families import FAMILIES
+from tiny_families import FAMILIES, random_string, save_family
 
 from nanochat.tokenizer import Tokenizer
 
@@ -43,6 +44,27 @@ def test_what_begins_a_document_and_ends_a_reply(family_tokenizers):
     assert len(think) == 1 and think[0] > max(qwen.special_ids.values())  # special ids lie anywhere
     assert qwen.encode("", prepend="<|im_start|>") == [qwen.special_ids["<|im_start|>"]]
     assert qwen.decode([qwen.vocab_size + 5, *qwen.encode("a")]) == "a"  # the output layer may be wider
+
+
+def test_the_words_of_qwen3_5_have_their_marks_and_its_ends_are_those_of_its_text_model(tmp_path):
+    """Its tokenizer.json may have Qwen2's pattern: then its config's counts, as its class does for transformers."""
+    auto = pytest.importorskip("transformers").AutoTokenizer
+    folder = save_family(tmp_path / "model", "qwen3_5", chat_template="{{ messages[0].content }}")
+    (folder / "generation_config.json").unlink()
+    end = Tokenizer.load(folder).special_ids["<|endoftext|>"]
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": {"eos_token_id": end}}))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    split = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]
+    pattern, split["Regex"] = split["Regex"], split["Regex"].replace(r"\p{M}", "")
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "pretokenize_regex": pattern}))
+    tokenizer = Tokenizer.load(folder)
+    assert tokenizer.reply_ends == (tokenizer.special_ids["<|im_end|>"], end)
+    oracle = auto.from_pretrained(folder)
+    source = random.Random(2)
+    texts = ["नमस्ते दुनिया", *(random_string(source).replace("<|", "") for _ in range(300))]
+    assert [tokenizer.encode(text) for text in texts] == [oracle(text)["input_ids"] for text in texts]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -28,7 +28,14 @@ from nanochat.families.tool_calls import (
 from nanochat.tokenizer import Tokenizer
 
 TEXT = {"anyOf": [{"type": "string"}, {"type": "null"}]}
-SCHEMA = {"type": "object", "properties": {"x é": TEXT, "n": {"type": "integer"}}}
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "x é": TEXT, "n": {"type": "integer", "description": "string"}, "id": {"$ref": "#/$defs/Id"},
+        "endless": {"anyOf": [{"$ref": "#"}, {"$ref": "#/properties/endless"}]},
+    },
+    "$defs": {"Id": {"allOf": [{"type": ["string", {}]}]}},
+}  # fmt: skip
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": name, "description": f"of <{name}>", "parameters": SCHEMA}}
     for name in ("weather", "read_file", "a-1")
@@ -208,6 +215,9 @@ REPLIES: list[tuple[CallForm, str, str, list[FunctionCall]]] = [
     ]),
     (XML, called(**{"x é": "null", "n": "12", "a": '{"b": [1]}', "c": "None", "d": "True", "e": "so", "f": ""}), "", [
         FunctionCall("weather", {"x é": None, "n": 12, "a": {"b": [1]}, "c": None, "d": True, "e": "so", "f": ""})
+    ]),
+    (XML, called(**{"id": "12", "endless": "12", "x é": "None"}), "", [
+        FunctionCall("weather", {"id": "12", "endless": 12, "x é": None})
     ]),
     (XML, called(city="Par").partition("\n</parameter>")[0], "ALL", []),
     (XML, called(city="Paris").partition("</function>")[0], "ALL", []),

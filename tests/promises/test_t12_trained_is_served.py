@@ -6,7 +6,6 @@ learned once, behind the ids of the prompt for its history, and with its whole t
 that, in several. Facts that a model has learned are known through the server, at every turn.
 """
 
-import importlib.util
 import itertools
 import json
 import random
@@ -14,14 +13,15 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from starlette.testclient import TestClient
 from test_reply_spans import TEMPLATES, TOOLS, folder_of
 from test_serve import until
 from tiny import cpu_device, lively_model, runs_of, tiny_config, tiny_tokenizer
-from tiny_families import FAMILIES, random_string, save_family
+from tiny_families import FAMILIES, published, random_string, save_family
 
 from nanochat.conversation import render_prompt, renderings
 from nanochat.engine import Engine
@@ -29,12 +29,15 @@ from nanochat.families.imported_tokenizer import ImportedTokenizer
 from nanochat.losses import masked_loss
 from nanochat.packing import pack_sequences
 from nanochat.serve.app import create_app
+from nanochat.serve.prompts import encode_chat
 from nanochat.serve.scheduler import Scheduler
+from nanochat.serve.schema import ChatBody
 from nanochat.serve.state import LoadedModel
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import make_adamw, train_step
 
 CLOSED = {"enable_thinking": False}  # only the template of qwen3 reads it
+OPENED = {"enable_thinking": True}
 PUBLISHED = [
     f"{name}{training}"
     for name in (
@@ -42,11 +45,12 @@ PUBLISHED = [
         *("llama3", "deepseek_r1_distill", "phi3", "phi3_5"),
     )
     for training in ("", "_training")
-] + ["llama3_1", "llama3_2"]
+] + ["llama3_1", "llama3_2", "off"]
+# An owner's line before Qwen3.5's template: thoughts are off unless a client turns them on.
+OFF = "{%- set enable_thinking = enable_thinking | default(false) %}\n"
 # What these learn of plain replies, of thoughts and of calls, at least: the rest their template does not write.
 PARTLY = {name: (1, 1, 0.3) for name in ("llama3", "llama3_1", "llama3_2", "deepseek_r1_distill", "phi3", "phi3_5")}
 PARTLY |= {f"{name}_training": (1, 1, 0.3) for name in ("phi3", "phi3_5")}
-PARTLY |= {f"qwen3_5_nothink{training}": (1, 0.1, 0.1) for training in ("", "_training")}  # its prompts close thoughts
 
 
 def tokenizer_of(name: str, folder: Path) -> Tokenizer:
@@ -57,9 +61,9 @@ def tokenizer_of(name: str, folder: Path) -> Tokenizer:
     return Tokenizer.load(save_family(folder, name))
 
 
-def conversation(source: random.Random, thinks: bool, calls: bool) -> list[dict[str, Any]]:
-    """Without the characters that mark places. No reply begins with white space, which would join a prompt's last
-    token."""
+def conversation(source: random.Random, thinks: bool, calls: int = 0) -> list[dict[str, Any]]:
+    """With up to `calls` calls at once, and without the characters that mark places. No reply begins with white space,
+    which would join a prompt's last token."""
 
     def text(first: str) -> str:
         return first + random_string(source).replace("think>", "").replace("\U0010ffff", "").strip()
@@ -71,10 +75,13 @@ def conversation(source: random.Random, thinks: bool, calls: bool) -> list[dict[
     for _ in range(source.randrange(1, 4)):
         messages.append({"role": "user", "content": text("why")})
         if calls and source.random() < 0.6:
-            function = {"name": "weather", "arguments": {"city": text("P"), "days": source.randrange(9)}}
-            call = {"type": "function", "function": function}
-            messages.append({"role": "assistant", "content": thought(), "tool_calls": [call]})
-            messages.append({"role": "tool", "content": text("sun")})
+            function = {"name": "weather", "arguments": {"city": text("P"), "days": [source.randrange(9)]}}
+            calls_made = [
+                {"id": f"00000000{n}", "type": "function", "function": function}
+                for n in range(source.randint(1, calls))
+            ]
+            messages.append({"role": "assistant", "content": thought(), "tool_calls": calls_made})
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": text("sun")} for call in calls_made]
         messages.append({"role": "assistant", "content": thought() + text("so")})
     return messages
 
@@ -82,6 +89,27 @@ def conversation(source: random.Random, thinks: bool, calls: bool) -> list[dict[
 def as_encoded(text: str) -> str:
     """As the tokenizers here normalize it."""
     return unicodedata.normalize("NFC", text).replace("\u2581", " ")
+
+
+def prompt_of(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any, settings: Any = None) -> list[int]:
+    """What the server renders of these messages as clients send them, with parts, thoughts in a field, and JSON."""
+    if not isinstance(tokenizer, ImportedTokenizer) or (tools and tokenizer.chat_format.call_form is None):
+        return render_prompt(tokenizer, messages, tools=tools)
+    template = tokenizer.chat_format.template
+    sent = []
+    for message in messages:
+        thought, mark, text = message["content"].rpartition("</think>")
+        is_apart = mark and template.has_thoughts  # otherwise the server sends the thought as a part of the text
+        fields = {**message, "content": [{"type": "text", "text": text.lstrip() if is_apart else message["content"]}]}
+        if is_apart:
+            fields["reasoning_content"] = thought.removeprefix("<think>").strip()
+        for call in message.get("tool_calls", []):
+            function = {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}
+            fields["tool_calls"] = [*fields["tool_calls"][1:], {**call, "function": function}]
+        sent.append(fields)
+    model = LoadedModel(cast(Any, SimpleNamespace(size=4)), tokenizer, "model", 9999, chats=True)
+    body = ChatBody.model_validate({"messages": sent, "tools": tools, "chat_template_kwargs": settings})
+    return encode_chat(model, body).ids
 
 
 def check_replies(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None) -> tuple[int, int]:
@@ -92,7 +120,10 @@ def check_replies(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: A
     prompts = {}
     for number, message in enumerate(messages):
         if message["role"] == "assistant":
-            prompts[number] = render_prompt(tokenizer, messages[:number], tools=tools)
+            ids = prompt_of(tokenizer, messages[:number], tools)
+            if "</think>" in message["content"] and tokenizer.decode(ids).endswith("</think>\n\n"):
+                ids = prompt_of(tokenizer, messages[:number], tools, OPENED)
+            prompts[number] = ids
     found = renderings(tokenizer, messages, tools=tools)
     is_marked = isinstance(tokenizer, ImportedTokenizer) and tokenizer.chat_format.template.has_marks(tools)
     learned = []
@@ -118,7 +149,7 @@ def test_before_each_learned_reply_are_the_ids_that_serving_renders(tmp_path, na
     tokenizer = tokenizer_of(name, tmp_path / "model")
     source = random.Random(11)
     for thinks in (False, True) if name != "ours" else (False,):
-        counts = [check_replies(tokenizer, conversation(source, thinks, calls=False)) for _ in range(40)]
+        counts = [check_replies(tokenizer, conversation(source, thinks)) for _ in range(40)]
         replies, learned = map(sum, zip(*counts, strict=True))
         drops = name == "empty thought"  # this template leaves thoughts out of every turn
         assert replies > 60 and (0 < learned < replies if thinks and drops else learned == replies)
@@ -127,18 +158,16 @@ def test_before_each_learned_reply_are_the_ids_that_serving_renders(tmp_path, na
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_templates_too(tmp_path, name):
     """The package `trl` brings copies; the vocabulary is a tiny one."""
-    package = importlib.util.find_spec("trl")
-    if package is None:
-        pytest.skip("pip install --no-deps trl==1.16.0")
-    source = Path((package.submodule_search_locations or [""])[0], "chat_templates", f"{name}.jinja").read_text()
-    family = "llama3" if name.startswith("llama") else "qwen3"
+    source = OFF + published("qwen3_5_think") if name == "off" else published(name)
+    family = "llama3" if name.startswith("llama") else "qwen3_5"
     tokenizer = Tokenizer.load(save_family(tmp_path / "model", family, chat_template=source))
     draw = random.Random(5)
-    for thinks, calls in ((False, False), (True, False), (True, True))[: 3 if "tool_calls" in source else 2]:
+    most_calls = 1 if name.startswith("llama") else 2
+    for thinks, calls in ((False, 0), (True, 0), (True, most_calls))[: 3 if "tool_calls" in source else 2]:
         tools = TOOLS if calls else None
         counts = [check_replies(tokenizer, conversation(draw, thinks, calls), tools) for _ in range(10)]
         replies, learned = map(sum, zip(*counts, strict=True))
-        share = PARTLY.get(name, (1, 1, 1))[thinks + calls]
+        share = PARTLY.get(name, (1, 1, 1))[thinks + bool(calls)]
         assert replies > 10 and (learned == replies if share == 1 else share * replies < learned < replies)
 
 

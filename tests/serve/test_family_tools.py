@@ -239,6 +239,7 @@ ENDING = "<|im_end|>"
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 DOCUMENT: dict[str, Any] = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": INTEGER}}}
 THINKERS = ("qwen3", "qwen3_5_think", "deepseek_r1_distill")  # the prompts of the last two begin the thought
+XML_THINKERS = ("qwen3_5_think", "qwen3_8")
 
 
 class Script:
@@ -402,6 +403,23 @@ def test_a_required_call_comes_after_the_thought(script: Script):
     assert at_once.thought is None and at_once.tool_calls[0]["function"]["arguments"] == "{}"
 
 
+@pytest.mark.parametrize("script", XML_THINKERS, indirect=True)
+def test_calls_in_xml_after_a_thought_and_with_thoughts_off(script: Script):
+    says = f"I look.\n\n{in_xml('add', a='-12', note='12')}\n{in_xml('clock')}{ENDING}"
+    calls = [("add", {"a": -12, "note": "12"}), ("clock", {})]
+    off = {"chat_template_kwargs": {"enable_thinking": False}}
+    for thought, settings in (("So, <tool_call>?", {}), (None, off)):
+        whole = script.reply(says, thought, tools=THREE, **settings)
+        made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in whole.calls]
+        assert (whole.thought, whole.content, made) == (thought, "I look.", calls)
+        assert whole.finish_reason == "tool_calls" and len({call["id"] for call in whole.calls}) == 2
+        length = len(script.says)
+        for max_tokens in range(length - 60, length - 1, 7):  # a call that is cut off stays text
+            cut = script.reply(says, thought, tools=THREE, max_tokens=max_tokens, **settings)
+            assert cut.thought == thought and cut.content.startswith("I look.") and len(cut.calls) < 2
+            assert cut.finish_reason == "length" and (cut.calls or "<function=add>" in cut.content)
+
+
 # In which field each client sends a thought back; the first two leave it out, and so send the same.
 HISTORY = {"openai-agents, LangChain": "", "Pydantic AI": "reasoning_content", "vLLM's": "reasoning"}
 # A thought, a text, and calls of a reply.
@@ -423,7 +441,7 @@ TURNS: list[tuple[str, str, list[tuple[str, dict[str, Any]]]]] = [
     ("script", "client_name"),
     [
         *(("qwen3", name) for name in HISTORY),
-        *((template, "Pydantic AI") for template in ("qwen3_5_think", "coder", "deepseek_r1_distill")),
+        *((template, "Pydantic AI") for template in ("qwen3_5_think", "qwen3_8", "coder", "deepseek_r1_distill")),
     ],
     indirect=["script"],
 )
@@ -444,7 +462,8 @@ def test_ten_turns_are_the_templates_own_rendering(script: Script, client_name: 
             for name, arguments in calls
         ]
         says = "\n".join([*filter(None, [text]), *written]) + ENDING
-        reply = script.reply(says, thought if script.template in THINKERS else None, messages=sent, **tools)
+        thinks = script.template in THINKERS or script.template in XML_THINKERS
+        reply = script.reply(says, thought if thinks else None, messages=sent, **tools)
         written, ids = (
             oracle.apply_chat_template(
                 history, **tools, add_generation_prompt=True, return_dict=False, tokenize=tokenize
@@ -453,10 +472,10 @@ def test_ten_turns_are_the_templates_own_rendering(script: Script, client_name: 
         )
         assert script.tokenizer.decode(script.prompt) == written
         # Qwen3.5's prompts end with a line end, which stays a token where the template writes two after <think>.
-        assert script.prompt == ids or script.template == "qwen3_5_think"
+        assert script.prompt == ids or script.template in XML_THINKERS
 
         # The reply as the server writes it, as the client sends it back, and as a template reads it.
-        assert reply.thought == (thought if thought and script.template in THINKERS else None)
+        assert reply.thought == (thought if thought and thinks else None)
         assert reply.content == (text or None)
         made = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in reply.calls]
         assert made == calls

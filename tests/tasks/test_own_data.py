@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from runs import call, mistake
 from tiny import complaint, learned, lively_model, save_checkpoint, tiny_config, tiny_tokenizer, write_rows
-from tiny_families import THINKING, save_family
+from tiny_families import THINKING, published, save_family
 
 from nanochat.conversation import render
 from nanochat.ground import paths
@@ -585,15 +585,17 @@ def qwen3(folder: Path, template: str) -> Tokenizer:
     return Tokenizer.load(save_family(folder / "model", "qwen3", chat_template=template))
 
 
-@pytest.mark.parametrize("template", [FIELD, ONLY_FIELD, THINKING])
+@pytest.mark.parametrize("template", [FIELD, ONLY_FIELD, THINKING, "qwen3_5_think"])
 def test_a_thought_is_learned_where_the_template_writes_it(tmp_path, capsys, template):
-    tokenizer = qwen3(tmp_path, template)
+    is_opened = template == "qwen3_5_think"  # its prompts have the first mark
+    tokenizer = qwen3(tmp_path, published(template) if is_opened else template)
     inline = [user("2+3?"), reply(THOUGHT)]
     fields = [[user("2+3?"), reply("5", **{key: "Two and three."})] for key in ("reasoning", "thinking")]
     path = write_rows(tmp_path / "mine.jsonl", [{"messages": chat} for chat in (THINKER, *fields, inline, SUM)])
     rendered = [render(tokenizer, chat) for chat in chats(path)]
     wanted = "<think>\nTwo and three.\n</think>\n\n5<|im_end|>"
     empty = "<think>\n\n</think>\n\n5<|im_end|>"
+    wanted, empty = (text.removeprefix("<think>\n" * is_opened) for text in (wanted, empty))
     assert [learned(tokenizer, one) for one in rendered] == [wanted] * 4 + [empty]
     report_learned(rendered, tokenizer)
     assert "1 of 5 replies have no thought" in capsys.readouterr().out
