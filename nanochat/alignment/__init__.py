@@ -6,7 +6,6 @@ PLUGS = {
         "dr_grpo": "nanochat.alignment.policy_losses:DR_GRPO",
         "dapo": "nanochat.alignment.policy_losses:DAPO",
         "rloo": "nanochat.alignment.policy_losses:RLOO",
-        "reinforce++": "nanochat.alignment.policy_losses:REINFORCE_PLUS_PLUS",
         "ppo": "nanochat.alignment.policy_losses:PPO",
         "gspo": "nanochat.alignment.policy_losses:GSPO",
         "cispo": "nanochat.alignment.policy_losses:CISPO",

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanochat.device import Device
-from nanochat.losses import Penalties, PolicyBatch, group_mean, has_signal
+from nanochat.losses import Penalties, PolicyBatch, group_mean
 from nanochat.ranks import sum_over_ranks
 
 
@@ -26,21 +26,6 @@ def leave_one_out(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray
     """
     samples = rewards.shape[1]
     return group_mean(rewards, penalties) * (samples / max(1, samples - 1))
-
-
-def batch_deviation(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:
-    """Reward minus the mean of all of the step's replies, by their deviation (source: Hu et al. 2025, REINFORCE++).
-
-    All questions share a baseline: a question whose replies are always right also teaches, and an easy one teaches
-    more. With `--kl_in reward` every token is charged for the KL of its whole reply; in the paper, only for the KL from
-    this token on.
-    """
-    worth = rewards - penalties
-    if worth.size == 0 or not has_signal(worth.reshape(1, -1)).any():
-        return np.zeros_like(worth)
-    # Equal rewards: the penalties keep their size.
-    deviation = rewards.std() + 1e-6 if has_signal(rewards.reshape(1, -1)).any() else 1.0
-    return (worth - worth.mean()) / deviation
 
 
 def no_baseline(rewards: np.ndarray, penalties: Penalties = 0.0) -> np.ndarray:

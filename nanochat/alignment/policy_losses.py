@@ -6,7 +6,6 @@
     dr_grpo       min(r A, clip(r) A)            1 / max_tokens      samples               group_mean
     dapo          min(r A, clip(r) A)            1                   tokens of all samples group_deviation
     rloo          A log p                        1                   samples               leave_one_out
-    reinforce++   min(r A, clip(r) A)            1 / |o|             samples               batch_deviation
     gspo          min(s A, clip(s) A)            1 / |o|             samples               group_deviation
     cispo         clip(r) A log p                1                   tokens of all samples group_deviation
     ppo           min(r A, clip(r) A)            1                   tokens of all samples of each token: value.py
@@ -29,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nanochat.alignment.advantages import batch_deviation, leave_one_out, no_baseline
+from nanochat.alignment.advantages import leave_one_out, no_baseline
 from nanochat.cross_entropy import IGNORE
 from nanochat.losses import (
     PolicyBatch,
@@ -122,10 +121,6 @@ RLOO = PolicyLoss(
     token_ratio, log_objective, over_whole_samples, leave_one_out,
     "Ahmadian et al. 2024, Back to Basics: Revisiting REINFORCE Style Optimization", clip="nothing",
 )  # fmt: skip
-
-REINFORCE_PLUS_PLUS = PolicyLoss(
-    token_ratio, clipped_objective, over_samples, batch_deviation, "Hu et al. 2025, REINFORCE++"
-)
 
 PPO = PolicyLoss(
     token_ratio, clipped_objective, over_tokens, no_baseline,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tiny import all_losses
 
-from nanochat.alignment.advantages import batch_deviation, leave_one_out
+from nanochat.alignment.advantages import leave_one_out
 from nanochat.alignment.dapo import overlong_penalty
 from nanochat.losses import group_deviation, group_mean
 
@@ -40,13 +40,6 @@ def test_penalties_are_not_in_the_deviation(name):
     moved = advantages(REWARDS, one) - advantages(REWARDS)
     unit = advantages(REWARDS)[0].max() - advantages(REWARDS)[0].min()  # of a reward
     assert np.ptp(moved[0]) == pytest.approx(1e-6 * unit, rel=1e-3)
-
-
-def test_those_of_the_whole_batch():
-    # mean 5/8, variance 15/64
-    right, wrong = 3 / 15**0.5, -5 / 15**0.5
-    assert batch_deviation(REWARDS) == pytest.approx(np.array([[right, *[wrong] * 3], [right] * 4]), rel=1e-5)
-    assert batch_deviation(np.full((2, 3), 0.1)).tolist() == [[0] * 3] * 2
 
 
 def test_the_last_part_of_a_reply_costs():

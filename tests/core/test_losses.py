@@ -91,7 +91,6 @@ LN2 = math.log(2)
         ("rloo", {}, (3 * LN2 - 0.5 * 5 * LN2, 2)),
         # Gains are capped at 1.2; a loss is not: 2 x -0.5 stays, 0.5 x -0.5 becomes 0.8 x -0.5: 1, 1.2, -1, -0.4, -0.5.
         ("grpo", {}, (-(2.2 / 2 - 1.9 / 3), 2)),
-        ("reinforce++", {}, (-(2.2 / 2 - 1.9 / 3), 2)),
         ("dapo", {}, (-(2.28 - 1.9), 5)),
         ("dr_grpo", {}, (-(2.2 - 1.9) / 10, 2)),
         # The ratios 1, 2 of the first sample have the geometric mean 2^0.5, 2, 0.5, 1 of the second 1.
@@ -256,7 +255,6 @@ def test_losses_and_gradients_are_those_of_trl():
 
     for name, loss_type, level, low, high in (
         ("grpo", "grpo", "token", 0.2, 0.2),
-        ("reinforce++", "grpo", "token", 0.2, 0.2),
         ("dr_grpo", "dr_grpo", "token", 0.2, 0.2),
         ("dapo", "dapo", "token", 0.2, 0.28),
         ("gspo", "grpo", "sequence", 3e-4, 4e-4),

@@ -207,7 +207,7 @@ def test_a_batch_without_any_target_changes_no_weight(start, tmp_path):
     [
         ("", 3),
         # At the first step the model is its own reference: the KL is 0, not the rounding of two ways to compute it.
-        ("--loss=reinforce++ --kl=0.2 --kl_in=reward --dtype=bfloat16", 1),
+        ("--loss=rloo --kl=0.2 --kl_in=reward --dtype=bfloat16", 1),
         ("--kl=0.2 --kl_in=reward --updates_per_step=2 --top_k=4 --temperature=1.5", 1),
         ("--kl=0.2", 1),
     ],
