@@ -39,6 +39,7 @@ class Config:
     slots: Positive = 16  # sequences sampled at once
     batch_tokens: Positive = 8192  # tokens of a micro-batch: lower it when training does not fit into the memory
     models: Positive = 8  # models in memory at once; the others wait on the disk
+    owner_gb: Annotated[float, Range(0)] = 0.0  # disk for the weights of a key, in GB; 0: as much as there is
     device: str = "auto"  # auto, npu, cuda or cpu; npu:3 is the fourth
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"  # the dtype of matrix products
 
@@ -99,8 +100,9 @@ def open_service(config: Config) -> "Service":
     name = config.name or (tag_of(source) if stage == "hf" else f"nanochat-{tag_of(source)}-{stage}")
     folder = config.folder or base_dir() / "service" / name
     limits = Limits(
-        slots=config.slots, batch_tokens=config.batch_tokens, models=config.models, snapshot_steps=SNAPSHOT_STEPS
-    )
+        slots=config.slots, batch_tokens=config.batch_tokens, models=config.models, snapshot_steps=SNAPSHOT_STEPS,
+        owner_bytes=int(config.owner_gb * 1e9),
+    )  # fmt: skip
     return Service(base, folder, name, limits)
 
 

@@ -107,7 +107,10 @@ class GatedDeltaNet(nn.Module):
         else:
             y, state = chunked(q, k, v, log_decay, strength, states, None)
             states.copy_(state)
-            windows.copy_(_last_inputs(inputs, lengths))
+            # The last three inputs of each row, before its padding.
+            assert lengths is not None
+            index = lengths[:, None] + torch.arange(TAPS - 1, device=x.device)  # (B, 3)
+            windows.copy_(inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(-1))))
         # Norm each head, and let its gate decide how much of it enters the stream.
         y = self.kernels.rms_norm(y.to(x.dtype).contiguous(), self.norm_weight.to(x.dtype), self.eps)
         y = y * F.silu(gate.float()).to(x.dtype).view_as(y)
@@ -134,14 +137,6 @@ class GatedDeltaNet(nn.Module):
         q, k, v = mixed.split((keys, keys, mixed.size(-1) - 2 * keys), dim=-1)
         q = _unit(q.unflatten(-1, self.key_shape)) / math.sqrt(self.key_shape[1])
         return q, _unit(k.unflatten(-1, self.key_shape)), v.unflatten(-1, self.value_shape)
-
-
-def _last_inputs(inputs: Tensor, lengths: Tensor | None) -> Tensor:
-    """The last three inputs of each row, before its padding: (B, 3 + T, channels) -> (B, 3, channels)."""
-    if lengths is None:
-        return inputs[:, 1 - TAPS :]
-    index = lengths[:, None] + torch.arange(TAPS - 1, device=inputs.device)  # (B, 3)
-    return inputs.gather(1, index[..., None].expand(-1, -1, inputs.size(-1)))
 
 
 def _unit(x: Tensor) -> Tensor:

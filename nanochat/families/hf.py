@@ -158,6 +158,14 @@ STATES = {
     "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+QWEN3_5_MOE = STATES | {
+    "num_key_value_heads": 2, "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}  # fmt: skip
+QWEN2_MOE = {
+    "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+}  # fmt: skip
 FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", {"num_key_value_heads": 32}, qkv_bias=True),
     "qwen3": Family("Qwen3ForCausalLM", {"num_key_value_heads": 32, "head_dim": 128}, qk_norm=True),
@@ -167,19 +175,7 @@ FAMILIES = {
         qk_norm=True,
         has_experts=True,
     ),
-    "qwen2_moe": Family(
-        "Qwen2MoeForCausalLM",
-        {
-            "num_key_value_heads": 16,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-        qkv_bias=True,
-        has_experts=True,
-        has_shared=True,
-    ),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", QWEN2_MOE, qkv_bias=True, has_experts=True, has_shared=True),
     "mixtral": Family(
         "MixtralForCausalLM",
         {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "rms_norm_eps": 1e-5},
@@ -188,19 +184,7 @@ FAMILIES = {
     "seed_oss": Family("SeedOssForCausalLM", {"num_key_value_heads": 8, "head_dim": 128}, qkv_bias=True),
     "qwen3_5": Family("Qwen3_5ForCausalLM", STATES, qk_norm=True, has_states=True),
     "qwen3_5_moe": Family(
-        "Qwen3_5MoeForCausalLM",
-        {
-            **STATES,
-            "num_key_value_heads": 2,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
-        },
-        qk_norm=True,
-        has_experts=True,
-        has_shared=True,
-        has_states=True,
+        "Qwen3_5MoeForCausalLM", QWEN3_5_MOE, qk_norm=True, has_experts=True, has_shared=True, has_states=True
     ),
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}),

@@ -24,6 +24,7 @@ class Limits:
     batch_tokens: int = 8192  # tokens of a micro-batch
     models: int = 8  # in memory at once
     snapshot_steps: int = 20  # optimizer steps between two snapshots
+    owner_bytes: int = 0  # the disk for the weights of an owner, above which nothing new is saved; 0: any
 
 
 def _started_future() -> "Future[bytes]":

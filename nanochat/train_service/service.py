@@ -177,6 +177,7 @@ class Service:
         model_id = f"{session}:train:{number}"
         with self.lock:
             if model_id not in self.models:
+                self._require_disk(owner)
                 self._require_room(owner)
                 if sum(model.owner == owner for model in self.models.values()) >= MAX_MODELS:
                     message = f"this key has {MAX_MODELS:,} models, the most that there may be: use another key"
@@ -207,6 +208,14 @@ class Service:
         with self.lock:
             models = [model for model in self.models.values() if model.owner == owner]
         return sorted(models, key=lambda model: -model.facts["created"])
+
+    def _require_disk(self, owner: str) -> None:
+        """Raises ApiError: 400 when the weights of the owner's models fill their quota."""
+        if self.limits.owner_bytes:
+            used = self.store.used_bytes(owner)
+            if used >= self.limits.owner_bytes:
+                message = f"the models of this key take {used:,} of {self.limits.owner_bytes:,} bytes on the server's "
+                raise ApiError(400, message + "disk: delete checkpoints first", code="disk_quota")
 
     def find_model(self, owner: str, model_id: str) -> Model:
         """Raises ApiError: 404, also for a model of another key."""
@@ -588,6 +597,7 @@ class Service:
         uri = f"{SCHEME}{model.id}/{kind}/{name}"
         if self._row("checkpoints", **key) and not body["overwrite"]:
             raise UserError(f"there is a checkpoint {name!r} already: choose another name, or set overwrite")
+        self._require_disk(model.owner)
         folder, size = self._write(model, f"{kind}/{name}.{number}", trained, with_optimizer=kind == "weights")
         answer = {"type": request_kind, "path": uri}
         session = model.id.partition(":")[0]

@@ -204,6 +204,10 @@ class Store:
             kept.pop(oldest)
             self.stale.append(oldest)
 
+    def used_bytes(self, owner: str) -> int:
+        with self.lock:
+            return int(self.db.execute("SELECT TOTAL(bytes) FROM folders WHERE owner = ?", (owner,)).fetchone()[0])
+
     def unused(self) -> list[Path]:
         """Forget the folders that nothing names any more; in a transaction. The caller removes them afterwards."""
         named = " UNION ".join(f"SELECT {NAMES[table]} FROM {table}" for table in ("checkpoints", "models", "runs"))

@@ -124,6 +124,7 @@ def greedy_cached(model: GPT, prompt: Tensor, new: int, chunks: list[int]) -> tu
     cache.states = model.kernels.row_states(c, len(prompt), "cpu", torch.float32)
     out: list[Tensor] = []
     for tokens in prompt.split(chunks, dim=1):
+        cache.lengths = torch.full((len(tokens),), tokens.size(1))
         last = model(tokens, cache=cache)[:, -1]
         cache.position += tokens.size(1)
     logits = [last]

@@ -820,6 +820,22 @@ def test_a_session_and_a_sampler_are_names_which_only_their_key_can_use(start, k
         again.sampled_weights("bob", samplers[1].replace(client.session, again.create_session("bob"), 1))
 
 
+def test_a_quota_of_disk_is_of_one_owner_and_deleting_makes_room(start):
+    service = start(owner_bytes=10**9)
+    alice, bob = Client(service), Client(service, owner="bob")
+    path = alice.save("x")["path"]
+    used = service.store.used_bytes(OWNER)
+    assert used == sum(file.stat().st_size for file in service.path_of(OWNER, path)[0].iterdir()) > 0
+    service.limits = Limits(owner_bytes=used)
+    assert "delete checkpoints" in alice.save("y")["error"]
+    with pytest.raises(ApiError, match="delete checkpoints"):
+        service.create_model(OWNER, alice.session, 1, Trained(2), None)
+    assert "error" not in bob.save("y")
+    alice.train()  # is not refused
+    service.delete_checkpoint(OWNER, path)
+    assert service.store.used_bytes(OWNER) == 0 and "error" not in alice.save("z")
+
+
 def test_a_client_sees_what_its_own_key_has_made(start, monkeypatch):
     service = start(queue=2)
     assert service.folder.stat().st_mode & 0o777 == 0o700  # nor does another user of the machine
