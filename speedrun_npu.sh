@@ -130,7 +130,7 @@ case $profile in
       --save_every 30)
     # Ten steps show the stage. 24 at four times the rate raise the held-out reward from 0.606 to 0.626, within chance,
     # and take as long as 700 steps of mid-training, which move every skill (Xeon with AMX, 2026-11-30).
-    rl=(--device_batch_size 4 --loss dr_grpo --kl 0.05 --num_iterations 10 --examples_per_step 8 --num_samples 8
+    rl=(--device_batch_size 4 --kl 0.05 --num_iterations 10 --examples_per_step 8 --num_samples 8
       --lr_scale 0.12 --eval_every 0 --eval_examples 200 --save_every 10 --log_every 5)
     eval=(--device_batch_size 100) chat_tasks=$demo_tasks sampled=stories,new_stories,$lists
     ;;
