@@ -33,7 +33,8 @@ EXEMPT = {
         operators.TorchKernels.loss_tokens engine.round_up scaling.flops_per_token
     """,
     "in models of other families": """
-        gpt.GPTConfig.letter gpt.Norm.gain tokenizer.Tokenizer.encode_continuation tokenizer.Tokenizer.with_chat_template
+        gpt.GPTConfig.letter gpt.Norm.gain tokenizer.Tokenizer.encode_continuation
+        tokenizer.Tokenizer.with_chat_template
     """,
     "with adapters": """
         train.make_adamw checkpoint_manager.Preparation.configure
