@@ -312,13 +312,11 @@ def plan(machine: Machine, device: str, cann: str | None, index: str) -> list[st
             lines.append(f"found CANN {release} in the version table, used for {found}")
         torch, torch_npu = RELEASES[release][0]
         numpy = numpy_for(release)
-    lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch_npu))}"]
+    lines += [f"kind {kind}", f"pythons {' '.join(pythons_for(torch_npu))}", f"constraint torch=={torch}"]
     lines += [f"install {text}" for text in torch_attempts(kind, torch, torch_npu, machine.system, machine.arch, index)]
-    lines += [f"constraint torch=={torch}"]
     if torch_npu:
-        lines += [f"constraint torch_npu=={torch_npu}"]
+        lines += [f"constraint torch_npu=={torch_npu}", "extra npu"]
         lines += [f"constraint {numpy}"] if numpy else []
-        lines += ["extra npu"]
     return lines
 
 
@@ -451,10 +449,6 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def check_python() -> str:
-    return f"{sys.version.split()[0]} ({sys.executable})"
 
 
 def check_device_files(machine: Machine, root: Path) -> str:
@@ -599,7 +593,7 @@ def check_everything(requested: str, machine: Machine, root: Path) -> int:
         else:
             report.check(name, skip, reason)
 
-    report.check("python", check_python)
+    report.check("python", lambda: f"{sys.version.split()[0]} ({sys.executable})")
     npu_check("device files", check_device_files, machine, root)
     npu_check("driver", check_driver, machine, smi)
     npu_check("CANN", check_cann, machine)
@@ -633,12 +627,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=Path("/"), help="look for files below this folder")
     parser.add_argument("--arch", help="with --plan: x86_64 or aarch64, instead of this machine's")
     parser.add_argument("--cann", help="with --plan: take this row of the version table")
-    parser.add_argument("--out", type=Path, default=Path("report.json"), help="with --full: the report's file")
+    parser.add_argument("--out", type=Path, help="with --full: the report's file (default: report.json)")
     parser.add_argument("--small", action="store_true", help=argparse.SUPPRESS)  # with --full, on a simulated device
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--plan", action="store_true", help="print what setup_ascend.sh should install, and stop")
     what.add_argument("--full", action="store_true", help="also try and time what training and decoding need")
     options = parser.parse_args(arguments)
+    for name, mode in (("arch", "plan"), ("cann", "plan"), ("out", "full"), ("small", "full")):
+        if getattr(options, name) and not getattr(options, mode):
+            parser.error(f"--{name} needs --{mode}: add it, or leave --{name} out")
+    if not options.root.is_dir():
+        parser.error(f"--root {options.root}: not a folder")
     machine = look(options.root, options.arch)
     if options.plan:
         for line in plan(machine, options.device, options.cann, os.environ.get("TORCH_INDEX_URL", "")):

@@ -178,10 +178,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page = context.new_page()
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("dialog", lambda dialog: (problems.append("dialog " + dialog.message), dialog.dismiss()))
-        page.on(
-            "console",
-            lambda message: problems.append(message.text) if "Security Policy" in message.text else None,
-        )
+        page.on("console", lambda message: problems.append(message.text) if "Security Policy" in message.text else None)
         if server is not None:
             page.goto(server.url + path)
         return page

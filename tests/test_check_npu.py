@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # What machines print, and what is to be made of it.
 TABLES = KNOWN["npu_smi"]
-A2, A3, A5, *_ = TABLES.values()
+A2 = TABLES["A2"]
 ERRORS = KNOWN["errors"]
 RAISED = {"FAIL": Fail, "SKIP": Skip}
 
@@ -84,17 +84,6 @@ def test_the_version_table_is_in_order():
     for pairs in check_npu.RELEASES.values():
         assert len(set(pairs)) == len(pairs)
         assert all(check_npu.version_key(torch_npu)[:3] == check_npu.version_key(torch) for torch, torch_npu in pairs)
-
-
-def test_npu_smi_is_parsed():
-    """A 910C has two chips a number; an NPU may be ill."""
-    for text, version, chips in (
-        (A2, "25.2.0", [("0", "910B3", "OK"), ("2", "910B4-1", "OK")]),
-        (A3, "25.2.3", [("0", "Ascend910", "OK"), ("0", "Ascend910", "Warning")]),
-        (A5, "25.7.rc1", [("3", "Ascend950DT", "Alarm")]),
-        ("no such table", "unknown", []),
-    ):
-        assert check_npu.parse_npu_smi(text) == (version, chips)
 
 
 def test_device_files_must_be_open_to_us(tmp_path: Path):

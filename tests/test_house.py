@@ -48,11 +48,7 @@ checkpoint_manager
 
 PACKAGES = {path.parent.name for path in ROOT.glob("nanochat/*/__init__.py")}
 # What each ring may import. The story is all files directly in nanochat/. A room may import every ring.
-BELOW = {
-    "ground": {"ground"},
-    "story": {"ground", "story"},
-    "run": {"ground", "story", "run"},
-}
+BELOW = {"ground": {"ground"}, "story": {"ground", "story"}, "run": {"ground", "story", "run"}}
 
 VENDOR_FILES = re.compile(r"nanochat/(device|kernels/\w+)\.py")
 VENDOR_WORD = re.compile(

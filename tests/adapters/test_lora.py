@@ -1,5 +1,4 @@
-"""Adapters: nothing changes at the start, gradients as autograd's, merged = unmerged, and runs that resume exactly and
-leave a few kilobytes.
+"""Adapters: nothing changes at the start, gradients as autograd's, and merged = unmerged.
 
 The stages run as in test_stages, from its small base model.
 """
@@ -15,7 +14,7 @@ import pytest
 import test_stages as stages
 import torch
 import torch.nn.functional as F
-from runs import call, exactly_resumed, losses, refused
+from runs import call, losses, refused
 from safetensors.torch import load_file, save_file
 from test_scripts import base  # noqa: F401 (base is a fixture)
 from test_stages import SFT, pretrained, start  # noqa: F401 (fixtures)
@@ -28,7 +27,7 @@ from nanochat.adapters import lora
 from nanochat.adapters.lora import Adapters, Lora, adapters_in
 from nanochat.adapters.nf4 import NF4Linear, dequantize
 from nanochat.checkpoint_manager import load_model
-from nanochat.engine import Engine, Row, SamplingParams, Slots
+from nanochat.engine import Engine, SamplingParams
 from nanochat.gpt import GPT, Linear
 from nanochat.ground import storage
 from nanochat.ground.cli import UserError
@@ -139,15 +138,6 @@ def test_one_cast_serves_several_micro_batches():
         twice = gradients(model)  # the gradients of both add up
     for name, gradient in once.items():
         torch.testing.assert_close(twice[name], 3 * gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
-
-
-def test_dropout_is_for_learning_alone():
-    model = adapted_model(settings=Lora(4, 8.0, dropout=0.5))
-    inputs, _ = tokens_of(model.config)
-    assert not torch.equal(model(inputs), model(inputs))
-    with torch.no_grad():
-        assert torch.equal(model(inputs), model(inputs))
-        assert torch.equal(model(inputs), adapted_model()(inputs))
 
 
 def test_recomputed_blocks_draw_the_same_dropout():
@@ -266,44 +256,11 @@ def test_the_engine_reads_adapters_as_they_are_trained(settings):
     assert replies() == uncached() != first
 
 
-GREEDY = SamplingParams(temperature=0)
-
-
-Drawn = list[tuple[list[int], list[float]]]  # the tokens of each reply, and their log probabilities
-
-
-def decoded(engine: Engine, rows: list[Row]) -> Drawn:
-    """The replies of rows that are read and decoded together."""
-    slots = Slots(engine, len(rows), prefill_chunk=16)
-    slots.fill(rows)
-    drawn: dict[Row, list[Any]] = {row: [] for row in rows}
-    while slots.rows:
-        new_tokens = slots.decode(logprobs=0)
-        for new in new_tokens:
-            drawn[new.row].append(new)
-        slots.release({new.row for new in new_tokens if new.finish_reason})  # the others move into the gaps
-    return [([new.id for new in drawn[row]], [new.logprobs[0] for new in drawn[row]]) for row in rows]
-
-
 # ---------------------------------------------------------------------- stages
 
 
 def folder_of(base: Path, stage: str, step: int, tag: str = "d1") -> Path:  # noqa: F811
     return base / "checkpoints" / stage / tag / f"step_{step:06d}"
-
-
-@pytest.mark.slow
-def test_a_run_with_adapters_resumes_exactly_and_leaves_a_few_kilobytes(start):  # noqa: F811
-    flags = (*SFT, *FLAGS, "--lora_dropout=0.1", "--source=base", "--save_every=2", "--num_iterations=4")
-    exactly_resumed(start, "chat_sft", "sft", flags, 4, (2,))
-    folder = folder_of(start, "sft", 4)
-    names = {path.name for path in folder.iterdir()}
-    assert "adapter.safetensors" in names and "model.safetensors" not in names
-    trained = load_file(folder / "adapter.safetensors")
-    assert {name.rpartition(".")[2] for name in trained} == {"lora_A", "lora_B"}
-    numbers = sum(tensor.numel() for tensor in trained.values())
-    assert (folder / "adapter.safetensors").stat().st_size < 4 * numbers + 2000
-    assert (folder / "training.rank0.safetensors").stat().st_size < 8 * numbers + 20000  # AdamW's two moments
 
 
 @pytest.fixture

@@ -132,9 +132,6 @@ def test_mistakes_are_one_line_and_leave_the_conversation_as_it_was() -> None:
     for settings, word in mistakes:
         assert word in complaint(lambda settings=settings: chat.say("a", **settings))
         assert word in complaint(lambda settings=settings: Chat("nowhere", **settings))
-    for keywords, word in (
-        ({"source": 5}, "source 5"),
-        ({"source": "sfT"}, "did you mean sft?"),
-    ):
+    for keywords, word in (({"source": 5}, "source 5"), ({"source": "sfT"}, "did you mean sft?")):
         assert word in complaint(lambda keywords=keywords: Chat(**keywords))
     assert chat.messages == before

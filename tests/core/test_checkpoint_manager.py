@@ -63,10 +63,7 @@ def test_round_trip_is_exact(folder):
         model.embedding.weight[0, :2] = torch.tensor([torch.nan, -0.0])
     bits = {name: tensor.clone().view(torch.int32) for name, tensor in model.state_dict().items()}
     optimizer = optimizer_of(smallest_model(1), steps=2)
-    shards = {
-        0: ShardState([Position(3, 32, 7)], [torch.arange(4).int().numpy()]),
-        1: ShardState([Position(2)], []),
-    }
+    shards = {0: ShardState([Position(3, 32, 7)], [torch.arange(4).int().numpy()]), 1: ShardState([Position(2)], [])}
     loader = LoaderState(12, shards, 2)
     torch.manual_seed(5)
     meta = {"stage": "base", "note": "é"}

@@ -225,10 +225,7 @@ def main(config):
 
 @pytest.mark.parametrize(
     ("call", "job", "status"),
-    [
-        ("cli.run(main, Config)", {"TORCHELASTIC_RUN_ID": "job"}, 0),
-        ("main(Config())", {}, -signal.SIGABRT),
-    ],
+    [("cli.run(main, Config)", {"TORCHELASTIC_RUN_ID": "job"}, 0), ("main(Config())", {}, -signal.SIGABRT)],
     ids=["with run", "without run"],
 )
 def test_a_done_process_is_not_taken_apart(call, job, status):

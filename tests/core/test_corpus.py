@@ -19,7 +19,6 @@ from nanochat.data import hub, parquet
 from nanochat.ground.cli import UserError
 from nanochat.ground.corpus import fingerprint, open_corpus, read_texts
 
-ROOT = Path(__file__).parents[2]
 SEPARATOR = "<|endoftext|>"
 
 

@@ -25,12 +25,7 @@ from nanochat.alignment.value import ValuedBatch, ValueFunction
 from nanochat.attention import Segments
 from nanochat.cross_entropy import IGNORE
 from nanochat.ground.cli import UserError
-from nanochat.losses import (
-    POLICY_STATS,
-    PolicyBatch,
-    mean_policy_stats,
-    policy_loss,
-)
+from nanochat.losses import POLICY_STATS, PolicyBatch, mean_policy_stats, policy_loss
 from nanochat.packing import PackedBatch, pack_sequences
 
 METHODS = all_losses("policy losses")

@@ -18,15 +18,7 @@ from nanochat.gpt import GPT
 from nanochat.optim import Optimizer
 from nanochat.run.progress import Meter, Progress
 from nanochat.scaling import Rates
-from nanochat.train import (
-    Fall,
-    Schedule,
-    StepStats,
-    make_adamw,
-    make_optimizer,
-    next_token_loss,
-    train_step,
-)
+from nanochat.train import Fall, Schedule, StepStats, make_adamw, make_optimizer, next_token_loss, train_step
 
 Batch = tuple[Tensor, Tensor]
 CONFIG = tiny_config(sequence_len=16)

@@ -8,16 +8,7 @@ from nanochat.conversation import Message, parts_of
 from nanochat.demo.walks import Walk, WalkTask
 from nanochat.ground.rooms import find
 
-TASKS = (
-    "stories",
-    "new_stories",
-    "questions",
-    "arithmetic",
-    "identity",
-    "unknown",
-    "memory",
-    "repeat",
-)
+TASKS = ("stories", "new_stories", "questions", "arithmetic", "identity", "unknown", "memory", "repeat")
 
 
 def count_of(messages: list[Message]) -> int:

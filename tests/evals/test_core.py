@@ -222,11 +222,7 @@ def test_accuracy_and_centering_by_hand(tiny_tokenizer, capsys):
     ]
     mean, results = evaluate(model, tiny_tokenizer, tasks, cpu_device(), 3)  # type: ignore[arg-type]
     measured = {label: (one["accuracy"], one["centered"], one["examples"]) for label, one in results.items()}
-    assert measured == {
-        "choices": (0.75, pytest.approx(2 / 3), 4),
-        "schemas": (0.5, 0.0, 2),
-        "endings": (0.5, 0.5, 4),
-    }
+    assert measured == {"choices": (0.75, pytest.approx(2 / 3), 4), "schemas": (0.5, 0.0, 2), "endings": (0.5, 0.5, 4)}
     assert mean == pytest.approx((2 / 3 + 0 + 1 / 2) / 3)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("core 1/3 choices: accuracy 0.7500, centered 0.6667 (0-shot, 4 examples, ")

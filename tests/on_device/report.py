@@ -98,10 +98,11 @@ class FullReport:
         elif not entry["lines"]:
             reason = "ran no check"
         if reason:
-            self.add(part, {"name": f"part {part}", "outcome": "FAIL", "detail": reason}, entry["output"])
+            outcome = "SKIP" if interrupted else "FAIL"  # the machine did nothing wrong: no fix
+            self.add(part, {"name": f"part {part}", "outcome": outcome, "detail": reason}, entry["output"])
         self.write()
         if interrupted:
-            print_line(f"interrupted; the lines until now are in {self.out}")
+            print_line(f"interrupted: {self.out} has the lines until now; the same command begins anew")
             raise interrupted
 
     def _show(self, part: str, record: Path) -> None:
@@ -142,7 +143,7 @@ class FullReport:
             answer = "no" if "FAIL" in outcomes else answer
             worst = [text for outcome, text in lines if outcome == ("FAIL" if answer == "no" else "SKIP")]
             because = "; ".join(worst or [text for _, text in lines]) or "not run"
-            found.append({"doubt": doubt, "answer": answer, "because": because[:300]})
+            found.append({"doubt": doubt, "answer": answer, "because": because})
         return found
 
     def _lines_of(self, starts: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -197,7 +198,7 @@ def doubts() -> list[tuple[list[str], str]]:
     page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else ""  # someone may copy the project without docs/
     section = page.partition("\n## Ten minutes with a card\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
-    return [(re.findall(r"`(.+?)`", names), doubt) for names, doubt in rows]
+    return [(re.findall(r"`(.+?)`", names), re.sub(r" \*\(\w\)\*", "", doubt)) for names, doubt in rows]
 
 
 def longest_start(check: str) -> str:
@@ -209,7 +210,7 @@ def longest_start(check: str) -> str:
 def run(check_npu: Any, machine: Any, options: Any) -> int:
     """`check_npu.py --full`; `check_npu` is that file as a module. Returns the exit code."""
     kind = machine.kind if options.device == "auto" else options.device
-    out = options.out.resolve()
+    out = (options.out or Path("report.json")).resolve()
     problem = ("", "")
     if importlib.util.find_spec("pytest") is None:
         problem = (f"pytest is not installed for {sys.executable}", "pip install pytest")

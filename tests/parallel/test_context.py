@@ -117,10 +117,7 @@ def on_two_ranks(device: Device) -> dict[str, Any]:
     device = sharing(device, 2)
     own = sample(device.rank, 9 + device.rank)
     plain = WrittenKernels()  # its attention keeps no products of queries and keys, as operators of accelerators
-    return {
-        "agreement": agreement(device, [own]),
-        "costs": kept_and_sent(device, plain),
-    }
+    return {"agreement": agreement(device, [own]), "costs": kept_and_sent(device, plain)}
 
 
 @pytest.fixture(scope="module")

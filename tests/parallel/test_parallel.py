@@ -417,12 +417,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("recomputed", True),
-        ("skipped", [0.0, 0.0, True, 1.0, True]),
-        ("overlapped", [True, True]),
-    ],
+    ("name", "expected"), [("recomputed", True), ("skipped", [0.0, 0.0, True, 1.0, True]), ("overlapped", [True, True])]
 )
 def test_ranks_change_no_byte(two_ranks: list[dict[str, Any]], name: str, expected: Any) -> None:
     """Where activations are recomputed, a batch is bad on one rank, or gradients travel early."""

@@ -159,8 +159,7 @@ def test_every_flag_is_in_a_document_and_every_flag_of_the_tables_exists():
 
 
 @pytest.mark.parametrize(
-    "called",
-    ["python check_npu.py", "bash setup_ascend.sh", "bash speedrun_npu.sh", "python tests/simnpu/run"],
+    "called", ["python check_npu.py", "bash setup_ascend.sh", "bash speedrun_npu.sh", "python tests/simnpu/run"]
 )
 def test_flags_of_the_other_programs_exist(called: str):
     text = "\n".join(DOCUMENTS.values()) + (ROOT / "Dockerfile.npu").read_text(encoding="utf-8")

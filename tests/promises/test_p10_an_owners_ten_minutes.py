@@ -59,15 +59,15 @@ def test_a_doubt_is_answered_by_all_of_its_checks(full: FullReport, capsys: pyte
 
     assert answer("steps.step")["answer"] == "open"
     for name, outcome, expected in (("a", "SKIP", "open"), ("b", "PASS", "partly"), ("c", "FAIL", "no")):
-        full.add("steps", {"name": f"step[{name}]", "outcome": outcome, "detail": f"it is {name}"})
+        full.add("steps", {"name": f"step[{name}]", "outcome": outcome, "detail": f"it is {name} " * 99})
         assert answer("steps.step")["answer"] == expected
         assert answer("steps.vocabulary")["answer"] == "open"
-    assert answer("steps.step")["because"] == "step[c]: it is c"
+    assert answer("steps.step")["because"] == "step[c]: " + "it is c " * 99 and "*(" not in str(full.answers())
     for name, outcome, expected in (("profile[dense]", "PASS", "yes"), ("part profile", "FAIL", "partly")):
         full.add("profile", {"name": name, "outcome": outcome, "detail": "x"})
         assert answer("profile")["answer"] == expected
     full.finish()
-    assert f"NO: {answer('steps.step')['doubt']} [step[c]: it is c]" in capsys.readouterr().out
+    assert f"NO: {answer('steps.step')['doubt']} [step[c]: it is c " in capsys.readouterr().out
 
 
 def test_a_part_that_hangs_loses_nothing_else(full: FullReport, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -145,7 +145,7 @@ def test_a_report_that_is_stopped_ends_its_part_and_keeps_its_lines(tmp_path: Pa
         time.sleep(0.05)
     process.send_signal(number)
     text, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + number and "Traceback" not in text
+    assert process.returncode == 128 + number and "Traceback" not in text and "fix:" not in text
     assert not is_running(int((tmp_path / "part").read_text()))
     lines = json.loads(out.read_text())["parts"]["checks"]["lines"]
     assert [(line["name"], line["detail"]) for line in lines] == [("first", "x"), ("part checks", "interrupted")]
@@ -155,6 +155,10 @@ def test_a_report_that_is_stopped_ends_its_part_and_keeps_its_lines(tmp_path: Pa
 def test_what_a_report_needs_is_said_before_it_begins(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    for flags in ("--arch x86_64", "--out a.json", "--small", f"--root {tmp_path}/none", "--full --cann 9.0.0"):
+        with pytest.raises(SystemExit):  # flags that would change nothing, and a root that is not there
+            check_npu.main(flags.split())
+        assert re.search(r"--\w+ needs --(full|plan): add|--root \S+: not a folder", capsys.readouterr().err)
     for out in (tmp_path / "none" / "report.json", tmp_path):
         assert check_npu.main(["--full", "--device", "cpu", "--out", str(out)]) == 1
         assert "--out" in capsys.readouterr().out

@@ -21,11 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from nanochat.engine import SamplingParams
 from nanochat.serve.replies import ChatSerializer, CompletionSerializer
-from nanochat.serve.scheduler import (
-    Overloaded,
-    Request,
-    Stream,
-)
+from nanochat.serve.scheduler import Overloaded, Request, Stream
 from nanochat.tokenizer import Tokenizer
 
 running = pytest.fixture(started)

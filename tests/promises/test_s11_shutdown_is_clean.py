@@ -20,10 +20,7 @@ from running_schedulers import metric, prompt_of, started
 
 from nanochat.serve import state
 from nanochat.serve.listener import listening
-from nanochat.serve.scheduler import (
-    Overloaded,
-    Request,
-)
+from nanochat.serve.scheduler import Overloaded, Request
 from scripts import chat_web
 
 running = pytest.fixture(started)

@@ -229,8 +229,7 @@ BUNDLES: dict[str, Callable[[Path], Any]] = {
     "wrong shapes": lambda path: written(path, "icl_tasks: {a: [1]}"),
     "wrong bytes": lambda path: written(path, b"\xff\xfe\x00"),
     "a path that leads out": lambda path: written(
-        path,
-        "icl_tasks: [{label: a, icl_task_type: multiple_choice, num_fewshot: [0], dataset_uri: ../../x.jsonl}]",
+        path, "icl_tasks: [{label: a, icl_task_type: multiple_choice, num_fewshot: [0], dataset_uri: ../../x.jsonl}]"
     ),
 }
 

@@ -73,17 +73,15 @@ def test_pretraining_on_a_mixture(base, tokenizer, mixture, capsys):
 
 
 def test_continued_pretraining_of_adapters_with_a_longer_context(start, mixture, capsys):
-    flags = (
-        *CPU,
-        mixture,
-        "--source=base",
-        "--source_tag=d1",
-        "--max_seq_len=256",
-        "--rope_scaling=yarn",
-        "--eval_tokens=256",
+    flags = (*CPU, mixture, "--source=base", "--source_tag=d1", "--max_seq_len=256", "--rope_scaling=yarn")
+    flags += (
+        "--device_batch_size=2",
+        "--total_batch_size=1024",
+        "--num_iterations=4",
+        "--save_every=2",
+        "--compile=off",
     )
-    flags += ("--device_batch_size=2", "--total_batch_size=1024", "--num_iterations=4", "--save_every=2")
-    flags += ("--lora_rank=4", "--lora_alpha=8", "--lora_base=nf4", "--compile=off")
+    flags += ("--lora_rank=4", "--lora_alpha=8", "--lora_dropout=0.1", "--lora_base=nf4", "--eval_tokens=256")
     straight = resume(start, "base", flags, kill=(2,), tag="texts", script="mid_train")
     assert "context: 256 tokens, rope_theta 100,000, positions scaled by 2 (yarn)" in capsys.readouterr().out
     folder = straight.folder / "step_000004"

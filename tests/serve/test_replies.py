@@ -16,11 +16,7 @@ from connections import events_of
 from fake_server import FakeScheduler, body_of, client_of, loaded, make_app
 
 from nanochat.serve.replies import ChatSerializer, ChunkQueue, CompletionSerializer, Waker
-from nanochat.serve.scheduler import (
-    Chunk,
-    Stream,
-    TokenLogprob,
-)
+from nanochat.serve.scheduler import Chunk, Stream, TokenLogprob
 
 
 @pytest.mark.parametrize("include_usage", [False, True])

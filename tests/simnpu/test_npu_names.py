@@ -157,8 +157,7 @@ PLANTED = {  # a line of code, and what is missing
 
 
 @pytest.mark.parametrize(
-    "version",
-    [pytest.param(version, marks=() if folder_of(version) else pytest.mark.slow) for version in VERSIONS],
+    "version", [pytest.param(version, marks=() if folder_of(version) else pytest.mark.slow) for version in VERSIONS]
 )
 def test_torch_npu_has_what_the_project_uses(version: str):
     wheel = wheel_of(version)
