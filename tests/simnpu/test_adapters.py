@@ -103,9 +103,9 @@ def test_launches_of_layers_with_a_state(measure):
     calls = [call("step", depth=4, rows=1, tokens=tokens, **QWEN3_5) for tokens in (1024, 2048)]
     short, long = (measure(one)[1]["step"] for one in calls)
     _, log = measure(call("token", depth=4, tokens=128, **QWEN3_5))
-    assert launches(long) <= 2513 and waits(long) == 0
+    assert launches(long) <= 2556 and waits(long) == 0
     assert launches(long) - launches(short) <= 13 * 16 * 3, "launches of a chunk, forward and backward"
-    assert launches(log["token"]) <= 210 and waits(log["token"]) == 1
+    assert launches(log["token"]) <= 189 and waits(log["token"]) == 1
 
 
 def test_packed_rows_are_divided_into_their_documents(depth_12: Measured, measure):
