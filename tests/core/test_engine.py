@@ -334,6 +334,19 @@ def test_keys_and_values_have_the_same_bits_however_a_prompt_is_read(shape: str)
     assert found[0][0].abs().sum() > 0
 
 
+def test_a_row_begins_with_an_empty_state_whatever_its_slot_held() -> None:
+    engine = make_engine("qwen3_5")
+    prompts = [[1], [1, 5], prompt_of(20)]
+    expected = [greedy(engine.model, prompt, 5) for prompt in prompts]
+    slots = Slots(engine, 3, 32)
+    for memory in slots.cache.states:
+        memory.fill_(torch.nan)
+    rows = [Row(prompt, 5, GREEDY) for prompt in prompts]
+    slots.fill(rows)
+    found = [[new.id for new in slots.decode()] for _ in range(5)]
+    assert [list(reply) for reply in zip(*found, strict=True)] == expected
+
+
 # ---------------------------------------------------------------------- recorded launches
 
 
