@@ -121,10 +121,6 @@ class GPTConfig:
         # Refuse impossible shapes.
         if self.n_head % self.n_kv_head:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
-        if self.rotary_dims % 2 or not 0 <= self.rotary_dims <= self.head_dim:
-            raise ValueError(f"{self.rotary_dims} of {self.head_dim} channels rotated: they turn in pairs")
-        if self.has_states and (not self.state_key_heads or self.state_value_heads % self.state_key_heads):
-            raise ValueError(f"{self.state_value_heads} state_value_heads for {self.state_key_heads} state_key_heads")
         if self.lookback_heads > self.n_kv_head:
             raise ValueError(f"lookback_heads {self.lookback_heads} are more than the {self.n_kv_head} key heads")
         if self.head_dim % 2:

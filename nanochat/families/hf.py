@@ -261,6 +261,11 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
             "state_key_dim": size("linear_key_head_dim"),
             "state_value_dim": size("linear_value_head_dim"),
         }
+        if mixture["state_value_heads"] % mixture["state_key_heads"]:
+            raise ValueError("config.json: linear_num_value_heads is not a multiple of linear_num_key_heads")
+    rotary_dims = 0 if rotary == 1 else int(head_dim * rotary)
+    if rotary != 1 and (rotary_dims % 2 or not rotary_dims):
+        raise ValueError(f"config.json: partial_rotary_factor {rotary}: {rotary_dims} channels, which turn in pairs")
     if family.has_shared:
         shared, remainder = divmod(size("shared_expert_intermediate_size"), size("moe_intermediate_size"))
         if remainder:
@@ -292,7 +297,7 @@ def to_config(theirs: dict[str, Any]) -> GPTConfig:
         window_tokens=window,
         rope_theta=theta,
         rope_scaling=scaling,
-        rotary_dims=0 if rotary == 1 else max(1, int(head_dim * rotary)),  # GPTConfig refuses odd ones
+        rotary_dims=rotary_dims,
         qk_norm="before_rotary" if family.qk_norm else "none",
         qk_scale=1.0,
         norm_weight=True,
