@@ -116,7 +116,7 @@ case $profile in
       --save_every 1)
     eval=(--max_examples 8 --max_tokens 32 --show 1) chat_tasks=stories,$demo_tasks,$lists
     ;;
-  cpu) # 10 min 23 s with set-up on two quiet cores with AMX (2026-11-30)
+  cpu) # 10 min 50 s with set-up on two quiet cores with AMX (2026-11-30)
     # A name that no document has is copied piece by piece, and 1,536 tokens are few enough to have met every piece.
     tokenizer=(--vocab_size 1536)
     base=(--depth 4 --head_dim 64 --max_seq_len 512 --device_batch_size 8 --total_batch_size 4096 --num_iterations 200
