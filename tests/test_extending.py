@@ -53,7 +53,7 @@ bits, straight = trained("lion", "--optimizer=lion")
 shutil.rmtree(base_dir() / "checkpoints/base/lion/step_000004")
 bits_resumed, resumed = trained("lion", "--optimizer=lion", "--resume")
 assert bits == bits_resumed and all(map(torch.equal, straight.parameters(), resumed.parameters()))
-gated, model = trained("gated", "--attention_gate")
+gated, model = trained("gated", "--head_gate")
 others = {bits, trained("plain")[0], trained("steps", "--lr_schedule=steps")[0]}
 assert len({*others, gated}) == 4, "a change without an effect"
 
@@ -65,7 +65,7 @@ with torch.no_grad():
 ids = torch.randint(300, (2, 9))
 assert torch.allclose(greedy(model, ids, 20)[1], greedy_cached(model, ids, 20, [9])[1], atol=1e-4)
 
-call("base_train", *SIZES, "--attention_gate", "--mlp=swiglu")
+call("base_train", *SIZES, "--head_gate", "--mlp=swiglu")
 Path("long.py").write_text("def reward(episodes): return [len(one.reply) % 7 for one in episodes]")
 for loss in ("sapo", "grpo"):
     call("chat_rl", "--source=base", "--source_tag=d1", "--tasks=reverse", "--examples_per_step=2", "--num_samples=2",
@@ -78,7 +78,7 @@ call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_s
 call("chat_anchor", "--source=base", "--tasks=reverse", "--target_examples_per_step=4", "--eval_examples=4", "--resume")
 
 model, _, meta = load_model("anchor", "cpu")
-assert model.config.attention_gate and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
+assert model.config.head_gate and model.config.mlp == "swiglu" and meta["stage"] == "anchor"
 
 import transformers
 from test_losses import test_gradients_are_finite_differences

@@ -363,8 +363,8 @@ def test_reinforcement_raises_a_reward(start, monkeypatch, loss):  # noqa: F811
 def test_a_student_comes_nearer_to_its_teacher(start, capsys):  # noqa: F811
     """On chats that nobody grades; the teacher has learned for longer."""
     flags = (*RL, "--source=base", "--source_tag=d1", "--tasks=identity")
-    call("chat_sft", *SFT, "--source=base", "--tasks=identity", "--num_iterations=10")
-    call("chat_rl", *flags, "--loss=distill", "--teacher=sft", "--num_iterations=12", "--num_samples=8")
+    call("chat_sft", *SFT, "--source=base", "--tasks=identity", "--num_iterations=20")
+    call("chat_rl", *flags, "--loss=distill", "--teacher=sft", "--num_iterations=24", "--num_samples=16")
     kl = [line["kl"] for line in metrics(start, "rl")]
     assert sum(kl[-3:]) < 0.7 * sum(kl[:3])
     assert f"KL to the teacher {kl[-1]:.3f} nats" in capsys.readouterr().out

@@ -273,8 +273,8 @@ MISTAKES: dict[str, tuple[Any, dict[str, bytes], Callable[[], Any], tuple[str, .
                  (".bin",)),
     "a gguf": (200, {"model-q4.gguf": b""}, lambda: fetch_model("hf:o/gguf"), (".gguf",)),
     "another kind of model": (
-        200, model_files(**{"config.json": b'{"model_type": "qwen3_5", "vision_config": {"depth": 2}}'}),
-        lambda: fetch_model("hf:org/hybrid"), ("hf:org/hybrid: ", "qwen3_5", "docs/finetune.md"),
+        200, model_files(**{"config.json": b'{"model_type": "qwen3_next", "vision_config": {"depth": 2}}'}),
+        lambda: fetch_model("hf:org/hybrid"), ("hf:org/hybrid: ", "qwen3_next", "docs/finetune.md"),
     ),
 }  # fmt: skip
 

@@ -1,5 +1,7 @@
 """Adapters of experts: each expert has its own A and B, in training, merged, in 4 bits and in peft's folders."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from test_lora import adapters_of, gradients, tokens_of
@@ -24,7 +26,8 @@ def test_merged_is_unmerged_in_output_and_gradients(shape, settings):
     merged = GPT(config)
     weights = dict(lora.merged_weights(adapted))
     merged.load_state_dict(weights)
-    torch.testing.assert_close(adapted(tokens), merged(tokens), rtol=0, atol=2e-5)
+    rounding = 5e-5 if config.has_states else 2e-5  # a norm of what a state returns amplifies it
+    torch.testing.assert_close(adapted(tokens), merged(tokens), rtol=0, atol=rounding)
     kind = NF4Experts if settings.base_format == "nf4" else torch.nn.Module
     assert isinstance(adapted.blocks[1].mlp.input, kind)  # type: ignore[union-attr]
     assert sum(isinstance(module, ExpertAdapters) for module in adapted.modules()) >= 3
@@ -56,5 +59,6 @@ def test_pefts_folder_has_a_name_for_each_expert(tmp_path):
     assert "base_model.model.model.layers.2.mlp.experts.3.up_proj.lora_A.weight" in names
     assert len(names) == 3 * 2 * (4 + 4 * 3)
     again = peft.read(tmp_path, config)
-    assert set(again.tensors) == set(adapters.tensors) and again.lora == adapters.lora
+    targets = lora.choose_targets("all", 4, config)
+    assert set(again.tensors) == set(adapters.tensors) and again.lora == replace(adapters.lora, targets=targets)
     assert all(torch.equal(again.tensors[name], tensor) for name, tensor in adapters.tensors.items())

@@ -1212,6 +1212,7 @@ def test_one_question_is_answered_by_all_models_side_by_side(server, open_page):
     second = [body["messages"] for body in server.bodies[-3:] if "messages" in body]
     assert second[0][1] == {"role": "assistant", "content": "The dragon café!"} and len(second) == 2
     page.reload()
+    ready(page)
     assert page.locator(".round").count() == 2 and columns.count() == 6
     # One that is better makes pairs with the others, outlives a reload, and the next message follows it.
     assert page.evaluate("pairRows(current)") == [] and not page.locator("[data-act=pairs]").count()
