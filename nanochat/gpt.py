@@ -319,7 +319,9 @@ class Attention(nn.Module):
         # tokens form one row and have B T angles.
         rows = qk.view(-1, len(context.cos), *qk.shape[-2:])
         turned = self.kernels.rotate(rows[..., : context.cos.size(-1)], context.cos, context.sin)
-        qk = (turned if not c.rotary_dims else torch.cat((turned, rows[..., c.rotary_dims :]), dim=-1)).view(qk.shape)
+        if c.rotary_dims:
+            turned = torch.cat((turned, rows[..., c.rotary_dims :]), dim=-1)
+        qk = turned.view(qk.shape)
         if c.qk_norm == "after_rotary":
             qk = self._norm_heads(qk)
         q, k = self._heads(qk)  # q (B, T, H, D), k and v (B, T, K, D)

@@ -26,7 +26,7 @@ from nanochat.model_folder import MAX_NAME, find_folder, format_of
 SETTINGS = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 
-UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe", "mixtral")  # peft 0.21 ignores adapters on theirs, without a word
+UNREAD_EXPERTS = ("qwen2_moe", "qwen3_5_moe", "mixtral")  # peft 0.21 silently ignores adapters on these
 ROUTED = ("mlp.input", "mlp.output")  # the modules that hold the matrices of all experts
 
 # Settings of peft that give the stored numbers another meaning, or store further ones.
@@ -154,7 +154,7 @@ def read(folder: Path, config: GPTConfig) -> Adapters:
     targets = set()
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         for stored in file.keys():  # noqa: SIM118
-            theirs = stored.replace(hf.SEEING_PREFIX, "model.")  # of a model that also sees
+            theirs = stored.replace(hf.SEEING_PREFIX, "model.")  # the names in a model that also sees
             if theirs not in known:
                 raise UserError(
                     f"{folder} holds adapters for another model, or on other matrices than {', '.join(Lora.targets)}: "

@@ -1,1 +1,1 @@
-"""Layers that keep a state of fixed size instead of keys and values: those of Qwen3.5 and its successors."""
+"""Layers that keep a state of fixed size instead of keys and values, as in Qwen3.5 and its successors."""

@@ -79,8 +79,8 @@ STACKED_EXPERTS = {"mlp.input": "mlp.experts.gate_up_proj", "mlp.output": "mlp.e
 MIXTRAL_NAMES = {".mlp.": ".block_sparse_moe.", ".gate_proj.": ".w1.", ".up_proj.": ".w3.", ".down_proj.": ".w2."}
 # Norms of models with states: their files hold w where the model multiplies by 1 + w.
 CENTRED = re.compile(r"norm\.weight|blocks\.\d+\.(attention_norm|mlp_norm|attention\.[qk]_norm)\.weight")
-# Parts that we do not compute: those that see, and those that guess several tokens at once. In a model with them the
-# language model is below another name.
+# Parts that we do not compute: vision, and multi-token prediction (mtp). In a model with vision the language model is
+# below another name.
 SEEING_PREFIX = "model.language_model."
 LEFT_OUT = re.compile(r"(model\.visual|mtp)\..+")
 # What is not read from files: tables of older ones that follow from the config, a tied head, and these parts.
@@ -103,7 +103,7 @@ def theirs_of(
     name: str, config: GPTConfig, rows: int, is_stacked: bool = False, stacks_experts: bool = False
 ) -> list[tuple[str, int]]:
     """The tensors that our parameter of `rows` rows is stacked from, and the rows of each; with `is_stacked` a file's
-    matrices are stacked as ours are, with `stacks_experts` only those of experts.
+    matrices are stacked as ours are, with `stacks_experts` only the experts' matrices are.
 
     Raises ValueError: for a parameter that no other family has.
     """
@@ -130,7 +130,7 @@ def theirs_of(
 
 
 def as_mixtral(name: str) -> str:
-    """Mixtral's name of a tensor; only its experts have names of their own."""
+    """Mixtral's name of a tensor; only its experts are named differently."""
     for theirs, its in MIXTRAL_NAMES.items():
         name = name.replace(theirs, its)
     return name

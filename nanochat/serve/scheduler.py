@@ -215,7 +215,7 @@ class _RequestRow(Row):
         self.filled = 0  # tokens of the prompt in the cache
         self.is_scored = request.echo > 0 and request.logprobs >= 0  # its prompt is read for the logprobs
         self.kind = "text"  # the kind of its last token
-        self.held: tuple[TokenLogprob, ...] = ()  # of the first tokens, as long as they may begin a thought
+        self.held: tuple[TokenLogprob, ...] = ()  # the first tokens, while they may begin a thought
         self.open_call: list[Chunk] = []  # a call that is held back until it is complete; see `_hand_out`
         thoughts = None if request.in_thought is None else ThoughtReader(request.in_thought)
         self.out = TextOut(tokens, request.stop, request.strips_space, request.spelled, thoughts)
