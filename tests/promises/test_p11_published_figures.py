@@ -23,7 +23,7 @@ MACHINES = {*re.findall(r"\*\*(\w+)\*\*", MEASURED.partition("\n## ")[0]), "H200
 PUBLISHED = figures.read()
 HASHED = {name: run for name, run in PUBLISHED["runs"].items() if re.fullmatch("[0-9a-f]{8}", run.get("recipe", ""))}
 FIELDS = ("command", "commit", "seed", "n", "interval", "machine", "date", "recipe")
-MOST_WITHOUT_RECIPE = 36  # it only falls
+MOST_WITHOUT_RECIPE = 32  # it only falls
 
 
 def test_both_languages_publish_the_same_sample_and_percentages():
